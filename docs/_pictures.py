@@ -66,11 +66,11 @@ def _visit(t: int, rank: int, sizes: tuple[int, int, int]) -> tuple[int, int] | 
 
 def _stream(until: int, sizes: tuple[int, int, int]) -> list[list[str]]:
     """Returns the stream of every rank before a tick: `in m`, `out m`, or "" if it is used."""
-    S, R, M = sizes
+    S, _, M = sizes
     n, end = M // S, circular_engine.num_ticks(*sizes, delay=False)
     stream = [[f"in {rank * n + i}" for i in range(n)] for rank in range(S)]
     for t in range(until):
-        if M <= t < M * (R - 1):
+        if M <= t < end - M:
             continue
         slot = t % n
         moved = [stream[(rank + 1) % S][slot] for rank in range(S)]
@@ -83,9 +83,9 @@ def _stream(until: int, sizes: tuple[int, int, int]) -> list[list[str]]:
 
 def _circular_tick(picture: Picture, y: float, t: int, sizes: tuple[int, int, int]) -> None:
     """Draws the ranks in tick `t`: what they run, and what moves at the end of it."""
-    S, R, M = sizes
+    S, _, M = sizes
     enters, leaves = t < M, t >= circular_engine.num_ticks(*sizes, delay=False) - M
-    moves = enters or t >= M * (R - 1)
+    moves = enters or leaves
     stream, wide = _stream(t, sizes), 190
     for rank in range(S):
         x = 90 + 300 * rank

@@ -136,6 +136,8 @@ def many_repeats() -> list[Row]:
         Row("circular", "mlp", 2, 8, 4, delay=True, tied=True),
         Row("circular", "llama", 2, 8, 4, axes=fsdp, gather="repeat", dropout=0.1,
             batch_axes=MANUAL),
+        Row("circular", "llama", 2, 8, 4, axes=fsdp, gather="once", packed=True, tied=True,
+            batch_axes=MANUAL),
         Row("circular", "llama", 8, 2, 8, axes=(), gather="repeat", batch_axes=MANUAL),
         Row("circular", "llama", 8, 2, 16, axes=(), gather="once", delay=True, explicit=True,
             batch_axes=MANUAL),

@@ -1,7 +1,9 @@
 """The circular pipeline as a layer: what it refuses, what bubbles see, what it moves and keeps."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ from jaxpipe.spmd.circular_engine import (
     first_state,
     hand_over,
     next_input,
+    stream_move,
+    take_back,
     work_at,
 )
 from jaxpipe.spmd.circular_engine import _passes as _circular_passes
@@ -156,6 +160,22 @@ def test_the_transposed_movements_are_what_jax_makes_of_them():
     jax.tree.map(np.testing.assert_array_equal, mine, jaxs)
 
 
+@pytest.mark.parametrize("t", [1, 7, 13])  # microbatches enter; neither; they leave
+def test_taking_back_is_what_jax_makes_of_handing_over(t):
+    shape = PipelineShape(3, 2, 6, 1)
+    inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
+
+    def both(inputs):
+        state = State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
+        move = stream_move(jnp.int32(t), shape, range(shape.num_ticks))
+        over = lambda s, y: hand_over(s, y, t, shape=shape, move=move)  # noqa: E731
+        _, pull = jax.vjp(over, state, inputs[0])
+        return take_back(state, t, shape=shape, move=move), pull(state)
+
+    mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
+    jax.tree.map(np.testing.assert_array_equal, mine, jaxs)
+
+
 def scans(jaxpr) -> Iterator:
     """Every scan of a jaxpr, at any depth."""
     for eqn in jaxpr.eqns:
@@ -165,17 +185,20 @@ def scans(jaxpr) -> Iterator:
             yield from scans(inner)
 
 
-def count(jaxpr, name) -> int:
-    """How often a primitive runs, with the lengths of scans applied."""
+def count(jaxpr, name) -> int | Fraction:
+    """How often a primitive runs: lengths of scans and shares of conditions are applied."""
     total = 0
     for eqn in jaxpr.eqns:
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        if eqn.primitive.name == "cond":
+            share = re.search(r"taken_(\d+)_of_(\d+)", str(eqn.source_info.name_stack))
+            times = Fraction(int(share[1]), int(share[2])) if share else 1
         inner = sum(count(j, name) for j in jaxprs_in_params(eqn.params))
         total += (eqn.primitive.name == name) + times * inner
     return total
 
 
-@pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16 + 3), (3, 16 + 3)])
+@pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16), (3, 16)])
 def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leave(repeats, moves):
     weights, inputs, batch_inputs = problem(ranks=4, repeats=repeats, microbatches=8)
     mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])
@@ -225,7 +248,7 @@ def test_the_backward_finds_one_input_per_tick_and_no_weights():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
     loops = list(scans(jaxpr))
-    assert len(loops) == 2 * 3  # the first repeat, those between, the last; and back
+    assert len(loops) == 2  # all ticks, and back
     kept = {v.aval.shape for loop in loops for v in loop.outvars if v.aval.shape[:1] == (19,)}
     assert kept == {(19, 1, 64)}
 

@@ -16,5 +16,8 @@ from ._shape import hand_over as hand_over
 from ._shape import next_input as next_input
 from ._shape import num_ticks as num_ticks
 from ._shape import roll_slots as roll_slots
+from ._shape import stream_move as stream_move
+from ._shape import take_back as take_back
 from ._shape import work_at as work_at
 from ._shape import work_of_rank as work_of_rank
+from ._stream import StreamMove as StreamMove

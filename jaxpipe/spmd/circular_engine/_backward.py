@@ -18,12 +18,21 @@ from jaxtyping import Array, Int, PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import put
-from ..ranks import zeros_like
+from ..ranks import cond, zeros_like
 from ..weight_gather import WeightGather, identity
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
-from ._loop_phases import LoopPhase, drain, run_repeats, run_ticks, single_repeat, steady, warmup
+from ._loop_phases import LoopPhase, block_of, phase_of, run_repeats, run_ticks
 from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
-from ._shape import State, add_input, last_cotangent, take_back, work_at
+from ._shape import (
+    State,
+    add_input,
+    begins_on_rank_0,
+    hint_of_repeats,
+    last_cotangent,
+    stream_move,
+    take_back,
+    work_at,
+)
 
 
 class Cotangents(NamedTuple):
@@ -102,7 +111,8 @@ def backward(
     window, prefetched = _first_windows(gather, final, cotangents)
     zero_sum = gather.zeros(window)
     carry = BackwardCarry(WeightState(window, zero_sum, zero_sum), cotangents)
-    blocks = partial(_backward_blocks, invariants, daux)
+    in_one_loop = invariants.one_loop and final > 0
+    blocks = partial(_backward_loop if in_one_loop else _backward_blocks, invariants, daux)
     done = blocks(partial(read_second_half, residuals, shape), half, final, prefetched, carry)
     gradients = done.gradients
     if half:
@@ -124,6 +134,43 @@ def _first_windows(
     last = _after(final, cotangents.state)
     window = gather.window(gather.prefetch(last), last)
     return window, gather.prefetch(_after(final - 1, cotangents.state)) if final else ()
+
+
+def _backward_loop(
+    invariants: CircularInvariants,
+    daux: Aux,
+    read: Callable,
+    lowest: int,
+    highest: int,
+    prefetched: PyTree,
+    carry: BackwardCarry,
+) -> BackwardBlockCarry:
+    """Returns what `_backward_blocks` does, after one loop; nothing is prefetched in it."""
+    shape, gather = invariants.shape, invariants.gather
+    phase = phase_of(shape, range(lowest, highest + 1))
+
+    tick = partial(_backward_tick, invariants, read, daux, phase, prefetched)
+
+    def tick_and_finish(carry: BackwardBlockCarry, t: Any) -> BackwardBlockCarry:
+        ticks = tick(carry.ticks, t)
+
+        def finish(gradients: PyTree) -> PyTree:
+            done = gather.reduce_scatter(ticks.weight_state.done)
+            return put(gradients, done, t // shape.num_microbatches - lowest)
+
+        # All ranks agree when this is, so the branch may communicate.
+        gradients = cond(
+            begins_on_rank_0(t, shape),
+            finish,
+            identity,
+            carry.gradients,
+            like=carry.gradients,
+            hint=hint_of_repeats(shape, phase.program),
+        )
+        return BackwardBlockCarry(gradients, prefetched, ticks)
+
+    start = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
+    return run_ticks(tick_and_finish, start, phase, scan=True, reverse=True)
 
 
 def _backward_blocks(
@@ -152,6 +199,7 @@ def _backward_blocks(
     shape, gather = invariants.shape, invariants.gather
     final = shape.num_repeats - 1
     ticks = partial(_backward_ticks, invariants, read, daux)
+    in_blocks = range(max(lowest, 1), min(highest + 1, final))
 
     def block(carry: BackwardBlockCarry, j: Any, phase: LoopPhase | None = None):
         # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
@@ -159,21 +207,18 @@ def _backward_blocks(
         in_loop = phase is None and invariants.scan_repeats
         state = carry.ticks.cotangents.state
         prefetched_next = gather.prefetch(below if in_loop else _after(below, state))
-        after = ticks(phase or steady(shape, j), carry.prefetched, carry.ticks)
+        after = ticks(phase or block_of(shape, j, in_blocks), carry.prefetched, carry.ticks)
         done = gather.reduce_scatter(after.weight_state.done)
         gradients = put(carry.gradients, done, j - lowest)
         return BackwardBlockCarry(gradients, prefetched_next, after)
 
     blocks = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
     if 0 < final == highest:
-        blocks = block(blocks, final, drain(shape))
-    repeats = range(min(highest, final - 1), max(lowest, 1) - 1, -1)
-    blocks = run_repeats(block, blocks, repeats, scan=invariants.scan_repeats)
+        blocks = block(blocks, final, phase_of(shape, range(final, final + 1)))
+    blocks = run_repeats(block, blocks, in_blocks[::-1], scan=invariants.scan_repeats)
     if lowest > 0:
         return blocks
-    carry = blocks.ticks
-    for phase in [warmup(shape)] if final else reversed([*single_repeat(shape)]):
-        carry = ticks(phase, None, carry)
+    carry = ticks(phase_of(shape, range(1)), None, blocks.ticks)
     gradients = put(blocks.gradients, gather.reduce_scatter(carry.weight_state.gradient), 0)
     return BackwardBlockCarry(gradients, (), carry)
 
@@ -186,33 +231,43 @@ def _backward_ticks(
     prefetched: PyTree | None,
     carry: BackwardCarry,
 ) -> BackwardCarry:
-    """Returns the carry after the ticks of a phase in reverse order.
+    """Returns the carry after the ticks of a phase in reverse order."""
+    tick = partial(_backward_tick, invariants, read, daux, phase, prefetched)
+    return run_ticks(tick, carry, phase, scan=invariants.scan_ticks, reverse=True)
+
+
+def _backward_tick(
+    invariants: CircularInvariants,
+    read: Callable[[Any], list[jax.Array]],
+    daux: Aux,
+    phase: LoopPhase,
+    prefetched: PyTree | None,
+    carry: BackwardCarry,
+    t: Any,
+) -> BackwardCarry:
+    """Returns the carry before tick `t`.
 
     `prefetched` has the weights of the repeat with which ranks go on in the phase; None if no rank
     finishes a repeat in it.
     """
     gather, shape = invariants.gather, invariants.shape
-
-    def tick(carry: BackwardCarry, t: Any) -> BackwardCarry:
-        weight_state, (dstate, dbatch_inputs) = carry
-        work = work_at(t, shape)
-        dstate, dy = take_back(dstate, t, shape=shape, enters=phase.enters, leaves=phase.leaves)
-        daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
-        batch_inputs, keys = batch_inputs_and_keys(invariants, work)
-        w = gather.unshard(weight_state.window)
-        dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
-        gradient = gather.accumulate(weight_state.gradient, dw)
-        weight_state = weight_state._replace(gradient=gradient)
-        if prefetched is not None:
-            go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
-            with jax.named_scope(f"taken_1_of_{phase.length}"):
-                weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
-        ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
-        dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
-        dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
-        return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))
-
-    return run_ticks(tick, carry, phase, scan=invariants.scan_ticks, reverse=True)
+    weight_state, (dstate, dbatch_inputs) = carry
+    work = work_at(t, shape)
+    dstate, dy = take_back(dstate, t, shape=shape, move=stream_move(t, shape, phase.program))
+    daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
+    batch_inputs, keys = batch_inputs_and_keys(invariants, work)
+    w = gather.unshard(weight_state.window)
+    dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
+    gradient = gather.accumulate(weight_state.gradient, dw)
+    weight_state = weight_state._replace(gradient=gradient)
+    if prefetched is not None:
+        go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
+        with jax.named_scope(hint_of_repeats(shape, phase.program)):
+            weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
+    ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
+    dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
+    dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
+    return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))
 
 
 def _begin_repeat(

@@ -43,7 +43,9 @@ class CircularInvariants(NamedTuple):
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         batch_inputs: [M, ...] leaves.
         keys: [R, ...] leaves, or ().
-        scan_repeats: Whether the repeats between the first and the last run in a `lax.scan`.
+        one_loop: Whether the ticks of all repeats run in one `lax.scan`: between them nothing is
+            gathered ahead.
+        scan_repeats: Whether the blocks of several repeats run in a `lax.scan`.
         scan_ticks: Whether the ticks of a phase run in a `lax.scan`.
     """
 
@@ -52,6 +54,7 @@ class CircularInvariants(NamedTuple):
     gather: WeightGather
     batch_inputs: PyTree
     keys: PyTree
+    one_loop: bool
     scan_repeats: bool
     scan_ticks: bool
 
@@ -77,7 +80,10 @@ def prepare(
     shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
     traced = pullback(options.remat(stage), *examples)
     scans = options.scan_repeats, options.scan_ticks
-    return CircularInvariants(shape, traced, gather, batch_inputs, keys, *scans), aux_shapes
+    one_loop = all(scans) and options.gather.when != "repeat"
+    return CircularInvariants(
+        shape, traced, gather, batch_inputs, keys, one_loop, *scans
+    ), aux_shapes
 
 
 def begins_repeat(work: TickWork) -> Bool[Array, ""]:

@@ -1,18 +1,18 @@
-"""The phases of a circular pipeline: its ticks, cut into one block for each repeat.
+"""The ticks of a circular pipeline as loops: one over all of them, or a block for each repeat.
+
+One loop compiles fastest. It has no place between its ticks in which weights could be gathered
+ahead, so pipelines that gather once per repeat have blocks.
 
 Rank 0 begins repeat j at tick j * M, the first of block j, and rank r at tick j * M + r * d, inside
 the block: until then it works on repeat j - 1. So a rank needs the weights of two repeats in a
-block, and those of a third can be gathered meanwhile. Microbatches enter in the first block and
-leave in the last, which also includes the ticks in which the pipeline drains. In the last block
-they leave only after d * (S - 1) ticks; results that the last rank writes to the stream before that
-move down to rank 0 and are dropped.
+block, and those of a third can be gathered meanwhile. The last block also includes the ticks in
+which the pipeline drains.
 
 The repeats between the first and the last, and the ticks of each block, run in a `lax.scan` or are
 unrolled (`run_repeats`, `run_ticks`).
 """
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -27,45 +27,34 @@ Carry = TypeVar("Carry")
 class LoopPhase(NamedTuple):
     """A range of `length` ticks from `start` on.
 
-    Microbatches enter in all of these ticks or in none, and leave in all of them or in none.
+    Attributes:
+        start: The first tick.
+        length: The number of ticks.
+        program: All ticks that run in the program of this phase: its own, and those of other blocks
+            if a loop runs several. Empty where ticks do not depend on it.
     """
 
     start: Any
     length: int
-    enters: bool = False
-    leaves: bool = False
+    program: range = range(0)
 
     @property
     def ticks(self) -> Int[Array, " length"]:
         return self.start + jnp.arange(self.length)
 
 
-def warmup(shape: PipelineShape) -> LoopPhase:
-    """Returns the phase of repeat 0, in which microbatches enter."""
-    return LoopPhase(0, shape.num_microbatches, enters=True)
-
-
-def steady(shape: PipelineShape, repeat: Any) -> LoopPhase:
-    """Returns the phase of a repeat that is neither the first nor the last."""
+def phase_of(shape: PipelineShape, repeats: range) -> LoopPhase:
+    """Returns the phase of the blocks of `repeats`, in one loop."""
     M = shape.num_microbatches
-    return LoopPhase(repeat * M, M)
+    end = shape.num_ticks if repeats.stop == shape.num_repeats else repeats.stop * M
+    ticks = range(repeats.start * M, end)
+    return LoopPhase(ticks.start, len(ticks), ticks)
 
 
-def drain(shape: PipelineShape) -> LoopPhase:
-    """Returns the phase of the last of several repeats, in which microbatches leave."""
-    start = (shape.num_repeats - 1) * shape.num_microbatches
-    return LoopPhase(start, shape.num_ticks - start, leaves=True)
-
-
-def single_repeat(shape: PipelineShape) -> Iterator[LoopPhase]:
-    """Yields the phases of a pipeline with one repeat.
-
-    In such a pipeline microbatches may enter and leave in the same tick.
-    """
-    end, M = shape.num_ticks, shape.num_microbatches
-    cuts = sorted({0, M, end - M, end})
-    for start, after in pairwise(cuts):
-        yield LoopPhase(start, after - start, enters=start < M, leaves=start >= end - M)
+def block_of(shape: PipelineShape, repeat: Any, repeats: range) -> LoopPhase:
+    """Returns the phase of the block of `repeat`, in a loop over the blocks of `repeats`."""
+    M = shape.num_microbatches
+    return LoopPhase(repeat * M, M, phase_of(shape, repeats).program)
 
 
 def run_ticks(

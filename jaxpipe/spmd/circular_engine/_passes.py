@@ -22,9 +22,18 @@ from ._invariants import (
     begins_repeat,
     prepare,
 )
-from ._loop_phases import LoopPhase, drain, run_repeats, run_ticks, single_repeat, steady, warmup
+from ._loop_phases import LoopPhase, block_of, phase_of, run_repeats, run_ticks
 from ._residuals import Residuals, allocate, store
-from ._shape import State, first_state, hand_over, next_input, realign, work_at
+from ._shape import (
+    State,
+    first_state,
+    hand_over,
+    hint_of_repeats,
+    next_input,
+    realign,
+    stream_move,
+    work_at,
+)
 
 
 class ForwardCarry(NamedTuple):
@@ -128,21 +137,20 @@ def forward(
     ticks = partial(_forward_ticks, invariants)
     state, aux = first_state(inputs, shape), zeros_like(aux_shapes)
     residuals = _allocate_residuals(invariants, inputs) if save_residuals else Residuals([], [])
-    carry = ForwardCarry(gather.window(gather.prefetch(0), 0), state, aux, residuals)
+    prefetched, final = gather.prefetch(0), shape.num_repeats - 1
+    carry = ForwardCarry(gather.window(prefetched, 0), state, aux, residuals)
 
     def block(carry: ForwardBlockCarry, j: Any) -> ForwardBlockCarry:
         prefetched_next = gather.prefetch(j + 1)  # for the next block: no tick of this one reads it
-        after = ticks(steady(shape, j), carry.prefetched, carry.ticks)
+        after = ticks(block_of(shape, j, range(final)), carry.prefetched, carry.ticks)
         return ForwardBlockCarry(prefetched_next, after)
 
-    if shape.num_repeats == 1:
-        for phase in single_repeat(shape):
-            carry = ticks(phase, None, carry)
+    if final == 0 or invariants.one_loop:
+        carry = ticks(phase_of(shape, range(final + 1)), prefetched if final else None, carry)
     else:
-        blocks = ForwardBlockCarry(gather.prefetch(1), ticks(warmup(shape), None, carry))
-        repeats = range(1, shape.num_repeats - 1)
-        blocks = run_repeats(block, blocks, repeats, scan=invariants.scan_repeats)
-        carry = ticks(drain(shape), blocks.prefetched, blocks.ticks)
+        blocks = ForwardBlockCarry(prefetched, carry)
+        blocks = run_repeats(block, blocks, range(final), scan=invariants.scan_repeats)
+        carry = ticks(phase_of(shape, range(final, final + 1)), blocks.prefetched, blocks.ticks)
     return (realign(carry.state.stream, shape), carry.aux), carry.residuals
 
 
@@ -164,14 +172,15 @@ def _forward_ticks(
         work = work_at(t, shape)
         if prefetched is not None:
             begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
-            with jax.named_scope(f"taken_1_of_{phase.length}"):
+            with jax.named_scope(hint_of_repeats(shape, phase.program)):
                 window = lax.cond(begins_repeat(work), begin, identity, window)
         x = next_input(state, t, from_stream=work.from_stream)
         batch_inputs, keys = batch_inputs_and_keys(invariants, work)
         (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
         aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
         residuals = store(residuals, new, t, shape)
-        state = hand_over(state, y, t, shape=shape, enters=phase.enters, leaves=phase.leaves)
+        move = stream_move(t, shape, phase.program)
+        state = hand_over(state, y, t, shape=shape, move=move)
         return ForwardCarry(window, state, aux, residuals)
 
     return run_ticks(tick, carry, phase, scan=invariants.scan_ticks)

@@ -9,9 +9,8 @@ its stream and drops the result. It uses real data because a norm's gradient at 
 
 Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
 others move one rank down; outputs are written on the last rank, into the slots that become free.
-This stream moves in the M ticks in which microbatches enter and the M in which they leave; with
-several repeats also in the d * (S - 1) ticks before these, which are in the last phase
-(`_loop_phases`).
+This stream moves in the M ticks in which microbatches enter and the M in which they leave
+(`stream_move`).
 
 These functions are the only place of the schedule's arithmetic. The circular engine calls them on
 one rank after the other's tick, and `spmd.stepwise`, of which MaxText's documented methods are
@@ -21,6 +20,7 @@ All of this is linear, so the backward is the same movement transposed: each fun
 state has a transpose that moves the state's cotangent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,10 +31,17 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
 from .._buffers import put
-from ..ranks import AXIS, poison
-
-TickIndex = int | Int[Array, ""]
-"""Index of a tick; a Python integer where ticks are unrolled."""
+from ..ranks import AXIS, execution_count_hint, poison
+from ._stream import (
+    StreamMove,
+    TickIndex,
+    length,
+    move_back,
+    move_stream,
+    plus,
+    to_next_rank,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,17 @@ def work_of_rank(t: TickIndex, rank: Int[Array, "*ranks"], shape: PipelineShape)
     return TickWork(index // M, index % M, busy, enters | ~busy)
 
 
+def begins_on_rank_0(t: TickIndex, shape: PipelineShape) -> bool | Bool[Array, ""]:
+    """Returns whether rank 0 begins a repeat at tick `t`. All others have begun the one before."""
+    M = shape.num_microbatches
+    return (t % M == 0) & (t < shape.num_repeats * M)
+
+
+def hint_of_repeats(shape: PipelineShape, ticks: range) -> str:
+    """Returns a name scope that says in how many of `ticks` a rank begins a repeat."""
+    return execution_count_hint([[u] for u in ticks], lambda u: bool(begins_on_rank_0(u, shape)))
+
+
 def check_circular(
     num_ranks: int,
     num_repeats: int,
@@ -213,10 +231,10 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
     def pick(new, returned, handoff):
         return jnp.where(from_stream, new, jnp.where(rank == 0, returned, handoff))
 
-    slot = t % _length(state.stream)
+    slot = t % length(state.stream)
     if state.circ_storage is None:
         return jax.tree.map(pick, index_leading(state.stream, slot), state.handoff, state.handoff)
-    storage_slot = t % _length(state.circ_storage)
+    storage_slot = t % length(state.circ_storage)
     new, returned = (
         index_leading(state.stream, slot),
         index_leading(state.circ_storage, storage_slot),
@@ -227,19 +245,31 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
 def add_input(state: State, dx: PyTree, t: TickIndex, *, from_stream: Bool[Array, ""]) -> State:
     """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
     first = lax.axis_index(AXIS) == 0
-    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
-    handoff = _plus(state.handoff, _where(~from_stream & ~first, dx))
+    slot, storage_slot = t % length(state.stream), t % length(state.circ_storage)
+    handoff = plus(state.handoff, where(~from_stream & ~first, dx))
     stream = put(
-        state.stream, _plus(index_leading(state.stream, slot), _where(from_stream, dx)), slot
+        state.stream, plus(index_leading(state.stream, slot), where(from_stream, dx)), slot
     )
-    returned = _plus(
-        index_leading(state.circ_storage, storage_slot), _where(~from_stream & first, dx)
+    returned = plus(
+        index_leading(state.circ_storage, storage_slot), where(~from_stream & first, dx)
     )
     return State(stream, handoff, state.in_flight, put(state.circ_storage, returned, storage_slot))
 
 
+def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
+    """Returns what the stream does at tick `t`, in a program that runs in all of `ticks`."""
+    leaves = lambda u: u >= first_exit(shape)  # noqa: E731
+    moves = lambda u: (u < shape.num_microbatches) | leaves(u)  # noqa: E731
+
+    def at_t(condition: Callable) -> bool | Bool[Array, ""]:
+        found = {condition(u) for u in ticks}
+        return condition(t) if len(found) > 1 else found.pop()
+
+    return StreamMove(at_t(moves), at_t(leaves), execution_count_hint([[u] for u in ticks], moves))
+
+
 def hand_over(
-    state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, enters: bool, leaves: bool
+    state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, move: StreamMove
 ) -> State:
     """Sends results to the next rank, and moves the stream if microbatches enter or leave.
 
@@ -248,18 +278,22 @@ def hand_over(
         y: The result of this rank in tick `t`.
         t: The tick.
         shape: The sizes of the pipeline.
-        enters: Whether the stream moves because microbatches may enter.
-        leaves: Whether it moves because microbatches may leave: the last rank stores its result.
+        move: What the stream does.
 
     Returns:
         The state before tick `t + 1`.
     """
+    state = _send(state, y, t, shape)
+    return state._replace(stream=move_stream(state.stream, y, t, move))
+
+
+def _send(state: State, y: PyTree, t: TickIndex, shape: PipelineShape) -> State:
+    """Sends results to the next rank, and leaves the stream as it is."""
     sent, *in_flight = (*state.in_flight, y)
-    handoff, circ_storage = jax.tree.map(_to_next_rank, sent), state.circ_storage
+    handoff, circ_storage = jax.tree.map(to_next_rank, sent), state.circ_storage
     if circ_storage is not None:
-        circ_storage = put(circ_storage, handoff, _storage_slot(t, _length(circ_storage), shape))
-    stream = move_stream(state.stream, y, t, leaves) if enters or leaves else state.stream
-    return State(stream, handoff, tuple(in_flight), circ_storage)
+        circ_storage = put(circ_storage, handoff, _storage_slot(t, length(circ_storage), shape))
+    return State(state.stream, handoff, tuple(in_flight), circ_storage)
 
 
 def _storage_slot(t: TickIndex, length: int, shape: PipelineShape) -> TickIndex:
@@ -274,26 +308,14 @@ def _storage_slot(t: TickIndex, length: int, shape: PipelineShape) -> TickIndex:
 
 
 def take_back(
-    state: State, t: TickIndex, *, shape: PipelineShape, enters: bool, leaves: bool
+    state: State, t: TickIndex, *, shape: PipelineShape, move: StreamMove
 ) -> tuple[State, PyTree]:
     """Transposes `hand_over`: returns the cotangents of the state before it and of `y`."""
-
-    def forward(state, y):
-        return hand_over(state, y, t, shape=shape, enters=enters, leaves=leaves)
-
-    # `hand_over` is linear: its VJP is the same at every point, so any state serves as primal.
-    _, transposed = jax.vjp(forward, state, state.handoff)
-    return transposed(state)
-
-
-def move_stream(stream: PyTree, y: PyTree, t: TickIndex, leaves: bool) -> PyTree:
-    """Moves one slot of every rank one rank down; the last rank stores `y` in it if `leaves`."""
-    slot = t % _length(stream)
-    moved = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
-    if leaves:
-        last = lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
-        moved = jax.tree.map(lambda new, old: jnp.where(last, new, old), y, moved)
-    return put(stream, moved, slot)
+    # `_send` is linear: its VJP is the same at every point, so any state serves as primal.
+    _, transposed = jax.vjp(lambda s, y: _send(s, y, t, shape), state, state.handoff)
+    before, dy = transposed(state)
+    stream, dy = move_back(before.stream, dy, t, move)
+    return before._replace(stream=stream), dy
 
 
 def realign(stream: PyTree, shape: PipelineShape) -> PyTree:
@@ -318,25 +340,3 @@ def roll_slots(stream: PyTree, by: int, dim: int = 0) -> PyTree:
         return jnp.roll(x, shift if by > 0 else -shift, axis=dim)
 
     return jax.tree.map(roll, stream)
-
-
-def _length(tree: PyTree) -> int:
-    return jax.tree.leaves(tree)[0].shape[0]
-
-
-def _where(condition: Bool[Array, ""], x: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), x)
-
-
-def _plus(a: PyTree, b: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, a, b)
-
-
-def _to_next_rank(x: jax.Array) -> jax.Array:
-    ranks = lax.axis_size(AXIS)
-    return lax.ppermute(x, AXIS, [(r, (r + 1) % ranks) for r in range(ranks)])
-
-
-def _to_previous_rank(x: jax.Array) -> jax.Array:
-    ranks = lax.axis_size(AXIS)
-    return lax.ppermute(x, AXIS, [((r + 1) % ranks, r) for r in range(ranks)])

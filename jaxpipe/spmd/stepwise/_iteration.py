@@ -18,6 +18,7 @@ from ...autodiff.staged_model import fold_in_microbatch, with_aux
 from ..circular_engine import (
     PipelineShape,
     State,
+    StreamMove,
     first_exit,
     hand_over,
     next_input,
@@ -130,7 +131,7 @@ def new_loop_state(
     """
 
     def rank(state, y, t):
-        return hand_over(state, y, t, shape=shape, enters=True, leaves=True)
+        return hand_over(state, y, t, shape=shape, move=StreamMove(moves=True, leaves=True))
 
     t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]
     in_flight = () if delayed is None else (delayed,)
