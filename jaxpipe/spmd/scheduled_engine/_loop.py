@@ -40,6 +40,8 @@ from ._phases import (
     BackwardOutputs,
     BackwardTotals,
     ForwardOutputs,
+    ForwardTotals,
+    Residuals,
     ScheduledInvariants,
     Totals,
     backward,
@@ -219,9 +221,10 @@ def _prepare(
         zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
-    early, late = zeros_like(index_leading((buffers.for_backward, buffers.for_weight), 0))
+    _, on_host = _by_memory((buffers.for_backward, buffers.for_weight))
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
-    zero_outputs = ForwardOutputs(y, dy, early, late, zeros_like(outputs.new))
+    zero_stored = zeros_like(index_leading(on_host, 0))
+    zero_outputs = ForwardOutputs(y, dy, zero_stored, zeros_like(outputs.new))
     return invariants, zero_outputs, buffers, totals
 
 
@@ -275,9 +278,9 @@ def _tick(
 ) -> TickCarry:
     """Runs one tick.
 
-    `zero_outputs` is zeros like the results of an F. Buffers are not operands of conditionals,
-    which would copy them, and are written in place. Totals are operands: JAX forwards those that a
-    branch does not change.
+    `zero_outputs` is zeros like the results of an F. Totals and the buffers of residuals are
+    operands of conditionals: a branch changes them in place, and JAX forwards what it does not
+    change. Of what is stored or sent by all, a branch returns the new entry.
 
     Returns:
         The carry after the tick.
@@ -286,12 +289,14 @@ def _tick(
     totals = totals._replace(
         weight_state=invariants.gather.prefetch(totals.weight_state, row.forward, True)
     )
-    totals, outputs = cond(
+    on_device, on_host = _by_memory((buffers.for_backward, buffers.for_weight))
+    changed = ForwardTotals(totals, on_device)
+    (totals, on_device), outputs = cond(
         row.forward.microbatch >= 0,
-        lambda totals: forward(invariants, row.forward, buffers, totals, zero_outputs),
-        lambda totals: (totals, zero_outputs),
-        totals,
-        like=(totals, zero_outputs),
+        lambda changed: forward(invariants, row.forward, buffers, changed, zero_outputs),
+        lambda changed: (changed, zero_outputs),
+        changed,
+        like=(changed, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
     for microbatch in row.loss_microbatches:
@@ -302,14 +307,13 @@ def _tick(
     )
     if invariants.stage is None:
         return TickCarry(buffers, totals)
+    slots = row.forward.residuals_for_backward_slot, row.forward.residuals_for_weight_slot
+    on_host = tuple(map(_store, on_host, outputs.on_host, slots))
+    for_backward, for_weight = map(_merged, on_device, on_host)
     buffers = buffers._replace(
         cotangents=_store(buffers.cotangents, outputs.cotangent, row.forward.cotangent_slot),
-        for_backward=_store(
-            buffers.for_backward, outputs.for_backward, row.forward.residuals_for_backward_slot
-        ),
-        for_weight=_store(
-            buffers.for_weight, outputs.for_weight, row.forward.residuals_for_weight_slot
-        ),
+        for_backward=for_backward,
+        for_weight=for_weight,
     )
     buffers, totals = _tick_backward(invariants, tables, zero_outputs, buffers, totals, row)
     if tables.num_slots["wgrad_residuals"]:
@@ -375,6 +379,21 @@ def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
         return put(buffer, jnp.where(slot >= 0, new, index_leading(buffer, slot)), slot)
 
     return jax.tree.map(store, buffers, new)
+
+
+def _by_memory(residuals: Residuals) -> tuple[Residuals, Residuals]:
+    """Splits buffers of residuals by their memory: of the device, and of the host.
+
+    No branch writes to the host's memory, which XLA cannot do in place there.
+    """
+    early, late = residuals
+    on_device = [[None if _on_host(b) else b for b in each] for each in (early, late)]
+    on_host = [[b if _on_host(b) else None for b in each] for each in (early, late)]
+    return (on_device[0], on_device[1]), (on_host[0], on_host[1])
+
+
+def _merged(on_device: list[Any], on_host: list[Any]) -> list[jax.Array]:
+    return [h if d is None else d for d, h in zip(on_device, on_host, strict=True)]
 
 
 def _on_host(x: Any) -> bool:

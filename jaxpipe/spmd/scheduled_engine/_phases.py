@@ -100,25 +100,40 @@ class Totals(NamedTuple):
     boundary: dict[str, PyTree]
 
 
+Residuals = tuple[list[Any], list[Any]]
+"""Of each residual a value, or None: of those that only B or I reads, and of those that W reads."""
+
+
+class ForwardTotals(NamedTuple):
+    """What an F changes in place.
+
+    Attributes:
+        totals: Losses, metrics and gradients.
+        residuals: [slots, ...] each, the buffers of residuals in the device's memory; None for
+            those in the host's.
+    """
+
+    totals: Totals
+    residuals: Residuals
+
+
 class ForwardOutputs(NamedTuple):
     """Results of an F: the activation to send, and the arrays that its rank stores.
 
     Attributes:
         activation: The output of the stage, of one microbatch.
         cotangent: Its cotangent, where the loss is computed, else zeros; () without backwards.
-        for_backward: The residuals that only B or I reads.
-        for_weight: The residuals that W reads too.
+        on_host: The residuals that are stored in the host's memory, None for all others.
         new: What a slice writes to the state that it carries; [] without slices.
     """
 
     activation: PyTree
     cotangent: PyTree
-    for_backward: list[jax.Array]
-    for_weight: list[jax.Array]
+    on_host: Residuals
     new: list[jax.Array]
 
 
-def split_residuals(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+def split_residuals(stage: SplitBackward, residuals: list[Any]) -> Residuals:
     """Splits residuals into those that only B or I reads, and those that W reads too."""
     pairs = list(zip(residuals, stage.for_weight, strict=True))
     return [r for r, late in pairs if not late], [r for r, late in pairs if late]
@@ -128,10 +143,11 @@ def forward(
     invariants: ScheduledInvariants,
     work: PhaseRow,
     buffers: ActivationBuffers,
-    totals: Totals,
+    changed: ForwardTotals,
     zero_outputs: ForwardOutputs,
-) -> tuple[Totals, ForwardOutputs]:
+) -> tuple[ForwardTotals, ForwardOutputs]:
     """Runs F; on the last stage its results include the cotangent of the stage's output."""
+    totals = changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, True)
     arrived = index_leading(buffers.inputs, work.input_slot)
@@ -140,7 +156,7 @@ def forward(
         stage_hint(invariants.tables.forward, stage) for stage in (0, invariants.loss_stage)
     )
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=embed_hint)
-    stored: tuple[list, list] = ([], [])
+    stored: Residuals = ([], [])
     if invariants.stage is None:
         (y, new), aux = invariants.run_stage(w, x, inputs, keys)
     else:
@@ -155,7 +171,20 @@ def forward(
         like=(totals, zero_outputs.cotangent),
         hint=loss_hint,
     )
-    return totals, ForwardOutputs(y, cotangent, *stored, new)
+    slots = work.residuals_for_backward_slot, work.residuals_for_weight_slot
+    written, on_host = zip(*map(_write_on_device, changed.residuals, stored, slots), strict=True)
+    return ForwardTotals(totals, written), ForwardOutputs(y, cotangent, on_host, new)
+
+
+def _write_on_device(
+    buffers: list[Any], residuals: list[jax.Array], slot: Any
+) -> tuple[list[Any], list[Any]]:
+    """Writes residuals to the buffers that are not None; returns these, and the other residuals."""
+    written, others = [], []
+    for buffer, residual in zip(buffers, residuals, strict=True):
+        written.append(None if buffer is None else put(buffer, residual, slot))
+        others.append(residual if buffer is None else None)
+    return written, others
 
 
 def _inputs_and_keys(
