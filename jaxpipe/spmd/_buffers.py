@@ -24,7 +24,7 @@ def allocate_buffer(x: Any, length: int) -> jax.Array:
         ValueError: If that is host memory, but one device runs all ranks.
     """
     buffer = empty(x, length)
-    if x.memory_space != jax.memory.Space.Host:
+    if not is_on_host(x):
         return buffer
     if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
@@ -33,6 +33,16 @@ def allocate_buffer(x: Any, length: int) -> jax.Array:
             "keeps tensors on the device."
         )
     return jax.device_put(buffer, jax.memory.Space.Host)
+
+
+def type_of(x: Any) -> Any:
+    """Returns the abstract value of an array; an abstract value is returned as it is."""
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
+
+
+def is_on_host(x: Any) -> bool:
+    """Returns whether an array, or what an abstract value describes, is in the host's memory."""
+    return type_of(x).memory_space == jax.memory.Space.Host
 
 
 def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:

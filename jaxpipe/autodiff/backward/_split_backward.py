@@ -5,15 +5,18 @@ bubbles: Qi et al., 2023, arXiv 2401.10241. The paper calls the halves B and W; 
 W, and B is the whole backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 from jaxtyping import PyTree
 
-from ...ir.graph import Graph, check_pure, pvary_like, select, to_graph
-from ...ir.transforms import InputKind, accumulate, partition
+from ...ir.graph import Graph, pvary_like, select, to_graph
+from ...ir.transforms import Entry, InputKind, accumulate, call_with_entries, partition
 from ._pullback import floating, pullback
+
+Into = Sequence[Entry | None]
+"""For each residual the entry to which it is written, or None; () if none is."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +24,17 @@ class SplitBackward:
     """A function and its derivative, whole and in halves. Gradients are accumulated in place.
 
     `gradient` has the structure of `floating(weights)` and any floating dtype, which is the dtype
-    of the sums. A cotangent has the structure of `floating` of its primal value.
+    of the sums. A cotangent has the structure of `floating` of its primal value. Residuals that are
+    read may be arrays or entries of buffers. Of residuals that are computed, `into` says which are
+    written to an entry of a buffer; in their place its buffer is returned. A loop over layers reads
+    and writes such entries layer by layer.
 
     Attributes:
-        forward: `(weights, x, batch_inputs, rng) -> (out, residuals)`, where residuals is a list
-            of arrays.
+        forward: `(weights, x, batch_inputs, rng, into) -> (out, residuals)`, where residuals is a
+            list of arrays.
         backward: `(weights, batch_inputs, rng, residuals, cotangent, gradient) -> (gradient, dx,
             dbatch_inputs)`.
-        input: `(weights, batch_inputs, rng, residuals, cotangent) -> (dx, dbatch_inputs,
+        input: `(weights, batch_inputs, rng, residuals, cotangent, into) -> (dx, dbatch_inputs,
             wgrad_residuals)`, the half without the gradients of weights. `wgrad_residuals` is a
             list of arrays for the other half.
         weight: `(weights, batch_inputs, rng, residuals for it, wgrad_residuals, gradient) ->
@@ -37,7 +43,7 @@ class SplitBackward:
             after `input`.
     """
 
-    forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    forward: Callable[..., tuple[PyTree, list[jax.Array]]]
     backward: Callable[..., tuple[PyTree, PyTree, PyTree]]
     input: Callable[..., tuple[PyTree, PyTree, list[jax.Array]]]
     weight: Callable[..., PyTree]
@@ -66,11 +72,11 @@ def split_backward(
         ValueError: If `f` has side effects.
     """
     pulled = pullback(f, weights, x, batch_inputs, rng)
-    forward, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(
+    closed, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(
         weights, x, batch_inputs, rng
     )
-    check_pure(forward)
-    out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), forward.out_avals)
+    computed, out_tree = to_graph(closed), jax.tree.structure(shapes[0])
+    out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
     examples = weights, batch_inputs, rng, residuals, floating(out)
     closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
     graph = to_graph(closed)
@@ -85,13 +91,18 @@ def split_backward(
     start = sum(sizes[:3])
     always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
 
+    def forward(weights, x, batch_inputs, rng, into=()):
+        leaves = _run(computed, weights, x, batch_inputs, rng, into=into)
+        size = out_tree.num_leaves
+        return jax.tree.unflatten(out_tree, leaves[:size]), leaves[size:]
+
     def backward(weights, batch_inputs, rng, residuals, cotangent, gradient):
         leaves = _run(both, weights, batch_inputs, rng, residuals, cotangent, gradient)
         new = jax.tree.unflatten(gradient_tree, leaves[:num_weights])
         return new, *jax.tree.unflatten(inputs_tree, leaves[num_weights:])
 
-    def input(weights, batch_inputs, rng, residuals, cotangent):
-        leaves = _run(halves.first, weights, batch_inputs, rng, residuals, cotangent)
+    def input(weights, batch_inputs, rng, residuals, cotangent, into=()):
+        leaves = _run(halves.first, weights, batch_inputs, rng, residuals, cotangent, into=into)
         dx, dbatch_inputs = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
         return dx, dbatch_inputs, leaves[inputs_tree.num_leaves :]
 
@@ -100,14 +111,29 @@ def split_backward(
         leaves = _run(second, inputs, residuals, wgrad_residuals, gradient)
         return jax.tree.unflatten(gradient_tree, leaves)
 
-    return SplitBackward(pulled.forward, backward, input, weight, for_weight)
+    return SplitBackward(forward, backward, input, weight, for_weight)
 
 
 _KINDS: tuple[InputKind, ...] = ("recomputable", "recomputable", "recomputable", "saved", "dead")
 """Kinds of weights, batch inputs, rng, residuals and cotangent, as inputs of the second half."""
 
 
-def _run(program: Graph, *arguments: PyTree) -> list[jax.Array]:
-    """Runs a program on leaves, which may vary over fewer manual axes than the examples did."""
-    leaves = zip(program.inputs, jax.tree.leaves(arguments), strict=True)
-    return program(*(pvary_like(value.aval, leaf) for value, leaf in leaves))
+def _run(program: Graph, *arguments: PyTree, into: Into = ()) -> list[jax.Array]:
+    """Runs a program on leaves, which may vary over fewer manual axes than the examples did.
+
+    Args:
+        program: The program.
+        *arguments: Its inputs: trees of arrays and entries.
+        into: For each of its last outputs the entry to which it is written, or None.
+
+    Returns:
+        The outputs.
+    """
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, Entry))
+    inputs = [
+        x if isinstance(x, Entry) else pvary_like(value.aval, x)
+        for value, x in zip(program.inputs, leaves, strict=True)
+    ]
+    first = len(program.outputs) - len(into)
+    targets = {first + i: entry for i, entry in enumerate(into) if entry is not None}
+    return call_with_entries(program, inputs, targets)

@@ -9,6 +9,7 @@ from ._cost import shape_in as shape_in
 from ._cost import shape_out as shape_out
 from ._effects import effects_of as effects_of
 from ._equations import bind as bind
+from ._equations import empty_stack as empty_stack
 from ._equations import jaxpr_of as jaxpr_of
 from ._equations import pvary_like as pvary_like
 from ._graph import Atom as Atom
@@ -25,5 +26,6 @@ from ._graph import free_variables as free_variables
 from ._graph import has_print as has_print
 from ._graph import print_tokens as print_tokens
 from ._graph import select as select
+from ._graph import split_at as split_at
 from ._graph import to_graph as to_graph
 from ._graph import variables as variables

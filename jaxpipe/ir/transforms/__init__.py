@@ -1,8 +1,10 @@
-"""Programs made of a program: its two halves, and one that accumulates gradients in place."""
+"""Programs made of a program: its two halves, and ones that add, read and write in place."""
 
 from ._accumulate import accumulate as accumulate
 from ._accumulate import add_gradients as add_gradients
 from ._accumulate import cast_apart as cast_apart
+from ._entries import Entry as Entry
+from ._entries import call_with_entries as call_with_entries
 from ._minimal_cut import minimal_cut as minimal_cut
 from ._partition import Partition as Partition
 from ._partition import partition as partition

@@ -10,7 +10,7 @@ S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stag
 the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
 from ...autodiff.staged_model import Aux, combine_losses, index_leading
 from ...schedules.lock_step import TickTables
-from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
+from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dtype, type_of
 from ..ranks import AXIS, cond, execution_count_hint, pvary, zeros, zeros_like
 from ..weight_gather import Gather
 from ._copies import receive_copies, return_gradients
@@ -41,14 +41,13 @@ from ._phases import (
     BackwardTotals,
     ForwardOutputs,
     ForwardTotals,
-    Residuals,
     ScheduledInvariants,
     Totals,
     backward,
     forward,
-    split_residuals,
     weight,
 )
+from ._residuals import merge_memories, split_by_memory, split_residuals
 from ._rows import FIRST_CHUNK, Index, TickRow, rows_of_rank
 from ._weights import scheduled_weights
 
@@ -221,7 +220,7 @@ def _prepare(
         zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
-    _, on_host = _by_memory((buffers.for_backward, buffers.for_weight))
+    _, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
     zero_stored = zeros_like(index_leading(on_host, 0))
     zero_outputs = ForwardOutputs(y, dy, zero_stored, zeros_like(outputs.new))
@@ -237,7 +236,7 @@ def _allocate_buffers(
 
     def allocate(tree: PyTree, name: str) -> PyTree:
         slots = max(1, num_slots[name])
-        return jax.tree.map(lambda a: allocate_buffer(_type(a), slots + _on_host(a)), tree)
+        return jax.tree.map(lambda a: allocate_buffer(type_of(a), slots + is_on_host(a)), tree)
 
     stage = invariants.stage
     if stage is None:
@@ -264,11 +263,6 @@ def _allocate_buffers(
     )
 
 
-def _type(x: Any) -> Any:
-    """Returns the type of an array; an abstract value is returned as it is."""
-    return jax.typeof(x) if isinstance(x, jax.Array) else x
-
-
 def _tick(
     invariants: ScheduledInvariants,
     tables: TickTables,
@@ -289,7 +283,7 @@ def _tick(
     totals = totals._replace(
         weight_state=invariants.gather.prefetch(totals.weight_state, row.forward, True)
     )
-    on_device, on_host = _by_memory((buffers.for_backward, buffers.for_weight))
+    on_device, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))
     changed = ForwardTotals(totals, on_device)
     (totals, on_device), outputs = cond(
         row.forward.microbatch >= 0,
@@ -308,8 +302,8 @@ def _tick(
     if invariants.stage is None:
         return TickCarry(buffers, totals)
     slots = row.forward.residuals_for_backward_slot, row.forward.residuals_for_weight_slot
-    on_host = tuple(map(_store, on_host, outputs.on_host, slots))
-    for_backward, for_weight = map(_merged, on_device, on_host)
+    early, late = map(_store, on_host, outputs.on_host, slots)
+    for_backward, for_weight = merge_memories(on_device, (early, late))
     buffers = buffers._replace(
         cotangents=_store(buffers.cotangents, outputs.cotangent, row.forward.cotangent_slot),
         for_backward=for_backward,
@@ -374,27 +368,8 @@ def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
     """Writes `new` to a slot of every buffer, unless `slot` is negative."""
 
     def store(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        if _on_host(buffer):  # no `where` in host memory: the last slot is never read
+        if is_on_host(buffer):  # no `where` in host memory: the last slot is never read
             return put(buffer, new, jnp.where(slot >= 0, slot, buffer.shape[0] - 1))
         return put(buffer, jnp.where(slot >= 0, new, index_leading(buffer, slot)), slot)
 
     return jax.tree.map(store, buffers, new)
-
-
-def _by_memory(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Splits buffers of residuals by their memory: of the device, and of the host.
-
-    No branch writes to the host's memory, which XLA cannot do in place there.
-    """
-    early, late = residuals
-    on_device = [[None if _on_host(b) else b for b in each] for each in (early, late)]
-    on_host = [[b if _on_host(b) else None for b in each] for each in (early, late)]
-    return (on_device[0], on_device[1]), (on_host[0], on_host[1])
-
-
-def _merged(on_device: list[Any], on_host: list[Any]) -> list[jax.Array]:
-    return [h if d is None else d for d, h in zip(on_device, on_host, strict=True)]
-
-
-def _on_host(x: Any) -> bool:
-    return _type(x).memory_space == jax.memory.Space.Host

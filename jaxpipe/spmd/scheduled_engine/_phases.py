@@ -18,10 +18,17 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import put, to_accum_dtype
+from .._buffers import to_accum_dtype
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
+from ._residuals import (
+    Residuals,
+    entries_to_read,
+    entries_to_write,
+    merge_residuals,
+    run_forward,
+)
 from ._rows import PhaseRow, stage_hint
 from ._weights import ScheduledWeights
 
@@ -100,10 +107,6 @@ class Totals(NamedTuple):
     boundary: dict[str, PyTree]
 
 
-Residuals = tuple[list[Any], list[Any]]
-"""Of each residual a value, or None: of those that only B or I reads, and of those that W reads."""
-
-
 class ForwardTotals(NamedTuple):
     """What an F changes in place.
 
@@ -133,12 +136,6 @@ class ForwardOutputs(NamedTuple):
     new: list[jax.Array]
 
 
-def split_residuals(stage: SplitBackward, residuals: list[Any]) -> Residuals:
-    """Splits residuals into those that only B or I reads, and those that W reads too."""
-    pairs = list(zip(residuals, stage.for_weight, strict=True))
-    return [r for r, late in pairs if not late], [r for r, late in pairs if late]
-
-
 def forward(
     invariants: ScheduledInvariants,
     work: PhaseRow,
@@ -156,12 +153,14 @@ def forward(
         stage_hint(invariants.tables.forward, stage) for stage in (0, invariants.loss_stage)
     )
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=embed_hint)
-    stored: Residuals = ([], [])
+    written, on_host = changed.residuals, ([], [])
     if invariants.stage is None:
         (y, new), aux = invariants.run_stage(w, x, inputs, keys)
     else:
-        ((y, new), aux), residuals = invariants.stage.forward(w, x, inputs, keys)
-        stored = split_residuals(invariants.stage, residuals)
+        slots = work.residuals_for_backward_slot, work.residuals_for_weight_slot
+        ((y, new), aux), written, on_host = run_forward(
+            invariants.stage, (w, x, inputs, keys), changed.residuals, slots
+        )
     totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
     totals, cotangent = cond(
         work.stage == invariants.loss_stage,
@@ -171,20 +170,7 @@ def forward(
         like=(totals, zero_outputs.cotangent),
         hint=loss_hint,
     )
-    slots = work.residuals_for_backward_slot, work.residuals_for_weight_slot
-    written, on_host = zip(*map(_write_on_device, changed.residuals, stored, slots), strict=True)
     return ForwardTotals(totals, written), ForwardOutputs(y, cotangent, on_host, new)
-
-
-def _write_on_device(
-    buffers: list[Any], residuals: list[jax.Array], slot: Any
-) -> tuple[list[Any], list[Any]]:
-    """Writes residuals to the buffers that are not None; returns these, and the other residuals."""
-    written, others = [], []
-    for buffer, residual in zip(buffers, residuals, strict=True):
-        written.append(None if buffer is None else put(buffer, residual, slot))
-        others.append(residual if buffer is None else None)
-    return written, others
 
 
 def _inputs_and_keys(
@@ -339,11 +325,10 @@ def _input_backward(
     stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
-    dx, dinputs, wgrad_residuals = stage.input(
-        w, inputs, keys, *_stored_residuals(invariants, work, buffers)
-    )
+    into = entries_to_write(changed.wgrad_residuals, work.wgrad_residuals_slot)
+    residuals, cotangent = _stored_residuals(invariants, work, buffers)
+    dx, dinputs, stored = stage.input(w, inputs, keys, residuals, cotangent, into)
     totals = _with_embed_gradient(invariants, work, inputs.batch, dx, totals)
-    stored = put(changed.wgrad_residuals, wgrad_residuals, work.wgrad_residuals_slot)
     return BackwardTotals(totals, stored), BackwardOutputs(
         dx, to_accum_dtype(jax.tree.leaves(dinputs.earlier))
     )
@@ -356,8 +341,8 @@ def weight(
     stage = _split_stage(invariants)
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
-    residuals = index_leading(buffers.for_weight, work.residuals_for_weight_slot)
-    wgrad_residuals = index_leading(buffers.wgrad_residuals, work.wgrad_residuals_slot)
+    residuals = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
+    wgrad_residuals = entries_to_read(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 
     def add(gradient):
         return stage.weight(w, inputs, keys, residuals, wgrad_residuals, gradient), ()
@@ -373,13 +358,11 @@ def _split_stage(invariants: ScheduledInvariants) -> SplitBackward:
 
 def _stored_residuals(
     invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers
-) -> tuple[list[jax.Array], tuple[StageOutputs, Aux]]:
-    """Returns the residuals that F stored, and the cotangent of the results of F."""
-    early = iter(index_leading(buffers.for_backward, work.residuals_for_backward_slot))
-    late = iter(index_leading(buffers.for_weight, work.residuals_for_weight_slot))
-    residuals = [
-        next(late) if is_late else next(early) for is_late in _split_stage(invariants).for_weight
-    ]
+) -> tuple[list[Any], tuple[StageOutputs, Aux]]:
+    """Returns what F stored, or the entries where it is, and the cotangent of the results of F."""
+    early = entries_to_read(buffers.for_backward, work.residuals_for_backward_slot)
+    late = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
+    residuals = merge_residuals(_split_stage(invariants), (early, late))
     dy = index_leading(buffers.cotangents, work.cotangent_slot)
     new = cotangent_of_new(invariants.past, buffers.past_cotangents, work)
     return residuals, (StageOutputs(dy, new), invariants.daux)

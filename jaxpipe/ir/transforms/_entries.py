@@ -1,0 +1,246 @@
+"""Reads inputs of a program from entries of buffers, and writes outputs there, layer by layer.
+
+A loop over layers takes what was stored of all layers as one array, and returns another. If these
+are entries of buffers, `buffer[index]` as an input is a copy of the entry, and so is an output that
+is written to `buffer[index]`. After this pass each iteration reads its slice from the buffer, or
+writes it there in place, and no array of all layers is made.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..graph import (
+    Atom,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    Var,
+    empty_stack,
+    pvary_like,
+    split_at,
+    variables,
+)
+
+
+class Entry(NamedTuple):
+    """An entry of a buffer.
+
+    Attributes:
+        buffer: [entries, ...].
+        index: The index of the entry, a scalar.
+    """
+
+    buffer: Any
+    index: Any
+
+
+def call_with_entries(
+    program: Graph, inputs: Sequence[Any], into: Mapping[int, Entry] | None = None
+) -> list[Any]:
+    """Calls a program on arrays and entries of buffers.
+
+    Args:
+        program: `(inputs) -> outputs`.
+        inputs: [num_inputs] arrays, and entries of buffers in place of some.
+        into: The entries to which outputs are written, by the index of the output.
+
+    Returns:
+        [num_outputs] arrays; in place of an output that is written, its buffer with the new entry.
+    """
+    into = into or {}
+    entries = {
+        var: _entry_vars(x)
+        for var, x in zip(program.inputs, inputs, strict=True)
+        if isinstance(x, Entry)
+    }
+    targets = {i: _entry_vars(entry) for i, entry in into.items()}
+    outer = [
+        v for var in program.inputs for v in ((*entries[var],) if var in entries else (var,))
+    ] + [v for entry in targets.values() for v in entry]
+    arguments = [v for x in inputs for v in ((*x,) if isinstance(x, Entry) else (x,))]
+    arguments += [v for entry in into.values() for v in entry]
+    read = _reading(program, entries)
+    written = _writing(read, targets)
+    return Graph(tuple(outer), written.eqns, written.outputs)(*arguments)
+
+
+def _entry_vars(entry: Entry) -> Entry:
+    return Entry(*(Var(jax.typeof(x)) for x in entry))
+
+
+def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
+    """Returns a program that reads some of its inputs from entries of buffers."""
+    everywhere = Counter(variables([*(x for eqn in program.eqns for x in eqn.inputs)]))
+    everywhere.update(variables(program.outputs))
+    as_slices = Counter(x for eqn in program.eqns for x in _stacks(eqn) if x in entries)
+    by_slices = {
+        var: entry
+        for var, entry in entries.items()
+        if everywhere[var] == as_slices[var] and _has_slices(var)
+    }
+    whole = [
+        Eqn(_READ, (*entry,), (var,)) for var, entry in entries.items() if var not in by_slices
+    ]
+    eqns = [
+        _with_entries(eqn, {x: by_slices[x] for x in _stacks(eqn) if x in by_slices}, {})
+        for eqn in program.eqns
+    ]
+    return Graph(program.inputs, (*whole, *eqns), program.outputs)
+
+
+def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
+    """Returns a program that writes some of its outputs to entries of buffers."""
+    uses = Counter(variables([*(x for e in program.eqns for x in e.inputs), *program.outputs]))
+    makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
+    outputs, eqns = list(program.outputs), []
+    within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
+    passed: set[Eqn] = set()
+    for i, entry in targets.items():
+        written = Var(entry.buffer.aval)
+        made, casts = _before_casts(outputs[i], makers, uses)
+        if made is not None and made in _stacked_outputs(makers[made]) and _has_slices(made):
+            within[makers[made]][made] = entry, written
+            passed.update(casts)
+        else:
+            eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
+        outputs[i] = written
+    kept = [_with_entries(eqn, {}, within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
+
+
+def _before_casts(
+    output: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]
+) -> tuple[Var | None, list[Eqn]]:
+    """Returns what an output is before it is marked as varying; None if others read it too."""
+    passed: list[Eqn] = []
+    while isinstance(output, Var) and uses[output] == 1 and output in makers:
+        maker = makers[output]
+        is_cast = isinstance(maker.operation, PrimitiveCall) and maker.operation.name == "pvary"
+        if not is_cast:
+            return output, passed
+        passed.append(maker)
+        (output,) = maker.inputs
+    return None, passed
+
+
+def _stacks(eqn: Eqn) -> list[Var]:
+    """Returns the inputs of which an equation reads a slice in each iteration."""
+    if not isinstance(loop := eqn.operation, Scan) or not loop.length:
+        return []
+    first = loop.num_consts + loop.num_carry
+    return variables(eqn.inputs[first : len(eqn.inputs) - loop.num_accumulators])
+
+
+def _stacked_outputs(eqn: Eqn) -> tuple[Var, ...]:
+    """Returns the outputs of which an equation computes a slice in each iteration."""
+    if not isinstance(loop := eqn.operation, Scan) or not loop.length:
+        return ()
+    end = len(eqn.outputs) - loop.num_accumulators
+    slices = loop.body.outputs[loop.num_carry : end]
+    stacks = zip(eqn.outputs[loop.num_carry : end], slices, strict=True)
+    return tuple(stack for stack, inner in stacks if isinstance(inner, Var))
+
+
+def _has_slices(stack: Var) -> bool:
+    """Returns whether slices of an array can be read from a buffer, and written to one."""
+    return empty_stack(stack.aval, 1) is not None
+
+
+def _with_entries(
+    eqn: Eqn, entries: Mapping[Var, Entry], targets: Mapping[Var, tuple[Entry, Var]]
+) -> Eqn:
+    """Returns a loop that reads stacks from entries of buffers, and writes others to entries.
+
+    Args:
+        eqn: An equation, of a loop if anything is read or written.
+        entries: The entry for each input that is read from one.
+        targets: For each output that is written the entry, and the buffer after the loop.
+
+    Returns:
+        The equation. Buffers that are read are constants of the loop; the others are carried.
+    """
+    if not entries and not targets:
+        return eqn
+    loop = eqn.operation
+    assert isinstance(loop, Scan)
+    ends = loop.num_consts, loop.num_consts + loop.num_carry
+    ends = *ends, len(eqn.inputs) - loop.num_accumulators
+    outer, inner = split_at(eqn.inputs, ends), split_at(loop.body.inputs, ends)
+    out_ends = loop.num_carry, len(eqn.outputs) - loop.num_accumulators
+    outer_out, inner_out = split_at(eqn.outputs, out_ends), split_at(loop.body.outputs, out_ends)
+
+    i = Var(jax.typeof(jnp.int32(0)))
+    outside, inside, before, xs, slices = [], [], [], [], []
+    for x, one in zip(outer[2], inner[2], strict=True):
+        if isinstance(x, Var) and x in entries:
+            here = [Var(v.aval) for v in entries[x]]
+            outside += entries[x]
+            inside += here
+            before.append(Eqn(_READ, (*here, i), (one,)))
+        else:
+            xs.append(x)
+            slices.append(one)
+    buffers, starts, ends_inside, written, after, ys, slices_out = [], [], [], [], [], [], []
+    for y, one in zip(outer_out[1], inner_out[1], strict=True):
+        if y in targets:
+            (buffer, index), result = targets[y]
+            start, here, end = Var(buffer.aval), Var(index.aval), Var(buffer.aval)
+            outside.append(index)
+            inside.append(here)
+            buffers.append(buffer)
+            starts.append(start)
+            ends_inside.append(end)
+            written.append(result)
+            after.append(Eqn(_WRITE, (start, here, one, i), (end,)))
+        else:
+            ys.append(y)
+            slices_out.append(one)
+    body = Graph(
+        (*inner[0], *inside, *inner[1], *starts, *slices, i, *inner[3]),
+        (*before, *loop.body.eqns, *after),
+        (*inner_out[0], *ends_inside, *slices_out, *inner_out[2]),
+    )
+    operation = replace(
+        loop,
+        body=body,
+        num_consts=loop.num_consts + len(inside),
+        num_carry=loop.num_carry + len(buffers),
+    )
+    iterations = Literal(np.arange(loop.length, dtype=np.int32))
+    return Eqn(
+        operation,
+        (*outer[0], *outside, *outer[1], *buffers, *xs, iterations, *outer[3]),
+        (*outer_out[0], *written, *ys, *outer_out[2]),
+    )
+
+
+def _read(buffer: jax.Array, *indices: Any) -> list[jax.Array]:
+    """Reads `buffer[indices]`."""
+    sizes = (1,) * len(indices) + buffer.shape[len(indices) :]
+    found = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
+    return [lax.squeeze(found, range(len(indices)))]
+
+
+def _write(buffer: jax.Array, index: Any, x: jax.Array, *inner: Any) -> list[jax.Array]:
+    """Writes `x` to `buffer[index, *inner]`."""
+    indices = index, *inner
+    new = lax.expand_dims(pvary_like(jax.typeof(buffer), x), range(len(indices)))
+    return [lax.dynamic_update_slice(buffer, new, _starts(buffer, indices))]
+
+
+def _starts(buffer: jax.Array, indices: Sequence[Any]) -> list[Any]:
+    zero = jnp.int32(0)
+    return [*(jnp.asarray(i, jnp.int32) for i in indices), *[zero] * (buffer.ndim - len(indices))]
+
+
+_READ = PrimitiveCall("read_entry", _read)
+_WRITE = PrimitiveCall("write_entry", _write)

@@ -1,0 +1,83 @@
+"""Residuals of a stage in the buffers that a rank carries: in the device's memory or the host's.
+
+A branch writes those of the device to their buffers in place. Those of the host are stored after
+the branch: no conditional of XLA writes to the host's memory.
+"""
+
+from typing import Any
+
+import jax
+
+from ...autodiff.backward import SplitBackward
+from ...autodiff.staged_model import index_leading
+from ...ir.transforms import Entry
+from .._buffers import is_on_host
+
+Residuals = tuple[list[Any], list[Any]]
+"""Of each residual a value or None: of those that only B or I reads, and of those that W reads."""
+
+
+def split_residuals(stage: SplitBackward, residuals: list[Any]) -> Residuals:
+    """Splits residuals into those that only B or I reads, and those that W reads too."""
+    pairs = list(zip(residuals, stage.for_weight, strict=True))
+    return [r for r, late in pairs if not late], [r for r, late in pairs if late]
+
+
+def merge_residuals(stage: SplitBackward, residuals: Residuals) -> list[Any]:
+    """Returns residuals in the order of `stage`."""
+    early, late = map(iter, residuals)
+    return [next(late if is_late else early) for is_late in stage.for_weight]
+
+
+def split_by_memory(residuals: Residuals) -> tuple[Residuals, Residuals]:
+    """Returns the residuals in the device's memory and those in the host's, with None elsewhere."""
+    early, late = ([is_on_host(x) for x in each] for each in residuals)
+    return (
+        (_where(early, residuals[0], keep=False), _where(late, residuals[1], keep=False)),
+        (_where(early, residuals[0], keep=True), _where(late, residuals[1], keep=True)),
+    )
+
+
+def merge_memories(on_device: Residuals, on_host: Residuals) -> Residuals:
+    """Returns the residuals that `split_by_memory` has split."""
+    early, late = (
+        [h if d is None else d for d, h in zip(*pair, strict=True)]
+        for pair in zip(on_device, on_host, strict=True)
+    )
+    return early, late
+
+
+def entries_to_write(buffers: list[Any], slot: Any) -> list[Any]:
+    """Returns the entry `slot` of each buffer, and None for each that is None."""
+    return [None if buffer is None else Entry(buffer, slot) for buffer in buffers]
+
+
+def entries_to_read(buffers: list[jax.Array], slot: Any) -> list[Any]:
+    """Returns the entry `slot` of each buffer, read already if the buffer is on the host."""
+    return [index_leading(b, slot) if is_on_host(b) else Entry(b, slot) for b in buffers]
+
+
+def run_forward(stage: SplitBackward, arguments: tuple, on_device: Residuals, slots: tuple) -> Any:
+    """Runs F, and writes its residuals to the buffers of the device.
+
+    Args:
+        stage: The stage.
+        arguments: The arguments of F.
+        on_device: [slots, ...] each, the buffers of the device; None for those on the host.
+        slots: The slots of residuals that only B or I reads, and of those that W reads.
+
+    Returns:
+        The results of the stage; the buffers of the device; the residuals for the host, with None
+        for all others.
+    """
+    early, late = map(entries_to_write, on_device, slots)
+    into = merge_residuals(stage, (early, late))
+    out, residuals = stage.forward(*arguments, into)
+    is_written = [entry is not None for entry in into]
+    written = split_residuals(stage, _where(is_written, residuals, keep=True))
+    return out, written, split_residuals(stage, _where(is_written, residuals, keep=False))
+
+
+def _where(chosen: list[bool], values: list[Any], *, keep: bool) -> list[Any]:
+    """Returns the values for which `chosen` is `keep`, and None in place of the others."""
+    return [x if is_chosen == keep else None for x, is_chosen in zip(values, chosen, strict=True)]
