@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
@@ -95,7 +96,8 @@ def layer_gather(
 
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
-        return unshard(cast(jax.tree.map(partial(only_after, layer_input), weights)))
+        weights = jax.tree.map(partial(only_after, layer_input), weights)
+        return unshard(cast(jax.tree.map(_as_stored, weights)))
 
     def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
         # Residuals must be arrays: empty ones carry the dtypes.
@@ -156,6 +158,15 @@ def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
     call = parameters.get("call_jaxpr")
     inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
     return _GATHERED not in (parameters.get("name"), *inside)
+
+
+def _as_stored(weight: jax.Array) -> jax.Array:
+    """Returns a layer's weight in the layout in which weights are stored.
+
+    Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
+    that are as large as they are.
+    """
+    return with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
 
 
 def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
