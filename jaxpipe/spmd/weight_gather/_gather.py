@@ -164,12 +164,13 @@ def only_after(dependency: PyTree, x: jax.Array) -> jax.Array:
     """Returns `x`, which XLA can neither use nor cast before `dependency` is computed.
 
     Otherwise XLA casts all weights before the loop over layers, even through a barrier, and holds a
-    copy of them. It does not cast integers, so float32 passes the barrier as uint32.
+    copy of them. So the bits of float32 are changed by a zero that only a barrier returns: a part
+    of the cast, where a weight that passes a barrier itself is an array more.
     """
     if x.dtype != jnp.float32:
         return lax.optimization_barrier((x, dependency))[0]
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(lax.optimization_barrier((bits, dependency))[0], x.dtype)
+    zero, _ = lax.optimization_barrier((jnp.uint32(0), dependency))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ zero, x.dtype)
 
 
 def map_leaves(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
