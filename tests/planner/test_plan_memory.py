@@ -93,6 +93,11 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
     "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 62_388),
     "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 65_624),
     "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 68_708),
+    "671B on GPUs": (
+        *("deepseek3-671b", "h100:32x8", 2048, 4096),
+        _NO_PIPELINE | {"remat_policy": "full"} | _sizes(16, fsdp=16, tensor=4, expert=4),
+        84_012,
+    ),
 }
 
 _ON_512 = ("deepseek3-671b", "v5p-1024", 2048, 4096)
