@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import PyTree
 
 from ...sharding import Rules
@@ -164,8 +164,13 @@ def _as_stored(weight: jax.Array) -> jax.Array:
     """Returns a layer's weight in the layout in which weights are stored.
 
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
-    that are as large as they are.
+    that are as large as they are. With automatic axes it may: XLA's partitioner would gather over
+    them what such a constraint reads.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if any(kind != AxisType.Manual and mesh.shape[axis] > 1 for axis, kind in types):
+        return weight
     return with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
 
 
