@@ -11,7 +11,12 @@ import pytest
 from jax.extend.core import Literal
 
 from jaxpipe import sharding, spmd
-from jaxpipe.spmd.weight_gather import gather_by_specs, unsharded_specs
+from jaxpipe.spmd.weight_gather import (
+    gather_by_specs,
+    gather_in_layers,
+    layer_gather,
+    unsharded_specs,
+)
 
 RANKS, REPEATS, MICROBATCHES, DIM = 2, 5, 4, 8
 WEIGHTS = jnp.ones((REPEATS, RANKS, DIM, DIM))
@@ -27,7 +32,15 @@ def gather_by_axes(batch_axes=("fsdp",)):
     return spmd.gather_weights(axes, sharding.DEFAULT_RULES, when="repeat", batch_axes=batch_axes)
 
 
-def loss(weights, inputs, gather=None, **more_axes):
+PER_LAYER: dict[str, Any] = {"rules": sharding.DEFAULT_RULES, "batch_axes": ("fsdp",)}
+
+
+def stage_that_gathers(w, x, batch_inputs, rng):
+    w = layer_gather(("embed", "mlp"), **PER_LAYER)(w, x)
+    return stage(w, x, batch_inputs, rng)
+
+
+def loss(weights, inputs, gather=None, stage=stage, **more_axes):
     sizes = {"stage": RANKS, "fsdp": 2, **more_axes}
     mesh = sharding.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     gather = gather_by_axes() if gather is None else gather
@@ -80,13 +93,20 @@ def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
     assert all(reached(body, ticks).intersection(read(eqn)) for eqn in scatters)
 
 
-def test_what_tensor_shards_split_stays_split_where_fsdp_is_gathered():
-    gradient = jax.jit(jax.grad(partial(loss, tensor=2)))
-    text = gradient.lower(WEIGHTS, INPUTS).compile().as_text() or ""
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_what_tensor_shards_split_stays_split_where_fsdp_is_gathered(per_layer):
+    gather = gather_in_layers(("embed", "mlp"), **PER_LAYER) if per_layer else None
+    run = stage_that_gathers if per_layer else stage
+    gradient = jax.jit(jax.grad(partial(loss, gather=gather, stage=run, tensor=2)))
+    mesh = sharding.make_mesh({"stage": RANKS, "fsdp": 2, "tensor": 2}, devices=jax.devices()[:8])
+    stored = jax.NamedSharding(mesh, jax.P(None, "stage", "fsdp", "tensor"))
+    weights = jax.ShapeDtypeStruct(WEIGHTS.shape, WEIGHTS.dtype, sharding=stored)
+    text = gradient.lower(weights, INPUTS).compile().as_text() or ""
     results = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     sizes = {math.prod(map(int, dims.split(","))) for dims in results}
     assert DIM * DIM // 2 in sizes  # of a weight; activations are smaller
     assert max(sizes) == DIM * DIM // 2
+    assert f"{DIM // 2},{DIM}" not in results  # gathered over tensor instead
 
 
 @pytest.mark.parametrize("batch_axes", [(), ("fsdp",)])
