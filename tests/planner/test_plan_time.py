@@ -16,9 +16,9 @@ CYCLES = {
     "A": 4.510,
     "C": 5.642,
     "C per repeat": 4.563,
-    "1F1B once": 5.155,
-    "1F1B per layer": 6.328,
-    "zero bubble": 6.266,
+    "1F1B once": 5.095,
+    "1F1B per layer": 5.961,
+    "zero bubble": 5.524,
 }
 
 # Of deepseek3-671b, whose kernels count the rows that have a group.

@@ -30,9 +30,6 @@ _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
 over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
 
-_FOR_WEIGHTS = 1.0
-"""The inputs and the cotangents of a layer's products, as a share of all its tensors."""
-
 _LOGITS = 1.25
 """Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
 part never stored."""
@@ -125,6 +122,16 @@ def _kept_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     return token_bytes(model.saved("none"), mesh_sizes(mesh), model.activation_bytes)
 
 
+def _wgrad_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token in the inputs of a layer's products and in their cotangents.
+
+    A tensor with a name is what a product with weights makes, or reads. Of those without a name
+    products read half: of a norm and what is normalized, of an activation and its product.
+    """
+    unnamed = token_bytes(model.unnamed, mesh_sizes(mesh), model.activation_bytes)
+    return _kept_bytes(model, mesh) - (unnamed / 2 if model.tensors else 0.0)
+
+
 @lru_cache(maxsize=10_000)
 def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
@@ -166,7 +173,7 @@ def step_parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> Par
         tokens * _passed_on_bytes(model, mesh, candidate.policy),
         work_with_experts(work, routed_bytes(model, *experts), candidate.policy),
         work + gathered_token_bytes(model, candidate.sizes, tokens, itemsize),
-        _FOR_WEIGHTS * tokens * _kept_bytes(model, mesh),
+        tokens * _wgrad_bytes(model, mesh),
         _LOGITS * logits,
         model.of_layers.gradient * sizes.largest,
         model.of_layers,

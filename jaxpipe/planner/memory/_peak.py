@@ -236,13 +236,12 @@ def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: 
         gradients = of.gradient * (parts.stored + stage)
     elif candidate.gather == "layer":
         gathered = of.read * parts.layer
-        gradients = of.gradient * parts.stored * _LAYOUT_COPIES
+        gradients = of.gradient * parts.stored
     else:
         gathered = of.cast * parts.stored + 2 * of.read * stage
         gradients = of.gradient * (parts.stored + stage)
     boundary_grads, boundary = _boundary(candidate, parts)
-    # Those of one visit are on their way into their buffer, or out of it.
-    kept = (live.residuals + 1) * _residuals(candidate, parts)
+    kept = live.residuals * _residuals(candidate, parts)
     # I leaves the input and the cotangent of every product with weights for W.
     kept += live.wgrad_residuals * candidate.layers_per_stage * parts.for_weights
     waiting = (live.waiting + 1) * parts.activation
@@ -256,7 +255,3 @@ def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: 
         parts.loss if parts.loss > work else 0.0,
         0.0 if parts.loss > work else work,
     )
-
-
-_LAYOUT_COPIES = 1.25
-"""XLA:TPU holds float32 gradients of attention twice, in two layouts, if layers gather."""

@@ -14,18 +14,9 @@ _SUM_BYTES = 30.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
 copies the sum out of a stack of layers, adds, and copies it back."""
 
-
-_STORE_BYTES = 28.0
-"""Bytes that XLA:TPU reads and writes in a tick for each byte that a visit of a stage keeps, in the
-engine that runs schedules: the two conditions, the buffer and the layers have layouts of their own.
-"""
-
 _STACK_BYTES = 8.0
-"""The same without a pipeline, where the stacks of a loop over layers are all there is."""
-
-_WGRAD_BYTES = 20.0
-"""The same for each byte that the first half of a backward leaves for the second: it is stacked by
-layers, written to a buffer, and copied out of it."""
+"""Bytes that XLA:TPU reads and writes for each byte that a layer keeps: loops over layers write it
+to a stack, or to a buffer of the engine, and read it there."""
 
 _WINDOW_PASSES = 3.0
 """How often XLA:TPU reads or writes the result of a product for each window of its weight."""
@@ -73,13 +64,12 @@ def _tokens(candidate: StepLayout, request: Request) -> float:
 
 
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which what is kept moves into its buffers and out of them."""
+    """Returns the seconds in which what visits keep is written to buffers and read there."""
     tokens, visits = _tokens(candidate, request), candidate.microbatches * candidate.chunks
     kept = visit_bytes(request.model, candidate, tokens)
-    moved = (visits + 2 * (candidate.num_ranks - 1)) * _STORE_BYTES * kept
     if splits_backward(candidate):
-        moved += visits * _WGRAD_BYTES * wgrad_bytes(request.model, candidate, tokens)
-    return moved / _memory_rate(request)
+        kept += wgrad_bytes(request.model, candidate, tokens)
+    return visits * _STACK_BYTES * kept / _memory_rate(request)
 
 
 def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
