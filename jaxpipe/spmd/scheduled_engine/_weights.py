@@ -120,42 +120,28 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
 
     def prefetch(state: _WeightWindows, work: PhaseRow, is_forward: bool) -> _WeightWindows:
         name = _window_name(is_forward)
+        window = getattr(state, name)
         phase = tables.forward if is_forward else tables.backward
-
-        def begin(window: PyTree, prefetched: PyTree) -> tuple[PyTree, PyTree]:
-            del window
-            # Prefetched for the next residency: no tick of this one reads it.
-            following = cond(
-                work.prefetch_chunk >= 0,
-                lambda prefetched: gather.prefetch(work.prefetch_chunk),
-                lambda prefetched: prefetched,
-                prefetched,
-                like=prefetched,
-                hint=execution_count_hint(phase.prefetch_chunk),
-            )
-            return prefetched, following
 
         def taken(source: int) -> str:
             return execution_count_hint(phase.weight_source, lambda entry: entry == source)
 
-        pair = getattr(state, name), state.prefetched
-        window, prefetched = cond(
-            work.weight_source == PREFETCHED,
-            begin,
-            lambda *pair: pair,
-            *pair,
-            like=pair,
-            hint=taken(PREFETCHED),
+        begins = work.weight_source == PREFETCHED
+        window = cond(
+            begins, lambda: state.prefetched, lambda: window, like=window, hint=taken(PREFETCHED)
         )
         if name == "backward":
-            window = cond(
-                work.weight_source == SHARED_WITH_FORWARD,
-                lambda window: state.forward,
-                lambda window: window,
-                window,
-                like=window,
-                hint=taken(SHARED_WITH_FORWARD),
-            )
+            shared = work.weight_source == SHARED_WITH_FORWARD
+            hint = taken(SHARED_WITH_FORWARD)
+            window = cond(shared, lambda: state.forward, lambda: window, like=window, hint=hint)
+        # Prefetched for the next residency: no tick of this one reads it.
+        prefetched = cond(
+            begins & (work.prefetch_chunk >= 0),
+            lambda: gather.prefetch(work.prefetch_chunk),
+            lambda: state.prefetched,
+            like=state.prefetched,
+            hint=execution_count_hint(phase.prefetch_chunk),
+        )
         return state._replace(**{name: window, "prefetched": prefetched})
 
     def unshard(state: _WeightWindows, work: PhaseRow, is_forward: bool) -> PyTree:
