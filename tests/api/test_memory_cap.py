@@ -144,8 +144,8 @@ def total_bytes(row: Row, num_slots: dict[str, int]) -> int:
 @functools.cache
 def working_bytes(remat: Any) -> int:
     """Returns the bytes that a program has beside its buffers: one microbatch's working memory."""
-    row = Row(2, 6, 1, remat=remat)
-    pipe = pipeline(row, row.schedule, engine="scheduled", remat=remat, memory_cap=1)
+    row = Row(2, 6, 3, remat=remat)
+    pipe = pipeline(row, row.schedule, engine="scheduled", remat=remat, memory_cap=3)
     return temporary_bytes(row, pipe) - total_bytes(row, tick_tables(pipe.ticks).num_slots)
 
 
@@ -159,7 +159,9 @@ def check_one_program(row: Row) -> None:
     more = temporary_bytes(row, pipe) - working_bytes(row.remat) - total_bytes(row, slots)
     # XLA copies a buffer of one slot that cotangents from several ranks are written to.
     copied = slots["cotangents"] == 1 and len(tables.cotangent_arrivals) > 1
-    assert -UNIT / 2 < more < UNIT / 2 + copied * UNIT
+    # Where a kind of residuals has one slot, XLA may need an activation less.
+    spared = 1 in (slots["residuals_for_weight"], slots["wgrad_residuals"])
+    assert -UNIT / 2 - spared * UNIT < more < UNIT / 2 + copied * UNIT
 
 
 def check_programs_of_ranks(row: Row) -> None:

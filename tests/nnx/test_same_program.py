@@ -1,5 +1,6 @@
 """Both frontends make the same program of the same layer: XLA's own text, with names taken out."""
 
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -76,14 +77,29 @@ def compiled(frontend: str) -> Any:
 
 
 def program(text: str) -> list[str]:
-    """Lines of its computations, without metadata, names numbered in the order they appear."""
+    """Lines of its computations, without metadata, names numbered in the order they appear.
+
+    XLA writes the parameters of a computation in any order; here they are in their own.
+    """
     text = re.sub(r", (metadata|frontend_attributes)=\{[^}]*\}", "", text)
     text = re.sub(r'"[^"]*"', '""', text)
     text = "\n".join(re.findall(r"^(?:ENTRY | *(?:ROOT )?)%.*$", text, re.MULTILINE))
     numbers: dict[str, str] = {}
     name = r"%([\w.\-]+)|([\w.\-]+)(?=: )"
     number = lambda found: numbers.setdefault(found[1] or found[2], f"%{len(numbers)}")  # noqa: E731
-    return re.sub(name, number, text).splitlines()
+    lines = re.sub(name, number, text).splitlines()
+    groups = itertools.groupby(lines, lambda line: parameter(line) >= 0)
+    return [
+        line
+        for are_parameters, group in groups
+        for line in (sorted(group, key=parameter) if are_parameters else group)
+    ]
+
+
+def parameter(line: str) -> int:
+    """The index of the parameter that a line declares, -1 if it declares none."""
+    found = re.search(r" parameter\((\d+)\)", line)
+    return int(found[1]) if found else -1
 
 
 def operations(lines: list[str]) -> Counter:

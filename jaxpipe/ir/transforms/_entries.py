@@ -9,6 +9,7 @@ writes it there in place, and no array of all layers is made.
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +89,9 @@ def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
         if everywhere[var] == as_slices[var] and _has_slices(var)
     }
     whole = [
-        Eqn(_READ, (*entry,), (var,)) for var, entry in entries.items() if var not in by_slices
+        Eqn(_read_as(var), (*entry,), (var,))
+        for var, entry in entries.items()
+        if var not in by_slices
     ]
     eqns = [
         _with_entries(eqn, {x: by_slices[x] for x in _stacks(eqn) if x in by_slices}, {})
@@ -185,7 +188,7 @@ def _with_entries(
             here = [Var(v.aval) for v in entries[x]]
             outside += entries[x]
             inside += here
-            before.append(Eqn(_READ, (*here, i), (one,)))
+            before.append(Eqn(_read_as(one), (*here, i), (one,)))
         else:
             xs.append(x)
             slices.append(one)
@@ -223,11 +226,16 @@ def _with_entries(
     )
 
 
-def _read(buffer: jax.Array, *indices: Any) -> list[jax.Array]:
-    """Reads `buffer[indices]`."""
+def _read_as(var: Var) -> PrimitiveCall:
+    """Returns the operation that reads `var`; what is stored may vary over fewer manual axes."""
+    return PrimitiveCall("read_entry", partial(_read, var.aval))
+
+
+def _read(aval: Any, buffer: jax.Array, *indices: Any) -> list[jax.Array]:
+    """Reads `buffer[indices]`, which varies over the axes of `aval` then."""
     sizes = (1,) * len(indices) + buffer.shape[len(indices) :]
     found = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
-    return [lax.squeeze(found, range(len(indices)))]
+    return [pvary_like(aval, lax.squeeze(found, range(len(indices))))]
 
 
 def _write(buffer: jax.Array, index: Any, x: jax.Array, *inner: Any) -> list[jax.Array]:
@@ -242,5 +250,4 @@ def _starts(buffer: jax.Array, indices: Sequence[Any]) -> list[Any]:
     return [*(jnp.asarray(i, jnp.int32) for i in indices), *[zero] * (buffer.ndim - len(indices))]
 
 
-_READ = PrimitiveCall("read_entry", _read)
 _WRITE = PrimitiveCall("write_entry", _write)
