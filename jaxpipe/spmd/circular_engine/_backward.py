@@ -169,7 +169,7 @@ def _backward_loop(
         )
         return BackwardBlockCarry(gradients, prefetched, ticks)
 
-    start = BackwardBlockCarry(gather.empty_gradients(highest - lowest + 1), prefetched, carry)
+    start = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
     return run_ticks(tick_and_finish, start, phase, scan=True, reverse=True)
 
 
@@ -212,7 +212,7 @@ def _backward_blocks(
         gradients = put(carry.gradients, done, j - lowest)
         return BackwardBlockCarry(gradients, prefetched_next, after)
 
-    blocks = BackwardBlockCarry(gather.empty_gradients(highest - lowest + 1), prefetched, carry)
+    blocks = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
     if 0 < final == highest:
         blocks = block(blocks, final, phase_of(shape, range(final, final + 1)))
     blocks = run_repeats(block, blocks, in_blocks[::-1], scan=invariants.scan_repeats)

@@ -137,21 +137,19 @@ def forward(
     ticks = partial(_forward_ticks, invariants)
     state, aux = first_state(inputs, shape), zeros_like(aux_shapes)
     residuals = _allocate_residuals(invariants, inputs) if save_residuals else Residuals([], [])
-    final = shape.num_repeats - 1
-    carry = ForwardCarry(gather.window(gather.prefetch(0), 0), state, aux, residuals)
-    between = range(1, final)
+    prefetched, final = gather.prefetch(0), shape.num_repeats - 1
+    carry = ForwardCarry(gather.window(prefetched, 0), state, aux, residuals)
 
     def block(carry: ForwardBlockCarry, j: Any) -> ForwardBlockCarry:
         prefetched_next = gather.prefetch(j + 1)  # for the next block: no tick of this one reads it
-        after = ticks(block_of(shape, j, between), carry.prefetched, carry.ticks)
+        after = ticks(block_of(shape, j, range(final)), carry.prefetched, carry.ticks)
         return ForwardBlockCarry(prefetched_next, after)
 
     if final == 0 or invariants.one_loop:
-        carry = ticks(phase_of(shape, range(final + 1)), () if final else None, carry)
+        carry = ticks(phase_of(shape, range(final + 1)), prefetched if final else None, carry)
     else:
-        first = ticks(phase_of(shape, range(1)), None, carry)
-        blocks = ForwardBlockCarry(gather.prefetch(1), first)
-        blocks = run_repeats(block, blocks, between, scan=invariants.scan_repeats)
+        blocks = ForwardBlockCarry(prefetched, carry)
+        blocks = run_repeats(block, blocks, range(final), scan=invariants.scan_repeats)
         carry = ticks(phase_of(shape, range(final, final + 1)), blocks.prefetched, blocks.ticks)
     return (realign(carry.state.stream, shape), carry.aux), carry.residuals
 

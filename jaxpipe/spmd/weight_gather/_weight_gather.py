@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from .._buffers import over_leading, to_accum_dtype
-from ..ranks import AXIS, empty, zeros, zeros_like
+from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
@@ -55,8 +55,7 @@ class WeightGather(NamedTuple):
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
         zero_sums: Returns the initial sums of all chunks, [chunks, ...].
-        empty_gradients: Maps a number of chunks to buffers for their gradients as stored, with that
-            dim in front. Nothing fills them.
+        zero_gradients: Maps a number of chunks to zero gradients as stored, with that dim in front.
     """
 
     prefetch: Callable[[Any], PyTree]
@@ -68,7 +67,7 @@ class WeightGather(NamedTuple):
     zeros: TreeFunction
     zero_unsharded: TreeFunction
     zero_sums: Callable[[], PyTree]
-    empty_gradients: Callable[[int], PyTree]
+    zero_gradients: Callable[[int], PyTree]
 
 
 def weight_gather(
@@ -213,9 +212,9 @@ def _with_zeros(
     def zero_sum(w: PyTree) -> PyTree:
         return jax.tree.map(zeros, to_sum(floating(unshard(w))))
 
-    def empty_gradients(num_chunks: int) -> PyTree:
+    def zero_gradients(num_chunks: int) -> PyTree:
         scattered = reduce_scatter(zero_sum(window(prefetch(0), 0)))
-        return jax.tree.map(lambda x: empty(jax.typeof(x), num_chunks), scattered)
+        return jax.tree.map(lambda x: zeros(x, lead=(num_chunks,)), scattered)
 
     return WeightGather(
         prefetch=prefetch,
@@ -227,7 +226,7 @@ def _with_zeros(
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
         zero_sums=zero_sums,
-        empty_gradients=empty_gradients,
+        zero_gradients=zero_gradients,
     )
 
 
