@@ -9,7 +9,7 @@ from ._cost import shape_in as shape_in
 from ._cost import shape_out as shape_out
 from ._effects import effects_of as effects_of
 from ._equations import bind as bind
-from ._equations import empty_stack as empty_stack
+from ._equations import has_plain_slices as has_plain_slices
 from ._equations import jaxpr_of as jaxpr_of
 from ._equations import pvary_like as pvary_like
 from ._graph import Atom as Atom

@@ -17,6 +17,20 @@ def pvary_like(aval: Any, x: Any) -> Any:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def has_plain_slices(aval: Any) -> bool:
+    """Returns whether a loop can write slices of an array to a stack or a buffer of its own.
+
+    Args:
+        aval: The abstract value of a slice or of the stack.
+
+    Returns:
+        False if it is sharded over explicit axes, in host memory, or of keys.
+    """
+    is_sharded = any(axis is not None for axis in aval.sharding.spec)
+    is_on_host = aval.memory_space == jax.memory.Space.Host
+    return not (is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended))
+
+
 def empty_stack(aval: Any, length: int) -> jax.Array | None:
     """Returns an array of arbitrary values for the slices that a loop writes.
 
@@ -25,12 +39,10 @@ def empty_stack(aval: Any, length: int) -> jax.Array | None:
         length: The number of slices.
 
     Returns:
-        An array [length, ...] that varies over the manual axes of `aval`; None if slices are
-        sharded over explicit axes, in host memory, or keys: then `lax.scan` makes the array.
+        An array [length, ...] that varies over the manual axes of `aval`; None if it has no plain
+        slices: then `lax.scan` makes the array.
     """
-    is_sharded = any(axis is not None for axis in aval.sharding.spec)
-    is_on_host = aval.memory_space == jax.memory.Space.Host
-    if is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    if not has_plain_slices(aval):
         return None
     stack = empty((length, *aval.shape), aval.dtype)
     axes = aval.manual_axis_type.varying

@@ -25,7 +25,7 @@ from ..graph import (
     PrimitiveCall,
     Scan,
     Var,
-    empty_stack,
+    has_plain_slices,
     pvary_like,
     split_at,
     variables,
@@ -80,13 +80,12 @@ def _entry_vars(entry: Entry) -> Entry:
 
 def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
     """Returns a program that reads some of its inputs from entries of buffers."""
-    everywhere = Counter(variables([*(x for eqn in program.eqns for x in eqn.inputs)]))
-    everywhere.update(variables(program.outputs))
+    everywhere = _uses(program)
     as_slices = Counter(x for eqn in program.eqns for x in _stacks(eqn) if x in entries)
     by_slices = {
         var: entry
         for var, entry in entries.items()
-        if everywhere[var] == as_slices[var] and _has_slices(var)
+        if everywhere[var] == as_slices[var] and has_plain_slices(var.aval)
     }
     whole = [
         Eqn(_read_as(var), (*entry,), (var,))
@@ -102,7 +101,7 @@ def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
 
 def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     """Returns a program that writes some of its outputs to entries of buffers."""
-    uses = Counter(variables([*(x for e in program.eqns for x in e.inputs), *program.outputs]))
+    uses = _uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
     outputs, eqns = list(program.outputs), []
     within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
@@ -110,7 +109,11 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     for i, entry in targets.items():
         written = Var(entry.buffer.aval)
         made, casts = _before_casts(outputs[i], makers, uses)
-        if made is not None and made in _stacked_outputs(makers[made]) and _has_slices(made):
+        if (
+            made is not None
+            and made in _stacked_outputs(makers[made])
+            and has_plain_slices(made.aval)
+        ):
             within[makers[made]][made] = entry, written
             passed.update(casts)
         else:
@@ -118,6 +121,12 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
         outputs[i] = written
     kept = [_with_entries(eqn, {}, within[eqn]) for eqn in program.eqns if eqn not in passed]
     return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
+
+
+def _uses(program: Graph) -> Counter[Var]:
+    """Returns how often each variable is an input of an equation or an output."""
+    inputs = (atom for eqn in program.eqns for atom in eqn.inputs)
+    return Counter(variables([*inputs, *program.outputs]))
 
 
 def _before_casts(
@@ -151,11 +160,6 @@ def _stacked_outputs(eqn: Eqn) -> tuple[Var, ...]:
     slices = loop.body.outputs[loop.num_carry : end]
     stacks = zip(eqn.outputs[loop.num_carry : end], slices, strict=True)
     return tuple(stack for stack, inner in stacks if isinstance(inner, Var))
-
-
-def _has_slices(stack: Var) -> bool:
-    """Returns whether slices of an array can be read from a buffer, and written to one."""
-    return empty_stack(stack.aval, 1) is not None
 
 
 def _with_entries(
