@@ -192,7 +192,7 @@ def _with_entries(
             here = [Var(v.aval) for v in entries[x]]
             outside += entries[x]
             inside += here
-            before.append(Eqn(_read_as(one), (*here, i), (one,)))
+            before.append(Eqn(_read_as(x), (*here, i), (one,)))
         else:
             xs.append(x)
             slices.append(one)

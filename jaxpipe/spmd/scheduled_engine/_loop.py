@@ -293,8 +293,9 @@ def _tick(
         like=(changed, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
-    # Or XLA moves what reads a buffer into the branches, which then return it twice.
-    on_device = lax.optimization_barrier(on_device)
+    # Or XLA moves what reads a buffer into the branches, which then return it twice. One by one: a
+    # barrier for all would make them vary over the same axes.
+    on_device = jax.tree.map(lax.optimization_barrier, on_device)
     for microbatch in row.loss_microbatches:
         totals, outputs = loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
