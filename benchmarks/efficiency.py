@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 RANKS, BLOCKS, WIDTH, ROWS, TOKENS = 2, 8, 512, 4, 256
 WARMUP_STEPS, STEPS = 2, 3
+RESULT = "seconds: "
 
 
 class Row(NamedTuple):
@@ -98,13 +99,26 @@ def step_seconds(library: str, row: Row, count: int, processes: int) -> float:
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", str(rank), task],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(processes)
     ]
-    seconds = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+    seconds = [_seconds_of(process) for process in running]
+    # Only now: a process may still read what another has sent. Process 0 leads, and leaves last.
+    for process in reversed(running):
+        process.communicate()
     return max(seconds)
+
+
+def _seconds_of(process: subprocess.Popen) -> float:
+    """Returns what a process measured, from the line that it prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(RESULT):
+            return float(line.removeprefix(RESULT))
+    raise RuntimeError(f"{process.args} has ended with {process.wait()} and measured nothing.")
 
 
 def work(rank: int, task: str) -> None:
@@ -120,7 +134,8 @@ def work(rank: int, task: str) -> None:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    print(json.dumps(statistics.median(times)), flush=True)
+    print(f"{RESULT}{statistics.median(times)}", flush=True)
+    sys.stdin.read()
     os._exit(0)  # neither library has to agree on how to end
 
 

@@ -29,3 +29,5 @@ from ._graph import select as select
 from ._graph import split_at as split_at
 from ._graph import to_graph as to_graph
 from ._graph import variables as variables
+from ._origins import count_uses as count_uses
+from ._origins import origin as origin

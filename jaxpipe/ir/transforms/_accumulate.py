@@ -6,7 +6,7 @@ the accumulator in place, and the stacked buffer is never allocated. Sums have t
 accumulator.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,10 @@ from ..graph import (
     PrimitiveCall,
     Scan,
     Var,
+    count_uses,
     is_cast,
     is_invertible_move,
+    origin,
     pvary_like,
     select,
     shape_in,
@@ -72,13 +74,12 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     within: defaultdict[Eqn, list[Gradient]] = defaultdict(list)
     outputs = list(program.outputs)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
-    read = [*(atom for eqn in program.eqns for atom in eqn.inputs), *program.outputs]
-    uses = Counter(variables(read))
+    uses = count_uses(program)
     for i in (i for i, is_gradient in enumerate(gradients) if is_gradient):
         aval = getattr(outputs[i], "aval", None)
         start, total = Var(aval), Var(aval)
         sums.append(start)
-        eqn, made, way = _origin(outputs[i], makers, uses)
+        eqn, made, way = origin(outputs[i], makers, uses, is_invertible_move)
         if eqn is not None and _is_zero(eqn, makers):
             total = start
         elif eqn is not None and _can_add(eqn, made, way, makers):
@@ -115,25 +116,6 @@ def _add(start: jax.Array, gradient: Any) -> list[jax.Array]:
 
 
 _ADD = PrimitiveCall("add_to_sum", _add)
-
-
-def _origin(
-    output: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]
-) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
-    """Returns the equation that computes an output, apart from data movement and casts.
-
-    Returns:
-        The equation, its output, and the movement and casts from there to `output`. None, a value
-        and no equations if the value is an input or if another equation reads it too.
-    """
-    way: list[Eqn] = []
-    while isinstance(output, Var) and output in makers and uses[output] == 1:
-        eqn = makers[output]
-        if not is_invertible_move(eqn):
-            return eqn, output, tuple(reversed(way))
-        way.append(eqn)
-        (output,) = eqn.inputs
-    return None, output, ()
 
 
 def _is_zero(eqn: Eqn, makers: Mapping[Var, Eqn]) -> bool:

@@ -18,14 +18,15 @@ import numpy as np
 from jax import lax
 
 from ..graph import (
-    Atom,
     Eqn,
     Graph,
     Literal,
     PrimitiveCall,
     Scan,
     Var,
+    count_uses,
     has_plain_slices,
+    origin,
     pvary_like,
     split_at,
     variables,
@@ -80,7 +81,7 @@ def _entry_vars(entry: Entry) -> Entry:
 
 def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
     """Returns a program that reads some of its inputs from entries of buffers."""
-    everywhere = _uses(program)
+    everywhere = count_uses(program)
     as_slices = Counter(x for eqn in program.eqns for x in _stacks(eqn) if x in entries)
     by_slices = {
         var: entry
@@ -101,20 +102,16 @@ def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
 
 def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     """Returns a program that writes some of its outputs to entries of buffers."""
-    uses = _uses(program)
+    uses = count_uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
     outputs, eqns = list(program.outputs), []
     within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
     passed: set[Eqn] = set()
     for i, entry in targets.items():
         written = Var(entry.buffer.aval)
-        made, casts = _before_casts(outputs[i], makers, uses)
-        if (
-            made is not None
-            and made in _stacked_outputs(makers[made])
-            and has_plain_slices(made.aval)
-        ):
-            within[makers[made]][made] = entry, written
+        eqn, made, casts = origin(outputs[i], makers, uses, _is_pvary)
+        if eqn is not None and made in _stacked_outputs(eqn) and has_plain_slices(made.aval):
+            within[eqn][made] = entry, written
             passed.update(casts)
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
@@ -123,25 +120,8 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
 
 
-def _uses(program: Graph) -> Counter[Var]:
-    """Returns how often each variable is an input of an equation or an output."""
-    inputs = (atom for eqn in program.eqns for atom in eqn.inputs)
-    return Counter(variables([*inputs, *program.outputs]))
-
-
-def _before_casts(
-    output: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]
-) -> tuple[Var | None, list[Eqn]]:
-    """Returns what an output is before it is marked as varying; None if others read it too."""
-    passed: list[Eqn] = []
-    while isinstance(output, Var) and uses[output] == 1 and output in makers:
-        maker = makers[output]
-        is_cast = isinstance(maker.operation, PrimitiveCall) and maker.operation.name == "pvary"
-        if not is_cast:
-            return output, passed
-        passed.append(maker)
-        (output,) = maker.inputs
-    return None, passed
+def _is_pvary(eqn: Eqn) -> bool:
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == "pvary"
 
 
 def _stacks(eqn: Eqn) -> list[Var]:

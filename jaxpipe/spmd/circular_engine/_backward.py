@@ -111,13 +111,18 @@ def backward(
     window, prefetched = _first_windows(gather, final, cotangents)
     zero_sum = gather.zeros(window)
     carry = BackwardCarry(WeightState(window, zero_sum, zero_sum), cotangents)
-    in_one_loop = invariants.one_loop and final > 0
-    blocks = partial(_backward_loop if in_one_loop else _backward_blocks, invariants, daux)
-    done = blocks(partial(read_second_half, residuals, shape), half, final, prefetched, carry)
+    run = _backward_loop if invariants.one_loop and final > 0 else _backward_blocks
+
+    def run_half(read: Callable, repeats: range, prefetched: PyTree, ticks: BackwardCarry):
+        start = BackwardBlockCarry(gather.zero_gradients(len(repeats)), prefetched, ticks)
+        return run(invariants, partial(_backward_tick, invariants, read, daux), repeats, start)
+
+    second = range(half, final + 1)
+    done = run_half(partial(read_second_half, residuals, shape), second, prefetched, carry)
     gradients = done.gradients
     if half:
         read = partial(read_first_half, residuals, shape)
-        done = blocks(read, 0, half - 1, done.prefetched, done.ticks)
+        done = run_half(read, range(half), done.prefetched, done.ticks)
         gradients = jax.tree.map(lambda *g: jnp.concatenate(g), done.gradients, gradients)
     cotangents = done.ticks.cotangents
     return gradients, cotangents.state.stream, cotangents.batch_inputs
@@ -137,26 +142,18 @@ def _first_windows(
 
 
 def _backward_loop(
-    invariants: CircularInvariants,
-    daux: Aux,
-    read: Callable,
-    lowest: int,
-    highest: int,
-    prefetched: PyTree,
-    carry: BackwardCarry,
+    invariants: CircularInvariants, tick: Callable, repeats: range, start: BackwardBlockCarry
 ) -> BackwardBlockCarry:
     """Returns what `_backward_blocks` does, after one loop; nothing is prefetched in it."""
     shape, gather = invariants.shape, invariants.gather
-    phase = phase_of(shape, range(lowest, highest + 1))
-
-    tick = partial(_backward_tick, invariants, read, daux, phase, prefetched)
+    phase = phase_of(shape, repeats)
 
     def tick_and_finish(carry: BackwardBlockCarry, t: Any) -> BackwardBlockCarry:
-        ticks = tick(carry.ticks, t)
+        ticks = tick(phase, start.prefetched, carry.ticks, t)
 
         def finish(gradients: PyTree) -> PyTree:
             done = gather.reduce_scatter(ticks.weight_state.done)
-            return put(gradients, done, t // shape.num_microbatches - lowest)
+            return put(gradients, done, t // shape.num_microbatches - repeats[0])
 
         # All ranks agree when this is, so the branch may communicate.
         gradients = cond(
@@ -167,39 +164,34 @@ def _backward_loop(
             like=carry.gradients,
             hint=hint_of_repeats(shape, phase.program),
         )
-        return BackwardBlockCarry(gradients, prefetched, ticks)
+        return BackwardBlockCarry(gradients, start.prefetched, ticks)
 
-    start = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
     return run_ticks(tick_and_finish, start, phase, scan=True, reverse=True)
 
 
 def _backward_blocks(
-    invariants: CircularInvariants,
-    daux: Aux,
-    read: Callable,
-    lowest: int,
-    highest: int,
-    prefetched: PyTree,
-    carry: BackwardCarry,
+    invariants: CircularInvariants, tick: Callable, repeats: range, start: BackwardBlockCarry
 ) -> BackwardBlockCarry:
-    """Runs the blocks of repeats `highest` down to `lowest`.
+    """Runs the blocks of some repeats in reverse order.
 
     Args:
         invariants: Values that all ticks read.
-        daux: Cotangents of the auxiliary losses and metrics.
-        read: From the index of a tick to its residuals.
-        lowest: The repeat of the last block.
-        highest: The repeat of the first block.
-        prefetched: Weights of repeat `highest - 1`.
-        carry: What the ticks of the repeats above have left.
+        tick: `_backward_tick` from its argument `phase` on.
+        repeats: The repeats.
+        start: What the repeats above have left, with the weights of repeat `repeats[-1] - 1`; its
+            gradients are [len(repeats), ...], all zero.
 
     Returns:
-        The carry for the repeats below; its gradients are [highest - lowest + 1, ...].
+        The carry for the repeats below; its gradients are complete.
     """
     shape, gather = invariants.shape, invariants.gather
     final = shape.num_repeats - 1
-    ticks = partial(_backward_ticks, invariants, read, daux)
+    lowest, highest = repeats[0], repeats[-1]
     in_blocks = range(max(lowest, 1), min(highest + 1, final))
+
+    def ticks(phase: LoopPhase, prefetched: PyTree, carry: BackwardCarry) -> BackwardCarry:
+        in_phase = partial(tick, phase, prefetched)
+        return run_ticks(in_phase, carry, phase, scan=invariants.scan_ticks, reverse=True)
 
     def block(carry: BackwardBlockCarry, j: Any, phase: LoopPhase | None = None):
         # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
@@ -212,7 +204,7 @@ def _backward_blocks(
         gradients = put(carry.gradients, done, j - lowest)
         return BackwardBlockCarry(gradients, prefetched_next, after)
 
-    blocks = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
+    blocks = start
     if 0 < final == highest:
         blocks = block(blocks, final, phase_of(shape, range(final, final + 1)))
     blocks = run_repeats(block, blocks, in_blocks[::-1], scan=invariants.scan_repeats)
@@ -221,19 +213,6 @@ def _backward_blocks(
     carry = ticks(phase_of(shape, range(1)), None, blocks.ticks)
     gradients = put(blocks.gradients, gather.reduce_scatter(carry.weight_state.gradient), 0)
     return BackwardBlockCarry(gradients, (), carry)
-
-
-def _backward_ticks(
-    invariants: CircularInvariants,
-    read: Callable[[Any], list[jax.Array]],
-    daux: Aux,
-    phase: LoopPhase,
-    prefetched: PyTree | None,
-    carry: BackwardCarry,
-) -> BackwardCarry:
-    """Returns the carry after the ticks of a phase in reverse order."""
-    tick = partial(_backward_tick, invariants, read, daux, phase, prefetched)
-    return run_ticks(tick, carry, phase, scan=invariants.scan_ticks, reverse=True)
 
 
 def _backward_tick(

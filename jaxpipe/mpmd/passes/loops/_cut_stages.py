@@ -24,7 +24,7 @@ these read of it. A gradient of a weight passes from the backward of one part to
 before, and the part of the first slice accumulates it.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +34,7 @@ from ....ir.graph import (
     Graph,
     PrimitiveCall,
     Var,
+    count_uses,
     has_print,
     is_light,
     print_tokens,
@@ -252,7 +253,7 @@ def _split_results(
     share over all microbatches, and the shares are added once, after the loop.
     """
     makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
-    uses = Counter(variables([*(a for eqn in body.eqns for a in eqn.inputs), *body.outputs]))
+    uses = count_uses(body)
 
     def terms(atom: Atom) -> list[Atom]:
         eqn = makers.get(atom) if isinstance(atom, Var) else None

@@ -1,0 +1,41 @@
+"""Finds the equation that computes a value, and how often values are read."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ._graph import Atom, Eqn, Graph, Var, variables
+
+
+def count_uses(graph: Graph) -> Counter[Var]:
+    """Returns how often each variable is an input of an equation or an output of the program."""
+    inputs = (atom for eqn in graph.eqns for atom in eqn.inputs)
+    return Counter(variables([*inputs, *graph.outputs]))
+
+
+def origin(
+    output: Atom,
+    makers: Mapping[Var, Eqn],
+    uses: Mapping[Var, int],
+    is_passed: Callable[[Eqn], bool],
+) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
+    """Returns the equation that computes a value, apart from some equations after it.
+
+    Args:
+        output: The value.
+        makers: The equation that computes each variable.
+        uses: How often each variable is read.
+        is_passed: Whether to go on from an equation to its only input.
+
+    Returns:
+        The equation, its output, and the equations from there to `output`. None, a value and no
+        equations if that value is an input of the program or if it is read elsewhere too.
+    """
+    way: list[Eqn] = []
+    while isinstance(output, Var) and output in makers and uses[output] == 1:
+        eqn = makers[output]
+        if not is_passed(eqn):
+            return eqn, output, tuple(reversed(way))
+        way.append(eqn)
+        (output,) = eqn.inputs
+    return None, output, ()
