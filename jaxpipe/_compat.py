@@ -74,10 +74,14 @@ def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
         The array.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    on_gpu = getattr(mesh.abstract_device, "platform", "") == "gpu"
-    if on_gpu and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+    if platform() == "gpu" and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
         return jax.numpy.zeros(shape, dtype)
     return jax.lax.empty(shape, dtype)
+
+
+def platform() -> str:
+    """Returns the platform of the mesh in context, "cpu", "gpu" or "tpu"; "" without devices."""
+    return getattr(jax.sharding.get_abstract_mesh().abstract_device, "platform", "")
 
 
 def nan_errors() -> tuple[type[Exception], ...]:

@@ -11,6 +11,8 @@ from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
 from jaxpipe.data import synthetic_batches
+from jaxpipe.ir.graph import _in_place
+from jaxpipe.spmd.ranks import _varying
 from jaxpipe.train.step import dropout_keys, init_state, make_value_and_grad, shard_batch
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
@@ -90,4 +92,44 @@ def test_uneven_stages_have_the_loss_and_gradients_of_the_unpipelined_program(la
     leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
     for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
         assert leaf.shape == other.shape and np.any(other)
+        assert_close(leaf, other, jax.tree_util.keystr(path))
+
+
+# Conditions of all kinds: of masks, of phases of a tick, of the stream and of windows.
+IN_LOOPS: dict[str, tuple[int, Settings]] = {
+    "masks": (2, LAYOUTS["1f1b on 2"][2] | {"set_remat_policy_on_layers_per_stage": True}),
+    "I and W": (2, {"pipeline_schedule": "zero_bubble_h1", "pipeline_vocab_parallel": True}),
+    "windows": (
+        4,
+        {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 2}
+        | {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_per_repeat": True},
+    ),
+    "circular": (
+        4,
+        {"pipeline_engine": "circular", "num_pipeline_repeats": 4}
+        | {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_once": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypatch):
+    loops = []
+    run_once_if = _in_place.run_once_if
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        loops.append(arguments)
+        return run_once_if(*arguments, **options)
+
+    monkeypatch.setattr(_in_place, "_COPYING", {"cpu"})
+    monkeypatch.setattr(_in_place, "run_once_if", counted)
+    monkeypatch.setattr(_varying, "run_once_if", counted)
+    devices, settings = IN_LOOPS[name]
+    engine = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
+    (loss, _), found = gradients(devices, MODELS["llama"], engine, settings)
+    (true_loss, _), true = plain("llama")
+    assert loops
+    assert_close(loss, true_loss, "loss")
+    leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
         assert_close(leaf, other, jax.tree_util.keystr(path))

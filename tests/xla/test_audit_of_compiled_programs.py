@@ -143,6 +143,19 @@ def test_a_branch_counts_as_often_as_its_name_scope_says():
     assert counts(found) == {"collective-permute": (15, 15 * SHARD_BYTES)}
 
 
+def test_a_condition_that_is_a_loop_counts_as_often_as_its_name_scope_says():
+    def turn(x, t):
+        with jax.named_scope("taken_3_of_6"):
+            once = lambda carry: (False, times(permute, 5)(carry[1]))  # noqa: E731
+            _, x = lax.while_loop(lambda carry: carry[0], once, (t % 2 == 0, x))
+        return x, ()
+
+    found = audited(lambda x: lax.scan(turn, x, jnp.arange(6))[0])
+    assert counts(found) == {"collective-permute": (15, 15 * SHARD_BYTES)}
+    assert all(site.conditional for site in found.sites)
+    assert uncounted_loops(found) == ()
+
+
 def test_a_program_on_its_own_device_communicates_nothing():
     assert audited(jnp.sin) == Audit((), ())
 

@@ -22,12 +22,14 @@ from ._graph import Scan as Scan
 from ._graph import ShardMap as ShardMap
 from ._graph import Var as Var
 from ._graph import check_pure as check_pure
-from ._graph import free_variables as free_variables
 from ._graph import has_print as has_print
 from ._graph import print_tokens as print_tokens
 from ._graph import select as select
 from ._graph import split_at as split_at
 from ._graph import to_graph as to_graph
 from ._graph import variables as variables
+from ._in_place import copies_in_conditionals as copies_in_conditionals
+from ._in_place import run_once_if as run_once_if
 from ._origins import count_uses as count_uses
+from ._origins import free_variables as free_variables
 from ._origins import origin as origin

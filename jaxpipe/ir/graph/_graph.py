@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from ..._compat import scan_sizes
 from ._effects import effects_of, is_print
 from ._equations import bind, called_jaxpr, empty_stack, jaxpr_of, pvary_like, scoped
+from ._in_place import copies_in_conditionals, switch_in_place
 
 T = TypeVar("T")
 
@@ -137,12 +138,24 @@ class Scan:
 
 @dataclass(frozen=True)
 class Cond:
-    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`."""
+    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`.
+
+    Attributes:
+        branches: The branches.
+        num_accumulators: Number of last inputs and outputs that are arrays to which the branches
+            add, in place.
+    """
 
     branches: tuple["Graph", ...]
+    num_accumulators: int = 0
 
     def run(self, index: Any, *inputs: Any) -> list[Any]:
-        return lax.switch(index, self.branches, *inputs)
+        if not (self.num_accumulators and copies_in_conditionals()):
+            return lax.switch(index, self.branches, *inputs)
+        end = len(inputs) - self.num_accumulators
+        outputs = self.branches[0].outputs[: -self.num_accumulators]
+        avals = [x.aval if isinstance(x, Var) else jax.typeof(x.value) for x in outputs]
+        return switch_in_place(index, self.branches, inputs[:end], avals, inputs[end:])
 
 
 @dataclass(frozen=True)
@@ -258,13 +271,6 @@ def has_print(eqn: Eqn) -> bool:
 def print_tokens(eqns: Iterable[Eqn]) -> list[Var]:
     """Returns the tokens of the equations that print, which `to_graph` adds to their outputs."""
     return [eqn.outputs[-1] for eqn in eqns if has_print(eqn)]
-
-
-def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
-    """Returns the variables that `eqns` and `outputs` read and no equation computes, in order."""
-    computed = {value for eqn in eqns for value in eqn.outputs}
-    atoms = [*(atom for eqn in eqns for atom in eqn.inputs), *outputs]
-    return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

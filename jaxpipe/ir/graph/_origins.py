@@ -1,7 +1,7 @@
-"""Finds the equation that computes a value, and how often values are read."""
+"""Finds the equations that compute values, and how often values are read."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ._graph import Atom, Eqn, Graph, Var, variables
@@ -39,3 +39,10 @@ def origin(
         way.append(eqn)
         (output,) = eqn.inputs
     return None, output, ()
+
+
+def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
+    """Returns the variables that `eqns` and `outputs` read and no equation computes, in order."""
+    computed = {value for eqn in eqns for value in eqn.outputs}
+    atoms = [*(atom for eqn in eqns for atom in eqn.inputs), *outputs]
+    return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]

@@ -172,9 +172,9 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
             operation = replace(
                 loop, body=body, num_accumulators=loop.num_accumulators + len(gradients)
             )
-        case Cond(branches):
+        case Cond(branches, count):
             bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
-            operation = Cond(tuple(bodies))
+            operation = Cond(tuple(bodies), count + len(gradients))
         case PrimitiveCall(params=params):
             operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
             return [*varied, Eqn(operation, (*starts, *eqn.inputs[1:]), outputs)]

@@ -34,7 +34,8 @@ def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
         case Scan() as loop:
             return replace(loop, body=on_submesh(loop.body, mesh, mpmd_axis))
         case Cond(branches):
-            return Cond(tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches))
+            inside = tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches)
+            return Cond(inside, eqn.operation.num_accumulators)
         case ShardMap() as shards:
             if mpmd_axis in shards.axes and shards.mesh.shape[mpmd_axis] > 1:
                 raise ValueError(

@@ -18,8 +18,8 @@ from jaxtyping import Array, Int, PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import put
-from ..ranks import cond, zeros_like
-from ..weight_gather import WeightGather, identity
+from ..ranks import update_if, zeros_like
+from ..weight_gather import WeightGather
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
 from ._loop_phases import LoopPhase, block_of, phase_of, run_repeats, run_ticks
 from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
@@ -156,14 +156,8 @@ def _backward_loop(
             return put(gradients, done, t // shape.num_microbatches - repeats[0])
 
         # All ranks agree when this is, so the branch may communicate.
-        gradients = cond(
-            begins_on_rank_0(t, shape),
-            finish,
-            identity,
-            carry.gradients,
-            like=carry.gradients,
-            hint=hint_of_repeats(shape, phase.program),
-        )
+        hint = hint_of_repeats(shape, phase.program)
+        gradients = update_if(begins_on_rank_0(t, shape), finish, carry.gradients, hint=hint)
         return BackwardBlockCarry(gradients, start.prefetched, ticks)
 
     return run_ticks(tick_and_finish, start, phase, scan=True, reverse=True)
@@ -241,8 +235,8 @@ def _backward_tick(
     weight_state = weight_state._replace(gradient=gradient)
     if prefetched is not None:
         go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
-        with jax.named_scope(hint_of_repeats(shape, phase.program)):
-            weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
+        hint = hint_of_repeats(shape, phase.program)
+        weight_state = update_if(begins_repeat(work), go_on, weight_state, hint=hint)
     ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
     dstate = add_input(dstate, dx, t, from_stream=work.from_stream)

@@ -11,8 +11,7 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import cast_like
-from ..ranks import AXIS, zeros_like
-from ..weight_gather import identity
+from ..ranks import AXIS, update_if, zeros_like
 from ._backward import backward
 from ._invariants import (
     CircularInvariants,
@@ -172,8 +171,8 @@ def _forward_ticks(
         work = work_at(t, shape)
         if prefetched is not None:
             begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
-            with jax.named_scope(hint_of_repeats(shape, phase.program)):
-                window = lax.cond(begins_repeat(work), begin, identity, window)
+            hint = hint_of_repeats(shape, phase.program)
+            window = update_if(begins_repeat(work), begin, window, hint=hint)
         x = next_input(state, t, from_stream=work.from_stream)
         batch_inputs, keys = batch_inputs_and_keys(invariants, work)
         (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
 from .._buffers import put
-from ..ranks import AXIS, cond
+from ..ranks import AXIS, update_if
 
 TickIndex = int | Int[Array, ""]
 """Index of a tick; a Python integer where ticks are unrolled."""
@@ -38,33 +38,32 @@ class StreamMove(NamedTuple):
 def move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
     """Returns the stream after a tick with the result `y`, moved by one slot if `move` says so."""
 
-    def moved(stream: PyTree, y: PyTree) -> PyTree:
+    def moved(stream: PyTree) -> PyTree:
         slot = t % length(stream)
         new = jax.tree.map(to_previous_rank, index_leading(stream, slot))
         stored = _is_last() & move.leaves
         return put(stream, jax.tree.map(lambda y, x: jnp.where(stored, y, x), y, new), slot)
 
-    return _if_moves(move, moved, lambda stream, y: stream, stream, y, like=stream)
+    return _if_moves(move, moved, stream)
 
 
 def move_back(stream: PyTree, dy: PyTree, t: TickIndex, move: StreamMove) -> tuple[PyTree, PyTree]:
     """Transposes `move_stream`, and adds the cotangent of the stored result to `dy`."""
 
-    def moved(stream: PyTree, dy: PyTree) -> tuple[PyTree, PyTree]:
+    def moved(state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        stream, dy = state
         slot = t % length(stream)
         new, stored = index_leading(stream, slot), _is_last() & move.leaves
         before = jax.tree.map(to_next_rank, where(~stored, new))
         return put(stream, before, slot), plus(dy, where(stored, new))
 
-    return _if_moves(move, moved, lambda *unmoved: unmoved, stream, dy, like=(stream, dy))
+    return _if_moves(move, moved, (stream, dy))
 
 
-def _if_moves(
-    move: StreamMove, yes: Callable, no: Callable, *operands: PyTree, like: PyTree
-) -> PyTree:
+def _if_moves(move: StreamMove, moved: Callable, state: PyTree) -> PyTree:
     if isinstance(move.moves, bool):
-        return (yes if move.moves else no)(*operands)
-    return cond(move.moves, yes, no, *operands, like=like, hint=move.hint)
+        return moved(state) if move.moves else state
+    return update_if(move.moves, moved, state, hint=move.hint)
 
 
 def _is_last() -> Bool[Array, ""]:

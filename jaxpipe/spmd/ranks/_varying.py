@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from ...ir.graph import pvary_like
+from ...ir.graph import copies_in_conditionals, pvary_like, run_once_if
 from ...sharding.specs import axes_of
 
 
@@ -62,6 +62,31 @@ def cond(
     if len(leaves) == 1:
         leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
     return jax.tree.unflatten(tree, leaves)
+
+
+def update_if(
+    predicate: Any, update: Callable, state: Any, *, like: Any = None, hint: str = ""
+) -> Any:
+    """Returns `update(state)` if `predicate` is true, else `state`: large arrays are not copied.
+
+    XLA:GPU copies all that a conditional returns. What a loop carries it changes in place, so there
+    it is a loop of at most one iteration.
+
+    Args:
+        predicate: A boolean scalar.
+        update: A function of `state` with results of the same shapes and dtypes.
+        state: A tree of arrays.
+        like: A tree whose leaves vary over the manual axes as results do. None for `state`.
+        hint: As in `cond`.
+
+    Returns:
+        The new state.
+    """
+    like = state if like is None else like
+    if not copies_in_conditionals():
+        return cond(predicate, update, lambda state: state, state, like=like, hint=hint)
+    state = jax.tree.map(pvary_like, jax.tree.map(jax.typeof, like), state)
+    return run_once_if(predicate, update, state, hint=hint)
 
 
 def execution_count_hint(

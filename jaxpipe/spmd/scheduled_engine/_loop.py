@@ -23,7 +23,7 @@ from ...autodiff.backward import floating, split_backward
 from ...autodiff.staged_model import Aux, combine_losses, index_leading
 from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dtype, type_of
-from ..ranks import AXIS, cond, execution_count_hint, pvary, zeros, zeros_like
+from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from ._copies import receive_copies, return_gradients
 from ._loss_on_all_ranks import loss_on_all_ranks
@@ -285,12 +285,10 @@ def _tick(
     )
     on_device, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))
     changed = ForwardTotals(totals, on_device)
-    (totals, on_device), outputs = cond(
+    (totals, on_device), outputs = update_if(
         row.forward.microbatch >= 0,
-        lambda changed: forward(invariants, row.forward, buffers, changed, zero_outputs),
-        lambda changed: (changed, zero_outputs),
-        changed,
-        like=(changed, zero_outputs),
+        lambda state: forward(invariants, row.forward, buffers, state[0], zero_outputs),
+        (changed, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
     # Or XLA moves what reads a buffer into the branches, which then return it twice. One by one: a
@@ -314,12 +312,10 @@ def _tick(
     )
     buffers, totals = _tick_backward(invariants, tables, zero_outputs, buffers, totals, row)
     if tables.num_slots["wgrad_residuals"]:
-        totals = cond(
+        totals = update_if(
             row.weight.microbatch >= 0,
             lambda totals: weight(invariants, row.weight, buffers, totals),
-            lambda totals: totals,
             totals,
-            like=totals,
             hint=execution_count_hint(tables.weight.microbatch),
         )
     return TickCarry(buffers, totals)
@@ -339,12 +335,10 @@ def _tick_backward(
     weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
     totals = totals._replace(weight_state=weight_state)
     changed = BackwardTotals(totals, buffers.wgrad_residuals)
-    (totals, wgrad_residuals), outputs = cond(
+    (totals, wgrad_residuals), outputs = update_if(
         work.microbatch >= 0,
-        lambda changed: backward(tables)(invariants, work, buffers, changed, zero_backward),
-        lambda changed: (changed, zero_backward),
-        changed,
-        like=(changed, zero_backward),
+        lambda state: backward(tables)(invariants, work, buffers, state[0], zero_backward),
+        (changed, zero_backward),
         hint=execution_count_hint(tables.backward.microbatch),
     )
     weight_state = invariants.gather.reduce_scatter(totals.weight_state, work)

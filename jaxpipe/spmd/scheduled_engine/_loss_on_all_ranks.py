@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from ...autodiff.staged_model import index_leading
-from ..ranks import AXIS, cond
+from ..ranks import AXIS, update_if
 from ._phases import ForwardOutputs, ScheduledInvariants, Totals, vocab_parallel_loss
 from ._rows import Index, PhaseRow, stage_hint
 
@@ -41,12 +41,10 @@ def loss_on_all_ranks(
         own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
         return totals, own
 
-    totals, cotangent = cond(
+    totals, cotangent = update_if(
         microbatch >= 0,
-        loss,
-        lambda totals: (totals, outputs.cotangent),
-        totals,
-        like=(totals, outputs.cotangent),
+        lambda state: loss(state[0]),
+        (totals, outputs.cotangent),
         hint=stage_hint(invariants.tables.forward, invariants.num_stages - 1),
     )
     return totals, outputs._replace(cotangent=cotangent)

@@ -19,8 +19,7 @@ from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import to_accum_dtype
-from ..ranks import AXIS, cond, pvary
-from ..weight_gather import identity
+from ..ranks import AXIS, cond, pvary, update_if
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import (
     Residuals,
@@ -162,12 +161,10 @@ def forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
         )
     totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
-    totals, cotangent = cond(
+    totals, cotangent = update_if(
         work.stage == invariants.loss_stage,
-        lambda totals: _loss(invariants, y, inputs.batch, totals),
-        lambda totals: (totals, zero_outputs.cotangent),
-        totals,
-        like=(totals, zero_outputs.cotangent),
+        lambda state: _loss(invariants, y, inputs.batch, state[0]),
+        (totals, zero_outputs.cotangent),
         hint=loss_hint,
     )
     return ForwardTotals(totals, written), ForwardOutputs(y, cotangent, on_host, new)
@@ -389,7 +386,7 @@ def _with_embed_gradient(
 
     embed_grads = totals.boundary["embed"]
     hint = stage_hint(invariants.tables.backward, 0)
-    embed_grads = cond(work.stage == 0, add, identity, embed_grads, like=embed_grads, hint=hint)
+    embed_grads = update_if(work.stage == 0, add, embed_grads, hint=hint)
     return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
 
 

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._buffers import over_leading, put
-from ..ranks import AXIS, cond, execution_count_hint, zeros_like
+from ..ranks import AXIS, cond, execution_count_hint, update_if, zeros_like
 from ..weight_gather import Gather, WeightGather, read_after, weight_gather, zeros_of_chunks
 from ._rows import PhaseRow
 
@@ -163,7 +163,8 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         gradients, tree = jax.tree.flatten(state.gradient)
         done = jax.tree.leaves(state.done)
 
-        def scatter(i: int, gradient: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def scatter(i: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            gradient, done = pair
             alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
             (scattered,) = jax.tree.leaves(gather.reduce_scatter(alone))
             return jnp.zeros_like(gradient), put(
@@ -171,9 +172,8 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
             )
 
         hint = execution_count_hint(tables.backward.ends_residency, lambda ends: ends == 1)
-        keep = lambda *pair: pair  # noqa: E731
         pairs = [
-            cond(work.ends_residency == 1, partial(scatter, i), keep, *pair, like=pair, hint=hint)
+            update_if(work.ends_residency == 1, partial(scatter, i), pair, hint=hint)
             for i, pair in enumerate(zip(gradients, done, strict=True))
         ]
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))

@@ -5,7 +5,6 @@ from ._gather import Gather as Gather
 from ._gather import When as When
 from ._gather import gather_by_specs as gather_by_specs
 from ._gather import gather_weights as gather_weights
-from ._gather import identity as identity
 from ._gather import unsharded_specs as unsharded_specs
 from ._per_layer import gather_in_layers as gather_in_layers
 from ._per_layer import gathering_layer as gathering_layer

@@ -13,7 +13,7 @@ from ._groups import crosses_hosts
 from ._overlap import instructions_between, multiplies_matrices
 from ._parse import Instruction, op_name, parse_hlo
 from ._trips import Scope, trip_count
-from ._walk import CallContext, walk
+from ._walk import CallContext, is_conditional, walk
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,8 @@ def _visit(
         )
         return [_site(found, context, beside)], False
     if instruction.opcode != "while":
+        return [], True
+    if is_conditional(instruction):
         return [], True
     trips = trip_count(scope, instruction)
     return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True

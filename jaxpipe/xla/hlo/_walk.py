@@ -106,6 +106,11 @@ def _called_context(context: CallContext, call: Instruction) -> CallContext:
 def _loop(
     scope: Scope, loop: Instruction, context: CallContext
 ) -> Iterator[tuple[Scope, CallContext]]:
+    if is_conditional(loop):
+        share = min(context.executed_share, _executed_share(loop))
+        inside = loop_scope(scope, loop, called_computations(loop, "body")[0])
+        yield inside, replace(context, conditional=True, executed_share=share)
+        return
     trips = trip_count(scope, loop)
     times = 1 if trips is None else trips
     loops = (*context.loops, loop.name)
@@ -114,6 +119,11 @@ def _loop(
         inside = loop_scope(scope, loop, called_computations(loop, part)[0])
         executions *= context.executions
         yield inside, replace(context, executions=executions, loops=loops)
+
+
+def is_conditional(loop: Instruction) -> bool:
+    """Returns whether a loop is a condition with one branch, which runs once or not at all."""
+    return re.search(r"/taken_\d+_of_\d+/while$", op_name(loop)) is not None
 
 
 def _branches(
@@ -128,7 +138,7 @@ def _branches(
         yield inside, replace(context, conditional=True, executed_share=share)
 
 
-def _executed_share(conditional: Instruction) -> Fraction:
+def _executed_share(instruction: Instruction) -> Fraction:
     """Returns the share of executions in the innermost name scope `taken_N_of_M`, 1 if none."""
-    shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(conditional))
+    shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(instruction))
     return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
