@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...sharding import Rules
 from ...sharding._rules import gathered_rules
-from ...sharding.specs import axes_of, axes_of_dim
+from ...sharding.specs import axes_of, axes_of_dim, without_axes
 from .._buffers import cast_like, to_accum_dtype
 from ._collectives import reduce_scatter_leaf
 from ._gather import (
@@ -97,7 +97,7 @@ def layer_gather(
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
         weights = jax.tree.map(partial(only_after, layer_input), weights)
-        return unshard(cast(jax.tree.map(_as_stored, weights)))
+        return unshard(cast(map_leaves(_as_stored, weights, weight_specs)))
 
     def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
         # Residuals must be arrays: empty ones carry the dtypes.
@@ -160,18 +160,23 @@ def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return _GATHERED not in (parameters.get("name"), *inside)
 
 
-def _as_stored(weight: jax.Array) -> jax.Array:
+def _as_stored(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns a layer's weight in the layout in which weights are stored.
 
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
-    that are as large as they are. With automatic axes it may: XLA's partitioner would gather over
-    them what such a constraint reads.
+    that are as large as they are. Over axes that are not manual yet every device says so of its own
+    shard: XLA's partitioner would gather what such a constraint reads.
     """
+
+    def keep(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
     mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if any(kind != AxisType.Manual and mesh.shape[axis] > 1 for axis, kind in types):
-        return weight
-    return with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+    axes = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
+    if not axes:
+        return keep(weight)
+    spec = without_axes(spec, frozenset(mesh.axis_names) - axes)
+    return jax.shard_map(keep, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
 
 def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
