@@ -407,6 +407,34 @@ def test_no_two_layers_are_whole_at_a_time_and_a_backward_gathers_again(engine, 
     assert totals["all-gather"].executions == 1 + times * scatters
 
 
+@pytest.mark.parametrize("engine", [SCHEDULED | {"pipeline_schedule": "1f1b"}, CIRCULAR])
+def test_gradients_over_data_are_summed_after_all_ticks_that_add_to_them(engine):
+    shapes = {"base_num_decoder_layers": 8, "ici_data_parallelism": 2}
+    setup = setup_of(4, engine, shapes, {"num_pipeline_microbatches": 4})
+    text = compile_train_step(setup.step).as_text() or ""
+    reduced = xla.totals(xla.audit(text))["all-reduce"]
+    weights = init_state(setup.step)["weights"]
+    assert 0 < reduced.result_bytes < sum(x.nbytes for x in jax.tree.leaves(weights))
+
+
+def test_masks_of_layers_do_not_store_weights():
+    def temporary(settings: Settings) -> int:
+        shapes = {"base_num_decoder_layers": 4, "base_emb_dim": 128, "base_mlp_dim": 512}
+        policy = {
+            "set_remat_policy_on_pipeline_iterations": False,
+            "set_remat_policy_on_layers_per_stage": True,
+            "remat_policy": "full",
+            "num_pipeline_microbatches": 4,
+        }
+        step = compile_train_step(setup_of(2, settings, shapes, policy).step)
+        memory: Any = step.memory_analysis()
+        return memory.temp_size_in_bytes
+
+    even = temporary(SCHEDULED | {"pipeline_schedule": "1f1b"})
+    # Half as many layers more on the larger stage, and not a copy of its weights per microbatch.
+    assert temporary(UNEVEN) < 1.7 * even
+
+
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_the_step_of_the_run():
     found = run("zbv, a V")

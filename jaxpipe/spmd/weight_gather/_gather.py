@@ -18,7 +18,14 @@ from jaxtyping import PyTree
 
 from ...sharding import Rules, partition_spec
 from ...sharding._rules import GATHERED_AXES, gathered_rules
-from ...sharding.specs import check_divisible, only_axes, padded_spec, with_axis_type, without_axes
+from ...sharding.specs import (
+    axes_of_dim,
+    check_divisible,
+    only_axes,
+    padded_spec,
+    with_axis_type,
+    without_axes,
+)
 from ..ranks import is_spec
 from ._collectives import all_gather_leaf, reduce_scatter_leaf
 
@@ -52,6 +59,8 @@ class Gather:
         weight_specs: How stored weights of one stage are sharded over `batch_axes`.
         gradient_specs: How their stored gradients are sharded over `batch_axes`.
         key_specs: How the keys of one stage are sharded over `batch_axes`. None: not at all.
+        divided_over: Mesh axes over which weights or gradients are divided where they are stored,
+            but not where a stage reads them. None if only XLA's partitioner knows.
     """
 
     when: When = "tick"
@@ -63,6 +72,7 @@ class Gather:
     weight_specs: PyTree = REPLICATED
     gradient_specs: PyTree = REPLICATED
     key_specs: PyTree = None
+    divided_over: frozenset[str] | None = None
 
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""
@@ -157,7 +167,17 @@ def gather_by_specs(
         batch_axes,
         manual_stored if batch_axes else no_entries,
         manual_gradients if batch_axes else no_entries,
+        divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
     )
+
+
+def _divided_over(stored: PyTree, unsharded: PyTree) -> frozenset[str]:
+    """Returns the axes of specs that those of gathered weights do not have in the same dim."""
+    pairs = zip(
+        *(jax.tree.leaves(specs, is_leaf=is_spec) for specs in (stored, unsharded)), strict=True
+    )
+    dims = (dim for pair in pairs for dim in zip(*pair, strict=True))
+    return frozenset(axis for a, b in dims for axis in axes_of_dim(a) if axis not in axes_of_dim(b))
 
 
 def only_after(dependency: PyTree, x: jax.Array) -> jax.Array:

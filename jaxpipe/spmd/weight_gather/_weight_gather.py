@@ -102,7 +102,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
     def zero_unsharded() -> PyTree:
         return _zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0)))
 
-    if not _has_shards():  # sums are stored whole, so gradients are added in place
+    if not _is_divided(gather):  # sums are stored whole, so gradients are added in place
         return _with_zeros(
             gather,
             prefetch=_nothing,
@@ -134,10 +134,12 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
     )
 
 
-def _has_shards() -> bool:
-    """Returns whether the mesh has axes over which weights or rows may be divided."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(size > 1 for axis, size in mesh.shape.items() if axis not in (AXIS, "tensor"))
+def _is_divided(gather: Gather) -> bool:
+    """Returns whether weights or gradients are divided over axes until a stage reads them."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = gather.divided_over
+    axes = set(sizes) - {AXIS, "tensor"} if axes is None else axes
+    return any(sizes.get(axis, 1) > 1 for axis in axes)
 
 
 def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:

@@ -143,11 +143,16 @@ CHUNK_ROWS = 512
 def _layer_wrapper(
     remat: RematPlan, weights: WeightPlan, gather: GatherPlan
 ) -> Callable[[Callable], Callable]:
-    """Returns a wrapper of layers; from outside in: layer mask, remat, weight gather."""
-    mask = masked_layer if weights.has_padding else keep
+    """Returns a wrapper of layers; from outside in: remat, layer mask, remat, weight gather.
+
+    The condition of a mask would return the weights that its backward reads, a copy of those of all
+    layers. Rematerialized too, it reads them again.
+    """
     rematerialized = remat.layer
     gathered = layer_gather_wrapper(weights, gather) if gather.per_layer else keep
-    return lambda layer: mask(rematerialized(gathered(layer)))
+    if not weights.has_padding:
+        return lambda layer: rematerialized(gathered(layer))
+    return lambda layer: rematerialized(masked_layer(rematerialized(gathered(layer))))
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
