@@ -250,20 +250,21 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
     engines = ("none",) if ranks == 1 else ("circular", "scheduled")
     for engine in _choices(fixed, "engine", engines):
         if engine == "none":
-            if ranks == 1 and not fixed.get("schedule"):
+            if ranks == 1 and not fixed.get("schedule") and "counts" not in fixed:
                 yield engine, "", 1, (layers,)
         elif ranks == 1 and "stage" not in fixed:
             continue
         elif engine == "circular":
             if not fixed.get("schedule"):
                 for chunks in _choices(fixed, "chunks", _divisors(layers // ranks)):
-                    if layers % (ranks * chunks) == 0:
-                        yield engine, "", chunks, _even(layers, ranks * chunks)
+                    counts = _counts(space, ranks * chunks)
+                    if len({*counts}) == 1:
+                        yield engine, "", chunks, counts
         else:
             for schedule in _choices(fixed, "schedule", _schedules(ranks)):
                 for chunks in _chunks_of(schedule, fixed, layers, ranks):
-                    if ranks * chunks <= layers:
-                        yield engine, schedule, chunks, _even(layers, ranks * chunks)
+                    if counts := _counts(space, ranks * chunks):
+                        yield engine, schedule, chunks, counts
 
 
 def _schedules(ranks: int) -> tuple[str, ...]:
@@ -276,14 +277,24 @@ def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) ->
         return (fixed.get("chunks", 1),)
     if "chunks" not in FAMILIES[schedule].takes:
         return (2,) if "2 chunks" in FAMILIES[schedule].constraints else (1,)
+    if "counts" in fixed:
+        return _choices(fixed, "chunks", [len(fixed["counts"]) // ranks])
     usual = [
         v for v in range(2, min(_MAX_CHUNKS, layers // ranks) + 1) if layers % (v * ranks) == 0
     ]
     return _choices(fixed, "chunks", usual)
 
 
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Returns layers per stage that differ by at most one; the first and last stages have fewer."""
+def _counts(space: Space, stages: int) -> tuple[int, ...]:
+    """Returns layers per stage; () if others are given, or if there are too few layers.
+
+    If none are given they differ by at most one, and the first and last stages have fewer.
+    """
+    layers = space.num_layers
+    if given := space.fixed.get("counts"):
+        return given if len(given) == stages else ()
+    if stages > layers:
+        return ()
     each, more = divmod(layers, stages)
     if not more:
         return (each,) * stages

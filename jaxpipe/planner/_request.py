@@ -188,6 +188,12 @@ def make_request(
     pipelined = uniform
     if config.pipeline_parallel_layers != -1:
         pipelined = config.pipeline_parallel_layers
+    counts = fixed.get("counts", (pipelined,))
+    if sum(counts) != pipelined:
+        raise ValueError(
+            f"`pipeline_layout` has {sum(counts)} layers, and the model's pipeline {pipelined}. "
+            "Give a layout of as many."
+        )
     return Request(
         devices,
         rows,

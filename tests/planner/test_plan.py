@@ -163,3 +163,14 @@ def test_a_plan_is_verified_by_the_compiler(capsys: pytest.CaptureFixture):
     given = ["model_name=llama-tiny", "--devices", "here", "--batch", "32", "--sequence", "64"]
     assert main(["plan", *given, "dtype=float32", *_ONE]) == 0
     assert "compiled 1: " in capsys.readouterr().out
+
+
+def test_a_given_layout_of_stages_is_planned_or_refused():
+    given = {"model_name": "llama2-7b", "ici_pipeline_parallelism": 2}
+    found = jp.plan(given | {"pipeline_layout": "Et*17|t*15L"}, "v5p-8", 48, 2048)
+    assert {plan.settings["pipeline_layout"] for plan in found.plans} == {"Et*17|t*15L"}
+    assert {plan.candidate.counts for plan in found.plans} == {(17, 15)}
+    with pytest.raises(ValueError, match=r"`pipeline_layout` has 31 layers, .* pipeline 32"):
+        jp.plan(given | {"pipeline_layout": "Et*17|t*14L"}, "v5p-8", 48, 2048)
+    with pytest.raises(ValueError, match=r"counts \(8, 8, 16\)"):
+        jp.plan(given | {"pipeline_layout": "Et*8|t*8|t*16L"}, "v5p-8", 48, 2048)

@@ -61,11 +61,28 @@ def _sizes(microbatches: int, **axes: int) -> dict:
     return sizes | {"num_pipeline_microbatches": microbatches, "num_vocab_tiling": 1}
 
 
+_TILES = {"num_vocab_tiling": 2}
 _PIPELINED = _1F1B | _INTERLEAVED | _LAYERS
+_ONE_LAYER = _PIPELINE | _PER_TICK | {"pipeline_engine": "circular", "num_pipeline_repeats": 40}
+_ONE_LAYER |= {"remat_policy": "full"}
 VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
     "7B, 1": (*_LLAMA2, _NO_PIPELINE | _POLICY | _sizes(2, fsdp=4), 76_985),
-    "7B, 2": (*_LLAMA2, _PIPELINED | _POLICY | _sizes(6, data=2, fsdp=1), 92_903),
+    "7B, 2": (*_LLAMA2, _PIPELINED | _POLICY | _sizes(6, data=2, fsdp=1), 92_837),
     "7B, 3": (*_LLAMA2, _PIPELINED | _POLICY | _ONCE | _sizes(4), 85_716),
+    "7B, uneven": (
+        *_LLAMA2,
+        _1F1B | _PER_LAYER | _LAYERS | {"remat_policy": "full", "pipeline_layout": "Et*17|t*15L"},
+        35_959,
+    ),
+    "70B, circular": (*_ON_TPUS, _ONE_LAYER | _sizes(2, fsdp=16) | _TILES, 94_207),
+    "70B, circular on four ranks": (
+        *_ON_TPUS,
+        _ONE_LAYER
+        | {"ici_pipeline_parallelism": 4, "num_pipeline_repeats": 20}
+        | _sizes(8, fsdp=8)
+        | _TILES,
+        91_524,
+    ),
     "70B, 1": (
         *_ON_TPUS,
         _NO_PIPELINE | {"remat_policy": "full"} | _sizes(1, fsdp=32) | {"num_vocab_tiling": 4},
@@ -93,6 +110,25 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
     "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 62_388),
     "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 65_624),
     "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 68_708),
+    "671B on GPUs, 1f1b": (
+        *("deepseek3-671b", "h100:32x8", 2048, 4096),
+        _1F1B
+        | _PER_LAYER
+        | _LAYERS
+        | {"remat_policy": "full"}
+        | _sizes(16, fsdp=8, tensor=2, expert=8),
+        78_727,
+    ),
+    "671B on GPUs, 32 ranks": (
+        *("deepseek3-671b", "h100:32x8", 2048, 4096),
+        _1F1B
+        | _PER_LAYER
+        | _BOTH
+        | {"remat_policy": "full", "ici_pipeline_parallelism": 32}
+        | {"pipeline_layout": f"Et|t|t|{'t*2|' * 26}t|t|tL"}
+        | _sizes(512, fsdp=1, tensor=2, expert=4),
+        89_431,
+    ),
     "671B on GPUs": (
         *("deepseek3-671b", "h100:32x8", 2048, 4096),
         _NO_PIPELINE | {"remat_policy": "full"} | _sizes(16, fsdp=16, tensor=4, expert=4),
@@ -103,7 +139,6 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
 _ON_512 = ("deepseek3-671b", "v5p-1024", 2048, 4096)
 _FULL = _NO_PIPELINE | {"remat_policy": "full"}
 _OUT_PROJ = _NO_PIPELINE | {"remat_policy": "save_out_proj"}
-_TILES = {"num_vocab_tiling": 2}
 # All but the first two by the compiler's assignment of buffers: arguments and temporaries.
 EXPERTS: dict[str, tuple[str, str, int, int, dict, float]] = {
     "256 chips": (

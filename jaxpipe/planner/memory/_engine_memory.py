@@ -148,9 +148,11 @@ def _residuals(candidate: StepLayout, parts: Parts) -> float:
 
 
 def _masked_weights(candidate: StepLayout, parts: Parts) -> float:
-    """Returns the bytes of weights that a visit keeps: those of layers that a mask may skip."""
-    stored = candidate.scope == "layer" or candidate.policy == "none"
-    if len(set(candidate.counts)) == 1 or not stored:
+    """Returns the bytes of weights that a visit keeps: those of layers that a mask may skip.
+
+    With rematerialization they are read again.
+    """
+    if len(set(candidate.counts)) == 1 or candidate.policy != "none":
         return 0.0
     if candidate.gather == "layer" and candidate.gathers:
         return parts.of_layers.weight * parts.stored / candidate.chunks
@@ -158,11 +160,20 @@ def _masked_weights(candidate: StepLayout, parts: Parts) -> float:
 
 
 def _recomputed(candidate: StepLayout, parts: Parts) -> float:
-    """Returns the bytes that the backward of a stage computes again, beside those of one layer."""
+    """Returns the bytes that the backward of a stage computes again, beside those of one layer.
+
+    The mask of a layer returns the weights that its backward reads.
+    """
     n = candidate.layers_per_stage
-    if n == 1 or candidate.scope == "layer" or candidate.policy == "none":
+    if candidate.policy == "none":
         return 0.0
-    return n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_again
+    layers = n if candidate.scope == "tick" else 1
+    is_masked = len(set(candidate.counts)) > 1
+    masked = layers * parts.of_layers.weight * parts.layer if is_masked else 0.0
+    if n == 1 or candidate.scope == "layer":
+        return masked
+    again = n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_again
+    return masked + again
 
 
 def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
@@ -183,13 +194,17 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
     gradients += 2 * grad * (parts.stored / v if candidate.gather == "tick" else stage)
     work, logits = parts.layer_work + _recomputed(candidate, parts), 0.0
     boundary_grads, boundary = _boundary(candidate, parts)
+    head = parts.of_boundary.gradient * parts.head or boundary_grads  # which may be tied
+    embed = boundary_grads - head  # whose gradient is computed after the last tick
+    if grad * parts.stored + embed > kept + gradients + work:
+        kept, gradients, work = 0.0, grad * parts.stored + embed, 0.0
     if every + parts.loss > kept + gradients + work:  # the loss is computed before any of these
         kept, gradients, work, logits = every, 0.0, 0.0, parts.loss
         gathered += boundary  # which are freed after it
     return PeakMemory(
         weights,
         optimizer,
-        gradients + boundary_grads,
+        gradients + head,
         gathered,
         kept + _STREAM * max(1, M // S) * parts.activation,
         logits,
@@ -207,9 +222,9 @@ def _circular_weights(candidate: StepLayout, parts: Parts) -> float:
             return of.read * (parts.whole + stage)
         case "repeat":
             return 3 * of.read * stage
-        case "tick":  # beside the window a tick's weights, and their gradients before they are sums
+        case "tick":  # beside the window a tick's weights, and a gradient before it is a sum
             window = of.read * parts.stored / candidate.chunks
-            return window + (of.read + of.gradient) * stage
+            return window + of.read * stage + parts.largest
         case "layer":
             return of.cast * parts.stored + 2 * of.read * parts.layer
 

@@ -129,11 +129,11 @@ def _window_seconds(candidate: StepLayout, request: Request) -> float:
     return count * _WINDOW_PASSES * size / _memory_rate(request)
 
 
-def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
+def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds in which gradients are added over `data` while nothing else runs.
 
-    The engines of pipelines do so after every visit of a stage where no weights are gathered, and
-    without a pipeline every layer does, in the dtype of its products.
+    Without a pipeline every layer does so for every microbatch, in the dtype of its products.
+    Pipelines add up what a device has, and do so once.
 
     Args:
         candidate: The layout.
@@ -143,18 +143,17 @@ def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         Seconds of one call of the engine.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["data"]
-    unpipelined = candidate.engine == "none"
-    if not kind.torus_axes or size == 1 or (candidate.gathers and not unpipelined):
+    if not kind.torus_axes or size == 1:
         return 0.0
-    layers = candidate.layers_per_stage * candidate.chunks
-    count = stored_parameters if unpipelined else gathered_parameters
-    parameters = layers * count(request.model.layer, candidate.sizes)
-    itemsize = request.model.of_layers.gradient
-    if unpipelined:
+    times, itemsize = 1, request.model.of_layers.gradient
+    if candidate.engine == "none":
+        times = candidate.microbatches
         itemsize = min(itemsize, request.work.layers[-1].weight_bytes)
+    layers = candidate.layers_per_stage * candidate.chunks
+    parameters = layers * stored_parameters(request.model.layer, candidate.sizes)
     sent = 2 * (size - 1) / size * itemsize * parameters
     bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)  # two devices have one way round
-    return candidate.microbatches * sent / bandwidth
+    return times * sent / bandwidth
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:

@@ -15,7 +15,7 @@ from .._devices import device_hardware
 from .._model import PlannedModel
 from .._own_model import PreparedPipeline
 from .._request import Request
-from ._engine_time import engine_seconds, expert_reduction_seconds, visit_reduction_seconds
+from ._engine_time import data_reduction_seconds, engine_seconds, expert_reduction_seconds
 
 _COMMUNICATION = (
     "tensor",
@@ -86,7 +86,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     seconds *= 1 + twice_recomputed(candidate, request.model)
-    sums = engine_seconds(candidate, request) + visit_reduction_seconds(candidate, request)
+    sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
     if candidate.engine == "none":
@@ -130,7 +130,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     found = _with_second_forward(found, twice_recomputed(candidate, request.model))
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
-    parts["gradient_reduction"] += visit_reduction_seconds(candidate, request)
+    parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
     if candidate.engine == "none" and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
