@@ -84,6 +84,12 @@ ROWS: dict[str, tuple[dict, str, str]] = {
         "none",
         "38000 4.30 s | all 35",
     ),
+    "BFS windows, layers": (TWO_RANKS | PER_REPEAT | LAYERS | LOOPED_BFS, "none", ""),
+    "BFS windows, v = 16": (
+        TWO_RANKS | PER_REPEAT | LOOPED_BFS | {"num_pipeline_repeats": 16},
+        "none",
+        "",
+    ),
 }
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
