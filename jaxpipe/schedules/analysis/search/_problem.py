@@ -146,16 +146,17 @@ def rank_of_stages(schedule: Schedule) -> tuple[int, ...] | None:
 
 def words_of(schedule: Schedule) -> Words:
     """Returns the words of a schedule, with a B as I and W."""
-    S = schedule.num_stages
-    words: Words = []
-    for program in schedule.programs:
-        word: list[int] = []
-        for step in program:
-            for action in actions_of(step):
-                halves = (Op.I, Op.W) if action.op is Op.B else (action.op,)
-                word += [OPS.index(op) * S + action.stage for op in halves]
-        words.append(word)
-    return words
+    first = {op: i * schedule.num_stages for i, op in enumerate(OPS)}
+    codes = {op: (code,) for op, code in first.items()} | {Op.B: (first[Op.I], first[Op.W])}
+    return [
+        [
+            code + action.stage
+            for step in program
+            for action in actions_of(step)
+            for code in codes[action.op]
+        ]
+        for program in schedule.programs
+    ]
 
 
 def peak_bytes(problem: Problem, words: Words) -> list[Time]:
