@@ -136,7 +136,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(name):
             "circular -> a V with empty ends",
             "circular -> dualpipe",
             "dualpipe -> zbv, a V",
-            "a V with empty boundary -> circular",
+            "a V with empty ends -> circular",
             "scheduled -> more stages on one rank than on the other",
             "more stages on one rank than on the other -> scheduled",
             "layers after an uneven pipeline -> zbv, a V",

@@ -147,7 +147,7 @@ def test_losses_are_those_of_the_run_without_a_pipeline(name):
             "circular -> a V with empty ends",
             "circular -> dualpipe, a gather per layer",
             "dualpipe, ZeRO-1, the loss on all ranks -> dualpipe",
-            "a V with empty boundary -> circular",
+            "a V with empty ends -> circular",
             "layers after an uneven pipeline -> zbv, a V",
             "circular, a gather per layer, ZeRO-1, explicit axes"
             " -> a gather per layer, ZeRO-1, explicit axes, a policy, uneven",
