@@ -58,6 +58,13 @@ def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     return jax.device_get(value), flat(setup, state | {"weights": grads})
 
 
+def assert_same_gradients(found: Any, true: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
+        assert leaf.shape == other.shape and np.any(other)
+        assert_close(leaf, other, jax.tree_util.keystr(path))
+
+
 @functools.cache
 def plain(model: str) -> tuple[Any, Any]:
     return gradients(1, MODELS[model], NONE)
@@ -89,10 +96,7 @@ def test_uneven_stages_have_the_loss_and_gradients_of_the_unpipelined_program(la
     assert metrics.keys() == true_metrics.keys()
     for name, value in metrics.items():
         np.testing.assert_allclose(value, true_metrics[name], rtol=1e-5, err_msg=name)
-    leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
-    for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
-        assert leaf.shape == other.shape and np.any(other)
-        assert_close(leaf, other, jax.tree_util.keystr(path))
+    assert_same_gradients(found, true)
 
 
 # Conditions of all kinds: of masks, of phases of a tick, of the stream and of windows.
@@ -130,6 +134,4 @@ def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypat
     (true_loss, _), true = plain("llama")
     assert loops
     assert_close(loss, true_loss, "loss")
-    leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
-    for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
-        assert_close(leaf, other, jax.tree_util.keystr(path))
+    assert_same_gradients(found, true)

@@ -64,9 +64,7 @@ def cond(
     return jax.tree.unflatten(tree, leaves)
 
 
-def update_if(
-    predicate: Any, update: Callable, state: Any, *, like: Any = None, hint: str = ""
-) -> Any:
+def update_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -> Any:
     """Returns `update(state)` if `predicate` is true, else `state`: large arrays are not copied.
 
     XLA:GPU copies all that a conditional returns. What a loop carries it changes in place, so there
@@ -75,18 +73,16 @@ def update_if(
     Args:
         predicate: A boolean scalar.
         update: A function of `state` with results of the same shapes and dtypes.
-        state: A tree of arrays.
-        like: A tree whose leaves vary over the manual axes as results do. None for `state`.
-        hint: As in `cond`.
+        state: A tree of arrays. Results vary over the same manual axes.
+        hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
+            compiled program reads how often `update` runs. Empty for none.
 
     Returns:
         The new state.
     """
-    like = state if like is None else like
-    if not copies_in_conditionals():
-        return cond(predicate, update, lambda state: state, state, like=like, hint=hint)
-    state = jax.tree.map(pvary_like, jax.tree.map(jax.typeof, like), state)
-    return run_once_if(predicate, update, state, hint=hint)
+    if copies_in_conditionals():
+        return run_once_if(predicate, update, state, hint=hint)
+    return cond(predicate, update, lambda state: state, state, like=state, hint=hint)
 
 
 def execution_count_hint(

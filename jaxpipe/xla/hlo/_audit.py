@@ -204,9 +204,7 @@ def _visit(
             multiplies_matrices(scope.module, x) for x in instructions_between(scope, instruction)
         )
         return [_site(found, context, beside)], False
-    if instruction.opcode != "while":
-        return [], True
-    if is_conditional(instruction):
+    if instruction.opcode != "while" or is_conditional(instruction):
         return [], True
     trips = trip_count(scope, instruction)
     return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True
