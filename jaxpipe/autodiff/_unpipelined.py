@@ -1,12 +1,14 @@
 """Runs a model without a pipeline, one microbatch after the other: the reference for engines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
+from .. import _compat
 from .staged_model import Aux, StagedModel, combine_losses, fold_in_microbatch, total
 
 
@@ -35,6 +37,8 @@ def value_and_grad(
         >>> float(loss), float(grads["head"]), grads["stages"].tolist()
         (32.0, 32.0, [8.0, 8.0, 8.0])
     """
+    if _compat.platform() == "gpu":  # otherwise XLA keeps logits until layers have run backwards
+        model = replace(model, loss=_gradients_at_once(model.loss))
     loss_and_grads = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
 
     def step(grads, microbatch):
@@ -93,6 +97,25 @@ def _microbatch_loss(model: StagedModel, keys: PyTree) -> Callable:
         return combine_losses(loss, loss_metrics, total(stage_aux))
 
     return loss
+
+
+def _gradients_at_once(loss: Callable) -> Callable:
+    """Returns the same loss, whose gradients are all computed before any of them is used."""
+
+    @jax.custom_vjp
+    def inputs(boundary: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+        return boundary, y
+
+    def backward(_: None, gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        leaves, tree = jax.tree.flatten(gradients)
+        real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+        computed = jax.lax.optimization_barrier([leaves[i] for i in real])
+        for i, leaf in zip(real, computed, strict=True):
+            leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
+    inputs.defvjp(lambda *arguments: (inputs(*arguments), None), backward)
+    return lambda boundary, y, inputs_m: loss(*inputs(boundary, y), inputs_m)
 
 
 def _microbatches(batch_inputs: PyTree) -> tuple[PyTree, Array]:

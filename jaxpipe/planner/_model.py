@@ -125,6 +125,7 @@ class PlannedModel:
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
         hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
+        hoists_casts: Whether it casts the weights of all layers before the loop over layers.
     """
 
     name: str
@@ -147,6 +148,7 @@ class PlannedModel:
     activation_bytes: int
     on_cpu: bool
     hoists_gathers: bool
+    hoists_casts: bool
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:
@@ -287,6 +289,7 @@ def planned_model(
         read,
         on_cpu,
         hoists_gathers=on_tpu,
+        hoists_casts=not on_gpu,
     )
 
 

@@ -129,6 +129,7 @@ def _planned(
         activation_bytes=itemsize,
         on_cpu=devices.generation == "cpu",
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
+        hoists_casts=True,
     )
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens

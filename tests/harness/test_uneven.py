@@ -10,9 +10,11 @@ import pytest
 from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
+from jaxpipe import _compat
 from jaxpipe.data import synthetic_batches
 from jaxpipe.ir.graph import _in_place
 from jaxpipe.spmd.ranks import _varying
+from jaxpipe.spmd.weight_gather import _per_layer
 from jaxpipe.train.step import dropout_keys, init_state, make_value_and_grad, shard_batch
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
@@ -125,7 +127,7 @@ def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypat
         loops.append(arguments)
         return run_once_if(*arguments, **options)
 
-    monkeypatch.setattr(_in_place, "_COPYING", {"cpu"})
+    monkeypatch.setattr(_compat, "platform", lambda: "gpu")
     monkeypatch.setattr(_in_place, "run_once_if", counted)
     monkeypatch.setattr(_varying, "run_once_if", counted)
     devices, settings = IN_LOOPS[name]
@@ -135,3 +137,23 @@ def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypat
     assert loops
     assert_close(loss, true_loss, "loss")
     assert_same_gradients(found, true)
+
+
+# Without a pipeline, weights of layers keep the layout of stored ones, and routers sort.
+UNPIPELINED: dict[str, Settings] = {
+    "llama": {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    "deepseek": {"ici_tensor_parallelism": 2, "ici_expert_parallelism": 2},
+}
+
+
+@pytest.mark.parametrize("model", UNPIPELINED)
+def test_what_is_done_on_gpus_alone_computes_the_same_without_a_pipeline(model, monkeypatch):
+    true = plain(model)
+    monkeypatch.setattr(_compat, "platform", lambda: "gpu")
+    layouts = []
+    kept = _per_layer.as_stored
+    monkeypatch.setattr(_per_layer, "as_stored", lambda *args: layouts.append(args) or kept(*args))
+    (loss, _), found = gradients(4, MODELS[model], NONE, UNPIPELINED[model])
+    assert layouts
+    assert_close(loss, true[0][0], "loss")
+    assert_same_gradients(found, true[1])

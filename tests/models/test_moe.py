@@ -11,10 +11,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
-from jaxpipe import sharding
+from jaxpipe import _compat, sharding
 from jaxpipe.models import DeepseekConfig, initialize, logical_axes
 from jaxpipe.models.layers import (
     RouterSettings,
+    _router,
     megablox,
     moe,
     moe_weights,
@@ -406,6 +407,15 @@ def test_a_microbatch_of_padding_alone_has_no_load_and_no_balance():
     routing = routed(jnp.ones((1, 3, 4)), real=jnp.zeros((1, 3), bool))
     assert routing.balance == 0
     assert not routing.load.any()
+
+
+def test_a_sort_finds_the_best_experts_as_top_k_does(monkeypatch):
+    """Ties included: the first of equal scores is better."""
+    scores = jax.random.normal(jax.random.key(0), (3, 16, 4, 8)).round(1) + 0.0
+    found = _router._best(scores, 3)
+    monkeypatch.setattr(_compat, "platform", lambda: "gpu")
+    for one, other in zip(found, _router._best(scores, 3), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_bfloat16_mixtures_route_in_float32():

@@ -107,9 +107,9 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
         _NO_PIPELINE | _POLICY | {"ici_tensor_parallelism": 4} | _sizes(16, fsdp=8),
         97_500,
     ),
-    "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 61_665),
-    "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 64_519),
-    "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 68_708),
+    "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 60_219),
+    "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 63_479),
+    "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 64_203),
     "671B on GPUs, 1f1b": (
         *("deepseek3-671b", "h100:32x8", 2048, 4096),
         _1F1B
@@ -129,10 +129,35 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
         | _sizes(512, fsdp=1, tensor=2, expert=4),
         89_431,
     ),
+    "16B on GPUs": (
+        *("deepseek2-16b", "h100:8", 64, 4096),
+        _NO_PIPELINE | {"remat_policy": "full"} | _sizes(4, fsdp=8),
+        46_234,
+    ),
+    "16B on GPUs, divided experts": (
+        *("deepseek2-16b", "h100:8", 64, 4096),
+        _NO_PIPELINE | _MLP_AGAIN | _sizes(8, fsdp=4, expert=2),
+        46_242,
+    ),
+    "7B on GPUs": (
+        *("llama2-7b", "h100:8", 64, 4096),
+        _NO_PIPELINE | {"remat_policy": "full"} | _sizes(2, fsdp=8),
+        24_641,
+    ),
+    "7B on GPUs, most kept": (
+        *("llama2-7b", "h100:8", 64, 4096),
+        _NO_PIPELINE | _POLICY | _sizes(8, fsdp=8),
+        30_190,
+    ),
+    "671B on GPUs, experts on 8": (
+        *("deepseek3-671b", "h100:32x8", 2048, 4096),
+        _NO_PIPELINE | {"remat_policy": "full"} | _sizes(16, fsdp=16, tensor=2, expert=8),
+        74_635,
+    ),
     "671B on GPUs": (
         *("deepseek3-671b", "h100:32x8", 2048, 4096),
         _NO_PIPELINE | {"remat_policy": "full"} | _sizes(16, fsdp=16, tensor=4, expert=4),
-        84_012,
+        73_000,
     ),
 }
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ... import _compat
 from ...sharding._rows import sum_over_rows
 
 Scores = Float[Array, "b T E"]
@@ -88,7 +89,7 @@ def route(
     if router.num_groups > 1:
         groups = router.num_groups, router.num_kept_groups, router.num_ranking
         ranked = _within_best_groups(ranked, *groups)
-    _, chosen = jax.lax.top_k(ranked, router.num_chosen)
+    _, chosen = _best(ranked, router.num_chosen)
     # Sums over masks, not look-ups: XLA's partitioner fails on look-ups inside a pipeline.
     is_chosen = chosen[..., None] == jnp.arange(logits.shape[-1])
     shares = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
@@ -106,10 +107,24 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
     The best groups have the largest sums of the scores of their `num_ranking` best experts.
     """
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    group_scores = jnp.sum(jax.lax.top_k(grouped, num_ranking)[0], axis=-1)
-    _, best = jax.lax.top_k(group_scores, num_kept)
+    group_scores = jnp.sum(_best(grouped, num_ranking)[0], axis=-1)
+    _, best = _best(group_scores, num_kept)
     is_best = jnp.any(best[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _best(scores: Array, count: int) -> tuple[Array, Array]:
+    """Returns the largest scores of the last dim in descending order, and where they are.
+
+    XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
+    computes its own. It sorts for `top_k` too, unless there are a thousand scores.
+    """
+    if _compat.platform() != "gpu":
+        best, where = jax.lax.top_k(scores, count)
+        return best, where
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    negated, where = jax.lax.sort((-scores, index), num_keys=1)
+    return -negated[..., :count], where[..., :count]
 
 
 def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:

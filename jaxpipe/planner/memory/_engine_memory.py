@@ -82,8 +82,8 @@ def _state(parts: Parts) -> tuple[float, float]:
 def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
     parts, layers = step_parts(model, candidate, tokens), model.num_layers
     weights, optimizer = _state(parts)
-    # XLA casts all weights before the loop over layers.
-    cast, one = parts.cast, parts.stored_grads
+    of_layers = parts.of_layers.cast * parts.stored if model.hoists_casts else 0.0
+    cast, one = of_layers + parts.of_boundary.cast * parts.boundary, parts.stored_grads
     sums = one if candidate.microbatches > 1 else 0.0
     activations = (layers + model.num_outer) * (parts.activation + parts.kept)
     gathers = parts.of_layers.read * parts.layer if candidate.gathers else 0.0

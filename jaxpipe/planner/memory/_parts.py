@@ -63,11 +63,6 @@ class Parts(NamedTuple):
     of_boundary: WeightBytes
 
     @property
-    def cast(self) -> float:
-        """Returns the bytes of casts of all weights of a rank, as they are stored."""
-        return self.of_layers.cast * self.stored + self.of_boundary.cast * self.boundary
-
-    @property
     def stored_grads(self) -> float:
         """Returns the bytes of sums of gradients of all weights, as these are stored."""
         return self.of_layers.gradient * self.stored + self.of_boundary.gradient * self.boundary

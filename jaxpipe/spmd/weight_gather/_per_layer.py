@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from ... import _compat
 from ...sharding import Rules
 from ...sharding._rules import gathered_rules
 from ...sharding.specs import axes_of, axes_of_dim, without_axes
@@ -97,7 +98,7 @@ def layer_gather(
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
         weights = jax.tree.map(partial(only_after, layer_input), weights)
-        return unshard(cast(map_leaves(_as_stored, weights, weight_specs)))
+        return unshard(cast(as_stored(weights, weight_specs)))
 
     def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
         # Residuals must be arrays: empty ones carry the dtypes.
@@ -160,23 +161,41 @@ def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return _GATHERED not in (parameters.get("name"), *inside)
 
 
-def _as_stored(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns a layer's weight in the layout in which weights are stored.
+def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
+    """Returns a layer's weights in the layout in which weights are stored.
 
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
     that are as large as they are. Over axes that are not manual yet every device says so of its own
     shard: XLA's partitioner would gather what such a constraint reads.
+
+    Args:
+        weights: Weights, None where there is none.
+        specs: The spec of every weight.
+
+    Returns:
+        The weights.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
 
     def keep(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
-    if not axes:
-        return keep(weight)
-    spec = without_axes(spec, frozenset(mesh.axis_names) - axes)
-    return jax.shard_map(keep, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
+    def keep_shards(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if not axes:
+            return keep(weight)
+        spec = without_axes(spec, frozenset(mesh.axis_names) - axes)
+        return jax.shard_map(keep, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
+
+    return map_leaves(keep_shards, weights, specs)
+
+
+def as_stored_on_gpus(weights: PyTree, specs: PyTree) -> PyTree:
+    """Returns `as_stored` of weights that XLA gathers, on GPUs, and elsewhere the weights.
+
+    XLA:GPU wants the dim that it gathers in front, and holds a float32 transpose of all layers.
+    """
+    return as_stored(weights, specs) if _compat.platform() == "gpu" else weights
 
 
 def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:

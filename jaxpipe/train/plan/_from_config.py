@@ -196,8 +196,9 @@ def _step_plan(
     selection: ScheduleSelection | None,
 ) -> StepPlan:
     devices, once = weights.devices, config.pipeline_fsdp_ag_once
+    when = "repeat" if config.pipeline_fsdp_ag_per_repeat else "once" if once else "tick"
     gather = GatherPlan(
-        "repeat" if config.pipeline_fsdp_ag_per_repeat else "once" if once else "tick",
+        when if config.engine.pipelines else None,
         per_layer=config.pipeline_fsdp_ag_per_layer,
         dtype=config.dtype,
     )

@@ -11,7 +11,14 @@ from jaxtyping import PyTree
 
 from ... import models, spmd
 from ...models.weights._abstract import is_weight, read_dtypes
-from ...spmd.weight_gather import gather_in_layers, gathering_layer, layer_gather, name_gathered
+from ...spmd.weight_gather import (
+    as_stored_on_gpus,
+    gather_in_layers,
+    gathering_layer,
+    layer_gather,
+    name_gathered,
+    specs_of,
+)
 from ._devices import DeviceLayout
 from ._weight_plan import WeightPlan
 
@@ -21,12 +28,12 @@ class GatherPlan:
     """When weights that are sharded over `fsdp` are gathered.
 
     Attributes:
-        when: In every "tick", "once", or once per "repeat", ahead of it.
+        when: In every "tick", "once", or once per "repeat", ahead of it; None without a pipeline.
         per_layer: Whether every layer gathers its own weights.
         dtype: The dtype in which layers read them.
     """
 
-    when: Literal["tick", "repeat", "once"]
+    when: Literal["tick", "repeat", "once"] | None
     per_layer: bool
     dtype: str
 
@@ -74,6 +81,24 @@ def layer_gather_wrapper(weights: WeightPlan, gather: GatherPlan) -> Callable[[C
     return lambda layer: gathering_layer(layer, gather_weights)
 
 
+def stored_layout_wrapper(weights: WeightPlan) -> Callable[[Callable], Callable]:
+    """Returns a wrapper that makes a layer on GPUs read weights in the layout of stored ones.
+
+    Args:
+        weights: The weights.
+
+    Returns:
+        From `layer(weights, x, *arguments)` to the same function.
+    """
+    logical = models.logical_axes(weights.abstract_unstacked["layer"])
+    specs = specs_of(logical, weights.devices.rules)
+
+    def wrap(layer: Callable) -> Callable:
+        return lambda weights, *arguments: layer(as_stored_on_gpus(weights, specs), *arguments)
+
+    return wrap
+
+
 def boundary_gathers(weights: WeightPlan, gather: GatherPlan) -> dict[str, spmd.Gather]:
     """Returns the weight gathers of embedding and head, each by itself.
 
@@ -89,6 +114,7 @@ def boundary_gathers(weights: WeightPlan, gather: GatherPlan) -> dict[str, spmd.
 
 
 def _weight_gather(devices: DeviceLayout, gather: GatherPlan, tree: PyTree) -> spmd.Gather:
+    assert gather.when is not None, "pipelines gather weights"
     return spmd.gather_weights(
         models.logical_axes(tree),
         devices.rules,

@@ -15,7 +15,7 @@ from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
 from ...spmd.ranks import masked_layer
 from ._attention import AttentionPlan
-from ._fsdp import GatherPlan, layer_gather_wrapper
+from ._fsdp import GatherPlan, layer_gather_wrapper, stored_layout_wrapper
 from ._weight_plan import WeightPlan
 
 
@@ -149,7 +149,11 @@ def _layer_wrapper(
     layers. Rematerialized too, it reads them again.
     """
     rematerialized = remat.layer
-    gathered = layer_gather_wrapper(weights, gather) if gather.per_layer else keep
+    gathered = keep
+    if gather.per_layer:
+        gathered = layer_gather_wrapper(weights, gather)
+    elif gather.when is None:
+        gathered = stored_layout_wrapper(weights)
     if not weights.has_padding:
         return lambda layer: rematerialized(gathered(layer))
     return lambda layer: rematerialized(masked_layer(rematerialized(gathered(layer))))
