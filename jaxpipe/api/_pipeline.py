@@ -37,7 +37,7 @@ def pipeline(
     Args:
         model: The model.
         schedule: The name of a family (`jaxpipe schedule list`), a `Schedule`, "circular", or None
-            for no pipeline.
+            for no pipeline. `jaxpipe.plan(...).pipeline()` chooses one.
         mesh: The mesh of all devices. Its axis `stage` has one rank for each of its S entries; the
             axes `data` and `fsdp` divide the rows of a microbatch, and `fsdp` also the parameters.
         microbatches: M, the number of pieces of a batch.
@@ -139,8 +139,7 @@ def _schedule(
         raise ValueError(
             "`schedule` is 'auto', and a pipeline does not know its layers and rows before it has "
             "parameters. `jaxpipe.plan(model, 'here', params=params, example=batch, mesh={'stage': "
-            f"{num_ranks}, ...}}, microbatches={num_microbatches}).best.settings` has the schedule "
-            "and the arguments that go with it."
+            f"{num_ranks}, ...}}, microbatches={num_microbatches}).pipeline()` is the fastest one."
         )
     if isinstance(schedule, str):
         takes_chunks = "chunks" in builders.get_family(schedule).takes

@@ -4,11 +4,14 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
+import jax
+
+from ..api import PipelinedModel
 from ..sharding import AXES
 from ._candidates import StepLayout
 from ._request import Request
 from ._search import BestPlans, Plan
-from ._verify import VerifiedPlan, verify
+from ._verify import VerifiedPlan, own_pipeline, verify
 from .memory import PeakMemory
 
 _GB = 1e9
@@ -54,8 +57,8 @@ class Plans:
         """
         if self.request.own is not None:
             raise ValueError(
-                "The model is your own, which the trainer does not have. `settings` of a plan are "
-                "the arguments of `jaxpipe.pipeline`."
+                "The model is your own, which the trainer does not have. `pipeline` returns the "
+                "pipeline of a plan."
             )
         plan, devices = self.plans[index], self.request.devices
         lines = [
@@ -66,6 +69,31 @@ class Plans:
         values = plan.settings.items()
         lines += [f"{key}: {json.dumps(value)}" for key, value in values]
         return "\n".join(lines) + "\n"
+
+    def pipeline(self, index: int = 0) -> PipelinedModel:
+        """Returns the pipeline of a plan, on the devices of this machine.
+
+        Args:
+            index: Which of the plans.
+
+        Returns:
+            What `jaxpipe.pipeline` returns for the `settings` of the plan.
+
+        Raises:
+            ValueError: If the model is the trainer's, or too few devices are here.
+        """
+        if self.request.own is None:
+            raise ValueError(
+                f"The model is {self.request.model.name}, which `jaxpipe train` runs. `yaml` "
+                "returns the keys of a plan; `jaxpipe.train` takes them too."
+            )
+        wanted, devices = self.request.devices, jax.devices()
+        if len(devices) < wanted.num_devices:
+            raise ValueError(
+                f"The plan is for {wanted.name}, {wanted.num_devices} devices, and {len(devices)} "
+                "are here. Plan for 'here', or run where these devices are."
+            )
+        return own_pipeline(self.plans[index], self.request.own, devices[: wanted.num_devices])
 
     def verify(self, index: int = 0) -> VerifiedPlan:
         """Compiles the train step of a plan, which may take minutes; no device is needed.

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..api import pipeline
+from ..api import PipelinedModel, pipeline
 from ..api.inspection._compile import compile_only_devices
 from ..autodiff import remat_by_name
 from ..sharding import make_mesh
@@ -95,19 +95,32 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
     )
 
 
-def _own_report(plan: Plan, own: OwnInputs, num_rows: int, devices: Sequence[Any]) -> CompileReport:
-    """Compiles a train step with AdamW of a model of plain functions."""
-    import optax
+def own_pipeline(plan: Plan, own: OwnInputs, devices: Sequence[Any]) -> PipelinedModel:
+    """Returns the pipeline of a plan for a model of plain functions.
 
+    Args:
+        plan: The plan.
+        own: The model.
+        devices: Its devices.
+
+    Returns:
+        The pipeline.
+    """
     settings: dict[str, Any] = dict(plan.settings)
-    pipe = pipeline(
+    return pipeline(
         own.model,  # pyright: ignore[reportArgumentType]
         mesh=make_mesh(settings.pop("mesh"), devices=devices),
         remat=remat_by_name(settings.pop("remat")),
         **settings,
     )
+
+
+def _own_report(plan: Plan, own: OwnInputs, num_rows: int, devices: Sequence[Any]) -> CompileReport:
+    """Compiles a train step with AdamW of a model of plain functions."""
+    import optax
+
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), own.example
     )
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own.params)
-    return pipe.compile(params, batch, optimizer=optax.adamw(1e-3))
+    return own_pipeline(plan, own, devices).compile(params, batch, optimizer=optax.adamw(1e-3))

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jaxpipe as jp
-from jaxpipe.autodiff import remat_by_name
 from jaxpipe.linen import model as linen_model
 from jaxpipe.nnx import model as nnx_model
 
@@ -156,13 +155,23 @@ def test_weights_count_in_their_own_dtypes(make: Callable):
     assert [layer.boundary_bytes for layer in each] == [2 * D, 2 * D]
 
 
-def test_a_small_model_is_shown_in_megabytes():
+def small() -> tuple[jp.Model, Any]:
     model = jp.Model(
         embed=lambda w, batch: batch["x"] @ w,
         layer=lambda w, x, batch: x + jnp.tanh(x @ w),
         loss=lambda w, x, batch: jnp.mean(x @ w),
     )
-    params = {"embed": jnp.ones((16, 16)), "layers": jnp.ones((4, 16, 16)), "head": jnp.ones(16)}
+    one, two, three = jax.random.split(jax.random.key(1), 3)
+    params = {
+        "embed": jax.random.normal(one, (16, 16)) / 4,
+        "layers": jax.random.normal(two, (4, 16, 16)) / 4,
+        "head": jax.random.normal(three, (16,)) / 4,
+    }
+    return model, params
+
+
+def test_a_small_model_is_shown_in_megabytes():
+    model, params = small()
     shown = str(jp.plan(model, "v5p-8", params=params, example={"x": jnp.ones((8, 16))}))
     assert shown.startswith("own model, 1,296 parameters, on v5p-8")
     assert "\nMB  weights" in shown
@@ -176,14 +185,29 @@ def test_the_schedule_of_a_given_mesh_is_planned():
     for plan in plans.plans:
         assert plan.settings["mesh"] == fixed["mesh"] and plan.settings["microbatches"] == 8
     assert len({plan.settings["schedule"] for plan in plans.plans}) > 1
-    settings = dict(plans.best.settings)
-    mesh = jp.make_mesh(settings.pop("mesh"))
-    remat = remat_by_name(settings.pop("remat"))
-    jp.pipeline(model, mesh=mesh, remat=remat, **settings)
-    with pytest.raises(ValueError, match=r"microbatches=8.*has the schedule"):
-        jp.pipeline(model, schedule="auto", mesh=mesh, microbatches=8)
+    with pytest.raises(ValueError, match=r"microbatches=8\)\.pipeline\(\)` is the fastest"):
+        jp.pipeline(model, schedule="auto", mesh=jp.make_mesh(fixed["mesh"]), microbatches=8)
     with pytest.raises(ValueError, match=r"knows the axes data, stage, fsdp. .* without tensor"):
         jp.plan(model, "v5p-16", 64, **given, mesh={"stage": 4, "tensor": 2})
+
+
+@pytest.mark.parametrize("devices", ["here", "h100:4"])
+def test_the_pipeline_of_a_plan_computes_what_the_plain_program_does(devices: str):
+    model, params = small()
+    batch = {"x": jax.random.normal(jax.random.key(0), (16, 16))}
+    given = {"params": params, "example": batch, "microbatches": 4}
+    size = jax.device_count() if devices == "here" else 4
+    plans = jp.plan(model, devices, mesh={"stage": 2, "fsdp": size // 2}, **given)
+    pipe = plans.pipeline()
+    assert (pipe.mesh.shape["stage"], pipe.mesh.shape["fsdp"]) == (2, size // 2)
+    pipe.check(params, batch)
+    with pytest.raises(ValueError, match=r"for v5p-64, 32 devices, and 8 are here"):
+        jp.plan(model, "v5p-64", 32, params=params, example=batch).pipeline()
+
+
+def test_the_plan_of_a_preset_is_no_pipeline():
+    with pytest.raises(ValueError, match=r"llama-tiny, which `jaxpipe train` runs"):
+        jp.plan("llama-tiny", "v5p-8", 8, 64).pipeline()
 
 
 def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
