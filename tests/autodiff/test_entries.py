@@ -73,6 +73,25 @@ def test_what_no_loop_reads_or_writes_is_an_array():
     with_entries(lambda x, ws: (lambda y, s: (y, s, s + 1))(*layers(x, ws)), [], [1, 2])
 
 
+def test_a_loop_adds_to_sums_in_entries_layer_by_layer():
+    def f(ws, x):
+        return jnp.sum(layers(x, ws)[0])
+
+    split = split_backward(lambda w, x, batch, rng: f(w, x), ws, x, (), ())
+    _, residuals = split.forward(ws, x, (), ())
+    start = jnp.full_like(ws, 3.0)
+
+    def backward(gradient):
+        return split.backward(ws, (), (), residuals, jnp.ones(()), gradient)[0]
+
+    buffer = jnp.stack([start - 7, start])
+    found = jax.jit(lambda buffer: backward(Entry(buffer, 1)))(buffer)
+    np.testing.assert_array_equal(found[0], buffer[0])
+    np.testing.assert_allclose(found[1], 3 + jax.grad(f)(ws, x), rtol=1e-6)
+    shapes = shapes_in(jax.make_jaxpr(lambda buffer: backward(Entry(buffer, 1)))(buffer).jaxpr)
+    assert ws.shape not in shapes, "no sum of all layers is copied out of its buffer"
+
+
 def test_a_loop_without_iterations():
     def f(x, ws):
         return layers(x, ws[:0])

@@ -5,8 +5,9 @@ bubbles: Qi et al., 2023, arXiv 2401.10241. The paper calls the halves B and W; 
 W, and B is the whole backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -15,19 +16,17 @@ from ...ir.graph import Graph, pvary_like, select, to_graph
 from ...ir.transforms import Entry, InputKind, accumulate, call_with_entries, partition
 from ._pullback import floating, pullback
 
-Into = Sequence[Entry | None]
-"""For each residual the entry to which it is written, or None; () if none is."""
-
 
 @dataclass(frozen=True)
 class SplitBackward:
     """A function and its derivative, whole and in halves. Gradients are accumulated in place.
 
     `gradient` has the structure of `floating(weights)` and any floating dtype, which is the dtype
-    of the sums. A cotangent has the structure of `floating` of its primal value. Residuals that are
-    read may be arrays or entries of buffers. Of residuals that are computed, `into` says which are
-    written to an entry of a buffer; in their place its buffer is returned. A loop over layers reads
-    and writes such entries layer by layer.
+    of the sums. A cotangent has the structure of `floating` of its primal value. Weights, residuals
+    and gradients may be arrays or entries of buffers. Of residuals that are computed, `into` has
+    the entry to which each is written, or None; it is () if none is. In place of a residual that
+    is written, and of a gradient in an entry, its buffer is returned. A loop over layers reads and
+    writes such entries layer by layer.
 
     Attributes:
         forward: `(weights, x, batch_inputs, rng, into) -> (out, residuals)`, where residuals is a
@@ -92,23 +91,25 @@ def split_backward(
     always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
 
     def forward(weights, x, batch_inputs, rng, into=()):
-        leaves = _run(computed, weights, x, batch_inputs, rng, into=into)
         size = out_tree.num_leaves
+        leaves = _run(computed, weights, x, batch_inputs, rng, into=enumerate(into, size))
         return jax.tree.unflatten(out_tree, leaves[:size]), leaves[size:]
 
     def backward(weights, batch_inputs, rng, residuals, cotangent, gradient):
-        leaves = _run(both, weights, batch_inputs, rng, residuals, cotangent, gradient)
+        inputs = weights, batch_inputs, rng, residuals, cotangent, gradient
+        leaves = _run(both, *inputs, into=enumerate(_leaves(gradient)))
         new = jax.tree.unflatten(gradient_tree, leaves[:num_weights])
         return new, *jax.tree.unflatten(inputs_tree, leaves[num_weights:])
 
     def input(weights, batch_inputs, rng, residuals, cotangent, into=()):
-        leaves = _run(halves.first, weights, batch_inputs, rng, residuals, cotangent, into=into)
-        dx, dbatch_inputs = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
-        return dx, dbatch_inputs, leaves[inputs_tree.num_leaves :]
+        inputs, size = (weights, batch_inputs, rng, residuals, cotangent), inputs_tree.num_leaves
+        leaves = _run(halves.first, *inputs, into=enumerate(into, size))
+        return *jax.tree.unflatten(inputs_tree, leaves[:size]), leaves[size:]
 
     def weight(weights, batch_inputs, rng, residuals, wgrad_residuals, gradient):
-        inputs = select(jax.tree.leaves((weights, batch_inputs, rng)), always)
-        leaves = _run(second, inputs, residuals, wgrad_residuals, gradient)
+        inputs = select(_leaves((weights, batch_inputs, rng)), always)
+        into = enumerate(_leaves(gradient))
+        leaves = _run(second, inputs, residuals, wgrad_residuals, gradient, into=into)
         return jax.tree.unflatten(gradient_tree, leaves)
 
     return SplitBackward(forward, backward, input, weight, for_weight)
@@ -118,22 +119,25 @@ _KINDS: tuple[InputKind, ...] = ("recomputable", "recomputable", "recomputable",
 """Kinds of weights, batch inputs, rng, residuals and cotangent, as inputs of the second half."""
 
 
-def _run(program: Graph, *arguments: PyTree, into: Into = ()) -> list[jax.Array]:
+def _leaves(tree: PyTree) -> list[Any]:
+    """Returns arrays and entries."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Entry))
+
+
+def _run(program: Graph, *arguments: PyTree, into: Iterable[tuple[int, Any]]) -> list[jax.Array]:
     """Runs a program on leaves, which may vary over fewer manual axes than the examples did.
 
     Args:
         program: The program.
         *arguments: Its inputs: trees of arrays and entries.
-        into: For each of its last outputs the entry to which it is written, or None.
+        into: Indices of outputs, and the entry to which each is written, or anything else.
 
     Returns:
         The outputs.
     """
-    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, Entry))
     inputs = [
         x if isinstance(x, Entry) else pvary_like(value.aval, x)
-        for value, x in zip(program.inputs, leaves, strict=True)
+        for value, x in zip(program.inputs, _leaves(arguments), strict=True)
     ]
-    first = len(program.outputs) - len(into)
-    targets = {first + i: entry for i, entry in enumerate(into) if entry is not None}
+    targets = {i: entry for i, entry in into if isinstance(entry, Entry)}
     return call_with_entries(program, inputs, targets)

@@ -3,7 +3,8 @@
 A loop over layers takes what was stored of all layers as one array, and returns another. If these
 are entries of buffers, `buffer[index]` as an input is a copy of the entry, and so is an output that
 is written to `buffer[index]`. After this pass each iteration reads its slice from the buffer, or
-writes it there in place, and no array of all layers is made.
+writes it there in place, and no array of all layers is made. Sums of gradients are both: each
+iteration reads its slice and replaces it.
 """
 
 from collections import Counter, defaultdict
@@ -53,7 +54,8 @@ def call_with_entries(
     Args:
         program: `(inputs) -> outputs`.
         inputs: [num_inputs] arrays, and entries of buffers in place of some.
-        into: The entries to which outputs are written, by the index of the output.
+        into: The entries to which outputs are written, by the index of the output. It may be one
+            of the inputs, whose new value is the output.
 
     Returns:
         [num_outputs] arrays; in place of an output that is written, its buffer with the new entry.
@@ -70,13 +72,49 @@ def call_with_entries(
     ] + [v for entry in targets.values() for v in entry]
     arguments = [v for x in inputs for v in ((*x,) if isinstance(x, Entry) else (x,))]
     arguments += [v for entry in into.values() for v in entry]
-    read = _reading(program, entries)
+    read = _reading(_summing(program, entries, targets), entries)
     written = _writing(read, targets)
     return Graph(tuple(outer), written.eqns, written.outputs)(*arguments)
 
 
 def _entry_vars(entry: Entry) -> Entry:
     return Entry(*(Var(jax.typeof(x)) for x in entry))
+
+
+def _summing(program: Graph, entries: Mapping[Var, Entry], targets: dict[int, Entry]) -> Graph:
+    """Returns a program whose loops add to sums in entries of buffers; takes these from `targets`.
+
+    A sum is an input of which a loop replaces a slice in each iteration, and then an output.
+    """
+    uses = count_uses(program)
+    makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
+    outputs = list(program.outputs)
+    within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
+    passed: set[Eqn] = set()
+    for i, entry in list(targets.items()):
+        if not isinstance(total := outputs[i], Var):
+            continue
+        if total in entries:  # nothing is added
+            outputs[i] = targets.pop(i).buffer
+            continue
+        eqn = makers.get(total)
+        before = None if eqn is None else _sums(eqn).get(total)
+        if eqn is None or before is None:
+            continue
+        casts = [makers[before]] if before in makers and _is_pvary(makers[before]) else []
+        (start,) = variables(casts[0].inputs) if casts else (before,)
+        if start in entries and uses[start] == uses[before] == 1 and _fits(before.aval, entry):
+            result = outputs[i] = Var(entry.buffer.aval)
+            within[eqn][before] = targets.pop(i), result
+            passed.update(casts)
+    eqns = [_with_entries(eqn, {}, {}, within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, tuple(eqns), tuple(outputs))
+
+
+def _fits(aval: Any, entry: Entry) -> bool:
+    """Returns whether a loop can carry the buffer of an entry with slices of this type in it."""
+    varying = (x.manual_axis_type.varying for x in (aval, entry.buffer.aval))
+    return has_plain_slices(aval) and len(set(varying)) == 1
 
 
 def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
@@ -94,7 +132,7 @@ def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
         if var not in by_slices
     ]
     eqns = [
-        _with_entries(eqn, {x: by_slices[x] for x in _stacks(eqn) if x in by_slices}, {})
+        _with_entries(eqn, {x: by_slices[x] for x in _stacks(eqn) if x in by_slices}, {}, {})
         for eqn in program.eqns
     ]
     return Graph(program.inputs, (*whole, *eqns), program.outputs)
@@ -116,12 +154,12 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
         outputs[i] = written
-    kept = [_with_entries(eqn, {}, within[eqn]) for eqn in program.eqns if eqn not in passed]
+    kept = [_with_entries(eqn, {}, within[eqn], {}) for eqn in program.eqns if eqn not in passed]
     return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
 
 
 def _is_pvary(eqn: Eqn) -> bool:
-    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == "pvary"
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name in ("pvary", "pcast")
 
 
 def _stacks(eqn: Eqn) -> list[Var]:
@@ -142,8 +180,23 @@ def _stacked_outputs(eqn: Eqn) -> tuple[Var, ...]:
     return tuple(stack for stack, inner in stacks if isinstance(inner, Var))
 
 
+def _sums(eqn: Eqn) -> dict[Var, Var]:
+    """Returns the inputs of which an equation replaces a slice in each iteration, by its output."""
+    if not isinstance(loop := eqn.operation, Scan) or not (loop.length and loop.num_accumulators):
+        return {}
+    n = loop.num_accumulators
+    return {
+        after: before
+        for after, before in zip(eqn.outputs[-n:], eqn.inputs[-n:], strict=True)
+        if isinstance(before, Var)
+    }
+
+
 def _with_entries(
-    eqn: Eqn, entries: Mapping[Var, Entry], targets: Mapping[Var, tuple[Entry, Var]]
+    eqn: Eqn,
+    entries: Mapping[Var, Entry],
+    targets: Mapping[Var, tuple[Entry, Var]],
+    sums: Mapping[Var, tuple[Entry, Var]],
 ) -> Eqn:
     """Returns a loop that reads stacks from entries of buffers, and writes others to entries.
 
@@ -151,11 +204,12 @@ def _with_entries(
         eqn: An equation, of a loop if anything is read or written.
         entries: The entry for each input that is read from one.
         targets: For each output that is written the entry, and the buffer after the loop.
+        sums: The same for each input of which slices are replaced.
 
     Returns:
         The equation. Buffers that are read are constants of the loop; the others are carried.
     """
-    if not entries and not targets:
+    if not (entries or targets or sums):
         return eqn
     loop = eqn.operation
     assert isinstance(loop, Scan)
@@ -165,49 +219,101 @@ def _with_entries(
     out_ends = loop.num_carry, len(eqn.outputs) - loop.num_accumulators
     outer_out, inner_out = split_at(eqn.outputs, out_ends), split_at(loop.body.outputs, out_ends)
 
-    i = Var(jax.typeof(jnp.int32(0)))
-    outside, inside, before, xs, slices = [], [], [], [], []
+    more = _Accesses()
+    xs, ys, others = _Pairs(), _Pairs(), (_Pairs(), _Pairs())
     for x, one in zip(outer[2], inner[2], strict=True):
         if isinstance(x, Var) and x in entries:
-            here = [Var(v.aval) for v in entries[x]]
-            outside += entries[x]
-            inside += here
-            before.append(Eqn(_read_as(x), (*here, i), (one,)))
+            more.read(entries[x], x, one)
         else:
-            xs.append(x)
-            slices.append(one)
-    buffers, starts, ends_inside, written, after, ys, slices_out = [], [], [], [], [], [], []
+            xs.add(x, one)
     for y, one in zip(outer_out[1], inner_out[1], strict=True):
         if y in targets:
-            (buffer, index), result = targets[y]
-            start, here, end = Var(buffer.aval), Var(index.aval), Var(buffer.aval)
-            outside.append(index)
-            inside.append(here)
-            buffers.append(buffer)
-            starts.append(start)
-            ends_inside.append(end)
-            written.append(result)
-            after.append(Eqn(_WRITE, (start, here, one, i), (end,)))
+            more.write(*targets[y], one)
         else:
-            ys.append(y)
-            slices_out.append(one)
+            ys.add(y, one)
+    changed = zip(outer[3], inner[3], outer_out[2], inner_out[2], strict=True)
+    for x, one, total, new in changed:
+        if isinstance(x, Var) and x in sums:
+            more.change(*sums[x], x, one, new)
+        else:
+            others[0].add(x, one)
+            others[1].add(total, new)
     body = Graph(
-        (*inner[0], *inside, *inner[1], *starts, *slices, i, *inner[3]),
-        (*before, *loop.body.eqns, *after),
-        (*inner_out[0], *ends_inside, *slices_out, *inner_out[2]),
+        (
+            *(*inner[0], *more.constants.inner, *inner[1], *more.carried.inner),
+            *(*xs.inner, more.i, *others[0].inner),
+        ),
+        (*more.before, *loop.body.eqns, *more.after),
+        (*inner_out[0], *more.written.inner, *ys.inner, *others[1].inner),
     )
     operation = replace(
         loop,
         body=body,
-        num_consts=loop.num_consts + len(inside),
-        num_carry=loop.num_carry + len(buffers),
+        num_consts=loop.num_consts + len(more.constants.inner),
+        num_carry=loop.num_carry + len(more.carried.inner),
+        num_accumulators=len(others[0].inner),
     )
     iterations = Literal(np.arange(loop.length, dtype=np.int32))
     return Eqn(
         operation,
-        (*outer[0], *outside, *outer[1], *buffers, *xs, iterations, *outer[3]),
-        (*outer_out[0], *written, *ys, *outer_out[2]),
+        (
+            *(*outer[0], *more.constants.outer, *outer[1], *more.carried.outer),
+            *(*xs.outer, iterations, *others[0].outer),
+        ),
+        (*outer_out[0], *more.written.outer, *ys.outer, *others[1].outer),
     )
+
+
+class _Pairs:
+    """Variables outside of a loop, and the variables of its body that belong to them."""
+
+    def __init__(self):
+        self.outer: list[Any] = []
+        self.inner: list[Any] = []
+
+    def add(self, outer: Any, inner: Any) -> None:
+        self.outer.append(outer)
+        self.inner.append(inner)
+
+
+class _Accesses:
+    """What a loop takes, computes and returns more, where it reads and writes entries of buffers.
+
+    Attributes:
+        i: The index of the iteration.
+        constants: Indices of entries, and buffers that are read.
+        carried: Buffers that are written, before an iteration.
+        written: The same after it.
+        before: What an iteration computes before anything else.
+        after: What it computes after everything else.
+    """
+
+    def __init__(self):
+        self.i = Var(jax.typeof(jnp.int32(0)))
+        self.constants, self.carried, self.written = _Pairs(), _Pairs(), _Pairs()
+        self.before: list[Eqn] = []
+        self.after: list[Eqn] = []
+
+    def read(self, entry: Entry, stack: Var, one: Var) -> None:
+        """Reads `one`, a slice of `stack`, from an entry."""
+        here = [Var(v.aval) for v in entry]
+        for outer, inner in zip(entry, here, strict=True):
+            self.constants.add(outer, inner)
+        self.before.append(Eqn(_read_as(stack), (*here, self.i), (one,)))
+
+    def write(self, entry: Entry, result: Var, one: Any) -> tuple[Var, Var]:
+        """Writes `one` to an entry, whose buffer is `result` then; returns buffer and index."""
+        buffer, index, after = Var(entry.buffer.aval), Var(entry.index.aval), Var(result.aval)
+        self.constants.add(entry.index, index)
+        self.carried.add(entry.buffer, buffer)
+        self.written.add(result, after)
+        self.after.append(Eqn(_WRITE, (buffer, index, one, self.i), (after,)))
+        return buffer, index
+
+    def change(self, entry: Entry, result: Var, stack: Var, one: Var, new: Any) -> None:
+        """Reads `one`, a slice of `stack`, from an entry, and writes `new` there."""
+        here = self.write(entry, result, new)
+        self.before.append(Eqn(_read_as(stack), (*here, self.i), (one,)))
 
 
 def _read_as(var: Var) -> PrimitiveCall:

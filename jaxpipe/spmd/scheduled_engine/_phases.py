@@ -145,7 +145,6 @@ def forward(
     """Runs F; on the last stage its results include the cotangent of the stage's output."""
     totals = changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.unshard(totals.weight_state, work, True)
     arrived = index_leading(buffers.inputs, work.input_slot)
     embed = lambda: invariants.model.embed(invariants.boundary["embed"], inputs.batch)  # noqa: E731
     embed_hint, loss_hint = (
@@ -154,8 +153,10 @@ def forward(
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=embed_hint)
     written, on_host = changed.residuals, ([], [])
     if invariants.stage is None:
+        w = invariants.gather.unshard(totals.weight_state, work, True)
         (y, new), aux = invariants.run_stage(w, x, inputs, keys)
     else:
+        w = invariants.gather.read(totals.weight_state, work, True)
         slots = work.residuals_for_backward_slot, work.residuals_for_weight_slot
         ((y, new), aux), written, on_host = run_forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
@@ -295,7 +296,7 @@ def _whole_backward(
     del zero_outputs
     stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.unshard(totals.weight_state, work, False)
+    w = invariants.gather.read(totals.weight_state, work, False)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
 
     def add(gradient):
@@ -321,7 +322,7 @@ def _input_backward(
     del zero_outputs
     stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.unshard(totals.weight_state, work, False)
+    w = invariants.gather.read(totals.weight_state, work, False)
     into = entries_to_write(changed.wgrad_residuals, work.wgrad_residuals_slot)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
     dx, dinputs, stored = stage.input(w, inputs, keys, residuals, cotangent, into)
@@ -337,7 +338,7 @@ def weight(
     """Runs W: adds the gradient of the weights."""
     stage = _split_stage(invariants)
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.unshard(totals.weight_state, work, False)
+    w = invariants.gather.read(totals.weight_state, work, False)
     residuals = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
     wgrad_residuals = entries_to_read(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 

@@ -39,6 +39,7 @@ class ScheduledWeights(NamedTuple):
         init: `(whether a backward follows) -> state`, before the first tick.
         prefetch: `(state, work, is_forward) -> state`, before an F, B or I.
         unshard: `(state, work, is_forward) -> weights` of its stage.
+        read: The same; instead of weights it may return the entries of buffers where they are.
         accumulate: `(state, work, f) -> (state, result)`, where `f` takes the gradient of a stage
             and returns it with more added, and a result.
         reduce_scatter: `(state, work) -> state`, after a B.
@@ -48,6 +49,7 @@ class ScheduledWeights(NamedTuple):
     init: Callable[[bool], PyTree]
     prefetch: Callable[[PyTree, PhaseRow, bool], PyTree]
     unshard: Callable[[PyTree, PhaseRow, bool], PyTree]
+    read: Callable[[PyTree, PhaseRow, bool], PyTree]
     accumulate: Callable[[PyTree, PhaseRow, Callable], tuple[PyTree, PyTree]]
     reduce_scatter: Callable[[PyTree, PhaseRow], PyTree]
     finish: Callable[[PyTree], PyTree]
@@ -75,13 +77,14 @@ def _by_tick(gather: WeightGather) -> ScheduledWeights:
         del state, is_forward
         return gather.unshard(gather.window(gather.prefetch(work.chunk), work.chunk))
 
+    def read(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
+        return gather.entries(work.chunk) if gather.entries else unshard(state, work, is_forward)
+
     def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
-        read_sum = lambda: index_leading(state, work.chunk)  # noqa: E731
-        total, result = gather.accumulate_in_place(read_sum, f)
-        return put(state, total, work.chunk), result
+        return gather.accumulate_in_place(state, work.chunk, f)
 
     finish = partial(over_leading, gather.reduce_scatter)
-    return ScheduledWeights(init, _unchanged, unshard, accumulate, _unchanged, finish)
+    return ScheduledWeights(init, _unchanged, unshard, read, accumulate, _unchanged, finish)
 
 
 class _WeightWindows(NamedTuple):
@@ -155,7 +158,7 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         state: _WeightWindows, work: PhaseRow, f: Callable
     ) -> tuple[_WeightWindows, PyTree]:
         del work
-        gradient, result = gather.accumulate_in_place(lambda: state.gradient, f)
+        gradient, result = f(state.gradient)
         return state._replace(gradient=gradient), result
 
     def reduce_scatter(state: _WeightWindows, work: PhaseRow) -> _WeightWindows:
@@ -180,5 +183,5 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         return state._replace(gradient=gradients, done=done)
 
     return ScheduledWeights(
-        init, prefetch, unshard, accumulate, reduce_scatter, lambda state: state.done
+        init, prefetch, unshard, unshard, accumulate, reduce_scatter, lambda state: state.done
     )

@@ -28,15 +28,13 @@ from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
-from .._buffers import over_leading, to_accum_dtype
+from ...ir.transforms import Entry
+from .._buffers import over_leading, put, to_accum_dtype
 from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
 """From [chunks, ...] weights and the index of a chunk to the weights of that chunk."""
-
-ReadSum = Callable[[], PyTree]
-"""Returns a sum of gradients."""
 
 
 class WeightGather(NamedTuple):
@@ -48,9 +46,12 @@ class WeightGather(NamedTuple):
         unshard: Maps a window to the weights that a stage reads.
         accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
             that a stage read, to their sum.
-        accumulate_in_place: The same for a function that adds gradients to unsharded ones: maps
-            `() -> sum` and `gradients -> (gradients with more added, a result)` to the new sum and
-            the result. The sum is read only when it is added to.
+        accumulate_in_place: The same for a function that adds gradients to unsharded ones, and
+            the sums of all chunks: maps these, the index of a chunk, and `gradients -> (gradients
+            with more added, a result)` to the new sums and the result. The function may be given
+            entries of the sums.
+        entries: Maps the index of a chunk to the entries of buffers where the weights that a stage
+            reads are held; None if they are not.
         reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
@@ -62,7 +63,8 @@ class WeightGather(NamedTuple):
     window: Callable[[PyTree, Any], PyTree]
     unshard: TreeFunction
     accumulate: Callable[[PyTree, PyTree], PyTree]
-    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]]
+    accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]]
+    entries: Callable[[Any], PyTree] | None
     reduce_scatter: TreeFunction
     zeros: TreeFunction
     zero_unsharded: TreeFunction
@@ -115,9 +117,9 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         # The reduce-scatter parts product and addition: the product may as well write float32.
         return gather.reduce_scatter(to_accum_dtype(dw, apart=False))
 
-    def accumulate_in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
+    def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
-        return _plus(read_sum(), to_sum(new)), result
+        return put(sums, _plus(index_leading(sums, chunk), to_sum(new)), chunk), result
 
     def zero_sums() -> PyTree:
         return zeros_of_chunks(gather.reduce_scatter(zero_unsharded()), weights)
@@ -181,12 +183,17 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
         prefetch=_nothing,
         window=window,
         unshard=identity,
+        entries=partial(_entries, copy),
         zero_sums=zero_sums,
     )
 
 
-def _in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
-    return add(read_sum())
+def _entries(buffers: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda buffer: Entry(buffer, index), buffers)
+
+
+def _in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
+    return add(_entries(sums, chunk))
 
 
 def _with_zeros(
@@ -197,7 +204,8 @@ def _with_zeros(
     unshard: TreeFunction,
     zero_sums: Callable[[], PyTree],
     to_sum: TreeFunction | None = None,
-    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]] = _in_place,
+    accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]] = _in_place,
+    entries: Callable[[Any], PyTree] | None = None,
     reduce_scatter: TreeFunction | None = None,
 ) -> WeightGather:
     """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
@@ -224,6 +232,7 @@ def _with_zeros(
         unshard=unshard,
         accumulate=accumulate,
         accumulate_in_place=accumulate_in_place,
+        entries=entries,
         reduce_scatter=reduce_scatter,
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
