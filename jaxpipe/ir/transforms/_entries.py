@@ -98,7 +98,7 @@ def _summing(program: Graph, entries: Mapping[Var, Entry], targets: dict[int, En
             outputs[i] = targets.pop(i).buffer
             continue
         eqn = makers.get(total)
-        before = None if eqn is None else _sums(eqn).get(total)
+        before = None if eqn is None else _accumulators(eqn).get(total)
         if eqn is None or before is None:
             continue
         casts = [makers[before]] if before in makers and _is_pvary(makers[before]) else []
@@ -180,7 +180,7 @@ def _stacked_outputs(eqn: Eqn) -> tuple[Var, ...]:
     return tuple(stack for stack, inner in stacks if isinstance(inner, Var))
 
 
-def _sums(eqn: Eqn) -> dict[Var, Var]:
+def _accumulators(eqn: Eqn) -> dict[Var, Var]:
     """Returns the inputs of which an equation replaces a slice in each iteration, by its output."""
     if not isinstance(loop := eqn.operation, Scan) or not (loop.length and loop.num_accumulators):
         return {}

@@ -189,11 +189,19 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
 
 
 def _entries(buffers: PyTree, index: Any) -> PyTree:
+    """Returns entries of buffers. Those of a single chunk are arrays: XLA:TPU fuses them better."""
+    if _num_chunks(buffers) == 1:
+        return index_leading(buffers, index)
     return jax.tree.map(lambda buffer: Entry(buffer, index), buffers)
 
 
 def _in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
-    return add(_entries(sums, chunk))
+    new, result = add(_entries(sums, chunk))
+    return put(sums, new, chunk) if _num_chunks(sums) == 1 else new, result
+
+
+def _num_chunks(buffers: PyTree) -> int:
+    return max((len(buffer) for buffer in jax.tree.leaves(buffers)), default=0)
 
 
 def _with_zeros(
