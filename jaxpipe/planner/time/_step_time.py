@@ -85,7 +85,8 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.policy == "none",
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
-    seconds *= 1 + twice_recomputed(candidate, request.model)
+    again = second_forward(candidate, request.model)
+    seconds *= 1 + again / (3 + again)
     sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
@@ -127,7 +128,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if share < 1 and candidate.policy != "none":
         other = predict(request.work, replace(layout, remat="selective"), kind)
         found = _between(other, found, share)
-    found = _with_second_forward(found, twice_recomputed(candidate, request.model))
+    found = _with_second_forward(found, second_forward(candidate, request.model))
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
@@ -171,28 +172,28 @@ def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Predictio
     return None
 
 
-def twice_recomputed(candidate: StepLayout, model: PlannedModel) -> float:
-    """Returns what a stage of several layers costs more if it and its layers are computed again.
+def second_forward(candidate: StepLayout, model: PlannedModel) -> float:
+    """Returns how much of a forward is computed again twice: by a stage, and by its layers.
 
     Args:
         candidate: The layout.
         model: The model.
 
     Returns:
-        One more forward, as a share of forward, recomputation and backward.
+        A share of a forward: what the policy does not keep.
     """
-    if candidate.scope != "both" or candidate.layers_per_stage == 1 or candidate.policy == "none":
+    if candidate.scope != "both" or candidate.layers_per_stage == 1:
         return 0.0
-    return 1.0 / (3.0 + recomputed_share(model, candidate.policy))
+    return recomputed_share(model, candidate.policy)
 
 
-def _with_second_forward(found: Prediction, share: float) -> Prediction:
-    """Returns a prediction in which I takes a forward more, `share` of the work of the layers."""
-    if not share:
+def _with_second_forward(found: Prediction, again: float) -> Prediction:
+    """Returns a prediction in which I takes so much of a forward more."""
+    if not again:
         return found
     parts = dict(found.parts)
-    for name in ("products", "other_compute"):
-        parts[name] *= 1 + share
+    for name in ("products", "other_compute"):  # of a forward, as much again, and a backward
+        parts[name] *= 1 + again / (3 + again)
     more = sum(parts.values()) - sum(found.parts.values())
     return replace(
         found,
@@ -201,7 +202,7 @@ def _with_second_forward(found: Prediction, share: float) -> Prediction:
         model_flops_utilization=found.model_flops_utilization
         * found.seconds
         / (found.seconds + more),
-        input=tuple(i + f for i, f in zip(found.input, found.forward, strict=True)),
+        input=tuple(i + again * f for i, f in zip(found.input, found.forward, strict=True)),
     )
 
 
