@@ -95,7 +95,7 @@ def with_schedule(schedule):
     except ValueError as error:
         return str(error).split(" GB too much")[0].split(", ")[-1] + " GB too much"
     time, activations = best.time, best.memory.activations / 1e9
-    return f"{time.seconds:5.1f} s, bubble {time.bubble:.1%}, activations {activations:.1f} GB"
+    return f"{time.seconds:5.1f} s, bubble {time.bubble_fraction:.1%}, activations {activations:.1f} GB"
 
 
 for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv"):

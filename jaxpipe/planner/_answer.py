@@ -71,7 +71,10 @@ class Plans:
         return "\n".join(lines) + "\n"
 
     def pipeline(self, index: int = 0) -> PipelinedModel:
-        """Returns the pipeline of a plan, on the devices of this machine.
+        """Returns the pipeline of a plan, on the first of `jax.devices()`.
+
+        As many devices are taken as the plan has, of whatever kind: a plan for GPUs can be tried on
+        emulated CPUs.
 
         Args:
             index: Which of the plans.
@@ -80,7 +83,9 @@ class Plans:
             What `jaxpipe.pipeline` returns for the `settings` of the plan.
 
         Raises:
-            ValueError: If the model is the trainer's, or too few devices are here.
+            IndexError: If there are fewer plans.
+            ValueError: If the model is the trainer's, too few devices are here, or
+                `jaxpipe.pipeline` refuses the settings.
         """
         if self.request.own is None:
             raise ValueError(
@@ -164,7 +169,7 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "step_seconds": time.seconds,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
-        "bubble": time.bubble,
+        "bubble_fraction": time.bubble_fraction,
         "exposed_seconds": time.exposed,
         "seconds_by_kind": time.parts,
         "memory_bytes": vars(plan.memory) | {"total": plan.memory.total},
@@ -180,7 +185,7 @@ def _time_table(plans: tuple[Plan, ...]) -> list[str]:
             f"{plan.time.seconds:.3f}",
             f"{plan.time.tokens_per_second:,.0f}",
             f"{plan.time.mfu:.1%}",
-            f"{plan.time.bubble:.1%}",
+            f"{plan.time.bubble_fraction:.1%}",
             ", ".join(f"{k} {v:.2f}" for k, v in _largest_first(plan.time.exposed)) or "0",
         )
         for index, plan in enumerate(plans)
@@ -262,8 +267,8 @@ def binding(plans: Plans) -> str:
     if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
         return (
             f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
-            f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; there are "
-            f"{limit / _GB:.1f}."
+            f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; "
+            f"{limit / _GB:.1f} GB may be used."
         )
     waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
     name, seconds = max(waits.items(), key=lambda pair: pair[1])

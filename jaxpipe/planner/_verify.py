@@ -101,10 +101,13 @@ def own_pipeline(plan: Plan, own: OwnInputs, devices: Sequence[Any]) -> Pipeline
     Args:
         plan: The plan.
         own: The model.
-        devices: Its devices.
+        devices: As many as the mesh of the plan has.
 
     Returns:
         The pipeline.
+
+    Raises:
+        ValueError: If `jaxpipe.pipeline` refuses the settings.
     """
     settings: dict[str, Any] = dict(plan.settings)
     return pipeline(

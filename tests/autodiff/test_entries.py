@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxpipe.autodiff.backward import split_backward
 from jaxpipe.ir.graph import to_graph
-from jaxpipe.ir.transforms import Entry, call_with_entries
+from jaxpipe.ir.transforms import Entry, accumulate, call_with_entries
 
 L, n, SLOTS = 3, 4, 2
 x, ws = jnp.arange(1.0, n + 1) / n, jnp.arange(float(L * n * n)).reshape(L, n, n) / 50
@@ -90,6 +90,28 @@ def test_a_loop_adds_to_sums_in_entries_layer_by_layer():
     np.testing.assert_allclose(found[1], 3 + jax.grad(f)(ws, x), rtol=1e-6)
     shapes = shapes_in(jax.make_jaxpr(lambda buffer: backward(Entry(buffer, 1)))(buffer).jaxpr)
     assert ws.shape not in shapes, "no sum of all layers is copied out of its buffer"
+
+
+def test_an_input_from_one_entry_may_be_an_output_in_another():
+    program = to_graph(jax.make_jaxpr(lambda x, ws: (x, ws))(x, ws))
+    one, other = Entry(jnp.stack([ws - 7, ws]), 1), Entry(jnp.full((SLOTS, *ws.shape), 7.0), 0)
+    _, written = call_with_entries(program, [x, one], {1: other})
+    np.testing.assert_array_equal(written, jnp.stack([ws, jnp.full_like(ws, 7.0)]))
+    _, unchanged = call_with_entries(program, [x, one], {1: one})
+    np.testing.assert_array_equal(unchanged, one.buffer)
+
+
+def test_a_sum_from_one_entry_may_be_written_to_another():
+    def gradient(x, ws):
+        return jax.grad(lambda ws: jnp.sum(layers(x, ws)[0]))(ws)
+
+    program = accumulate(to_graph(jax.make_jaxpr(gradient)(x, ws)), [True])
+    one, other = Entry(jnp.stack([ws - 7, ws]), 1), Entry(jnp.full((SLOTS, *ws.shape), 7.0), 0)
+    (written,) = call_with_entries(program, [x, ws, one], {0: other})
+    expected = jnp.stack([ws + gradient(x, ws), jnp.full_like(ws, 7.0)])
+    np.testing.assert_allclose(written, expected, rtol=1e-6)
+    (summed,) = call_with_entries(program, [x, ws, one], {0: one})
+    np.testing.assert_allclose(summed, jnp.stack([ws - 7, expected[0]]), rtol=1e-6)
 
 
 def test_a_loop_without_iterations():

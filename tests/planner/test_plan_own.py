@@ -201,11 +201,16 @@ def test_the_pipeline_of_a_plan_computes_what_the_plain_program_does(devices: st
     pipe = plans.pipeline()
     assert (pipe.mesh.shape["stage"], pipe.mesh.shape["fsdp"]) == (2, size // 2)
     pipe.check(params, batch)
+
+
+def test_a_plan_for_more_devices_than_are_here_refuses_to_make_a_pipeline():
+    model, params = small()
+    batch = {"x": jnp.zeros((16, 16))}
     with pytest.raises(ValueError, match=r"for v5p-64, 32 devices, and 8 are here"):
         jp.plan(model, "v5p-64", 32, params=params, example=batch).pipeline()
 
 
-def test_the_plan_of_a_preset_is_no_pipeline():
+def test_a_plan_of_a_preset_refuses_to_make_a_pipeline():
     with pytest.raises(ValueError, match=r"llama-tiny, which `jaxpipe train` runs"):
         jp.plan("llama-tiny", "v5p-8", 8, 64).pipeline()
 

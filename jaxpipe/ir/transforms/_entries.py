@@ -35,7 +35,7 @@ from ..graph import (
 
 
 class Entry(NamedTuple):
-    """An entry of a buffer.
+    """`buffer[index]`, not copied: a program reads it there, or writes it in place.
 
     Attributes:
         buffer: [entries, ...].
@@ -54,8 +54,8 @@ def call_with_entries(
     Args:
         program: `(inputs) -> outputs`.
         inputs: [num_inputs] arrays, and entries of buffers in place of some.
-        into: The entries to which outputs are written, by the index of the output. It may be one
-            of the inputs, whose new value is the output.
+        into: The entries to which outputs are written, by the index of the output. If one of them
+            is also an input (the same object), loops replace its slices in place.
 
     Returns:
         [num_outputs] arrays; in place of an output that is written, its buffer with the new entry.
@@ -72,8 +72,10 @@ def call_with_entries(
     ] + [v for entry in targets.values() for v in entry]
     arguments = [v for x in inputs for v in ((*x,) if isinstance(x, Entry) else (x,))]
     arguments += [v for entry in into.values() for v in entry]
-    read = _reading(_summing(program, entries, targets), entries)
-    written = _writing(read, targets)
+    held = {id(x): var for var, x in zip(program.inputs, inputs, strict=True)}
+    sums = {i: held[id(entry)] for i, entry in into.items() if id(entry) in held}
+    summed, targets = _summing(program, sums, targets)
+    written = _writing(_reading(summed, entries), targets)
     return Graph(tuple(outer), written.eqns, written.outputs)(*arguments)
 
 
@@ -81,38 +83,50 @@ def _entry_vars(entry: Entry) -> Entry:
     return Entry(*(Var(jax.typeof(x)) for x in entry))
 
 
-def _summing(program: Graph, entries: Mapping[Var, Entry], targets: dict[int, Entry]) -> Graph:
-    """Returns a program whose loops add to sums in entries of buffers; takes these from `targets`.
+def _summing(
+    program: Graph, sums: Mapping[int, Var], targets: Mapping[int, Entry]
+) -> tuple[Graph, dict[int, Entry]]:
+    """Makes loops add to sums in entries of buffers.
 
-    A sum is an input of which a loop replaces a slice in each iteration, and then an output.
+    Args:
+        program: The program.
+        sums: The inputs whose new values are outputs, by the index of the output: both are in one
+            entry. A loop may replace a slice of such an input in each iteration.
+        targets: The entries to which outputs are written.
+
+    Returns:
+        The program, and the entries to which its other outputs are yet to be written.
     """
     uses = count_uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
-    outputs = list(program.outputs)
+    outputs, others = list(program.outputs), dict(targets)
     within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
     passed: set[Eqn] = set()
-    for i, entry in list(targets.items()):
-        if not isinstance(total := outputs[i], Var):
-            continue
-        if total in entries:  # nothing is added
-            outputs[i] = targets.pop(i).buffer
+    for i, start in sums.items():
+        total, entry = outputs[i], targets[i]
+        if total is start:  # nothing is added
+            outputs[i] = others.pop(i).buffer
             continue
         eqn = makers.get(total)
         before = None if eqn is None else _accumulators(eqn).get(total)
         if eqn is None or before is None:
             continue
         casts = [makers[before]] if before in makers and _is_pvary(makers[before]) else []
-        (start,) = variables(casts[0].inputs) if casts else (before,)
-        if start in entries and uses[start] == uses[before] == 1 and _fits(before.aval, entry):
+        is_sum = [start] == (variables(casts[0].inputs) if casts else [before])
+        is_alone = uses[start] == uses[before] == uses[total] == 1
+        if is_sum and is_alone and _fits(before.aval, entry):
             result = outputs[i] = Var(entry.buffer.aval)
-            within[eqn][before] = targets.pop(i), result
+            within[eqn][before] = others.pop(i), result
             passed.update(casts)
-    eqns = [_with_entries(eqn, {}, {}, within[eqn]) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, tuple(eqns), tuple(outputs))
+    eqns = [_with_entries(eqn, sums=within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, tuple(eqns), tuple(outputs)), others
 
 
 def _fits(aval: Any, entry: Entry) -> bool:
-    """Returns whether a loop can carry the buffer of an entry with slices of this type in it."""
+    """Returns whether a loop can carry the buffer of an entry with slices of this type in it.
+
+    What a loop carries keeps its type, so the buffer must vary over the same manual axes.
+    """
     varying = (x.manual_axis_type.varying for x in (aval, entry.buffer.aval))
     return has_plain_slices(aval) and len(set(varying)) == 1
 
@@ -132,7 +146,7 @@ def _reading(program: Graph, entries: Mapping[Var, Entry]) -> Graph:
         if var not in by_slices
     ]
     eqns = [
-        _with_entries(eqn, {x: by_slices[x] for x in _stacks(eqn) if x in by_slices}, {}, {})
+        _with_entries(eqn, entries={x: by_slices[x] for x in _stacks(eqn) if x in by_slices})
         for eqn in program.eqns
     ]
     return Graph(program.inputs, (*whole, *eqns), program.outputs)
@@ -154,8 +168,8 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
         outputs[i] = written
-    kept = [_with_entries(eqn, {}, within[eqn], {}) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
+    others = [_with_entries(eqn, targets=within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, (*others, *eqns), tuple(outputs))
 
 
 def _is_pvary(eqn: Eqn) -> bool:
@@ -194,9 +208,10 @@ def _accumulators(eqn: Eqn) -> dict[Var, Var]:
 
 def _with_entries(
     eqn: Eqn,
-    entries: Mapping[Var, Entry],
-    targets: Mapping[Var, tuple[Entry, Var]],
-    sums: Mapping[Var, tuple[Entry, Var]],
+    *,
+    entries: Mapping[Var, Entry] = {},
+    targets: Mapping[Var, tuple[Entry, Var]] = {},
+    sums: Mapping[Var, tuple[Entry, Var]] = {},
 ) -> Eqn:
     """Returns a loop that reads stacks from entries of buffers, and writes others to entries.
 
@@ -219,48 +234,48 @@ def _with_entries(
     out_ends = loop.num_carry, len(eqn.outputs) - loop.num_accumulators
     outer_out, inner_out = split_at(eqn.outputs, out_ends), split_at(loop.body.outputs, out_ends)
 
-    more = _Accesses()
-    xs, ys, others = _Pairs(), _Pairs(), (_Pairs(), _Pairs())
+    accesses = _Accesses()
+    xs, ys, sums_before, sums_after = (_Pairs() for _ in range(4))
     for x, one in zip(outer[2], inner[2], strict=True):
         if isinstance(x, Var) and x in entries:
-            more.read(entries[x], x, one)
+            accesses.read(entries[x], x, one)
         else:
             xs.add(x, one)
     for y, one in zip(outer_out[1], inner_out[1], strict=True):
         if y in targets:
-            more.write(*targets[y], one)
+            accesses.write(*targets[y], one)
         else:
             ys.add(y, one)
     changed = zip(outer[3], inner[3], outer_out[2], inner_out[2], strict=True)
     for x, one, total, new in changed:
         if isinstance(x, Var) and x in sums:
-            more.change(*sums[x], x, one, new)
+            accesses.replace(*sums[x], x, one, new)
         else:
-            others[0].add(x, one)
-            others[1].add(total, new)
+            sums_before.add(x, one)
+            sums_after.add(total, new)
     body = Graph(
         (
-            *(*inner[0], *more.constants.inner, *inner[1], *more.carried.inner),
-            *(*xs.inner, more.i, *others[0].inner),
+            *(*inner[0], *accesses.constants.inner, *inner[1], *accesses.carried.inner),
+            *(*xs.inner, accesses.i, *sums_before.inner),
         ),
-        (*more.before, *loop.body.eqns, *more.after),
-        (*inner_out[0], *more.written.inner, *ys.inner, *others[1].inner),
+        (*accesses.before, *loop.body.eqns, *accesses.after),
+        (*inner_out[0], *accesses.written.inner, *ys.inner, *sums_after.inner),
     )
     operation = replace(
         loop,
         body=body,
-        num_consts=loop.num_consts + len(more.constants.inner),
-        num_carry=loop.num_carry + len(more.carried.inner),
-        num_accumulators=len(others[0].inner),
+        num_consts=loop.num_consts + len(accesses.constants.inner),
+        num_carry=loop.num_carry + len(accesses.carried.inner),
+        num_accumulators=len(sums_before.inner),
     )
     iterations = Literal(np.arange(loop.length, dtype=np.int32))
     return Eqn(
         operation,
         (
-            *(*outer[0], *more.constants.outer, *outer[1], *more.carried.outer),
-            *(*xs.outer, iterations, *others[0].outer),
+            *(*outer[0], *accesses.constants.outer, *outer[1], *accesses.carried.outer),
+            *(*xs.outer, iterations, *sums_before.outer),
         ),
-        (*outer_out[0], *more.written.outer, *ys.outer, *others[1].outer),
+        (*outer_out[0], *accesses.written.outer, *ys.outer, *sums_after.outer),
     )
 
 
@@ -277,7 +292,7 @@ class _Pairs:
 
 
 class _Accesses:
-    """What a loop takes, computes and returns more, where it reads and writes entries of buffers.
+    """Collects what a loop takes, computes and returns more in order to access buffers.
 
     Attributes:
         i: The index of the iteration.
@@ -310,7 +325,7 @@ class _Accesses:
         self.after.append(Eqn(_WRITE, (buffer, index, one, self.i), (after,)))
         return buffer, index
 
-    def change(self, entry: Entry, result: Var, stack: Var, one: Var, new: Any) -> None:
+    def replace(self, entry: Entry, result: Var, stack: Var, one: Var, new: Any) -> None:
         """Reads `one`, a slice of `stack`, from an entry, and writes `new` there."""
         here = self.write(entry, result, new)
         self.before.append(Eqn(_read_as(stack), (*here, self.i), (one,)))

@@ -110,16 +110,16 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     )
 
 
-def visit_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
-    """Returns the bytes that one visit of a stage keeps for its backward.
+def stage_residual_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
+    """Returns the bytes of the residuals of a stage.
 
     Args:
         model: The model.
         candidate: The layout.
-        tokens: t.
+        tokens: The tokens of a microbatch on a device.
 
     Returns:
-        The bytes of a microbatch.
+        The bytes for one microbatch, on a device.
     """
     return _residuals(candidate, step_parts(model, candidate, tokens))
 
@@ -139,7 +139,7 @@ def wgrad_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> fl
 
 
 def _residuals(candidate: StepLayout, parts: Parts) -> float:
-    """Returns the bytes that one visit of a stage keeps."""
+    """Returns the bytes of the residuals of a stage for one microbatch."""
     n = candidate.layers_per_stage
     masked = _masked_weights(candidate, parts)
     if candidate.scope == "layer":

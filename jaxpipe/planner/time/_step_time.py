@@ -47,11 +47,12 @@ class PredictedTime:
     """The predicted time of a step.
 
     Attributes:
-        seconds: Of a step.
-        parts: Its seconds by kind; they add up to `seconds`.
-        tokens_per_second: Of all devices.
-        mfu: Model FLOPs utilisation.
-        bubble: The part of the step in which a rank waits.
+        seconds: The time of a step, in seconds.
+        parts: Its seconds by kind; they add up to `seconds`. "bubble" are the seconds in which
+            even the busiest rank waits.
+        tokens_per_second: The tokens of a step, on all devices, over its seconds.
+        mfu: Model FLOPs utilization, a fraction.
+        bubble_fraction: The part of the step in which even the busiest rank waits.
         exposed: Seconds of communication beside which nothing runs, by kind.
     """
 
@@ -59,7 +60,7 @@ class PredictedTime:
     parts: dict[str, float]
     tokens_per_second: float
     mfu: float
-    bubble: float
+    bubble_fraction: float
     exposed: dict[str, float]
 
 
@@ -85,8 +86,6 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.policy == "none",
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
-    again = second_forward(candidate, request.model)
-    seconds *= 1 + again / (3 + again)
     sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
@@ -124,11 +123,10 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         )
     kind = device_hardware(request.devices)
     found = predict(request.work, layout, kind)
-    share = recomputed_share(request.model, candidate.policy)
-    if share < 1 and candidate.policy != "none":
+    recomputed = recomputed_fraction(candidate, request.model)
+    if recomputed not in (0, 1):
         other = predict(request.work, replace(layout, remat="selective"), kind)
-        found = _between(other, found, share)
-    found = _with_second_forward(found, second_forward(candidate, request.model))
+        found = _between(other, found, recomputed)
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
@@ -172,61 +170,29 @@ def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Predictio
     return None
 
 
-def second_forward(candidate: StepLayout, model: PlannedModel) -> float:
-    """Returns how much of a forward is computed again twice: by a stage, and by its layers.
+def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
+    """Returns how much of the forward of layers is computed again: 1 for `full`, 0 for `none`.
 
     Args:
         candidate: The layout.
         model: The model.
 
     Returns:
-        A share of a forward: what the policy does not keep.
+        A fraction, by the channels of the tensors that the policy keeps, and what none keeps. It is
+        twice as much if the policy is applied to a stage of several layers and to each of them.
     """
-    if candidate.scope != "both" or candidate.layers_per_stage == 1:
+    if candidate.policy == "none":
         return 0.0
-    return recomputed_share(model, candidate.policy)
-
-
-def _with_second_forward(found: Prediction, again: float) -> Prediction:
-    """Returns a prediction in which I takes so much of a forward more."""
-    if not again:
-        return found
-    parts = dict(found.parts)
-    for name in ("products", "other_compute"):  # of a forward, as much again, and a backward
-        parts[name] *= 1 + again / (3 + again)
-    more = sum(parts.values()) - sum(found.parts.values())
-    return replace(
-        found,
-        seconds=found.seconds + more,
-        parts=parts,
-        model_flops_utilization=found.model_flops_utilization
-        * found.seconds
-        / (found.seconds + more),
-        input=tuple(i + again * f for i, f in zip(found.input, found.forward, strict=True)),
-    )
-
-
-def recomputed_share(model: PlannedModel, policy: str) -> float:
-    """Returns how much of what full rematerialization computes again a policy does.
-
-    Args:
-        model: The model.
-        policy: The policy.
-
-    Returns:
-        A share, by the channels of the tensors that it keeps, and what none keeps.
-    """
-    if policy == "full":
-        return 1.0
-    if policy == "none":
-        return 0.0
+    times = 2 if candidate.scope == "both" and candidate.layers_per_stage > 1 else 1
+    if candidate.policy == "full":
+        return 1.0 * times
     every = sum(tensor.channels for _, tensor in model.read)
-    kept = sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
-    return 1.0 - (1.0 - _WITHOUT_NAMES) * kept
+    kept = sum(tensor.channels for tensor in model.saved(candidate.policy)) / max(1, every)
+    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * kept)
 
 
 def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
-    """Returns a prediction between two."""
+    """Returns a prediction between two, or beyond the second if `share` is more than 1."""
 
     def mix(a: float, b: float) -> float:
         return a + share * (b - a)
@@ -314,4 +280,4 @@ def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:
     """Returns seconds with what a policy saves: a forward is a quarter of all with full remat."""
     if candidate.policy == "none":
         return full
-    return full * (0.75 + 0.25 * recomputed_share(request.model, candidate.policy))
+    return full * (0.75 + 0.25 * recomputed_fraction(candidate, request.model))

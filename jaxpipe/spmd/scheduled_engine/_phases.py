@@ -156,7 +156,7 @@ def forward(
         w = invariants.gather.unshard(totals.weight_state, work, True)
         (y, new), aux = invariants.run_stage(w, x, inputs, keys)
     else:
-        w = invariants.gather.read(totals.weight_state, work, True)
+        w = invariants.gather.entries(totals.weight_state, work, True)
         slots = work.residuals_for_backward_slot, work.residuals_for_weight_slot
         ((y, new), aux), written, on_host = run_forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
@@ -296,7 +296,7 @@ def _whole_backward(
     del zero_outputs
     stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.read(totals.weight_state, work, False)
+    w = invariants.gather.entries(totals.weight_state, work, False)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
 
     def add(gradient):
@@ -322,7 +322,7 @@ def _input_backward(
     del zero_outputs
     stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.read(totals.weight_state, work, False)
+    w = invariants.gather.entries(totals.weight_state, work, False)
     into = entries_to_write(changed.wgrad_residuals, work.wgrad_residuals_slot)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
     dx, dinputs, stored = stage.input(w, inputs, keys, residuals, cotangent, into)
@@ -338,7 +338,7 @@ def weight(
     """Runs W: adds the gradient of the weights."""
     stage = _split_stage(invariants)
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
-    w = invariants.gather.read(totals.weight_state, work, False)
+    w = invariants.gather.entries(totals.weight_state, work, False)
     residuals = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
     wgrad_residuals = entries_to_read(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 

@@ -39,9 +39,10 @@ class ScheduledWeights(NamedTuple):
         init: `(whether a backward follows) -> state`, before the first tick.
         prefetch: `(state, work, is_forward) -> state`, before an F, B or I.
         unshard: `(state, work, is_forward) -> weights` of its stage.
-        read: The same; instead of weights it may return the entries of buffers where they are.
-        accumulate: `(state, work, f) -> (state, result)`, where `f` takes the gradient of a stage
-            and returns it with more added, and a result.
+        entries: The same, or in place of weights the entries of the buffers that hold them.
+        accumulate: `(state, work, f) -> (state, result)`, where `f` maps the gradient of a stage
+            to this gradient with more added, and a result. `f` may be given entries of buffers; it
+            then returns their buffers.
         reduce_scatter: `(state, work) -> state`, after a B.
         finish: `state -> gradients`, after the last tick, sharded as they are stored.
     """
@@ -49,7 +50,7 @@ class ScheduledWeights(NamedTuple):
     init: Callable[[bool], PyTree]
     prefetch: Callable[[PyTree, PhaseRow, bool], PyTree]
     unshard: Callable[[PyTree, PhaseRow, bool], PyTree]
-    read: Callable[[PyTree, PhaseRow, bool], PyTree]
+    entries: Callable[[PyTree, PhaseRow, bool], PyTree]
     accumulate: Callable[[PyTree, PhaseRow, Callable], tuple[PyTree, PyTree]]
     reduce_scatter: Callable[[PyTree, PhaseRow], PyTree]
     finish: Callable[[PyTree], PyTree]
@@ -77,14 +78,14 @@ def _by_tick(gather: WeightGather) -> ScheduledWeights:
         del state, is_forward
         return gather.unshard(gather.window(gather.prefetch(work.chunk), work.chunk))
 
-    def read(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
+    def entries(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
         return gather.entries(work.chunk) if gather.entries else unshard(state, work, is_forward)
 
     def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
         return gather.accumulate_in_place(state, work.chunk, f)
 
     finish = partial(over_leading, gather.reduce_scatter)
-    return ScheduledWeights(init, _unchanged, unshard, read, accumulate, _unchanged, finish)
+    return ScheduledWeights(init, _unchanged, unshard, entries, accumulate, _unchanged, finish)
 
 
 class _WeightWindows(NamedTuple):

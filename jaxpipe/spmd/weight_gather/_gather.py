@@ -249,7 +249,15 @@ def unsharded_specs(specs: PyTree, axes: Sequence[str] = GATHERED_AXES) -> PyTre
 
 
 def specs_of(logical: PyTree, rules: Rules) -> PyTree:
-    """Returns the spec of every weight over all mesh axes."""
+    """Returns the partition spec of every weight.
+
+    Args:
+        logical: The logical axes of each dim of every weight, a tuple of names.
+        rules: The mesh axes of logical axes.
+
+    Returns:
+        `logical` with a `PartitionSpec` in place of every tuple.
+    """
     return jax.tree.map(
         lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)
     )

@@ -191,7 +191,7 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
 
 
 def as_stored_on_gpus(weights: PyTree, specs: PyTree) -> PyTree:
-    """Returns `as_stored` of weights that XLA gathers, on GPUs, and elsewhere the weights.
+    """Returns gathered weights, which on GPUs are constrained to the layout of stored ones.
 
     XLA:GPU wants the dim that it gathers in front, and holds a float32 transpose of all layers.
     """

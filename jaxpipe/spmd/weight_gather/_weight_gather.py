@@ -46,12 +46,12 @@ class WeightGather(NamedTuple):
         unshard: Maps a window to the weights that a stage reads.
         accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
             that a stage read, to their sum.
-        accumulate_in_place: The same for a function that adds gradients to unsharded ones, and
-            the sums of all chunks: maps these, the index of a chunk, and `gradients -> (gradients
-            with more added, a result)` to the new sums and the result. The function may be given
-            entries of the sums.
-        entries: Maps the index of a chunk to the entries of buffers where the weights that a stage
-            reads are held; None if they are not.
+        accumulate_in_place: Maps `(sums, chunk, add)` to `(new sums, result)`, where sums have
+            [chunks, ...] float32 leaves, and `add` maps the unsharded sum of a chunk to this sum
+            with gradients added, and a result. `add` may be given entries of the sums; it then
+            returns their buffers.
+        entries: Maps the index of a chunk to its weights as entries of the buffers that hold them,
+            or as arrays if there is one chunk. None if weights are gathered when they are read.
         reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
@@ -189,7 +189,7 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
 
 
 def _entries(buffers: PyTree, index: Any) -> PyTree:
-    """Returns entries of buffers. Those of a single chunk are arrays: XLA:TPU fuses them better."""
+    """Returns entries of buffers, or arrays for a single chunk, which XLA:TPU fuses better."""
     if _num_chunks(buffers) == 1:
         return index_leading(buffers, index)
     return jax.tree.map(lambda buffer: Entry(buffer, index), buffers)
