@@ -46,7 +46,7 @@ def render(
     name = ((setup and setup.schedule_reason) or "circular").split(":")[0]  # of the schedule
     predicted = _pictures.predicted_timeline_picture(plan, name) if plan else None
     traced = [picture for file in run.traces for picture in _pictures.traced_step_pictures(file)]
-    found = findings(run, state, predicted.bubble_fraction if predicted else None)
+    found = findings(run, state, predicted.bubble if predicted else None)
     data = chart_data(run, found)
     main, more = main_and_more(data["charts"])
     rows = settings(run.values)
