@@ -110,10 +110,15 @@ def _visit(
     scope: Scope,
     instruction: Instruction,
     context: CallContext,
+    *,
+    collectives: bool = True,
 ) -> tuple[Sequence[InstructionCost], bool]:
+    """Returns the cost of an instruction, unless it is a collective and these are left out."""
     opcode = instruction.opcode
     found = _collective(scope, instruction)
     if found is not None:
+        if not collectives:
+            return [], False
         exposed = _exposed_seconds(rates, sources, scope, instruction, found, context)
         return [_cost(instruction, context, sources, COLLECTIVE, exposed, found)], False
     if opcode in _FREE or opcode.endswith("-done"):
@@ -148,7 +153,7 @@ def _cost(
 
 
 def _seconds(found: Sequence[InstructionCost]) -> float:
-    return sum(cost.total for cost in found)
+    return sum((cost.total for cost in found), 0.0)
 
 
 def _busy_seconds(
@@ -210,10 +215,10 @@ def _exposed_seconds(
     )
     if context.asynchronous or not found.asynchronous:
         return seconds
-    visit = partial(_visit, rates, sources)
+    # Other collectives are not asked what they overlap with: windows lie in windows, and each would
+    # walk through those inside it again.
+    visit = partial(_visit, rates, sources, collectives=False)
     for instruction in instructions_between(scope, start):
         overlapping = walk_instruction(scope, instruction, context, visit, _seconds)
-        seconds -= sum(
-            cost.total / context.executions for cost in overlapping if cost.work != COLLECTIVE
-        )
+        seconds -= _seconds(tuple(overlapping)) / context.executions
     return max(0.0, seconds)
