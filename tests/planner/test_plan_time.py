@@ -24,7 +24,7 @@ CYCLES = {
 }
 
 # Of deepseek3-671b, whose kernels count the rows that have a group.
-EXPERT_CYCLES = {"512 chips, 1": 46.571}
+EXPERT_CYCLES = {"512 chips, 1": 46.571, "512 chips, 2": 51.424, "512 chips, 3": 48.854}
 
 # Likewise of plans that were verified.
 VERIFIED_CYCLES = {"70B, 1": 65.467, "70B, 2": 58.309, "70B, 3": 64.891, "70B, 4": 62.272}
