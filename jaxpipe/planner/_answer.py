@@ -177,31 +177,32 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def _time_table(plans: tuple[Plan, ...]) -> list[str]:
-    rows = [("", "layout", "step s", "tokens/s", "MFU", "bubble", "exposed s")]
+    small = max(plan.time.seconds for plan in plans) < 0.1
+    name, unit = ("ms", 1e-3) if small else ("s", 1.0)
+    rows = [("", "layout", f"step {name}", "tokens/s", "MFU", "bubble", f"exposed {name}")]
     rows += [
         (
             str(index + 1),
             describe(plan.candidate),
-            f"{plan.time.seconds:.3f}",
+            f"{plan.time.seconds / unit:.3f}",
             f"{plan.time.tokens_per_second:,.0f}",
             f"{plan.time.mfu:.1%}",
             f"{plan.time.bubble_fraction:.1%}",
-            ", ".join(f"{k} {v:.2f}" for k, v in _largest_first(plan.time.exposed)) or "0",
+            ", ".join(f"{k} {v:.2f}" for k, v in _largest_first(plan.time.exposed, unit)) or "0",
         )
         for index, plan in enumerate(plans)
     ]
     return _aligned(rows, left=(1, 6))
 
 
-def _largest_first(parts: dict[str, float]) -> list[tuple[str, float]]:
-    shown = [(name.replace("_", " "), seconds) for name, seconds in parts.items()]
+def _largest_first(parts: dict[str, float], unit: float) -> list[tuple[str, float]]:
+    shown = [(name.replace("_", " "), seconds / unit) for name, seconds in parts.items()]
     return sorted((pair for pair in shown if pair[1] >= 0.005), key=lambda pair: -pair[1])
 
 
 def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
     kinds = [kind.name for kind in fields(PeakMemory)]
-    small = max(plan.memory.total for plan in plans) < 0.1 * _GB
-    name, unit = ("MB", 1e6) if small else ("GB", _GB)
+    name, unit = unit_of_bytes(max(plan.memory.total for plan in plans))
     rows = [(name, *kinds, "sum", f"of {limit / unit:,.1f}")]
     rows += [
         (
@@ -213,6 +214,18 @@ def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
         for index, plan in enumerate(plans)
     ]
     return _aligned(rows, left=())
+
+
+def unit_of_bytes(largest: float) -> tuple[str, float]:
+    """Returns the unit in which memory is printed, and its bytes.
+
+    Args:
+        largest: The bytes of the largest value.
+
+    Returns:
+        "MB" if that is less than a tenth of a GB, else "GB".
+    """
+    return ("MB", 1e6) if largest < 0.1 * _GB else ("GB", _GB)
 
 
 def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:

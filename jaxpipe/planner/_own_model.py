@@ -3,6 +3,7 @@
 L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +38,17 @@ class PreparedPipeline(NamedTuple):
     pipeline: PipelinePlan
 
 
+NOT_CHOSEN: Values = {
+    "tensor": 1,
+    "expert": 1,
+    "context": 1,
+    "scope": "tick",
+    "gather": "tick",
+    "vocab_tiling": 1,
+}
+"""What plans for a model of the user's own have in common: nobody gives it."""
+
+
 def own_request(
     model: OwnModel, params: PyTree, example: PyTree, devices: Devices, batch: int, limit: float
 ) -> Request:
@@ -60,10 +72,9 @@ def own_request(
         raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
     groups = model.to_groups(params)
     planned, work, tokens = _planned(model, groups, example, devices)
-    fixed = {"tensor": 1, "expert": 1, "context": 1, "scope": "tick", "gather": "tick"}
     space = Space(
         *(devices, batch, tokens, planned.num_layers, 0, 1, planned.vocab, devices.num_devices),
-        fixed | {"vocab_tiling": 1},
+        NOT_CHOSEN,
         policies=("full", "none"),
     )
     own = OwnInputs(model, params, example)
@@ -156,9 +167,10 @@ def fix_space(
         The request.
 
     Raises:
-        ValueError: If the mesh has an axis over which the planner divides no model of one's own.
+        ValueError: If the mesh has another number of devices, or an axis over which the planner
+            divides no model of one's own.
     """
-    space = request.space
+    space, devices = request.space, request.devices
     fixed: Values = {"engine": "scheduled", "schedule": schedule} if schedule else {}
     fixed |= counts
     if mesh is not None:
@@ -167,6 +179,11 @@ def fix_space(
             raise ValueError(
                 f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
                 f"{', '.join(_AXES)}. Give these, without {', '.join(others)}."
+            )
+        if (size := math.prod(mesh.values())) != devices.num_devices:
+            raise ValueError(
+                f"`mesh` is {dict(mesh)}, of {size} devices, and {devices.name} has "
+                f"{devices.num_devices}. Give sizes whose product is that."
             )
         fixed |= {axis: mesh.get(axis, 1) for axis in _AXES}
     space = replace(space, max_stages=max_stages or space.max_stages, fixed=space.fixed | fixed)

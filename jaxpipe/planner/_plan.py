@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ._answer import Plans, describe
+from ._answer import Plans, describe, unit_of_bytes
 from ._devices import parse_devices
-from ._own_model import fix_space, own_request
+from ._own_model import NOT_CHOSEN, fix_space, own_request
 from ._request import OwnModel, Request, make_request, usable_bytes
 from ._search import BestPlans, search
 from .memory import PeakMemory
@@ -110,7 +110,7 @@ def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
 
 def _nothing_fits(request: Request, found: BestPlans) -> str:
     """Returns why there is no plan."""
-    devices, limit = request.devices, request.limit / _GB
+    devices = request.devices
     if found.leanest is None:
         return (
             f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
@@ -119,21 +119,25 @@ def _nothing_fits(request: Request, found: BestPlans) -> str:
         )
     candidate, needed = found.leanest
     if needed.total > request.limit:
-        kinds = ", ".join(_kinds(needed))
+        name, unit = unit_of_bytes(needed.total)
+        kinds = ", ".join(_kinds(needed, unit))
         return (
-            f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / _GB:.1f} "
-            f"GB on a device of {limit:.1f}, {(needed.total - request.limit) / _GB:.1f} GB too "
-            f"much: {kinds}. Use more devices, or smaller sequences."
+            f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / unit:.1f} "
+            f"{name} on a device of {request.limit / unit:.1f}, "
+            f"{(needed.total - request.limit) / unit:.1f} {name} too much: {kinds}. Use more "
+            "devices, or smaller sequences."
         )
     reasons = "\n".join(dict.fromkeys(found.refused[:3]))
     return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
 
 
 def _given(request: Request) -> str:
-    fixed = ", ".join(f"{name} {value}" for name, value in request.space.fixed.items())
+    implied = NOT_CHOSEN if request.own is not None else {}
+    given = {key: value for key, value in request.space.fixed.items() if key not in implied}
+    fixed = ", ".join(f"{name} {value}" for name, value in given.items())
     return f" (given: {fixed})" if fixed else ""
 
 
-def _kinds(needed: PeakMemory) -> list[str]:
+def _kinds(needed: PeakMemory, unit: float) -> list[str]:
     sizes = sorted(vars(needed).items(), key=lambda pair: -pair[1])
-    return [f"{kind} {size / _GB:.1f}" for kind, size in sizes if size > 0.01 * needed.total]
+    return [f"{kind} {size / unit:.1f}" for kind, size in sizes if size > 0.01 * needed.total]

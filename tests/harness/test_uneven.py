@@ -13,6 +13,7 @@ from harness.contract import assert_close
 from jaxpipe import _compat
 from jaxpipe.data import synthetic_batches
 from jaxpipe.ir.graph import _in_place
+from jaxpipe.ir.transforms import _entries
 from jaxpipe.spmd.ranks import _varying
 from jaxpipe.spmd.weight_gather import _per_layer
 from jaxpipe.train.step import dropout_keys, init_state, make_value_and_grad, shard_batch
@@ -135,6 +136,37 @@ def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypat
     (loss, _), found = gradients(devices, MODELS["llama"], engine, settings)
     (true_loss, _), true = plain("llama")
     assert loops
+    assert_close(loss, true_loss, "loss")
+    assert_same_gradients(found, true)
+
+
+# Stages of one layer each, whose residuals, weights and sums are whole entries of buffers.
+ENTRIES: dict[str, tuple[int, Settings]] = {
+    "interleaved": (2, {"pipeline_schedule": "interleaved_1f1b", "num_pipeline_repeats": 4}),
+    "zero bubble, gathered once": (
+        4,
+        {"pipeline_schedule": "interleaved_zero_bubble", "num_pipeline_repeats": 4}
+        | {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_once": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_row_major_entries_of_buffers_compute_the_same(name, monkeypatch):
+    laid_out = []
+    constrain = _entries.with_layout_constraint
+    monkeypatch.setattr(_compat, "platform", lambda: "tpu")
+    monkeypatch.setattr(
+        _entries,
+        "with_layout_constraint",
+        lambda x, layout: laid_out.append(x) or constrain(x, layout),
+    )
+    devices, settings = ENTRIES[name]
+    engine = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
+    policy = {"remat_policy": "minimal_with_context"}
+    (loss, _), found = gradients(devices, MODELS["llama"], engine, policy | settings)
+    (true_loss, _), true = plain("llama")
+    assert laid_out
     assert_close(loss, true_loss, "loss")
     assert_same_gradients(found, true)
 

@@ -69,6 +69,11 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
     "7B, 1": (*_LLAMA2, _NO_PIPELINE | _POLICY | _sizes(2, fsdp=4), 76_985),
     "7B, 2": (*_LLAMA2, _PIPELINED | _POLICY | _sizes(6, data=2, fsdp=1), 90_871),
     "7B, 3": (*_LLAMA2, _PIPELINED | _POLICY | _ONCE | _sizes(4), 83_276),
+    "7B, stages of one layer": (
+        *_LLAMA2,
+        _1F1B | _INTERLEAVED | _POLICY | _sizes(16, fsdp=1) | {"ici_pipeline_parallelism": 4},
+        57_168,
+    ),
     "7B, uneven": (
         *_LLAMA2,
         _1F1B | _PER_LAYER | _LAYERS | {"remat_policy": "full", "pipeline_layout": "Et*17|t*15L"},

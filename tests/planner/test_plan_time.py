@@ -14,6 +14,7 @@ CYCLES = {
     "M = 4, most kept": 4.393,
     "7B, 1": 3.982,
     "7B, 3": 4.230,
+    "7B, stages of one layer": 4.509,
     "A": 4.510,
     "C": 5.642,
     "C per repeat": 4.563,

@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plans.record() | ({"verified": verified} if verified else {}), indent=1))
         return 0
     print(plans)
+    if args.write:
+        print(f"{args.write} has the settings of plan 1: jaxpipe train {args.write}")
     for index in range(min(args.verify, len(plans.plans))):
         print(_line(index, _verified(plans, index)), flush=True)
     return 0

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from ... import _compat
 from ..graph import (
     Eqn,
     Graph,
@@ -107,9 +109,11 @@ def _summing(
         if total is start:  # nothing is added
             outputs[i] = others.pop(i).buffer
             continue
-        eqn = makers.get(total)
-        before = None if eqn is None else _accumulators(eqn).get(total)
-        if eqn is None or before is None:
+        if not isinstance(total, Var) or total not in makers:
+            continue
+        eqn = makers[total]
+        before = _accumulators(eqn).get(total)
+        if before is None:
             continue
         casts = [makers[before]] if before in makers and _is_pvary(makers[before]) else []
         is_sum = [start] == (variables(casts[0].inputs) if casts else [before])
@@ -336,18 +340,40 @@ def _read_as(var: Var) -> PrimitiveCall:
     return PrimitiveCall("read_entry", partial(_read, var.aval))
 
 
-def _read(aval: Any, buffer: jax.Array, *indices: Any) -> list[jax.Array]:
-    """Reads `buffer[indices]`, which varies over the axes of `aval` then."""
+def _read(aval: Any, buffer: jax.Array, index: Any, *inner: Any) -> list[jax.Array]:
+    """Reads `buffer[index, *inner]`, which varies over the axes of `aval` then."""
+    indices = index, *inner
     sizes = (1,) * len(indices) + buffer.shape[len(indices) :]
     found = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
-    return [pvary_like(aval, lax.squeeze(found, range(len(indices))))]
+    x = pvary_like(aval, lax.squeeze(found, range(len(indices))))
+    return [_row_major(x) if _is_whole(buffer, inner) else x]
 
 
 def _write(buffer: jax.Array, index: Any, x: jax.Array, *inner: Any) -> list[jax.Array]:
     """Writes `x` to `buffer[index, *inner]`."""
     indices = index, *inner
-    new = lax.expand_dims(pvary_like(jax.typeof(buffer), x), range(len(indices)))
+    x = pvary_like(jax.typeof(buffer), _row_major(x) if _is_whole(buffer, inner) else x)
+    new = lax.expand_dims(x, range(len(indices)))
     return [lax.dynamic_update_slice(buffer, new, _starts(buffer, indices))]
+
+
+def _is_whole(buffer: jax.Array, inner: Sequence[Any]) -> bool:
+    """Returns whether a slice of an entry is all of it; XLA unrolls loops of one iteration."""
+    return all(size == 1 for size in buffer.shape[1 : 1 + len(inner)])
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """Returns a whole entry in row-major layout, on TPUs.
+
+    Otherwise XLA:TPU gives an entry the layout that its reader wants, by a copy of the whole buffer
+    for every microbatch if its writer wants another. Slices that a loop reads need no constraint.
+    Arrays that XLA's partitioner divides have none: it would gather what a constraint reads.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_divided = any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in mesh.manual_axes)
+    if _compat.platform() != "tpu" or is_divided or not jnp.issubdtype(x.dtype, jnp.number):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _starts(buffer: jax.Array, indices: Sequence[Any]) -> list[Any]:
