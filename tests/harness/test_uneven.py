@@ -68,6 +68,28 @@ def assert_same_gradients(found: Any, true: Any) -> None:
         assert_close(leaf, other, jax.tree_util.keystr(path))
 
 
+def check_on(platform: str, monkeypatch: Any, truth: Any, devices: int, *settings: Settings):
+    """Checks loss and gradients of what is done on one platform alone."""
+    (true_loss, _), true = truth
+    monkeypatch.setattr(_compat, "platform", lambda: platform)
+    (loss, _), found = gradients(devices, *settings)
+    assert_close(loss, true_loss, "loss")
+    assert_same_gradients(found, true)
+
+
+def recorded(monkeypatch: Any, name: str, *modules: Any) -> list[Any]:
+    """Arguments of the calls of a function that modules import, which goes on as it did."""
+    calls, function = [], getattr(modules[0], name)
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    for module in modules:
+        monkeypatch.setattr(module, name, record)
+    return calls
+
+
 @functools.cache
 def plain(model: str) -> tuple[Any, Any]:
     return gradients(1, MODELS[model], NONE)
@@ -102,6 +124,7 @@ def test_uneven_stages_have_the_loss_and_gradients_of_the_unpipelined_program(la
     assert_same_gradients(found, true)
 
 
+TWO_RANKS: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
 # Conditions of all kinds: of masks, of phases of a tick, of the stream and of windows.
 IN_LOOPS: dict[str, tuple[int, Settings]] = {
     "masks": (2, LAYOUTS["1f1b on 2"][2] | {"set_remat_policy_on_layers_per_stage": True}),
@@ -121,23 +144,11 @@ IN_LOOPS: dict[str, tuple[int, Settings]] = {
 
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypatch):
-    loops = []
-    run_once_if = _in_place.run_once_if
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        loops.append(arguments)
-        return run_once_if(*arguments, **options)
-
-    monkeypatch.setattr(_compat, "platform", lambda: "gpu")
-    monkeypatch.setattr(_in_place, "run_once_if", counted)
-    monkeypatch.setattr(_varying, "run_once_if", counted)
+    true = plain("llama")
+    loops = recorded(monkeypatch, "run_once_if", _in_place, _varying)
     devices, settings = IN_LOOPS[name]
-    engine = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
-    (loss, _), found = gradients(devices, MODELS["llama"], engine, settings)
-    (true_loss, _), true = plain("llama")
+    check_on("gpu", monkeypatch, true, devices, MODELS["llama"], TWO_RANKS, settings)
     assert loops
-    assert_close(loss, true_loss, "loss")
-    assert_same_gradients(found, true)
 
 
 # Stages of one layer each, whose residuals, weights and sums are whole entries of buffers.
@@ -153,22 +164,12 @@ ENTRIES: dict[str, tuple[int, Settings]] = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_row_major_entries_of_buffers_compute_the_same(name, monkeypatch):
-    laid_out = []
-    constrain = _entries.with_layout_constraint
-    monkeypatch.setattr(_compat, "platform", lambda: "tpu")
-    monkeypatch.setattr(
-        _entries,
-        "with_layout_constraint",
-        lambda x, layout: laid_out.append(x) or constrain(x, layout),
-    )
+    true = plain("llama")
+    laid_out = recorded(monkeypatch, "row_major", _entries)
     devices, settings = ENTRIES[name]
-    engine = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
     policy = {"remat_policy": "minimal_with_context"}
-    (loss, _), found = gradients(devices, MODELS["llama"], engine, policy | settings)
-    (true_loss, _), true = plain("llama")
+    check_on("tpu", monkeypatch, true, devices, MODELS["llama"], TWO_RANKS, policy | settings)
     assert laid_out
-    assert_close(loss, true_loss, "loss")
-    assert_same_gradients(found, true)
 
 
 # Without a pipeline, weights of layers keep the layout of stored ones, and routers sort.
@@ -181,11 +182,6 @@ UNPIPELINED: dict[str, Settings] = {
 @pytest.mark.parametrize("model", UNPIPELINED)
 def test_what_is_done_on_gpus_alone_computes_the_same_without_a_pipeline(model, monkeypatch):
     true = plain(model)
-    monkeypatch.setattr(_compat, "platform", lambda: "gpu")
-    layouts = []
-    kept = _per_layer.as_stored
-    monkeypatch.setattr(_per_layer, "as_stored", lambda *args: layouts.append(args) or kept(*args))
-    (loss, _), found = gradients(4, MODELS[model], NONE, UNPIPELINED[model])
+    layouts = recorded(monkeypatch, "as_stored", _per_layer)
+    check_on("gpu", monkeypatch, true, 4, MODELS[model], NONE, UNPIPELINED[model])
     assert layouts
-    assert_close(loss, true[0][0], "loss")
-    assert_same_gradients(found, true[1])

@@ -30,6 +30,8 @@ from ._graph import to_graph as to_graph
 from ._graph import variables as variables
 from ._in_place import copies_in_conditionals as copies_in_conditionals
 from ._in_place import run_once_if as run_once_if
+from ._layouts import partitioned_axes as partitioned_axes
+from ._layouts import row_major as row_major
 from ._origins import count_uses as count_uses
 from ._origins import free_variables as free_variables
 from ._origins import origin as origin

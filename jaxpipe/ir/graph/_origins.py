@@ -28,8 +28,8 @@ def origin(
         is_passed: Whether to go on from an equation to its only input.
 
     Returns:
-        The equation, its output, and the equations from there to `output`. None, a value and no
-        equations if that value is an input of the program or if it is read elsewhere too.
+        The equation, its output, and the equations from there to `output`. The first is None if the
+        value is an input of the program or if it is read elsewhere too.
     """
     way: list[Eqn] = []
     while isinstance(output, Var) and output in makers and uses[output] == 1:
@@ -38,7 +38,7 @@ def origin(
             return eqn, output, tuple(reversed(way))
         way.append(eqn)
         (output,) = eqn.inputs
-    return None, output, ()
+    return None, output, tuple(reversed(way))
 
 
 def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from ... import _compat
 from ..graph import (
@@ -30,7 +29,9 @@ from ..graph import (
     count_uses,
     has_plain_slices,
     origin,
+    partitioned_axes,
     pvary_like,
+    row_major,
     split_at,
     variables,
 )
@@ -115,10 +116,8 @@ def _summing(
         before = _accumulators(eqn).get(total)
         if before is None:
             continue
-        casts = [makers[before]] if before in makers and _is_pvary(makers[before]) else []
-        is_sum = [start] == (variables(casts[0].inputs) if casts else [before])
-        is_alone = uses[start] == uses[before] == uses[total] == 1
-        if is_sum and is_alone and _fits(before.aval, entry):
+        _, first, casts = origin(before, makers, uses, _is_pvary)
+        if first is start and uses[start] == uses[total] == 1 and _fits(before.aval, entry):
             result = outputs[i] = Var(entry.buffer.aval)
             within[eqn][before] = others.pop(i), result
             passed.update(casts)
@@ -346,13 +345,13 @@ def _read(aval: Any, buffer: jax.Array, index: Any, *inner: Any) -> list[jax.Arr
     sizes = (1,) * len(indices) + buffer.shape[len(indices) :]
     found = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
     x = pvary_like(aval, lax.squeeze(found, range(len(indices))))
-    return [_row_major(x) if _is_whole(buffer, inner) else x]
+    return [_in_layout(x) if _is_whole(buffer, inner) else x]
 
 
 def _write(buffer: jax.Array, index: Any, x: jax.Array, *inner: Any) -> list[jax.Array]:
     """Writes `x` to `buffer[index, *inner]`."""
     indices = index, *inner
-    x = pvary_like(jax.typeof(buffer), _row_major(x) if _is_whole(buffer, inner) else x)
+    x = pvary_like(jax.typeof(buffer), _in_layout(x) if _is_whole(buffer, inner) else x)
     new = lax.expand_dims(x, range(len(indices)))
     return [lax.dynamic_update_slice(buffer, new, _starts(buffer, indices))]
 
@@ -362,18 +361,16 @@ def _is_whole(buffer: jax.Array, inner: Sequence[Any]) -> bool:
     return all(size == 1 for size in buffer.shape[1 : 1 + len(inner)])
 
 
-def _row_major(x: jax.Array) -> jax.Array:
+def _in_layout(x: jax.Array) -> jax.Array:
     """Returns a whole entry in row-major layout, on TPUs.
 
     Otherwise XLA:TPU gives an entry the layout that its reader wants, by a copy of the whole buffer
     for every microbatch if its writer wants another. Slices that a loop reads need no constraint.
-    Arrays that XLA's partitioner divides have none: it would gather what a constraint reads.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_divided = any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in mesh.manual_axes)
-    if _compat.platform() != "tpu" or is_divided or not jnp.issubdtype(x.dtype, jnp.number):
+    is_number = jnp.issubdtype(x.dtype, jnp.number)
+    if _compat.platform() != "tpu" or partitioned_axes() or not is_number:
         return x
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return row_major(x)
 
 
 def _starts(buffer: jax.Array, indices: Sequence[Any]) -> list[Any]:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ... import _compat
+from ...ir.graph import partitioned_axes, row_major
 from ...sharding import Rules
 from ...sharding._rules import gathered_rules
 from ...sharding.specs import axes_of, axes_of_dim, without_axes
@@ -175,19 +175,16 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     Returns:
         The weights.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
+    axes = partitioned_axes()
+    others = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
 
-    def keep(x: jax.Array) -> jax.Array:
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-    def keep_shards(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not axes:
-            return keep(weight)
-        spec = without_axes(spec, frozenset(mesh.axis_names) - axes)
-        return jax.shard_map(keep, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
+            return row_major(weight)
+        spec = without_axes(spec, others)
+        return jax.shard_map(row_major, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
-    return map_leaves(keep_shards, weights, specs)
+    return map_leaves(keep, weights, specs)
 
 
 def as_stored_on_gpus(weights: PyTree, specs: PyTree) -> PyTree:

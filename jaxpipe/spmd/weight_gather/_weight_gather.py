@@ -190,14 +190,14 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
 
 def _entries(buffers: PyTree, index: Any) -> PyTree:
     """Returns entries of buffers, or arrays for a single chunk, which XLA:TPU fuses better."""
-    if _num_chunks(buffers) == 1:
-        return index_leading(buffers, index)
-    return jax.tree.map(lambda buffer: Entry(buffer, index), buffers)
+    if _num_chunks(buffers) > 1:
+        return jax.tree.map(lambda buffer: Entry(buffer, index), buffers)
+    return index_leading(buffers, index)
 
 
 def _in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
     new, result = add(_entries(sums, chunk))
-    return put(sums, new, chunk) if _num_chunks(sums) == 1 else new, result
+    return (new if _num_chunks(sums) > 1 else put(sums, new, chunk)), result
 
 
 def _num_chunks(buffers: PyTree) -> int:
