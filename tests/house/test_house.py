@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spmd": {"autodiff", "ir", "schedules", "sharding"},
     "mpmd": {"autodiff", "ir", "schedules", "sharding", "xla"},
     "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
-    "api": {"engines", "autodiff", "schedules", "sharding", "xla"},
+    "api": {"engines", "autodiff", "ir", "schedules", "sharding", "xla"},
     "testing": {"api", "engines", "schedules"},
     "modules": {"spmd", "autodiff", "sharding"},
     "linen": {"api", "modules", "spmd"},

@@ -1,0 +1,6 @@
+"""Runs a function of L equal layers once for all of them, where every layer is treated alike."""
+
+from ._assign import SMALL as SMALL
+from ._lift import LayerSlot as LayerSlot
+from ._lift import Lifted as Lifted
+from ._lift import lift as lift
