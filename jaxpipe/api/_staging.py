@@ -19,7 +19,7 @@ from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
 from ..sharding.specs import typed_by_specs
 from ._frozen import join
-from ._losses import LossParts, batch_weight, loss_parts
+from ._losses import LossParts, batch_divisor, check_metrics, loss_parts, sum_dtype
 from ._model import Model
 from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
@@ -101,9 +101,7 @@ def _loss_scale(
     x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
     boundary = boundary_model(model, 1).boundary(shapes)
-    weight = batch_weight(partial(_parts, model), boundary, x, flat)
-    total = jnp.float32(shape[0] * shape[1]) if weight is None else weight
-    return jnp.broadcast_to(1 / total, shape)
+    return jnp.broadcast_to(1 / batch_divisor(partial(_parts, model), boundary, x, flat), shape)
 
 
 def boundary_model(model: Model, num_pieces: int) -> StagedModel:
@@ -120,8 +118,8 @@ def boundary_model(model: Model, num_pieces: int) -> StagedModel:
 
     def loss(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         parts = _parts(model, boundary, x, inputs)
-        metrics = {name: value * mean for name, value in parts.metrics.items()}
-        return parts.total * inputs.scale, metrics
+        total = jnp.asarray(parts.total, inputs.scale.dtype)
+        return total * inputs.scale, _shares(parts.metrics, mean)
 
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         return sum_pieces(on_pieces(loss, 1, boundary, x, inputs))
@@ -234,7 +232,13 @@ def _x_and_aux(returned: Any, x: PyTree, mean: float) -> tuple[PyTree, dict[str,
     if not _is_pair(returned, x):
         return returned, {}
     y, aux = returned
-    return y, {name: value * mean for name, value in (aux or {}).items()}
+    check_metrics(aux or {}, "layer")
+    return y, _shares(aux or {}, mean)
+
+
+def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
+    """Returns what a piece contributes to means over all pieces."""
+    return {name: jnp.asarray(x, sum_dtype(x)) * mean for name, x in metrics.items()}
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:
