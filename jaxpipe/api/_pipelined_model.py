@@ -52,7 +52,6 @@ from .optimizer import (
     is_stored_state,
     num_lead_dims,
     shard_state,
-    stored_tree,
     traced,
     transformation,
     unshard_state,
@@ -102,7 +101,8 @@ class PipelinedModel(InspectedModel):
 
         Args:
             params: The user's tree; or, with `like`, the state that an optimizer has for it.
-            like: For a state the parameters that it is for: the user's tree or stored ones.
+            like: For a state what `init` of `optimizer(tx)` returned for this pipeline, or its
+                shapes.
 
         Returns:
             A pytree for `value`, `value_and_grad` and `unshard`. Layers are stacked in it: give
@@ -113,9 +113,7 @@ class PipelinedModel(InspectedModel):
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
         if like is not None:
-            shapes = self._shapes(like)
-            stored = stored_tree(self.model, self.engine, self._plan_of(shapes), shapes)
-            return shard_state(self.model, self.engine, stored, params)
+            return shard_state(self.engine, self._plan_of_state, params, like, self.model.tied)
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
         weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)

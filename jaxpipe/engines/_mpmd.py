@@ -218,7 +218,8 @@ def _place(
         leaves = jax.tree.leaves(other)
         return mpmd.place_with(tree, leaves[0]) if leaves else tree
 
-    placed = {name: with_leaf(weights[name], like[name]) for name in weights if name != "stages"}
+    others = [name for name in weights if name != "stages"]
+    placed = {name: with_leaf(weights[name], like.get(name, ())) for name in others}
     pairs = zip(weights["stages"], like["stages"], strict=True)
     return placed | {"stages": [with_leaf(*pair) for pair in pairs]}
 

@@ -2,7 +2,6 @@
 
 from ._convert import shard_state as shard_state
 from ._convert import unshard_state as unshard_state
-from ._optimizer import stored_tree as stored_tree
 from ._parts import num_lead_dims as num_lead_dims
 from ._state import StoredState as StoredState
 from ._state import is_stored_state as is_stored_state

@@ -1,6 +1,6 @@
 """Takes the state of an optimizer from the user's tree to stored parameters, and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +10,17 @@ from jaxtyping import PyTree
 
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
-from .._model import Model
-from ._optimizer import StoredTree, plan_of_node
-from ._parts import named_parts
-from ._slots import by_name
-from ._state import StoredState, from_stored, is_tree_of_state, state_form, to_stored
+from .._params import NumLayers
+from ._slots import Slot
+from ._state import StoredState, from_stored, is_tree_of_state
 
 
-def unshard_state(
-    engine: Engine, plan_of: Callable[[StoredState], PipelinePlan], state: PyTree
-) -> PyTree:
+def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelinePlan], state: PyTree) -> PyTree:
     """Returns a stored state as the optimizer has it for the user's tree.
 
     Args:
         engine: The engine.
-        plan_of: From a tree of the state to what the engine is told.
+        plan_of: From a part of the state to what the engine is told.
         state: The stored state.
 
     Returns:
@@ -34,65 +30,74 @@ def unshard_state(
     def gather(node: Any) -> Any:
         if not is_tree_of_state(node):
             return engine.gather(plan_of(node), node)
-        plan = plan_of(node)
-        groups = engine.gather(plan, node.groups)
-        stack = engine.unstack(plan, groups["stages"])
-        return replace(node, groups=groups | {"stages": stack})
+        groups = engine.gather(plan_of(node), node.groups)
+        return replace(
+            node, groups=groups | {"stages": engine.unstack(plan_of(node), groups["stages"])}
+        )
 
-    def layer(node: StoredState, name: tuple[str, str]) -> Mapping[int, Any]:
-        kind, array = name
-        stack = node.groups["stages"][kind][array] if kind else node.groups["stages"][array]
-        return {i: stack[i] for i in range(stack.shape[0])}
+    def array(node: StoredState, slot: Slot) -> Any:
+        stages = node.groups["stages"]
+        stack = (stages[slot.kind] if slot.kind else stages)[slot.name]
+        return stack[slot.layer] if slot.dim is None else jnp.moveaxis(stack, 0, slot.dim)
 
-    return from_stored(jax.tree.map(gather, state, is_leaf=is_tree_of_state), layer)
+    return from_stored(jax.tree.map(gather, state, is_leaf=is_tree_of_state), array)
 
 
-def shard_state(model: Model, engine: Engine, stored: StoredTree, state: PyTree) -> PyTree:
+def shard_state(
+    engine: Engine,
+    plan_of: Callable[[Any], PipelinePlan],
+    state: PyTree,
+    like: PyTree,
+    tied: bool,
+) -> PyTree:
     """Stores the state that an optimizer has for the user's tree.
 
     Args:
-        model: The model.
         engine: The engine.
-        stored: Shapes of the stored parameters that it is for.
+        plan_of: From a part of the state to what the engine is told.
         state: The state.
+        like: A stored state of the same optimizer, or its shapes.
+        tied: Whether the loss reads the parameters of the embedding.
 
     Returns:
         The state, on the devices that hold the parameters.
 
     Raises:
-        ValueError: If a parameter has state and the same parameter of another layer has not.
+        ValueError: If `state` has another structure than `unshard` gives `like`.
     """
-    form = state_form(state, stored.tree)
-    values: list[Any] = []
-    stacks: list[dict[tuple[str, str], Any]] = []
-    for node, leaves in zip(form.nodes, form.per_node(jax.tree.leaves(state)), strict=True):
-        slots = [slot for slot in node.slots if slot is not None]
-        layers = by_name(slots, leaves) if slots else {}
-        stacks.append({n: jnp.stack([d[i] for i in sorted(d)]) for n, d in layers.items()})
-        pairs = zip(node.slots, leaves, strict=True)
-        values += [leaf for slot, leaf in pairs if slot is None or slot.group != "stages"]
+    nodes, outer = jax.tree.flatten(like, is_leaf=is_tree_of_state)
 
-    def stage_parts(stack: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
-        kinds: dict[str, Any] = {}
-        for (kind, name), leaf in stack.items():
-            kinds.setdefault(kind, {})[name] = leaf
-        if isinstance(stored.num_layers, int):
-            stages = engine.stack(stored.plan, kinds.get("", {}))
-        else:
-            named = {kind: kinds.get(kind, {}) for kind, _ in stored.num_layers}
-            stages = engine.stack(stored.plan, named)
-        return named_parts(stages, stored.num_layers)
-
-    layers, others = stored.layers, [name for name in stored.params if name != "layers"]
-    parts = [stage_parts(stack) for stack in stacks]
-    made = to_stored(
-        form, values, parts, layers.stages, layers.num_layers, layers.layer_ids, others
-    )
-
-    def put(node: Any) -> Any:
+    def stored(node: Any, part: Any) -> Any:
         if not is_tree_of_state(node):
-            return node
-        plan = plan_of_node(stored, node)
-        return replace(node, groups=engine.put(plan, node.groups, model.tied))
+            return part
+        return _stored_node(engine, plan_of(node), node, node.structure.flatten_up_to(part), tied)
 
-    return jax.tree.map(put, made, is_leaf=is_tree_of_state)
+    return outer.unflatten(map(stored, nodes, outer.flatten_up_to(state)))
+
+
+def _stored_node(
+    engine: Engine, plan: PipelinePlan, node: StoredState, leaves: list[Any], tied: bool
+) -> StoredState:
+    groups: dict[str, Any] = {name: {} for name in node.groups}
+    layers: dict[str, dict[str, list[Any]]] = {}
+    for slot, leaf in zip(node.slots, map(jnp.asarray, leaves), strict=True):
+        if slot.group != "stages":
+            groups[slot.group][slot.name] = leaf
+        else:  # one layer, or all layers in front
+            some = leaf[None] if slot.dim is None else jnp.moveaxis(leaf, slot.dim, 0)
+            layers.setdefault(slot.kind, {}).setdefault(slot.name, []).append(some)
+    stacks = {
+        kind: {name: jnp.concatenate(arrays) for name, arrays in by_name.items()}
+        for kind, by_name in layers.items()
+    }
+    groups["stages"] = _stages(engine, plan, node.num_layers, stacks)
+    return replace(node, groups=engine.put(replace(plan, param_specs=node.specs), groups, tied))
+
+
+def _stages(
+    engine: Engine, plan: PipelinePlan, num_layers: NumLayers, stacks: dict[str, dict[str, Any]]
+) -> Any:
+    """Returns leaves [L, ...] of dicts by name, by kind, as the engine stores them."""
+    if isinstance(num_layers, int):
+        return engine.stack(plan, stacks.get("", {}))
+    return engine.stack(plan, {kind: stacks.get(kind, {}) for kind, _ in num_layers})

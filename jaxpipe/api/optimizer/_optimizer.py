@@ -11,16 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
-from ...ir.symmetry import LayerSlot, lift
 from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model
-from .._params import NumLayers, StoredLayers
+from .._params import PARAMETERS, NumLayers, StoredLayers
 from ._parts import PartsByName, layer_ids, num_lead_dims, parts_by_name, stages_like
+from ._run import Argument, Results, is_of_layers, run_of_lists, run_of_stacks
 from ._slots import Slot, UserTree, layer_counts, slots_of_groups, user_tree
 from ._state import (
     StateForm,
@@ -41,9 +42,10 @@ class StoredTree:
     Attributes:
         params: The parameters.
         plan: What the engine is told.
-        groups: The groups of the user's tree, as shapes, with lists of layers.
+        groups: The groups of the user's tree, as shapes.
         slots: The slot of each leaf of `groups`.
         tree: The user's tree.
+        in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
     """
 
     params: dict[str, Any]
@@ -51,6 +53,7 @@ class StoredTree:
     groups: dict[str, PyTree]
     slots: list[Slot]
     tree: UserTree
+    in_list: bool
 
     @property
     def layers(self) -> StoredLayers:
@@ -61,23 +64,6 @@ class StoredTree:
     def num_layers(self) -> NumLayers:
         """L, or the layers of each kind."""
         return self.layers.num_layers
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """An argument or a result of the traced function.
-
-    Attributes:
-        shapes: The tree that the optimizer is given, as shapes.
-        slots: For each leaf which array of which layer it is; None: of no layer.
-        values: The leaves of no layer, in order.
-        parts: The arrays [lead, ...] of all layers, by kind and name.
-    """
-
-    shapes: PyTree
-    slots: list[LayerSlot | None]
-    values: list[Any]
-    parts: PartsByName
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,7 @@ class LiftedOptimizer:
         arguments = [
             _of_params("gradients ", stored, grads),
             _of_state(stored, state),
-            _Argument(_shapes(extra), [None] * len(jax.tree.leaves(extra)), _leaves(extra), {}),
+            _argument(_shapes(extra), [None] * len(jax.tree.leaves(extra)), _leaves(extra), {}),
         ]
         if params is not None:
             arguments.append(_of_params("parameters ", stored, stored.params))
@@ -134,7 +120,7 @@ class LiftedOptimizer:
         def with_shardings(node: Any) -> Any:
             if not is_tree_of_state(node):
                 return node
-            plan = plan_of_node(stored, node)
+            plan = replace(stored.plan, param_specs=node.specs)
             where = self.engine.shardings(plan, node.groups, self.model.tied)
             groups = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node.groups, where
@@ -149,45 +135,61 @@ class LiftedOptimizer:
         """Returns a part of a first state where the parameters are that it is for."""
         if not is_tree_of_state(node):
             return self.engine.gather(stored.plan, node)
-        like = {name: stored.params[name] for name in node.groups if name != "stages"}
-        like["stages"] = stored.layers.stages
-        plan = plan_of_node(stored, node)
+        like = stored.params | {"stages": stored.layers.stages}
+        plan = replace(stored.plan, param_specs=node.specs)
         return replace(node, groups=self.engine.place(plan, node.groups, like, self.model.tied))
 
     def _run(
-        self, function: Callable, stored: StoredTree, arguments: Sequence[_Argument]
+        self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]
     ) -> tuple[Any, PyTree]:
         """Runs `(*arguments) -> (groups of updates or (), state)` of the user's tree."""
-        flat, structure = jax.tree.flatten([a.shapes for a in arguments])
-
-        def of_leaves(*leaves: Any) -> Any:
-            with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
-                return function(*structure.unflatten(leaves))
-
-        closed, (groups, state) = jax.make_jaxpr(of_leaves, return_shape=True)(*flat)
-        form = state_form(state, stored.tree)
-        out_slots = [] if groups == () else _layer_slots("updates ", stored.slots)
-        of_state = _slots_of_nodes(form)
-        in_slots = [slot for a in arguments for slot in a.slots]
-        counts = layer_counts(stored.num_layers)
-        lifted = lift(closed, in_slots, [*out_slots, *of_state], counts)
-        values, parts = lifted(
-            [value for a in arguments for value in a.values],
-            {name: p for a in arguments for name, p in a.parts.items()},
-            layer_ids(self.engine, stored.plan, stored.num_layers),
-            partial(self.engine.gather, stored.plan),
-        )
-        split = out_slots.count(None)
-        updates = () if groups == () else _updates(stored, groups, values[:split], parts)
-        return updates, _stored_state(stored, form, values[split:], parts)
+        closed, (groups, state) = _trace(function, [a.shapes for a in arguments])
+        if stored.in_list:
+            one, of_one = closed, state
+        else:
+            one, (_, of_one) = _trace(function, [a.of_one_layer for a in arguments])
+        form = state_form(state, of_one, stored.tree)
+        slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
+        ids = layer_ids(self.engine, stored.plan, stored.num_layers)
+        replicate = partial(self.engine.gather, stored.plan)
+        if stored.in_list:
+            counts = layer_counts(stored.num_layers)
+            results = run_of_lists(closed, arguments, slots, counts, ids, replicate)
+        else:
+            results = run_of_stacks(closed, one, arguments, slots, ids, replicate)
+        if groups == ():
+            return (), _stored_state(stored, form, results)
+        count = sum(not is_of_layers(slot) for slot in stored.slots)
+        updates = _updates(stored, groups, replace(results, values=results.values[:count]))
+        rest = replace(results, values=results.values[count:])
+        return updates, _stored_state(stored, form, rest)
 
 
 def stored_tree(
     model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
 ) -> StoredTree:
-    """Returns stored parameters with the user's tree that they are of."""
+    """Returns stored parameters with the user's tree that they are of.
+
+    Args:
+        model: The model.
+        engine: The engine.
+        plan: What the engine is told.
+        params: Stored parameters, arrays or shapes.
+
+    Returns:
+        The trainable parameters and their tree.
+
+    Raises:
+        ValueError: If some kinds of layers are lists and others are not.
+    """
     params = partition(params)[0]
     layers = params["layers"]
+    in_list = {layers.in_list} if isinstance(layers.in_list, bool) else {*layers.in_list}
+    if len(in_list) > 1:
+        raise ValueError(
+            "`params['layers']` has lists of layers and leaves [L, ...]. For an optimizer all "
+            "kinds must be alike: give lists."
+        )
 
     def to_groups(params: dict[str, Any]) -> dict[str, PyTree]:
         layers = params["layers"]
@@ -195,8 +197,21 @@ def stored_tree(
         return params | {"layers": unstack_all(stack, layers.num_layers, layers.in_list)}
 
     groups = jax.eval_shape(to_groups, _shapes(params))
-    tree = user_tree(model.from_groups, groups, layers.num_layers)
-    return StoredTree(params, plan, groups, slots_of_groups(groups, layers.num_layers), tree)
+    (is_list,) = in_list
+    slots = slots_of_groups(groups, layers.num_layers, is_list)
+    tree = user_tree(model.from_groups, groups, slots)
+    return StoredTree(params, plan, groups, slots, tree, is_list)
+
+
+def _trace(function: Callable, arguments: PyTree) -> tuple[ClosedJaxpr, Any]:
+    """Returns the program of a function of trees, and the shapes of its results."""
+    flat, structure = jax.tree.flatten(arguments)
+
+    def of_leaves(*leaves: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
+            return function(*structure.unflatten(leaves))
+
+    return jax.make_jaxpr(of_leaves, return_shape=True)(*flat)
 
 
 def _shapes(tree: PyTree) -> PyTree:
@@ -207,109 +222,120 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+def _of_one_layer(slot: Slot | None, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if slot is None or slot.dim is None:
+        return shape
+    one = *shape.shape[: slot.dim], 1, *shape.shape[slot.dim + 1 :]
+    return jax.ShapeDtypeStruct(one, shape.dtype, weak_type=shape.weak_type)
+
+
 def _leaves(tree: PyTree) -> list[Any]:
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _layer_slots(prefix: str, slots: Sequence[Slot | None]) -> list[LayerSlot | None]:
-    """Returns which array of which layer leaves are, with a name that no other argument has."""
-    return [
-        LayerSlot(slot.kind, prefix + slot.name, slot.layer)
-        if slot is not None and slot.group == "stages"
-        else None
-        for slot in slots
-    ]
+def _named(prefix: str, slots: Sequence[Slot | None]) -> list[Slot | None]:
+    """Returns slots with names that no other argument has."""
+    return [slot and slot._replace(name=prefix + slot.name) for slot in slots]
 
 
-def _of_params(prefix: str, stored: StoredTree, params: dict[str, Any]) -> _Argument:
+def _argument(
+    shapes: PyTree, slots: list[Slot | None], values: list[Any], parts: PartsByName
+) -> Argument:
+    leaves, structure = jax.tree.flatten(shapes)
+    return Argument(
+        shapes, structure.unflatten(map(_of_one_layer, slots, leaves)), slots, values, parts
+    )
+
+
+def _of_params(prefix: str, stored: StoredTree, params: dict[str, Any]) -> Argument:
     """Returns parameters or gradients as an argument."""
     layers = params["layers"]
     others = [leaf for name in sorted(params) if name != "layers" for leaf in _leaves(params[name])]
     parts = parts_by_name(layers.stages, layers.num_layers)
-    dtypes = {name: arrays[0].dtype for name, arrays in parts.items()}
     flat, structure = jax.tree.flatten(stored.groups)
-    dtype_of = iter([x.dtype for x in others])
+    before = [leaf for leaf, s in zip(flat, stored.slots, strict=True) if not is_of_layers(s)]
+    dtypes = iter([x.dtype for x in others])
+    assert len(before) == len(others)
     shapes = [
         jax.ShapeDtypeStruct(
             leaf.shape,
-            dtypes[slot.kind, slot.name] if slot.group == "stages" else next(dtype_of),
+            parts[slot.kind, slot.name][0].dtype if is_of_layers(slot) else next(dtypes),
         )
         for leaf, slot in zip(flat, stored.slots, strict=True)
     ]
     named = {(kind, prefix + name): arrays for (kind, name), arrays in parts.items()}
-    return _Argument(structure.unflatten(shapes), _layer_slots(prefix, stored.slots), others, named)
+    return _argument(structure.unflatten(shapes), _named(prefix, stored.slots), others, named)
 
 
 def _prefix(node: int) -> str:
     return f"state[{node}] "
 
 
-def _of_state(stored: StoredTree, state: PyTree) -> _Argument:
+def _of_state(stored: StoredTree, state: PyTree) -> Argument:
     """Returns a stored state as an argument."""
-    nodes = jax.tree.leaves(state, is_leaf=is_tree_of_state)
-    slots: list[LayerSlot | None] = []
+    slots: list[Slot | None] = []
     values: list[Any] = []
     parts: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for i, node in enumerate(nodes):
-        slots += _layer_slots(_prefix(i), node.slots) if is_tree_of_state(node) else [None]
+    for i, node in enumerate(jax.tree.leaves(state, is_leaf=is_tree_of_state)):
+        slots += _named(_prefix(i), node.slots) if is_tree_of_state(node) else [None]
         of_node, of_layers = node_values(node)
         values += of_node
         parts |= {(kind, _prefix(i) + name): p for (kind, name), p in of_layers.items()}
+    counts = layer_counts(stored.num_layers)
 
-    def one_layer(node: StoredState, name: tuple[str, str]) -> dict[int, Any]:
-        stack = node_values(node)[1][name][0]
-        lead = num_lead_dims(node.groups["stages"])
-        shape = jax.ShapeDtypeStruct(stack.shape[lead:], stack.dtype)
-        return dict.fromkeys(range(layer_counts(stored.num_layers)[name[0]]), shape)
+    def shape(node: StoredState, slot: Slot) -> jax.ShapeDtypeStruct:
+        stack = node_values(node)[1][slot.kind, slot.name][0]
+        dims = list(stack.shape[num_lead_dims(node.groups["stages"]) :])
+        if slot.dim is not None:
+            dims.insert(slot.dim, counts[slot.kind])
+        return jax.ShapeDtypeStruct(tuple(dims), stack.dtype)
 
-    whole = from_stored(state, one_layer)
-    return _Argument(_shapes(whole), slots, values, parts)
-
-
-def _slots_of_nodes(form: StateForm) -> list[LayerSlot | None]:
-    slots: list[LayerSlot | None] = []
-    for i, node in enumerate(form.nodes):
-        slots += _layer_slots(_prefix(i), node.slots)
-    return slots
+    return _argument(_shapes(from_stored(state, shape)), slots, values, parts)
 
 
-def _updates(
-    stored: StoredTree, groups: PyTree, values: Sequence[Any], parts: PartsByName
-) -> dict[str, Any]:
+def _slots_of(form: StateForm) -> list[Slot | None]:
+    return [s for i, node in enumerate(form.nodes) for s in _named(_prefix(i), node.slots)]
+
+
+def _with_prefix(prefix: str, parts: PartsByName) -> PartsByName:
+    """Returns the arrays whose names have a prefix, without it."""
+    return {
+        (kind, name.removeprefix(prefix)): arrays
+        for (kind, name), arrays in parts.items()
+        if name.startswith(prefix)
+    }
+
+
+def _updates(stored: StoredTree, groups: PyTree, results: Results) -> dict[str, Any]:
     """Returns updates like trainable parameters, from those of the groups of the user's tree."""
-    rest = iter(values)
+    rest = iter(results.values)
     updates: dict[str, Any] = {}
     for name in sorted(groups):
         if name == "layers":
-            prefix = "updates "
-            named = {(k, n.removeprefix(prefix)): p for (k, n), p in parts.items() if prefix in n}
-            stages = stages_like(stored.layers.stages, stored.num_layers, named)
-            updates[name] = replace(stored.layers, stages=stages)
+            parts = _with_prefix("updates ", results.parts)
+            stages = stages_like(stored.layers.stages, stored.num_layers, parts)
+            updates[name] = replace(stored.layers, stages=stages, role=PARAMETERS)
         else:
             updates[name] = jax.tree.map(lambda _: next(rest), groups[name])
     return {name: updates[name] for name in stored.params}
 
 
-def _stored_state(
-    stored: StoredTree, form: StateForm, values: Sequence[Any], parts: PartsByName
-) -> PyTree:
-    by_node: list[PartsByName] = [
-        {
-            (kind, name.removeprefix(_prefix(i))): arrays
-            for (kind, name), arrays in parts.items()
-            if name.startswith(_prefix(i))
-        }
-        for i in range(len(form.nodes))
-    ]
+def _stored_state(stored: StoredTree, form: StateForm, results: Results) -> PyTree:
+    by_node = [_with_prefix(_prefix(i), results.parts) for i in range(len(form.nodes))]
     others = [name for name in stored.params if name != "layers"]
     layers = stored.layers
-    return to_stored(
-        form, values, by_node, layers.stages, layers.num_layers, layers.layer_ids, others
+    state = to_stored(
+        form, results.values, by_node, layers.stages, layers.num_layers, layers.layer_ids, others
     )
+    shapes: dict[Slot, Any] = {}
+    for slot, leaf in zip(stored.slots, jax.tree.leaves(stored.groups), strict=True):
+        if slot.layer <= 0:
+            shape = leaf.shape if slot.dim is None else leaf.shape[1:]
+            shapes[slot] = jax.ShapeDtypeStruct(shape, leaf.dtype)
 
+    def with_specs(node: Any) -> Any:
+        if not is_tree_of_state(node):
+            return node
+        return replace(node, specs=specs_of_state(layers.specs, shapes, node))
 
-def plan_of_node(stored: StoredTree, node: StoredState) -> PipelinePlan:
-    """Returns what the engine is told of arrays of a state: the specs of their parameters."""
-    leaves = zip(stored.slots, jax.tree.leaves(stored.groups), strict=True)
-    shapes = {slot: leaf for slot, leaf in leaves if slot.layer <= 0}
-    return replace(stored.plan, param_specs=specs_of_state(stored.layers.specs, shapes, node))
+    return jax.tree.map(with_specs, state, is_leaf=is_tree_of_state)

@@ -5,7 +5,7 @@ engines: "embed", "stages", "head" and "shared". A slot says where an array of t
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,13 +22,15 @@ class Slot(NamedTuple):
         group: "embed", "stages", "head" or "shared".
         kind: The kind of layers; "" if there is one kind, or for another group.
         name: The path in the group or in a layer.
-        layer: The layer of its kind, -1 in another group.
+        layer: The layer of its kind; -1 in another group, and for an array of all layers.
+        dim: The dim of layers of an array of all of them, None for others.
     """
 
     group: str
     kind: str
     name: str
     layer: int
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,17 @@ def layer_counts(num_layers: NumLayers) -> dict[str, int]:
     return {"": num_layers} if isinstance(num_layers, int) else dict(num_layers)
 
 
-def slots_of_groups(groups: PyTree, num_layers: NumLayers) -> list[Slot]:
-    """Returns the slot of every leaf of the groups of the user's tree, with lists of layers."""
+def slots_of_groups(groups: PyTree, num_layers: NumLayers, in_list: bool) -> list[Slot]:
+    """Returns the slot of every leaf of the groups of the user's tree.
+
+    Args:
+        groups: The groups, arrays or shapes.
+        num_layers: L, or the number of layers of each kind.
+        in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
+
+    Returns:
+        The slots, in order.
+    """
     slots: list[Slot] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(groups):
         group, *rest = path
@@ -66,20 +77,23 @@ def slots_of_groups(groups: PyTree, num_layers: NumLayers) -> list[Slot]:
             slots.append(Slot(group.key, "", jax.tree_util.keystr(tuple(rest)), -1))
             continue
         kind = "" if isinstance(num_layers, int) else str(rest.pop(0).key)
-        layer, *inner = rest
-        slots.append(Slot("stages", kind, jax.tree_util.keystr(tuple(inner)), layer.idx))
+        if in_list:
+            layer, *rest = rest
+            slots.append(Slot("stages", kind, jax.tree_util.keystr(tuple(rest)), layer.idx))
+        else:
+            slots.append(Slot("stages", kind, jax.tree_util.keystr(tuple(rest)), -1, 0))
     return slots
 
 
 def user_tree(
-    from_groups: Callable[[dict[str, PyTree]], PyTree], groups: PyTree, num_layers: NumLayers
+    from_groups: Callable[[dict[str, PyTree]], PyTree], groups: PyTree, slots: Sequence[Slot]
 ) -> UserTree:
     """Finds out where the leaves of the user's tree are stored.
 
     Args:
         from_groups: From groups to the user's tree.
-        groups: The groups, as shapes, with lists of layers.
-        num_layers: L, or the number of layers of each kind.
+        groups: The groups, as shapes.
+        slots: The slot of each leaf of `groups`.
 
     Returns:
         The user's tree. A leaf has the name of the array of its layer that it is made of.
@@ -95,7 +109,6 @@ def user_tree(
     for equation in closed.jaxpr.eqns:
         read = of(equation.invars)
         sources |= dict.fromkeys(equation.outvars, read)
-    slots = slots_of_groups(groups, num_layers)
     of_leaves = [_joint_slot([slots[i] for i in sorted(of([v]))]) for v in closed.jaxpr.outvars]
     return UserTree(jax.tree.structure(shapes), tuple(_with_own_names(of_leaves)))
 
@@ -106,7 +119,7 @@ def _var(x: Any) -> Any:
 
 def _joint_slot(slots: Sequence[Slot]) -> Slot | None:
     """Returns the slot of what is made of some arrays, if they are of one layer or one group."""
-    owners = {(slot.group, slot.kind, slot.layer) for slot in slots}
+    owners = {(slot.group, slot.kind, slot.layer, slot.dim) for slot in slots}
     if len(owners) != 1:
         return None
     return slots[0]._replace(name=" and ".join(slot.name for slot in slots))
@@ -121,12 +134,3 @@ def _with_own_names(slots: Sequence[Slot | None]) -> list[Slot | None]:
         uses[slot] += 1
         named.append(slot._replace(name=f"{slot.name}#{count}") if slot and count else slot)
     return named
-
-
-def by_name(slots: Sequence[Slot], leaves: Sequence[Any]) -> Mapping[tuple[str, str], dict]:
-    """Returns the leaves of layers, by kind and name, and then by layer."""
-    found: dict[tuple[str, str], dict[int, Any]] = {}
-    for slot, leaf in zip(slots, leaves, strict=True):
-        if slot.group == "stages":
-            found.setdefault((slot.kind, slot.name), {})[slot.layer] = leaf
-    return found

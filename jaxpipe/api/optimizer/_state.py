@@ -32,6 +32,7 @@ class StoredState:
         structure: The structure of the user's form.
         num_layers: L, or the layers of each kind.
         layer_ids: The layer at every place of stages.
+        specs: The specs of arrays that have the shape of a parameter with one of the user's.
     """
 
     groups: dict[str, Any]
@@ -39,6 +40,7 @@ class StoredState:
     structure: Any = field(metadata={"static": True})
     num_layers: NumLayers = field(metadata={"static": True})
     layer_ids: tuple[Any, ...] = field(metadata={"static": True})
+    specs: ParamSpecs = field(default=(), metadata={"static": True})
 
 
 def is_tree_of_state(x: Any) -> bool:
@@ -49,7 +51,7 @@ def is_tree_of_state(x: Any) -> bool:
 def is_stored_state(state: PyTree) -> bool:
     """Returns whether a tree is the state of an optimizer of a pipeline, and no parameters."""
     leaves = jax.tree.leaves(state, is_leaf=is_tree_of_state)
-    return all(is_tree_of_state(leaf) or not jnp.shape(leaf) for leaf in leaves)
+    return any(map(is_tree_of_state, leaves)) or not any(map(jnp.shape, leaves))
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ class StateForm:
         return [[next(rest) for _ in node.slots] for node in self.nodes]
 
 
-def state_form(state: PyTree, tree: UserTree) -> StateForm:
+def state_form(state: PyTree, of_one_layer: PyTree, tree: UserTree) -> StateForm:
     """Finds the trees in a state that are like that of parameters.
 
     Args:
         state: The state in the user's form, as shapes.
+        of_one_layer: The same for leaves [1, ...] in place of [L, ...]; `state` for lists of
+            layers.
         tree: The user's tree.
 
     Returns:
@@ -102,25 +106,52 @@ def state_form(state: PyTree, tree: UserTree) -> StateForm:
         ValueError: If a parameter has state and the same parameter of another layer has not.
     """
     nodes, outer = jax.tree.flatten(state, is_leaf=tree.is_like)
+    if jax.tree.structure(of_one_layer) != jax.tree.structure(state):
+        raise ValueError(_other_state("of one structure", "a model", "of another structure"))
     forms: list[StateNode] = []
-    for node in nodes:
+    for node, other in zip(nodes, outer.flatten_up_to(of_one_layer), strict=True):
         if not tree.is_like(node):
             forms.append(StateNode(None, (None,)))
             continue
         slots: list[Slot | None] = []
+        ones = iter(jax.tree.leaves(other))
         for slot, part in zip(tree.slots, tree.structure.flatten_up_to(node), strict=True):
-            for path, _ in jax.tree_util.tree_leaves_with_path(part):
-                slots.append(slot and slot._replace(name=slot.name + keystr(path)))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+                one = next(ones)
+                named = slot and slot._replace(name=slot.name + keystr(path))
+                slots.append(named and _slot_of_state(named, leaf.shape, one.shape))
         _check_alike(slots, jax.tree.leaves(node))
         forms.append(StateNode(jax.tree.structure(node), tuple(slots)))
     return StateForm(outer, tuple(forms))
+
+
+def _slot_of_state(slot: Slot, shape: tuple[int, ...], of_one_layer: tuple[int, ...]) -> Slot:
+    """Returns the slot of an array of a state, given that of its parameter."""
+    if slot.dim is None:
+        return slot
+    if shape == of_one_layer:  # one for all layers
+        return Slot("shared", "", slot.name, -1)
+    dims = [i for i, size in enumerate(of_one_layer) if shape[i : i + 1] != (size,)]
+    if len(shape) != len(of_one_layer) or len(dims) != 1 or of_one_layer[dims[0]] != 1:
+        raise ValueError(
+            _other_state(f"of shape {list(shape)}", slot.name, f"of {list(of_one_layer)}")
+        )
+    return slot._replace(dim=dims[0])
+
+
+def _other_state(state: str, name: str, of_one_layer: str) -> str:
+    return (
+        f"The optimizer has a state {state} for the stacked layers of {name}, and {of_one_layer} "
+        "for one layer, so it is not known which part belongs to which layer. Give "
+        "`params['layers']` as a list of layers."
+    )
 
 
 def _check_alike(slots: Sequence[Slot | None], leaves: Sequence[Any]) -> None:
     """Raises a `ValueError` if layers of a kind differ in what state they have."""
     of_layers: dict[tuple[str, int], dict[str, Any]] = {}
     for slot, leaf in zip(slots, leaves, strict=True):
-        if slot is not None and slot.group == "stages":
+        if slot is not None and slot.group == "stages" and slot.dim is None:
             of_layers.setdefault((slot.kind, slot.layer), {})[slot.name] = leaf.shape, leaf.dtype
     for (kind, layer), shapes in of_layers.items():
         first = of_layers.get((kind, 0), {})
@@ -152,7 +183,7 @@ def to_stored(
         stages: Stages as the engine stores them, whose structure is read.
         num_layers: L, or the layers of each kind.
         layer_ids: The layer at every place of stages.
-        groups: The groups of the parameters besides "stages".
+        groups: The groups of the parameters besides "stages". A state may have "shared" too.
 
     Returns:
         The state.
@@ -167,22 +198,19 @@ def to_stored(
         for slot in node.slots:
             assert slot is not None
             if slot.group != "stages":
-                by_group[slot.group][slot.name] = next(rest)
+                by_group.setdefault(slot.group, {})[slot.name] = next(rest)
         by_group["stages"] = stages_of_names(stages, num_layers, of_layers)
         slots: Any = node.slots
         nodes.append(StoredState(by_group, slots, node.structure, num_layers, layer_ids))
     return form.outer.unflatten(nodes)
 
 
-def from_stored(
-    state: PyTree,
-    unstack: Callable[[StoredState, tuple[str, str]], Mapping[int, Any]],
-) -> PyTree:
+def from_stored(state: PyTree, array_of: Callable[[StoredState, Slot], Any]) -> PyTree:
     """Returns a state in the user's form.
 
     Args:
         state: The state as engines store it.
-        unstack: From a node of it, a kind and a name to the arrays of all layers.
+        array_of: From a node and a slot of layers to the array of the user's form.
 
     Returns:
         The state that the optimizer has for the user's tree.
@@ -191,16 +219,10 @@ def from_stored(
     def whole(node: Any) -> Any:
         if not is_tree_of_state(node):
             return node
-        layers: dict[tuple[str, str], Mapping[int, Any]] = {}
-        leaves: list[Any] = []
-        for slot in node.slots:
-            if slot.group != "stages":
-                leaves.append(node.groups[slot.group][slot.name])
-                continue
-            name = slot.kind, slot.name
-            if name not in layers:
-                layers[name] = unstack(node, name)
-            leaves.append(layers[name][slot.layer])
+        leaves = [
+            array_of(node, slot) if slot.group == "stages" else node.groups[slot.group][slot.name]
+            for slot in node.slots
+        ]
         return node.structure.unflatten(leaves)
 
     return jax.tree.map(whole, state, is_leaf=is_tree_of_state)
@@ -219,7 +241,7 @@ def specs_of_state(specs: ParamSpecs, params: Mapping[Slot, Any], node: StoredSt
 
     Args:
         specs: The specs of parameters.
-        params: The shape of each parameter by its slot, of layer 0 for layers.
+        params: The shape of each parameter by its slot, of one layer for layers.
         node: A tree of the state, as shapes.
 
     Returns:
@@ -244,7 +266,7 @@ def _first_leaves(node: StoredState) -> list[tuple[Slot, Any]]:
     for slot in node.slots:
         if slot.group != "stages":
             leaves.append((slot, node.groups[slot.group][slot.name]))
-        elif slot.layer == 0:
+        elif slot.layer <= 0:
             stack = parts[slot.kind, slot.name][0]
             leaves.append((slot, jax.ShapeDtypeStruct(stack.shape[lead:], stack.dtype)))
     return leaves

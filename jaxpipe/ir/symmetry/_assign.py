@@ -14,7 +14,6 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import source_info_util
 
 from ..graph import Atom, Literal, Var, variables
 from ._calls import Call, literal_signature
@@ -303,19 +302,16 @@ def _check_single(calls: Sequence[Call], trial: _Trial, units: Iterable[Group | 
             continue
         owners = sorted({trial.owner_of[v].layer for v in large})
         names = sorted({trial.name_of[v] for v in large})
-        where = ""
-        if call.equation is not None:
-            where = f" ({source_info_util.summarize(call.equation.source_info)})"
         leaf = f"{names[0]} of layer{'s' if len(owners) > 1 else ''} "
         leaf += ", ".join(map(str, owners[:4])) + (", ..." if len(owners) > 4 else "")
         if len(owners) > 1:
             raise ValueError(
-                f"`{call.name}`{where} combines whole arrays of several layers, {leaf}. A pipeline "
-                "has them on different devices: it can only combine numbers of layers, such as "
-                "norms."
+                f"`{call.name}`{call.where} combines whole arrays of several layers, {leaf}. A "
+                "pipeline has them on different devices: it can only combine numbers of layers, "
+                "such as norms."
             )
         raise ValueError(
-            f"`{call.name}`{where} is applied to {leaf} and not to all layers alike. The layers of "
-            "a pipeline are updated by one program: treat a parameter alike in all layers, or "
-            "freeze it."
+            f"`{call.name}`{call.where} is applied to {leaf} and not to all layers alike. The "
+            "layers of a pipeline are updated by one program: treat a parameter alike in all "
+            "layers, or freeze it."
         )

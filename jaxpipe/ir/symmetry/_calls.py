@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from ..graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
@@ -29,7 +29,7 @@ class Call:
         outputs: The results.
         run: `(*operands) -> outputs`.
         signature: Equal for calls that compute the same from equal operands.
-        equation: The jaxpr equation, None for what is not one primitive.
+        operation: The operation of the equation.
     """
 
     name: str
@@ -37,7 +37,19 @@ class Call:
     outputs: tuple[Var, ...]
     run: Callable[..., Sequence[Any]]
     signature: Hashable
-    equation: JaxprEqn | None = None
+    operation: PrimitiveCall | Scan | Cond | ShardMap
+
+    @property
+    def equation(self) -> JaxprEqn | None:
+        """The jaxpr equation, None for what is not one primitive."""
+        return self.operation.equation if isinstance(self.operation, PrimitiveCall) else None
+
+    @property
+    def where(self) -> str:
+        """The line of the user's program in brackets, for errors."""
+        if self.equation is None:
+            return ""
+        return f" ({source_info_util.summarize(self.equation.source_info)})"
 
 
 def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
@@ -49,7 +61,7 @@ def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
     eqns: list[Eqn] = []
     for eqn in graph.eqns:
         eqns += _opened(eqn)
-    return [_to_call(eqn, closed.jaxpr) for eqn in eqns]
+    return [call_of(eqn, closed.jaxpr) for eqn in eqns]
 
 
 _MANY = 8
@@ -85,21 +97,24 @@ def _select_branch(index: Any, *choices: Any) -> list[Any]:
     return [lax.select_n(lax.clamp(np.int32(0), index, np.int32(len(choices) - 1)), *choices)]
 
 
-def _to_call(eqn: Eqn, jaxpr: Jaxpr) -> Call:
+def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
+    """Returns an equation of a graph of a jaxpr as a call."""
     operation = eqn.operation
     if not isinstance(operation, PrimitiveCall):
         name = type(operation).__name__.lower()
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, _signature(operation))
+        signature = _signature(operation)
+        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
     equation = operation.equation
     if equation is None:
-        return Call(operation.name, eqn.inputs, eqn.outputs, operation.run, operation.name)
+        name = operation.name
+        return Call(name, eqn.inputs, eqn.outputs, operation.run, name, operation)
     variables = iter(eqn.inputs)
     operands = tuple(
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
     )
     signature = operation.name, _text(equation.params)
     run = partial(_bind, jaxpr, equation)
-    return Call(operation.name, operands, eqn.outputs, run, signature, equation)
+    return Call(operation.name, operands, eqn.outputs, run, signature, operation)
 
 
 def _bind(jaxpr: Jaxpr, equation: JaxprEqn, *operands: Any) -> Sequence[Any]:
