@@ -105,7 +105,7 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
+    return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 
 def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:

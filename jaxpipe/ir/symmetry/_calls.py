@@ -16,7 +16,18 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from ..graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
+from ..graph import (
+    Atom,
+    Cond,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    ShardMap,
+    Var,
+    split_at,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +64,11 @@ class Call:
 
 
 def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
-    """Returns the calls of a graph of a jaxpr; conditionals of many arrays become selects.
+    """Returns the calls of a graph of a jaxpr, with those of branches and loops of many arrays.
 
     A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
-    each of them. Both branches are then computed, and the result of one is selected.
+    each of them. Both branches are then computed, and the result of one is selected. A loop over
+    all layers at once, as in `optax.lbfgs`, is written out.
     """
     eqns: list[Eqn] = []
     for eqn in graph.eqns:
@@ -65,32 +77,74 @@ def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
 
 
 _MANY = 8
-"""Operands from which on a conditional is assumed to read several layers."""
+"""Operands from which on a conditional or a loop is assumed to read several layers."""
+
+_SHORT = 64
+"""Iterations up to which a loop that reads several layers is written out."""
 
 
 def _opened(eqn: Eqn) -> list[Eqn]:
-    """Returns the equations of both branches and selects, for a conditional of many operands."""
-    if not isinstance(eqn.operation, Cond) or len(eqn.inputs) <= _MANY:
+    """Returns the equations inside of a conditional or a loop of many operands."""
+    if len(eqn.inputs) <= _MANY:
         return [eqn]
+    match eqn.operation:
+        case Cond(branches, num_accumulators=0):
+            return _selected(eqn, branches)
+        case Scan(num_accumulators=0, length=length) as scan if 0 < length <= _SHORT:
+            return _unrolled(eqn, scan)
+    return [eqn]
+
+
+def _selected(eqn: Eqn, branches: Sequence[Graph]) -> list[Eqn]:
+    """Returns the equations of all branches, and selections of their results."""
     index, *inputs = eqn.inputs
     eqns: list[Eqn] = []
-    results: list[Sequence[Atom]] = []
-    for branch in eqn.operation.branches:
-        env: dict[Any, Atom] = dict(zip(branch.inputs, inputs, strict=True))
-
-        def read(atom: Atom, env: Mapping[Any, Atom] = env) -> Atom:
-            return atom if isinstance(atom, Literal) else env[atom]
-
-        for inner in branch.eqns:
-            outputs = tuple(Var(var.aval) for var in inner.outputs)
-            renamed = Eqn(inner.operation, tuple(map(read, inner.inputs)), outputs)
-            env.update(zip(inner.outputs, outputs, strict=True))
-            eqns += _opened(renamed)
-        results.append([read(atom) for atom in branch.outputs])
+    results = [_inlined(branch, inputs, eqns) for branch in branches]
     for output, *choices in zip(eqn.outputs, *results, strict=True):
         select = PrimitiveCall("select_branch", _select_branch)
         eqns.append(Eqn(select, (index, *choices), (output,)))
     return eqns
+
+
+def _unrolled(eqn: Eqn, scan: Scan) -> list[Eqn]:
+    """Returns the equations of all iterations, in which single layers can be seen."""
+    consts, carry, xs = split_at(eqn.inputs, (scan.num_consts, scan.num_consts + scan.num_carry))
+    order = range(scan.length)
+    eqns: list[Eqn] = []
+    ys: dict[int, Sequence[Atom]] = {}
+    for i in reversed(order) if scan.reverse else order:
+        slices = scan.body.inputs[len(consts) + len(carry) :]
+        ith = PrimitiveCall(f"entry {i}", partial(_entry, i))
+        outputs = [Var(var.aval) for var in slices]
+        eqns += [Eqn(ith, (x,), (y,)) for x, y in zip(xs, outputs, strict=True)]
+        results = _inlined(scan.body, [*consts, *carry, *outputs], eqns)
+        carry, ys[i] = results[: scan.num_carry], results[scan.num_carry :]
+    renamed = PrimitiveCall("copy", lambda x: [x])
+    pairs = zip(eqn.outputs, carry, strict=False)
+    eqns += [Eqn(renamed, (result,), (output,)) for output, result in pairs]
+    stack = PrimitiveCall("stack", lambda *slices: [jnp.stack(slices)])
+    for k, output in enumerate(eqn.outputs[scan.num_carry :]):
+        eqns.append(Eqn(stack, tuple(ys[i][k] for i in order), (output,)))
+    return eqns
+
+
+def _inlined(graph: Graph, inputs: Sequence[Atom], eqns: list[Eqn]) -> list[Atom]:
+    """Appends the equations of a graph, with variables of their own; returns its results."""
+    env: dict[Var, Atom] = dict(zip(graph.inputs, inputs, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else env[atom]
+
+    for inner in graph.eqns:
+        outputs = tuple(Var(var.aval) for var in inner.outputs)
+        renamed = Eqn(inner.operation, tuple(map(read, inner.inputs)), outputs)
+        env.update(zip(inner.outputs, outputs, strict=True))
+        eqns += _opened(renamed)
+    return list(map(read, graph.outputs))
+
+
+def _entry(index: int, x: Any) -> list[Any]:
+    return [lax.index_in_dim(x, index, keepdims=False)]
 
 
 def _select_branch(index: Any, *choices: Any) -> list[Any]:
