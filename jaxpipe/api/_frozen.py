@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import SameForAllMicrobatches
 from ._dependence import dependent_inputs
 from ._model import Model
 
@@ -21,7 +23,7 @@ FrozenRule = Callable[[str, Any], bool] | PyTree
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Frozen:
+class Frozen(SameForAllMicrobatches):
     """A frozen leaf of stored parameters.
 
     Attributes:
@@ -79,6 +81,31 @@ def mark_frozen(
         if isinstance(of_kind, list | tuple):
             _check_alike(of_kind, f"params['layers']{name}")
     return jax.tree.map(lambda mark, leaf: Frozen(leaf) if mark else leaf, marks, groups)
+
+
+def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
+    """Checks that trainable parameters are numbers by which a loss can be differentiated.
+
+    Args:
+        rule: Says which leaves are frozen. None: none is.
+        params: The user's tree.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If one is an integer, a boolean or a random key. It names the leaf.
+    """
+    flags = jax.tree.map(lambda _: False, params) if rule is None else _flags(rule, params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), is_frozen in zip(leaves, jax.tree.leaves(flags), strict=True):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+        if not is_frozen and not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"`params{_name(path)}` is {dtype}{list(jnp.shape(leaf))}, which has no gradient. "
+                "Say that it is not trained: `jp.pipeline(..., frozen=lambda path, leaf: not "
+                "jnp.issubdtype(leaf.dtype, jnp.inexact))`."
+            )
 
 
 def _flags(rule: FrozenRule, params: PyTree) -> PyTree:

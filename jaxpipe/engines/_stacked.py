@@ -104,7 +104,12 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
+
+    def unstack_leaf(leaf: Any) -> Any:
+        # Not -1, of which an array of size 0 has too many.
+        return leaf.reshape(math.prod(leaf.shape[:3]), *leaf.shape[3:])[positions]
+
+    return jax.tree.map(unstack_leaf, stages)
 
 
 def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:

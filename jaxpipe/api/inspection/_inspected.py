@@ -118,8 +118,7 @@ class InspectedModel:
             ValueError: If the device is unknown, or the batch does not divide.
         """
         stored = self._shapes(params)
-        # Its shape is enough, so any key will do.
-        key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
+        key = _any_key() if self._takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
         def rank_bytes(count: Callable, part: dict[str, Any]) -> tuple[int, ...]:
@@ -185,7 +184,7 @@ class InspectedModel:
             state = optimizer_state(optimizer, pipe.partition(arguments[0])[0])
             arguments = arguments[0], state, batch
             function = pipe.jit(train_step(pipe, optimizer), donate_argnums=(0, 1))
-        key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
+        key = (_any_key(),) if self._takes_key else ()
         bubble = bubble_fraction(self.timeline())
         return compile_report(function, mesh, bubble, *arguments, *key)
 
@@ -203,3 +202,8 @@ class InspectedModel:
         if self.schedule is None:
             return f"{self.num_microbatches} microbatches"
         return describe(self.schedule)
+
+
+def _any_key() -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a dropout key, which are enough to trace a step."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
