@@ -14,6 +14,7 @@ from ..schedules.builders._require import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
+from ._rows import RowWise, check_row_wise
 from ._specs import SpecRule
 
 
@@ -31,6 +32,7 @@ def pipeline(
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
     param_specs: SpecRule | None = None,
     memory_cap: float | None = None,
+    row_wise: RowWise = None,
 ) -> PipelinedModel:
     """Makes the pipeline of a model: its loss and gradients are those of the plain program.
 
@@ -40,6 +42,8 @@ def pipeline(
             for no pipeline. `jaxpipe.plan(...).pipeline()` chooses one.
         mesh: The mesh of all devices. Its axis `stage` has one rank for each of its S entries; the
             axes `data` and `fsdp` divide the rows of a microbatch, and `fsdp` also the parameters.
+            The numbers are those of a mesh without these axes: a function that treats rows one by
+            one runs on the rows of each device, all others on whole microbatches.
         microbatches: M, the number of pieces of a batch.
         chunks: Stages per rank, for families that have a choice. Default: 2, and 1 for "circular".
         slices: Pieces of each sequence, for families that have a choice, such as "seq1f1b". Layers
@@ -63,14 +67,20 @@ def pipeline(
             microbatches of a whole rank as in `schedules.search`. The engine "scheduled", which
             runs some forwards earlier than the schedule has them, then does so only within the
             cap. Default: as many as make the step faster.
+        row_wise: Whether functions treat rows one by one: booleans by name, "embed", "layer" or a
+            kind of layers, and "loss"; or one for all. True is taken on trust: the function runs on
+            the rows of a device, and a loss, auxiliary losses and metrics must be means over rows,
+            or sums for `(total, weight)`. Random numbers are then others on each device. With False
+            functions are given whole microbatches. Default: what follows from the programs of the
+            functions, as `PipelinedModel.rows` says.
 
     Returns:
         The pipeline.
 
     Raises:
         ValueError: If `model` is no `Model`, a name is unknown, the schedule does not take a count,
-            the mesh has no axis `stage`, the engine cannot run the schedule or keep the cap, or the
-            schedule has slices and the model none.
+            the mesh has no axis `stage`, the engine cannot run the schedule or keep the cap, the
+            schedule has slices and the model none, or `row_wise` names no function.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -95,7 +105,8 @@ def pipeline(
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
     settings = selected, mesh, microbatches, as_run, ticks, counts, remat, frozen, num_mtp
-    return PipelinedModel(model, *settings, param_specs=param_specs)
+    said = tuple(check_row_wise(row_wise, model).items())
+    return PipelinedModel(model, *settings, param_specs=param_specs, row_wise=said)
 
 
 def _layer_counts(

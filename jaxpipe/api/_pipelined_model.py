@@ -4,7 +4,7 @@ S ranks, L layers, a batch of B rows in M microbatches.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,18 @@ from ._params import (
     is_stored,
     weights_of,
 )
+from ._rows import RowReport, row_report, smallest_factor
 from ._specs import ParamSpecs, SpecRule, param_specs
-from ._staging import PieceInputs, make_inputs, staged_model, takes_key
+from ._staging import (
+    PieceInputs,
+    make_inputs,
+    piece_shapes,
+    rows_divided,
+    shape_of,
+    staged_model,
+    takes_key,
+    undivided,
+)
 from .checks import check_effects, check_key
 from .inspection import InspectedModel
 
@@ -66,6 +76,8 @@ class PipelinedModel(InspectedModel):
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
         param_specs: How leaves of the user's tree are sharded over other axes than `stage`.
+        row_wise: What the user says of functions by name: whether they treat rows one by one.
+        last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 
     model: Model
@@ -79,6 +91,8 @@ class PipelinedModel(InspectedModel):
     frozen: FrozenRule | None = None
     num_mtp_layers: int | None = None
     param_specs: SpecRule | None = None
+    row_wise: tuple[tuple[str, bool], ...] = ()
+    last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
     def shard(self, params: PyTree) -> StoredParams:
         """Stores parameters as the engine wants them, on the devices that hold them.
@@ -352,6 +366,8 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
+        whole = self._sees_whole_microbatches(plan, all_weights, batch, keys[0])
+        plan = replace(plan, whole_microbatches=whole)
         inputs = make_inputs(
             self.model,
             self.mesh,
@@ -360,6 +376,7 @@ class PipelinedModel(InspectedModel):
             batch,
             keys[0],
             self.num_slices,
+            whole,
         )
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs.batch)
         check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
@@ -371,8 +388,65 @@ class PipelinedModel(InspectedModel):
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
         return plan, self._staged_model(plan), weights, inputs, layer_keys
 
+    def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:
+        """Says which functions of the model run on the rows of a device, and why others do not.
+
+        Args:
+            params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
+            batch: [B, ...] leaves; shapes and dtypes are enough.
+            key: The dropout key of the step, or its shape. Default: a typed key.
+
+        Returns:
+            The report, which prints as a table. Where no axis divides rows it says what would
+            happen if one did.
+
+        Raises:
+            ValueError: If `params` is not the tree of the model, or the batch does not divide.
+        """
+        stored = self._shapes(params)
+        plan, weights = self._plan_of(stored), unmark(weights_of(stored))
+        if takes_key(self.model) and key is None:
+            key = jax.eval_shape(lambda: jax.random.key(0))
+        return self._row_report(plan, weights, batch, () if key is None else key)
+
+    def _row_report(
+        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+    ) -> RowReport:
+        shapes = jax.tree.map(shape_of, weights)
+        layers = jax.eval_shape(partial(self.engine.unstack, plan), shapes["stages"])
+        groups = {name: shapes[name] for name in shapes if name != "stages"}
+        groups["layers"] = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
+        )
+        shapes_of = partial(piece_shapes, self.model, batch, self.num_microbatches)
+        microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
+        num_rows = jax.tree.leaves(microbatch)[0].shape[0]
+        # Where no axis divides rows, the question is what would be if one did.
+        num_blocks = num_shards if num_shards > 1 else smallest_factor(num_rows)
+        report = row_report(
+            self.model,
+            groups,
+            (microbatch, shapes_of(num_blocks, self.num_slices)),
+            jax.tree.map(shape_of, key),
+            dict(self.row_wise),
+            num_shards=num_shards,
+            num_slices=self.num_slices,
+        )
+        self.last_rows[:] = [report]
+        return report
+
+    def _sees_whole_microbatches(
+        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+    ) -> bool:
+        """Returns whether functions are given whole microbatches, and not the rows of a device."""
+        if num_row_shards(self.mesh) == 1:
+            return False  # these are the same
+        return self._row_report(plan, weights, batch, key).whole_microbatches
+
     def _staged_model(self, plan: PipelinePlan) -> StagedModel:
-        num_pieces = self.num_microbatches * self.num_slices * num_row_shards(self.mesh)
+        num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
+        num_pieces = self.num_microbatches * self.num_slices * num_shards
+        divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
         stages_of = [partial(self.engine.stage, plan)]
         if self.num_slices > 1:
             assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
@@ -380,7 +454,9 @@ class PipelinedModel(InspectedModel):
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             model = close_over(self.model, frozen)
-            return staged_model(model, num_pieces, self.engine.own_copy, *stages_of)
+            return staged_model(model, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
 
-        model = staged_model(self.model, num_pieces, self.engine.own_copy, *stages_of)
+        model = staged_model(
+            self.model, num_pieces, self.engine.own_copy, *stages_of, divide=divide
+        )
         return replace(model, bind=bind)

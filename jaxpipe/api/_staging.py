@@ -1,7 +1,7 @@
 """From the user's functions of one layer to the functions of one stage that engines run.
 
 The batch is cut into M microbatches, and each of these into D pieces of rows: one for each device
-that divides rows. L layers.
+that divides rows, or one in all if functions are given whole microbatches. L layers.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
-from ..sharding.specs import typed_by_specs
+from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_divisor, check_metrics, loss_parts, sum_dtype
 from ._model import Model
@@ -54,6 +54,7 @@ def make_inputs(
     batch: PyTree,
     key: Any,
     num_slices: int = 1,
+    whole_microbatches: bool = False,
 ) -> PieceInputs:
     """Cuts a batch into pieces, and adds keys and the scale of losses.
 
@@ -65,6 +66,7 @@ def make_inputs(
         batch: [B, ...] leaves.
         key: The dropout key of embedding and loss, or () without dropout.
         num_slices: Slices of each sequence. Each is a microbatch in the result.
+        whole_microbatches: Whether a piece is a whole microbatch, whose rows XLA divides.
 
     Returns:
         The inputs.
@@ -73,9 +75,10 @@ def make_inputs(
         ValueError: If rows or sequences do not divide, or the loss has another form than `Model`
             says.
     """
-    pieces = to_pieces(batch, num_microbatches, num_row_shards(mesh))
+    num_shards = 1 if whole_microbatches else num_row_shards(mesh)
+    pieces = to_pieces(batch, num_microbatches, num_shards)
     inputs = PieceInputs(to_slices(pieces, num_slices, model.sliced_leaves))
-    shape = num_microbatches * num_slices, num_row_shards(mesh)
+    shape = num_microbatches * num_slices, num_shards
     if jax.tree.leaves(key):
         ids = jnp.arange(shape[0] * shape[1])
         keys = jax.vmap(partial(jax.random.fold_in, key))(ids).reshape(shape)
@@ -84,6 +87,10 @@ def make_inputs(
     axes = row_axes(mesh)
     if not axes:
         return inputs
+    if whole_microbatches:
+        spec = PartitionSpec(None, None, axes)
+        divided = jax.tree.map(lambda x: reshard_to_spec(x, spec, mesh), inputs.batch)
+        return inputs._replace(batch=divided)
     spec = PartitionSpec(None, axes)
     context = jax.sharding.get_abstract_mesh()  # of one group, where each has a program
     if AxisType.Explicit in (mesh if context.empty else context).axis_types:
@@ -92,11 +99,24 @@ def make_inputs(
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), inputs)
 
 
+def piece_shapes(
+    model: Model, batch: PyTree, num_microbatches: int, num_shards: int, num_slices: int
+) -> PyTree:
+    """Returns the shapes of one piece of a batch, [rows, ...] leaves."""
+
+    def cut(batch: PyTree) -> PyTree:
+        pieces = to_pieces(batch, num_microbatches, num_shards)
+        return to_slices(pieces, num_slices, model.sliced_leaves)
+
+    pieces = jax.eval_shape(cut, batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), pieces)
+
+
 def _loss_scale(
     model: Model, weights: dict[str, Any], inputs: PieceInputs, shape: tuple[int, int]
 ) -> Array:
     """Returns [M, D] factors that turn losses of pieces into shares of the batch's loss."""
-    shapes = jax.tree.map(_shape_of, weights)
+    shapes = jax.tree.map(shape_of, weights)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs)
     x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
@@ -104,12 +124,46 @@ def _loss_scale(
     return jnp.broadcast_to(1 / batch_divisor(partial(_parts, model), boundary, x, flat), shape)
 
 
-def boundary_model(model: Model, num_pieces: int) -> StagedModel:
+DivideRows = Callable[[PyTree, PyTree], PyTree]
+"""`(x, batch) -> x`: says how rows of x are divided over devices."""
+
+
+def undivided(x: PyTree, batch: PyTree) -> PyTree:
+    """Returns x. A piece has the rows of one device."""
+    del batch
+    return x
+
+
+def rows_divided(mesh: Mesh) -> DivideRows:
+    """Returns a function that divides the rows of whole microbatches over devices.
+
+    Left to itself, XLA may copy activations whole to every device, or divide another dim.
+
+    Args:
+        mesh: The mesh.
+
+    Returns:
+        `(x, batch) -> x`, where leaves of x with as many rows as those of the batch are divided.
+    """
+    spec = PartitionSpec(row_axes(mesh))
+
+    def divide(x: PyTree, batch: PyTree) -> PyTree:
+        rows = jnp.shape(jax.tree.leaves(batch)[0])[:1]
+        return jax.tree.map(
+            lambda leaf: reshard_to_spec(leaf, spec, mesh) if jnp.shape(leaf)[:1] == rows else leaf,
+            x,
+        )
+
+    return divide
+
+
+def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided) -> StagedModel:
     """Returns the model as engines run it, without its layers.
 
     Args:
         model: The model.
         num_pieces: M * D.
+        divide: `rows_divided` if pieces are whole microbatches.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
@@ -124,8 +178,11 @@ def boundary_model(model: Model, num_pieces: int) -> StagedModel:
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         return sum_pieces(on_pieces(loss, 1, boundary, x, inputs))
 
+    def embed(weights: Any, inputs: PieceInputs) -> PyTree:
+        return divide(_embed(model, weights, inputs), inputs.batch)
+
     return StagedModel(
-        embed=partial(on_pieces, partial(_embed, model), 1),
+        embed=partial(on_pieces, embed, 1),
         stage=lambda weights, x, inputs, key: x,
         loss=sum_of_losses,
         tied=model.tied,
@@ -138,6 +195,7 @@ def staged_model(
     own_copy: Callable[[Any], PyTree],
     stage_of: Callable[[Any], Callable],
     sliced_stage_of: Callable[[Any], Callable] | None = None,
+    divide: DivideRows = undivided,
 ) -> StagedModel:
     """Returns the model as engines run it.
 
@@ -149,6 +207,7 @@ def staged_model(
             the dropout key and the frozen leaves of `Engine.layer_keys`.
         sliced_stage_of: The same for layers that run slices, `Engine.sliced_stage`. None without
             slices.
+        divide: `rows_divided` if pieces are whole microbatches.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
@@ -162,7 +221,8 @@ def staged_model(
         if has_key:
             key = jax.random.fold_in(key, inputs.piece)
         returned = function(join(weights, frozen), x, inputs.batch, key)
-        return _x_and_aux(returned, x, mean)
+        y, aux = x_and_aux(returned, x)
+        return divide(y, inputs.batch), _shares(aux, mean)
 
     def of_pieces(function: Callable) -> Callable:
         def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, constants: Any) -> Any:
@@ -176,10 +236,10 @@ def staged_model(
             return _sharing_stage(model, own_copy, stage_of, of_layer)
         return stage_of(jax.tree.map(of_layer, model.layer))  # one function, or one for each kind
 
-    staged = replace(boundary_model(model, num_pieces), stage=make(stage_of, of_pieces))
+    staged = replace(boundary_model(model, num_pieces, divide), stage=make(stage_of, of_pieces))
     if sliced_stage_of is None:
         return staged
-    sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves)
+    sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves, divide)
     return replace(staged, sliced_stage=make(sliced_stage_of, sliced_layer))
 
 
@@ -205,7 +265,12 @@ def _sharing(layer: Callable, shared: PyTree) -> Callable:
     return run
 
 
-def _sliced_layer(mean: float, sliced_leaves: PyTree, function: Callable) -> Callable:
+def _sliced_layer(
+    mean: float,
+    sliced_leaves: PyTree,
+    divide: DivideRows,
+    function: Callable,
+) -> Callable:
     """Returns a layer as `Engine.sliced_stage` takes it, from one of the user."""
 
     def layer(
@@ -216,7 +281,8 @@ def _sliced_layer(mean: float, sliced_leaves: PyTree, function: Callable) -> Cal
         past = Past(earlier, offset=offset, num_slices=num_slices)
         returned, made = function(join(weights, frozen), x, inputs.batch, key, past)
         check_appended(made.new, inputs.batch, sliced_leaves)
-        return *_x_and_aux(returned, x, mean), made.earlier, made.new
+        y, aux = x_and_aux(returned, x)
+        return divide(y, inputs.batch), _shares(aux, mean), made.earlier, made.new
 
     def layer_of_pieces(weights: Any, x: PyTree, given: Any, constants: Any) -> Any:
         inputs, past = given
@@ -227,13 +293,13 @@ def _sliced_layer(mean: float, sliced_leaves: PyTree, function: Callable) -> Cal
     return layer_of_pieces
 
 
-def _x_and_aux(returned: Any, x: PyTree, mean: float) -> tuple[PyTree, dict[str, Any]]:
-    """Returns what a layer returned as (x, its share of the auxiliary losses and metrics)."""
+def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """Returns what a layer returned as (x, auxiliary losses and metrics), given the x before it."""
     if not _is_pair(returned, x):
         return returned, {}
     y, aux = returned
     check_metrics(aux or {}, "layer")
-    return y, _shares(aux or {}, mean)
+    return y, dict(aux or {})
 
 
 def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
@@ -262,5 +328,6 @@ def _is_pair(returned: Any, x: PyTree) -> bool:
     return isinstance(returned, tuple) and len(returned) == 2
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -43,6 +43,8 @@ class PipelinePlan:
         param_specs: How parameters are sharded over other axes than `stage`, by their path in the
             groups of weights, such as "['stages']['up']"; without dims of stages and layers. All
             others are sharded over `fsdp`.
+        whole_microbatches: Whether functions of the model are given whole microbatches, whose rows
+            XLA divides over devices; false if each runs on the rows of a device.
     """
 
     mesh: Mesh
@@ -59,6 +61,7 @@ class PipelinePlan:
     scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
     param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    whole_microbatches: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,10 @@ class Engine:
         stage: `(plan, layer) -> stage`, which runs the layers of one stage.
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [M, D, ...], where D is the number of devices that divide the rows of
-            a microbatch. A function of `model` is given leaves [d, ...], for the d of these
-            devices that it computes for. The groups of `weights` are "embed", "stages", "head" and,
-            if embedding and loss read constants, "constants", the argument of `model.bind`.
+            a microbatch, or 1 for whole microbatches. A function of `model` is given leaves [d,
+            ...], for the d of these devices that it computes for. The groups of `weights` are
+            "embed", "stages", "head" and, if embedding and loss read constants, "constants", the
+            argument of `model.bind`.
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
             with gradients like the first three groups of `weights`.
         put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.

@@ -12,7 +12,7 @@ from ..autodiff import recompute
 from ..sharding.specs import only_axes
 from ..spmd.weight_gather import gather_by_specs, gathering_layer, unsharded_specs
 from ._engine import PipelinePlan
-from ._fsdp import param_spec_tree, row_axes
+from ._fsdp import manual_row_axes, param_spec_tree
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +78,8 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards) -> PyTree:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
     specs = list(shards.specs)
-    gather = gather_by_specs(
-        specs, unsharded_specs(specs, ("fsdp",)), batch_axes=row_axes(plan.mesh)
-    )
+    axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
+    gather = gather_by_specs(specs, unsharded_specs(specs, ("fsdp",)), batch_axes=axes)
     return tree.unflatten(gather.unshard(leaves))
 
 
@@ -93,7 +92,7 @@ def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
     def specs(x: Any) -> PyTree:
         if not is_shards(x):
             return PartitionSpec()
-        axes = row_axes(plan.mesh)
+        axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
         manual = [PartitionSpec(None, *only_axes(spec, axes)) for spec in x.specs]
         return FrozenShards(jax.tree.unflatten(jax.tree.structure(x.tree), manual), x.specs)
 

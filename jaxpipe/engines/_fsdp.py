@@ -22,6 +22,11 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 
 
+def manual_row_axes(mesh: Mesh, whole_microbatches: bool) -> tuple[str, ...]:
+    """Returns the axes along which each device calls functions with its own rows."""
+    return () if whole_microbatches else row_axes(mesh)
+
+
 def num_row_shards(mesh: Mesh) -> int:
     """Returns D, the number of devices that divide the rows of a microbatch."""
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh))

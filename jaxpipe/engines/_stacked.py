@@ -23,7 +23,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import param_spec_tree, row_axes
+from ._fsdp import manual_row_axes, param_spec_tree
 from ._layers import run_layers, run_sliced_layers
 
 
@@ -303,7 +303,7 @@ def weight_gathers(
 
     def gather_of(specs: PyTree) -> Gather:
         unsharded = unsharded_specs(specs, ("fsdp",))
-        rows = row_axes(plan.mesh)
+        rows = manual_row_axes(plan.mesh, plan.whole_microbatches)
         return gather_by_specs(specs, unsharded, when=plan.gather, batch_axes=rows)
 
     boundary = {name: specs_of(name, 0) for name in ("embed", "head")}

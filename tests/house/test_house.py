@@ -71,9 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 
-MAX_FOLDER_MODULES = 12
+MAX_FOLDER_MODULES = 16
 MAX_FILE_LINES = 700
-MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_LINES = 100
 # An exception is a row here, with its reason.
 LARGER_FILES: dict[str, str] = {}
 LARGER_FUNCTIONS: dict[str, str] = {}
@@ -131,7 +131,7 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
-def test_a_folder_has_at_most_12_modules():
+def test_a_folder_has_at_most_16_modules():
     sizes = Counter(str(f.parent.relative_to(PACKAGE)) for f in files() if f.name != "__init__.py")
     assert {name: size for name, size in sizes.items() if size > MAX_FOLDER_MODULES} == {}
 
@@ -156,7 +156,7 @@ def test_files_are_at_most_700_lines():
     assert larger == set(LARGER_FILES)
 
 
-def test_functions_are_at_most_80_lines():
+def test_functions_are_at_most_100_lines():
     larger = set()
     for file in files():
         for node in ast.walk(ast.parse(file.read_text())):

@@ -35,6 +35,8 @@ class InspectedModel:
     num_microbatches: int
     schedule: Schedule | None
     layers_per_stage: tuple[int, ...] | None
+    row_wise: tuple[tuple[str, bool], ...]
+    last_rows: list[Any]
     shard: Callable[..., Any]
     unshard: Callable[..., Any]
     partition: Callable[..., Any]
@@ -190,9 +192,17 @@ class InspectedModel:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
+        rows = self.last_rows[0].summary if self.last_rows else self._said_of_rows
         return (
-            f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'})"
+            f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'}"
+            f"{rows and '; '}{rows})"
         )
+
+    @property
+    def _said_of_rows(self) -> str:
+        """What the user says of rows; empty if that is nothing."""
+        said = ", ".join(f"{name} {is_row_wise}" for name, is_row_wise in self.row_wise)
+        return said and f"row_wise {said}"
 
     def _repr_svg_(self) -> str:
         return to_svg(self.timeline(), f"{self.engine.name}: {self._description}")

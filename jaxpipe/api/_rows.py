@@ -1,0 +1,385 @@
+"""Finds out which functions of a model treat rows one by one, and which need a whole microbatch.
+
+A microbatch has b rows, which D devices divide. A function that treats rows one by one runs on the
+b / D rows of each device. All others, and all functions beside them, are given the b rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jaxtyping import PyTree
+
+from ..autodiff.staged_model import Past
+from ..ir.rows import MEAN, Mixed, Relation, Rows, Sum, Whole, compare, described, is_within, join
+from ._losses import loss_parts
+from ._model import Model
+from ._staging import x_and_aux
+
+RowWise = bool | Mapping[str, bool] | None
+"""What the user says of functions by name, or of all."""
+
+
+@dataclass(frozen=True)
+class FunctionRows:
+    """What is known of one function of a model.
+
+    Attributes:
+        name: "embed", "layer" or the name of a kind of layers, or "loss".
+        is_row_wise: Whether it may run on the rows of a device.
+        reason: Why, such as "`sort` goes along rows (model.py:12)".
+    """
+
+    name: str
+    is_row_wise: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'row-wise' if self.is_row_wise else 'mixes rows'}, {self.reason}"
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """What the functions of a model see, and why. It prints as a table.
+
+    Attributes:
+        functions: One entry for every function.
+        num_rows: b, the rows of a microbatch.
+        num_shards: D, the devices that divide them.
+    """
+
+    functions: tuple[FunctionRows, ...]
+    num_rows: int
+    num_shards: int
+
+    @property
+    def whole_microbatches(self) -> bool:
+        """Whether functions are given whole microbatches, and not the rows of a device."""
+        return not all(function.is_row_wise for function in self.functions)
+
+    @property
+    def seen_rows(self) -> int:
+        """The rows that a function is given."""
+        return self.num_rows if self.whole_microbatches else self.num_rows // self.num_shards
+
+    def __str__(self) -> str:
+        if self.num_shards == 1:
+            end = f"No axis divides rows: functions see microbatches of {self.num_rows} rows."
+        elif self.whole_microbatches:
+            end = (
+                f"Functions see whole microbatches of {self.num_rows} rows, which XLA divides over "
+                f"{self.num_shards} devices."
+            )
+        else:
+            end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
+        width = max(len(function.name) for function in self.functions)
+        lines = (
+            f"{f.name:{width}}  {'row-wise' if f.is_row_wise else 'mixes rows'}: {f.reason}"
+            for f in self.functions
+        )
+        return "\n".join((*lines, end))
+
+    __repr__ = __str__
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        mixing = [f.name for f in self.functions if not f.is_row_wise]
+        if not mixing:
+            return f"row-wise: {', '.join(f.name for f in self.functions)}"
+        return f"whole microbatches, as {', '.join(mixing)} may mix rows"
+
+
+def function_names(model: Model) -> tuple[str, ...]:
+    """Returns the names of the functions of a model, in the order in which they run."""
+    kinds = tuple(model.layer) if isinstance(model.layer, Mapping) else ("layer",)
+    return ("embed", *kinds, "loss")
+
+
+def check_row_wise(row_wise: RowWise, model: Model) -> dict[str, bool]:
+    """Returns what the user says of each function.
+
+    Args:
+        row_wise: The argument of `pipeline`.
+        model: The model.
+
+    Returns:
+        Booleans by name, for the functions of which something is said.
+
+    Raises:
+        ValueError: If a name is none of a function, or a value is no boolean.
+    """
+    names = function_names(model)
+    if row_wise is None:
+        return {}
+    if isinstance(row_wise, bool):
+        return dict.fromkeys(names, row_wise)
+    if not isinstance(row_wise, Mapping) or not all(isinstance(v, bool) for v in row_wise.values()):
+        raise ValueError(
+            f"`row_wise` is {row_wise!r}. Give True or False for all functions, or a dict such as "
+            f"{{{names[1]!r}: True}}."
+        )
+    unknown = [name for name in row_wise if name not in names]
+    if unknown:
+        raise ValueError(
+            f"`row_wise` names {', '.join(map(repr, unknown))}. The functions of the model are "
+            f"{', '.join(map(repr, names))}."
+        )
+    return dict(row_wise)
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What enters a function besides parameters and the batch.
+
+    Attributes:
+        shapes: x for all rows of a microbatch, and for those of a device.
+        relations: Of every leaf.
+    """
+
+    shapes: tuple[PyTree, PyTree]
+    relations: tuple[Relation, ...]
+
+
+def row_report(
+    model: Model,
+    weights: dict[str, PyTree],
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    given: Mapping[str, bool],
+    *,
+    num_shards: int,
+    num_slices: int = 1,
+) -> RowReport:
+    """Traces the functions of a model and says which of them treat rows one by one.
+
+    Args:
+        model: The model.
+        weights: Shapes of the groups "embed", "layers", "head" and, if there is one, "shared".
+            Those of layers are of one layer; or a dict with one of each kind.
+        batches: Shapes of a microbatch, or of a slice of one, and of a block of its rows.
+        key: The shape of a dropout key; () without dropout.
+        given: What the user says of functions by name.
+        num_shards: D, for the report.
+        num_slices: Slices of each sequence.
+
+    Returns:
+        The report.
+    """
+    names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
+    num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
+    if num_blocks == 1:
+        one = (FunctionRows(name, True, "there is one row") for name in names)
+        return RowReport(tuple(one), num_rows, num_shards)
+    no_x = _Activations(((), ()), ())
+
+    def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: _Activations) -> Any:
+        """Returns the activations behind a function, and notes what is known of it."""
+        reason, after = judge(weights, batches, key, num_blocks, x)
+        verdicts[name] = _verdict(name, reason, given)
+        return after
+
+    try:
+        x = judged("embed", partial(_judge_embed, model), weights["embed"], no_x)
+        for name, function in zip(names[1:-1], model.layer_functions, strict=True):
+            params = weights["layers"][name] if model.has_kinds else weights["layers"]
+            if model.shared:
+                params = {"layer": params, "shared": weights["shared"]}
+            x = judged(name, partial(_judge_layer, function, num_slices), params, x)
+        head = {name: weights[name] for name in ("head", "embed")}
+        judged("loss", partial(_judge_loss, model), head if model.tied else weights["head"], x)
+    except (
+        Exception
+    ) as error:  # an engine traces the functions again, and raises what is the user's
+        reason = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
+        for name in names:
+            if name not in verdicts:
+                verdicts[name] = _verdict(name, reason, given)
+                reason = "a function before it could not be traced"
+    return RowReport(tuple(verdicts.values()), num_rows, num_shards)
+
+
+def _verdict(name: str, reason: str | None, given: Mapping[str, bool]) -> FunctionRows:
+    if name in given:
+        return FunctionRows(name, given[name], "as `row_wise` says")
+    if reason is None:
+        return FunctionRows(name, True, "by its program")
+    return FunctionRows(name, False, reason)
+
+
+def smallest_factor(count: int) -> int:
+    """Returns the smallest factor of a number that is no 1, or 1 of 1."""
+    return next((n for n in range(2, count + 1) if count % n == 0), 1)
+
+
+def _num_rows(batch: PyTree) -> int:
+    return jnp.shape(jax.tree.leaves(batch)[0])[0]
+
+
+def _judge_embed(
+    model: Model,
+    weights: PyTree,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+    x: _Activations,
+) -> tuple[str | None, _Activations]:
+    """Returns why an embedding may mix rows, None if it does not, and what enters the layers."""
+
+    def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return model.embed(weights, batch, key)
+
+    found, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
+    after = _by_shapes(results, num_blocks)
+    reason = draws or _reason_of_mixed(found)
+    return reason, after if reason else _Activations(results, tuple(found))
+
+
+def _judge_layer(
+    function: Callable,
+    num_slices: int,
+    weights: PyTree,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+    x: _Activations,
+) -> tuple[str | None, _Activations]:
+    """Returns why a layer may mix rows, None if it does not, and what leaves the last one."""
+
+    def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+        return x_and_aux(function(weights, x, batch, key), x)
+
+    def slice_of(weights: PyTree, given: Any, batch: PyTree, key: Any) -> Any:
+        x, earlier, offset = given
+        past = Past(earlier, offset=offset, num_slices=num_slices)
+        returned, made = function(weights, x, batch, key, past)
+        y, aux = x_and_aux(returned, x)
+        return y, aux, made.new
+
+    def state_of(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        past = Past(offset=0, num_slices=num_slices)
+        return function(weights, x, batch, key, past)[1].earlier
+
+    run, given, after = layer, x, x
+    if num_slices > 1:
+        run, offset = slice_of, jax.ShapeDtypeStruct((), jnp.int32)
+        pairs = list(zip(x.shapes, batches, strict=True))
+        states = [jax.eval_shape(state_of, weights, of_x, batch, key) for of_x, batch in pairs]
+        rows = tuple(Rows(0) for _ in jax.tree.leaves(states[0]))
+        shapes = tuple((s, t, offset) for s, t in zip(x.shapes, states, strict=True))
+        given = _Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
+    count = len(x.relations)
+    while True:  # until what leaves a layer is what enters it, as there are layers behind
+        found, results, draws = _compared(run, weights, given, batches, key, num_blocks)
+        joined = tuple(join(a, b) for a, b in zip(after.relations, found[:count], strict=True))
+        reason = draws or _reason_of_mixed(joined)
+        if reason or joined == after.relations:
+            break
+        after = _Activations(x.shapes, joined)
+        given = _Activations(given.shapes, (*joined, *given.relations[count:]))
+    if reason:
+        return reason, _by_shapes(x.shapes, num_blocks)
+    aux = results[0][1]
+    names = [f"aux[{name!r}]" for name in sorted(aux)]
+    reason = _reason_of_means(names, found[count : count + len(names)])
+    for relation in found[count + len(names) :]:
+        if not is_within(relation, Rows(0)):
+            reason = reason or f"`past` is given what has no rows in dim 0: {relation}"
+    return reason, after
+
+
+def _judge_loss(
+    model: Model,
+    weights: PyTree,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+    x: _Activations,
+) -> tuple[str | None, None]:
+    """Returns why a loss or a metric may be no mean over rows, None if all are."""
+
+    def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+        parts = loss_parts(model.loss(weights, x, batch, key))
+        return [parts.total], [] if parts.weight is None else [parts.weight], parts.metrics
+
+    found, results, draws = _compared(loss, weights, x, batches, key, num_blocks)
+    _, weight, metrics = results[0]
+    end = 1 + len(weight)
+    names = [f"metrics[{name!r}]" for name in sorted(metrics)]
+    reason = draws or _reason_of_mixed(found[:end])
+    if reason is None and not weight:
+        reason = _reason_of_means(["the loss"], found[:1])
+    elif reason is None and not _add_up_alike(found[0], found[1]):
+        reason = "the total and the weight do not both add up over rows"
+    return reason or _reason_of_means(names, found[end:]), None
+
+
+def _add_up_alike(total: Relation, weight: Relation) -> bool:
+    """Returns whether the quotient of sums over devices is that of all rows."""
+    return any(
+        is_within(total, Sum(scale)) and is_within(weight, Sum(scale)) for scale in range(-4, 5)
+    )
+
+
+def _compared(
+    function: Callable,
+    weights: PyTree,
+    x: _Activations,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+) -> tuple[list[Relation], tuple[PyTree, PyTree], str | None]:
+    """Compares `function(weights, x, batch, key)` of all rows with that of the rows of a device.
+
+    Returns:
+        The relation of every result, the shapes of results in both, and why a function that draws
+        random numbers needs all rows.
+    """
+    traced = [
+        jax.make_jaxpr(function, return_shape=True)(weights, shapes, batch, key)
+        for shapes, batch in zip(x.shapes, batches, strict=True)
+    ]
+    (whole, results), (part, results_of_part) = traced
+    counts = [len(jax.tree.leaves(tree)) for tree in (weights, batches[0], key)]
+    relations = [
+        *[Whole()] * counts[0],
+        *x.relations,
+        *[Rows(0)] * counts[1],
+        *[Whole()] * counts[2],
+    ]
+    draws = None
+    if counts[2]:
+        _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
+        if any(used[-counts[2] :]):
+            draws = "it draws random numbers, which are those of a whole microbatch"
+    found = compare(whole, part, relations, num_blocks)
+    return found, (results, results_of_part), draws
+
+
+def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> _Activations:
+    """Returns activations of which only shapes are known: the dim that differs is that of rows."""
+
+    def relation(whole: Any, part: Any) -> Relation:
+        pairs = list(zip(whole.shape, part.shape, strict=True))
+        dims = [i for i, (a, b) in enumerate(pairs) if a == num_blocks * b]
+        return Rows(dims[0]) if dims else Whole()
+
+    pairs = zip(*map(jax.tree.leaves, shapes), strict=True)
+    return _Activations(shapes, tuple(relation(a, b) for a, b in pairs))
+
+
+def _reason_of_mixed(relations: Sequence[Relation]) -> str | None:
+    return next((str(relation) for relation in relations if isinstance(relation, Mixed)), None)
+
+
+def _reason_of_means(names: Sequence[str], relations: Sequence[Relation]) -> str | None:
+    """Returns which value is no mean over rows, and why; None if all are."""
+    for name, relation in zip(names, relations, strict=True):
+        if not is_within(relation, MEAN):
+            why = str(relation) if isinstance(relation, Mixed) else described(relation)
+            return f"{name} is no mean over rows: {why}"
+    return None

@@ -1,0 +1,36 @@
+"""Compares a function of all rows with the same function of a block of rows."""
+
+from collections.abc import Sequence
+
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval
+
+from ._control import CONTROL
+from ._relations import Mixed, Relation
+from ._walk import ANOTHER_PROGRAM, Walk
+
+
+def compare(
+    whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation], num_blocks: int
+) -> list[Relation]:
+    """Returns the relations of the results of a function.
+
+    Args:
+        whole: The function of n * D rows.
+        part: The function of n rows.
+        relations: The relations of its arguments.
+        num_blocks: D, at least 2.
+
+    Returns:
+        The relation of every result. They hold for whatever values the arguments have.
+    """
+    wanted = [True] * len(whole.jaxpr.outvars)
+    if len(wanted) != len(part.jaxpr.outvars):
+        return [Mixed(ANOTHER_PROGRAM)] * len(wanted)
+    a, b = (_without_dead(closed, wanted) for closed in (whole, part))
+    return Walk(num_blocks, CONTROL).of_jaxprs(a, b, relations)
+
+
+def _without_dead(closed: ClosedJaxpr, wanted: list[bool]) -> ClosedJaxpr:
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)

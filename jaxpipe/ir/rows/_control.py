@@ -1,0 +1,282 @@
+"""Relations of what calls, branches, loops and functions with their own derivatives return.
+
+A rule is `(walk, equation of all rows, the same of a block, relations) -> relations`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from ._relations import (
+    Mixed,
+    MixesRowsError,
+    Relation,
+    RowIds,
+    Rows,
+    Whole,
+    Zero,
+    dual,
+    is_within,
+    join,
+)
+from ._walk import ANOTHER_PROGRAM, Walk
+
+ControlRule = Callable[[Walk, JaxprEqn, JaxprEqn, tuple[Relation, ...]], list[Relation]]
+
+
+def _closed(jaxpr: Any) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def _call(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
+    name = "jaxpr" if "jaxpr" in a.params else "call_jaxpr"
+    return walk.of_jaxprs(_closed(a.params[name]), _closed(b.params[name]), relations)
+
+
+def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
+    index, *operands = relations
+    if index not in (Whole(), Zero()):
+        raise MixesRowsError("a condition depends on rows")
+    branches = [
+        walk.of_jaxprs(_closed(one), _closed(other), operands)
+        for one, other in zip(a.params["branches"], b.params["branches"], strict=True)
+    ]
+    found = branches[0]
+    for branch in branches[1:]:
+        found = [join(x, y) for x, y in zip(found, branch, strict=True)]
+    return found
+
+
+def _while(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
+    num_cond, num_body = a.params["cond_nconsts"], a.params["body_nconsts"]
+    if (num_cond, num_body) != (b.params["cond_nconsts"], b.params["body_nconsts"]):
+        raise MixesRowsError(ANOTHER_PROGRAM)
+    of_cond = relations[:num_cond]
+    of_body = relations[num_cond : num_cond + num_body]
+
+    def body(carry: Sequence[Relation]) -> list[Relation]:
+        one, other = (_closed(e.params["body_jaxpr"]) for e in (a, b))
+        return walk.of_jaxprs(one, other, [*of_body, *carry])
+
+    carry = _fixpoint(body, relations[num_cond + num_body :])
+    one, other = (_closed(e.params["cond_jaxpr"]) for e in (a, b))
+    (going_on,) = walk.of_jaxprs(one, other, [*of_cond, *carry])
+    if going_on not in (Whole(), Zero()):
+        raise MixesRowsError("the number of iterations of a loop depends on rows")
+    return carry
+
+
+def _fixpoint(
+    body: Callable[[Sequence[Relation]], list[Relation]], carry: Sequence[Relation]
+) -> list[Relation]:
+    """Returns relations that hold before and after every iteration of a loop."""
+    while True:
+        after = body(carry)
+        new = [join(x, y) for x, y in zip(carry, after[: len(carry)], strict=True)]
+        if new == list(carry):
+            return new
+        carry = new
+
+
+def _scan(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
+    names = "num_consts", "num_carry", "reverse"
+    if any(a.params[name] != b.params[name] for name in names):
+        raise MixesRowsError(ANOTHER_PROGRAM)
+    num_consts, num_carry = a.params["num_consts"], a.params["num_carry"]
+    end = num_consts + num_carry
+    consts, carry, xs = relations[:num_consts], relations[num_consts:end], relations[end:]
+    if a.params["length"] != b.params["length"]:
+        return _scan_over_rows(walk, a, b, consts, carry, xs)
+    slices = [_slice(x) for x in xs]
+
+    def body(carry: Sequence[Relation]) -> list[Relation]:
+        one, other = (_closed(e.params["jaxpr"]) for e in (a, b))
+        return walk.of_jaxprs(one, other, [*consts, *carry, *slices])
+
+    carry = _fixpoint(body, carry)
+    return [*carry, *(_stack(y) for y in body(carry)[num_carry:])]
+
+
+def _slice(relation: Relation) -> Relation:
+    """Returns the relation of a slice of dim 0, in a loop of equally many iterations."""
+    match relation:
+        case Rows(dim, scale, uniform, is_squeezed=False) if dim > 0:
+            return Rows(dim - 1, scale, uniform)
+        case Rows() | Mixed():
+            return relation if isinstance(relation, Mixed) else Mixed("a loop goes over rows")
+        case Whole() | Zero():
+            return relation
+    return relation if not hasattr(relation, "dim") else Mixed("a loop counts rows")
+
+
+def _stack(relation: Relation) -> Relation:
+    match relation:
+        case Rows(dim, scale, uniform, is_squeezed=False):
+            return Rows(dim + 1, scale, uniform)
+        case Rows():
+            return Mixed("a loop goes over rows")
+    return relation if not hasattr(relation, "dim") else Mixed("a loop counts rows")
+
+
+def _scan_over_rows(
+    walk: Walk,
+    a: JaxprEqn,
+    b: JaxprEqn,
+    consts: Sequence[Relation],
+    carry: Sequence[Relation],
+    xs: Sequence[Relation],
+) -> list[Relation]:
+    """Returns the relations of a loop over rows: every iteration is one of the loop of a block."""
+    # In the body, `Whole` means equal in these two iterations. Everything else is unknown there,
+    # and so is what is carried from one row to the next.
+    if a.params["length"] != walk.num_blocks * b.params["length"]:
+        raise MixesRowsError("a loop depends on the number of rows")
+    mixed = Mixed("a loop carries something from row to row")
+
+    def equal(relation: Relation) -> Relation:
+        if isinstance(relation, Mixed) or relation in (Whole(), Zero()):
+            return relation
+        return Mixed("a loop over rows reads other rows")
+
+    def equal_slice(relation: Relation) -> Relation:
+        match relation:
+            case Rows(0, 0, is_squeezed=False):
+                return Whole()
+            case Zero() | Mixed():
+                return relation
+        return Mixed("a loop over rows reads something else")
+
+    given = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
+    one, other = (_closed(e.params["jaxpr"]) for e in (a, b))
+    # Cotangents of one iteration are no sums over blocks, as those of `Whole` are elsewhere.
+    found = walk.without("custom_vjp_call").of_jaxprs(one, other, given)
+
+    def stacked(relation: Relation) -> Relation:
+        if relation == Whole():
+            return Rows(0)
+        return relation if isinstance(relation, Zero | Mixed) else mixed
+
+    carried = [x if isinstance(x, Mixed) else mixed for x in found[: len(carry)]]
+    return [*carried, *map(stacked, found[len(carry) :])]
+
+
+def _custom_jvp(
+    walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
+) -> list[Relation]:
+    found = _call(walk, a, b, relations)
+    if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
+        return found
+    tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
+    wanted = [r for r, x in zip(found, a.outvars, strict=True) if _is_inexact(x)]
+    got = walk.of_jaxprs(_jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents])
+    return _if_within(got, wanted, found, "the rule of a `custom_jvp` mixes rows")
+
+
+def _custom_vjp(
+    walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
+) -> list[Relation]:
+    found = _call(walk, a, b, relations)
+    if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
+        return found
+    cotangents = [dual(r) for r, x in zip(found, a.outvars, strict=True) if _is_inexact(x)]
+    wanted = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
+    got = walk.of_jaxprs(_vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents])
+    return _if_within(got, wanted, found, "the backward of a `custom_vjp` mixes rows")
+
+
+def _if_within(
+    got: Sequence[Relation], wanted: Sequence[Relation], found: list[Relation], reason: str
+) -> list[Relation]:
+    pairs = list(zip(got, wanted, strict=True))
+    # Zeros are constants, whose derivatives are not used.
+    pairs = [(g, w) for g, w in pairs if not isinstance(w, Zero | RowIds)]
+    if all(not isinstance(w, Mixed) and is_within(g, w) for g, w in pairs):
+        return found
+    return [Mixed(reason)] * len(found)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Var) and _is_inexact(x)
+
+
+def _any_inexact(atoms: Sequence[Any]) -> bool:
+    return any(map(_has_tangent, atoms))
+
+
+def _of_variables(equation: JaxprEqn, relations: Sequence[Relation]) -> list[Relation]:
+    pairs = zip(relations, equation.invars, strict=True)
+    return [r for r, x in pairs if not isinstance(x, Literal)]
+
+
+def _as_function(equation: JaxprEqn) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns an equation as a function of its operands that are no literals, and their types."""
+    given = [x if isinstance(x, Literal) else Var(x.aval) for x in equation.invars]
+    inputs = [x for x in given if isinstance(x, Var)]
+    outputs = [Var(x.aval) for x in equation.outvars]
+    alone = equation.replace(invars=given, outvars=outputs)
+    jaxpr = _closed(equation.params["call_jaxpr"]).jaxpr.replace(
+        constvars=[], invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects
+    )
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ())), [_shape_of(x.aval) for x in inputs]
+
+
+def _differentiable(equation: JaxprEqn) -> tuple[Callable, list[Any], list[int]]:
+    """Returns the inexact results as a function of inexact operands and of all operands."""
+    run, shapes = _as_function(equation)
+    at = [i for i, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    kept = [i for i, x in enumerate(equation.outvars) if _is_inexact(x)]
+
+    def of_inexact(operands: Sequence[Any], *inexact: Any) -> list[Any]:
+        given = list(operands)
+        for i, x in zip(at, inexact, strict=True):
+            given[i] = x
+        results = run(*given)
+        return [results[i] for i in kept]
+
+    return of_inexact, shapes, at
+
+
+def _jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
+    of_inexact, shapes, at = _differentiable(equation)
+
+    def jvp(*arguments: Any) -> list[Any]:
+        operands, tangents = arguments[: len(shapes)], arguments[len(shapes) :]
+        inexact = tuple(operands[i] for i in at)
+        return jax.jvp(lambda *x: of_inexact(operands, *x), inexact, tangents)[1]
+
+    return jax.make_jaxpr(jvp)(*shapes, *(shapes[i] for i in at))
+
+
+def _vjp_of(equation: JaxprEqn) -> ClosedJaxpr:
+    of_inexact, shapes, at = _differentiable(equation)
+
+    def vjp(*arguments: Any) -> Sequence[Any]:
+        operands, cotangents = arguments[: len(shapes)], arguments[len(shapes) :]
+        _, pull = jax.vjp(lambda *x: of_inexact(operands, *x), *(operands[i] for i in at))
+        return pull(list(cotangents))
+
+    results = [_shape_of(x.aval) for x in equation.outvars if _is_inexact(x)]
+    return jax.make_jaxpr(vjp)(*shapes, *results)
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+_CALLS = "jit pjit closed_call core_call call eval_jaxpr remat2 remat checkpoint"
+
+CONTROL: dict[str, ControlRule] = {
+    **dict.fromkeys(_CALLS.split(), _call),
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+}

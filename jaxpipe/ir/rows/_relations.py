@@ -1,0 +1,229 @@
+"""How a value that a function computes of all rows is related to those that it computes of blocks.
+
+A function is run on all n * D rows, and on each of D blocks of n consecutive rows. Every value that
+it computes has one of these relations, where `whole` is the value of all rows and `part` that of
+block k. Scales are exponents of D, so that a product adds them: a mean is a sum with scale -1.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Whole:
+    """`whole == D**scale * part`, for every block.
+
+    Attributes:
+        scale: An exponent of D. 0: the value does not depend on the rows, nor on their number.
+    """
+
+    scale: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Block k of `whole`, along a dim, is `D**scale * part`.
+
+    Attributes:
+        dim: The dim of rows. It may have other dims merged into it, behind the rows.
+        scale: An exponent of D.
+        is_uniform: Whether all blocks are equal, as those of positions that were broadcast.
+        is_squeezed: Whether `part`, of one row, has no dim of rows.
+    """
+
+    dim: int
+    scale: int = 0
+    is_uniform: bool = False
+    is_squeezed: bool = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`whole` is `D**scale` times the sum of the parts.
+
+    Attributes:
+        scale: An exponent of D. 0: a sum over rows. -1: a mean over rows.
+    """
+
+    scale: int = 0
+
+
+@dataclass(frozen=True)
+class Zero:
+    """`whole` and `part` are zeros, of any shape."""
+
+
+@dataclass(frozen=True)
+class RowIds:
+    """`whole` counts rows along a dim from 0 on, and `part` counts those of the block from 0 on.
+
+    Attributes:
+        dim: The dim of rows.
+        component: None; or the index in the last dim at which the count is, in an array of indices
+            that is otherwise `Rows(dim)`.
+    """
+
+    dim: int
+    component: int | None = None
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """`whole` follows from no part alone, as far as is known.
+
+    Attributes:
+        reason: Why, as a clause such as "`sort` reads all rows".
+        source: The line of the user's program that says so, such as "model.py:12".
+    """
+
+    reason: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
+
+
+Relation = Whole | Rows | Sum | Zero | RowIds | Mixed
+
+MEAN = Sum(-1)
+"""The relation of a mean over rows."""
+
+
+class MixesRowsError(Exception):
+    """A value has none of the relations, for the reason that is the message."""
+
+
+def row_dim(whole: Sequence[int], part: Sequence[int], num_blocks: int) -> int | None:
+    """Returns the one dim in which two shapes differ, by the factor D; None if there is none."""
+    if len(whole) != len(part):
+        return None
+    dims = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    if len(dims) != 1 or whole[dims[0]] != num_blocks * part[dims[0]]:
+        return None
+    return dims[0]
+
+
+def has_shapes(
+    relation: Relation, whole: Sequence[int], part: Sequence[int], num_blocks: int
+) -> bool:
+    """Returns whether two shapes are such as a relation says."""
+    match relation:
+        case Whole() | Sum():
+            return tuple(whole) == tuple(part)
+        case Rows(dim, is_squeezed=True):
+            without = *whole[:dim], *whole[dim + 1 :]
+            return whole[dim] == num_blocks and without == tuple(part)
+        case Rows(dim) | RowIds(dim):
+            return row_dim(whole, part, num_blocks) == dim
+        case Zero() | Mixed():
+            return True
+
+
+def zero_as(whole: Sequence[int], part: Sequence[int], num_blocks: int) -> Relation:
+    """Returns zeros of these shapes as a relation that all rules know."""
+    if tuple(whole) == tuple(part):
+        return Whole()
+    dim = row_dim(whole, part, num_blocks)
+    if dim is None:
+        raise MixesRowsError("zeros depend on the number of rows in several dims")
+    return Rows(dim, is_uniform=True)
+
+
+def merge(relations: Iterable[Relation], *, dim: int | None) -> Relation:
+    """Returns the relation of a sum, or of a selection, of values with these relations.
+
+    Args:
+        relations: The relations.
+        dim: The dim of rows of the result, None if it has none. A value without it is broadcast.
+
+    Returns:
+        The relation.
+
+    Raises:
+        MixesRowsError: If it is none.
+    """
+    found = [relation for relation in relations if not isinstance(relation, Zero)]
+    if not found:
+        return Zero()
+    if any(isinstance(relation, Sum) for relation in found):
+        return _merge_sums(found)
+    scales, uniform = set(), True
+    for relation in found:
+        match relation:
+            case Whole(scale):
+                scales.add(scale)
+            case Rows(at, scale, is_uniform, is_squeezed=False) if at == dim:
+                scales.add(scale)
+                uniform = uniform and is_uniform
+            case Mixed():
+                raise MixesRowsError(relation.reason)
+            case _:
+                raise MixesRowsError("rows meet other rows")
+    if len(scales) != 1:
+        raise MixesRowsError("a value of a row meets one that depends on the number of rows")
+    scale = scales.pop()
+    return Whole(scale) if dim is None else Rows(dim, scale, uniform)
+
+
+def _merge_sums(relations: Sequence[Relation]) -> Sum:
+    scales = set()
+    for relation in relations:
+        match relation:
+            case Sum(scale):
+                scales.add(scale)
+            case Whole(scale):  # the sum over D blocks of what is the same in all
+                scales.add(scale - 1)
+            case _:
+                raise MixesRowsError("a sum over rows meets rows")
+    if len(scales) != 1:
+        raise MixesRowsError(
+            "a sum over rows meets a mean, or a value that does not depend on rows"
+        )
+    return Sum(scales.pop())
+
+
+def join(one: Relation, other: Relation) -> Relation:
+    """Returns a relation that holds wherever one of two holds."""
+    if one == other or isinstance(other, Zero) or isinstance(one, Mixed):
+        return one
+    if isinstance(one, Zero) or isinstance(other, Mixed):
+        return other
+    if isinstance(one, Rows) and isinstance(other, Rows):
+        rows = replace(one, is_uniform=False)
+        if rows == replace(other, is_uniform=False):
+            return rows
+    if isinstance(one, Whole | Sum) and isinstance(other, Whole | Sum):
+        try:
+            return _merge_sums([one, other])
+        except MixesRowsError as error:
+            return Mixed(str(error))
+    return Mixed("a value depends on rows in one way or another")
+
+
+def is_within(relation: Relation, wanted: Relation) -> bool:
+    """Returns whether a value with a relation also has a wanted one."""
+    return join(wanted, relation) == wanted
+
+
+def dual(relation: Relation) -> Relation:
+    """Returns the relation of the cotangents of a value.
+
+    The loss of all rows is the sum of the losses of the blocks, so cotangents of what is the same
+    in all blocks add up.
+    """
+    match relation:
+        case Whole(scale):
+            return Sum(-scale)
+        case Sum(scale):
+            return Whole(-scale)
+        case Rows(dim, scale):
+            return Rows(dim, -scale)
+        case _:
+            return relation
+
+
+def at_source(relation: Relation, source: Callable[[], str]) -> Relation:
+    """Returns a relation, which names the line if it is `Mixed` and names none yet."""
+    if isinstance(relation, Mixed) and not relation.source:
+        return replace(relation, source=source())
+    return relation

@@ -1,0 +1,243 @@
+"""Follows the rows of a batch through a function, in two programs of it at once.
+
+One program is the function of n * D rows, the other the same function of n rows, a block. They are
+walked in lock-step, which also shows what depends on the number of rows: constants, loops, and
+Python that reads shapes. Whatever is not understood is `Mixed`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from ._arithmetic import ARITHMETIC, Rule
+from ._moves import MOVES
+from ._relations import (
+    Mixed,
+    MixesRowsError,
+    Relation,
+    Rows,
+    Whole,
+    Zero,
+    at_source,
+    has_shapes,
+    row_dim,
+)
+from ._step import Step
+
+_RULES: dict[str, Rule] = ARITHMETIC | MOVES
+
+ANOTHER_PROGRAM = "with another number of rows the function is another program"
+
+_NOT_REPEATABLE = {"rng_uniform", "infeed", "io_callback", "debug_callback", "outfeed"}
+"""Primitives that may return something else when they are called again."""
+
+
+class Walk:
+    """A walk through two programs, whose numbers of rows have the ratio D."""
+
+    def __init__(self, num_blocks: int, control: Mapping[str, Callable[..., list[Relation]]]):
+        self.num_blocks = num_blocks
+        self._control = control
+
+    def without(self, name: str) -> "Walk":
+        """Returns a walk that does not know a primitive."""
+        return Walk(self.num_blocks, {k: f for k, f in self._control.items() if k != name})
+
+    def of_jaxprs(
+        self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
+    ) -> list[Relation]:
+        """Returns the relations of the results of two jaxprs, from those of their arguments."""
+        a, b = whole.jaxpr, part.jaxpr
+        counts = [(len(j.invars), len(j.constvars), len(j.outvars)) for j in (a, b)]
+        if counts[0] != counts[1] or counts[0][0] != len(relations):
+            return [Mixed(ANOTHER_PROGRAM)] * counts[0][2]
+        known: dict[Var, tuple[Var, Relation]] = {}
+        for x, y, relation in zip(a.invars, b.invars, relations, strict=True):
+            known[x] = y, self._checked(relation, x, y)
+        constants = zip(a.constvars, b.constvars, whole.consts, part.consts, strict=True)
+        for x, y, one, other in constants:
+            known[x] = y, self._checked(self._of_constants(one, other), x, y)
+        reason = self._walk(a, b, known)
+        return [self._read(x, y, known, reason) for x, y in zip(a.outvars, b.outvars, strict=True)]
+
+    def _walk(self, a: Jaxpr, b: Jaxpr, known: dict[Var, tuple[Var, Relation]]) -> Mixed:
+        """Adds the relations of all variables; returns that of those that have no partner."""
+        others = list(b.eqns)
+        reason, i = Mixed(ANOTHER_PROGRAM), 0
+        for equation in a.eqns:
+            other = others[i] if i < len(others) else None
+            if other is not None and self._are_partners(equation, other, known):
+                for x, y, relation in self._of_equations(equation, other, known):
+                    known[x] = y, self._checked(relation, x, y)
+                i += 1
+                continue
+            skipped = self._broadcast_of_one_row(equation, known)
+            if skipped is None:
+                # What follows has no partners. Its results are unknown, whatever they are.
+                return Mixed(reason.reason, _line(equation))
+            known[equation.outvars[0]] = skipped
+        return reason
+
+    def _are_partners(
+        self, a: JaxprEqn, b: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
+    ) -> bool:
+        counts = [(len(e.invars), len(e.outvars), e.primitive.name) for e in (a, b)]
+        if counts[0] != counts[1]:
+            return False
+        for x, y in zip(a.invars, b.invars, strict=True):
+            if isinstance(x, Literal) or isinstance(y, Literal):
+                if not (isinstance(x, Literal) and isinstance(y, Literal)):
+                    return False
+            elif x not in known or known[x][0] is not y:
+                return False
+        return True
+
+    def _broadcast_of_one_row(
+        self, a: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
+    ) -> tuple[Var, Relation] | None:
+        """Returns what a broadcast to D rows is in a block of one row, where it changes nothing."""
+        if a.primitive.name != "broadcast_in_dim" or isinstance(a.invars[0], Literal):
+            return None
+        if len(a.invars) != 1 or a.invars[0] not in known:
+            return None
+        partner, relation = known[a.invars[0]]
+        out: Any = a.outvars[0].aval
+        one_row: Any = partner.aval
+        shape, one = out.shape, one_row.shape
+        dim = row_dim(shape, one, self.num_blocks)
+        in_order = tuple(a.params["broadcast_dimensions"]) == tuple(range(len(shape)))
+        if dim is None or one[dim] != 1 or not in_order:
+            return None
+        match relation:
+            case Whole(scale):
+                return partner, Rows(dim, scale, is_uniform=True)
+            case Zero():
+                return partner, relation
+        return None
+
+    def _of_equations(
+        self,
+        a: JaxprEqn,
+        b: JaxprEqn,
+        known: dict[Var, tuple[Var, Relation]],
+    ) -> list[tuple[Var, Var, Relation]]:
+        relations = tuple(
+            self._read(x, y, known, Mixed(ANOTHER_PROGRAM))
+            for x, y in zip(a.invars, b.invars, strict=True)
+        )
+        found = self._results(a, b, relations)
+        found = [at_source(relation, lambda: _line(a)) for relation in found]
+        return list(zip(a.outvars, b.outvars, found, strict=True))
+
+    def _results(
+        self,
+        a: JaxprEqn,
+        b: JaxprEqn,
+        relations: tuple[Relation, ...],
+    ) -> list[Relation]:
+        name, count = a.primitive.name, len(a.outvars)
+        try:
+            if name in self._control:
+                return self._control[name](self, a, b, relations)
+            if name == "select_n" and isinstance(relations[0], Zero):
+                return [relations[1]]  # the case 0 everywhere
+            mixed = next((r for r in relations if isinstance(r, Mixed)), None)
+            if mixed is not None:
+                return [mixed] * count
+            step = Step(a, b, relations, self.num_blocks)
+            if name in _RULES:
+                return _RULES[name](step)
+            return _of_unknown(step)
+        except MixesRowsError as error:
+            return [Mixed(str(error))] * count
+
+    def _read(
+        self, x: Any, y: Any, known: dict[Var, tuple[Var, Relation]], otherwise: Mixed
+    ) -> Relation:
+        if isinstance(x, Literal) and isinstance(y, Literal):
+            return self._of_constants(x.val, y.val)
+        if isinstance(x, Literal) or isinstance(y, Literal) or x not in known:
+            return otherwise
+        partner, relation = known[x]
+        return relation if partner is y else otherwise
+
+    def _checked(self, relation: Relation, x: Any, y: Any) -> Relation:
+        """Returns a relation, `Mixed` if its values have not the shapes that it says."""
+        if x.aval.dtype != y.aval.dtype:
+            return Mixed("a dtype depends on the number of rows")
+        if has_shapes(relation, x.aval.shape, y.aval.shape, self.num_blocks):
+            return relation
+        return Mixed("a shape depends on the number of rows")
+
+    def _of_constants(self, one: Any, other: Any) -> Relation:
+        """Returns the relation of two constants, which were captured or computed by Python."""
+        if one is other:
+            is_zero = np.isscalar(one) and not isinstance(one, str) and one == 0
+            return Zero() if is_zero else Whole()
+        if isinstance(one, Tracer) or isinstance(other, Tracer):
+            return Mixed("a captured array is another one for another number of rows")
+        if jnp.issubdtype(jax.typeof(one).dtype, jax.dtypes.extended):
+            return Mixed("a captured key is another one for another number of rows")
+        if not (getattr(one, "is_fully_addressable", True)):
+            return Mixed("a captured array is of several processes")
+        return _of_arrays(np.asarray(one), np.asarray(other), self.num_blocks)
+
+
+def _of_arrays(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
+    if one.dtype != other.dtype:
+        return Mixed("a constant depends on the number of rows")
+    if one.shape == other.shape:
+        if one.tobytes() == other.tobytes():
+            return Zero() if one.size and not one.any() else Whole()
+        return _of_scaled(one, other, num_blocks)
+    dim = row_dim(one.shape, other.shape, num_blocks)
+    if dim is not None:
+        copies = [num_blocks if i == dim else 1 for i in range(one.ndim)]
+        if one.tobytes() == np.tile(other, copies).tobytes():
+            return Rows(dim, is_uniform=True)
+    return Mixed("a constant depends on the number of rows")
+
+
+def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
+    """Returns `Whole` if one constant is D to some power times the other, but for rounding."""
+    mixed = Mixed("a constant depends on the number of rows")
+    if one.size != 1 or one.dtype.kind not in "fiuV":
+        return mixed
+    a, b = float(one.reshape(())), float(other.reshape(()))
+    if not (np.isfinite(a) and np.isfinite(b) and a and b):
+        return mixed
+    is_float = jnp.issubdtype(one.dtype, jnp.inexact)
+    error = 2 * Fraction(float(jnp.finfo(one.dtype).eps)) if is_float else 0
+    for scale in (-3, -2, -1, 1, 2, 3):
+        if abs(Fraction(a) / Fraction(b) / Fraction(num_blocks) ** scale - 1) <= error:
+            return Whole(scale)
+    return mixed
+
+
+def _of_unknown(step: Step) -> list[Relation]:
+    """A primitive without a rule: the same function of the same arguments, or nothing is known."""
+    effects = step.whole.effects
+    relations = step.no_zeros()
+    if any(relation != Whole() for relation in relations):
+        raise MixesRowsError(
+            f"`{step.name}` is given rows, and is not known to treat them one by one"
+        )
+    step.require_same()
+    if effects or step.name in _NOT_REPEATABLE:
+        raise MixesRowsError(f"`{step.name}` has side effects")
+    return [Whole()] * len(step.whole.outvars)
+
+
+def _line(equation: JaxprEqn) -> str:
+    """Returns the line of the user's program that an equation is of, such as "model.py:12"."""
+    text = source_info_util.summarize(equation.source_info)
+    name = text.split(" ")[0].split("/")[-1]
+    parts = name.split(":")
+    return ":".join(parts[:2]) if len(parts) > 1 else ""
