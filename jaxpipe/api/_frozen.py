@@ -96,16 +96,22 @@ def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
     Raises:
         ValueError: If one is an integer, a boolean or a random key. It names the leaf.
     """
-    flags = jax.tree.map(lambda _: False, params) if rule is None else _flags(rule, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), is_frozen in zip(leaves, jax.tree.leaves(flags), strict=True):
+    for (path, leaf), is_trained in zip(leaves, trainable_leaves(rule, params), strict=True):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
-        if not is_frozen and not jnp.issubdtype(dtype, jnp.inexact):
+        if is_trained and not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"`params{_name(path)}` is {dtype}{list(jnp.shape(leaf))}, which has no gradient. "
                 "Say that it is not trained: `jp.pipeline(..., frozen=lambda path, leaf: not "
                 "jnp.issubdtype(leaf.dtype, jnp.inexact))`."
             )
+
+
+def trainable_leaves(rule: FrozenRule | None, params: PyTree) -> tuple[bool, ...]:
+    """Returns for every leaf of the user's tree whether it is trained."""
+    if rule is None:
+        return (True,) * len(jax.tree.leaves(params))
+    return tuple(not is_frozen for is_frozen in jax.tree.leaves(_flags(rule, params)))
 
 
 def _flags(rule: FrozenRule, params: PyTree) -> PyTree:

@@ -335,7 +335,8 @@ class PipelinedModel(InspectedModel):
         return 1 if self.schedule is None else language.num_slices(self.schedule)
 
     @property
-    def _takes_key(self) -> bool:
+    def takes_key(self) -> bool:
+        """Whether a function of the model takes a dropout key."""
         return takes_key(self.model)
 
     @property

@@ -8,14 +8,15 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ...engines import ENGINES, Engine
+from ...engines import Engine
 from ...engines._engine import PipelinePlan
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
-from ._check import TOLERANCE, Comparison, check
+from ._check import check, check_steps
+from ._comparison import Comparison
 from ._compile import Optimizer, compile_report, optimizer_state, topology_mesh, train_step
 from ._memory import (
     MemoryTable,
@@ -40,13 +41,14 @@ class InspectedModel:
     shard: Callable[..., Any]
     unshard: Callable[..., Any]
     partition: Callable[..., Any]
+    optimizer: Callable[..., Any]
     value_and_grad: Callable[..., Any]
     jit: Callable[..., Callable]
     plan: Callable[..., PipelinePlan]
     _arguments: Callable[..., Any]
     _shapes: Callable[[PyTree], Any]
     _any_num_layers: Any
-    _takes_key: Any
+    takes_key: Any
 
     def check(
         self,
@@ -54,35 +56,47 @@ class InspectedModel:
         batch: PyTree,
         key: Array | None = None,
         *,
-        tolerance: float = TOLERANCE,
+        plain: Callable[..., Any] | None = None,
+        optimizer: Optimizer | None = None,
+        steps: int = 3,
+        tolerance: float | None = None,
     ) -> Comparison:
-        """Compares loss, metrics and every gradient with those of the unpipelined program.
+        """Compares loss, metrics and every gradient with those of the user's own program.
 
-        The unpipelined program runs on the devices of the mesh, each of which needs memory for all
-        parameters and gradients (divided by `fsdp`).
+        That is `embed`, every layer in order and `loss`, on the whole batch, in the user's tree. It
+        runs on one device, which needs memory for all parameters, gradients and activations of the
+        batch: give a small batch, and a model that fits. With dropout and several microbatches,
+        each of which has masks of its own, it is the same for the microbatches one by one.
 
         Args:
             params: Parameters from `shard`, or the user's tree.
             batch: [B, ...] leaves.
             key: The dropout key of the step. None if no function of the model takes one.
+            plain: The user's program, to be compared with in place of the model's functions:
+                `(params, batch) -> loss` or `-> (loss, metrics)`, where `params` is the user's tree
+                and the loss a scalar or `jp.Weighted`.
+            optimizer: An optimizer of optax, or one alike. With it the parameters after some steps
+                are compared too: those of `pipe.optimizer(optimizer)`, and those of `optimizer` on
+                the user's tree.
+            steps: The number of these steps.
             tolerance: The largest relative error that is accepted: the largest difference divided
-                by the largest magnitude of the leaf. The default is for float32.
+                by the largest magnitude of the leaf. Default: by the narrowest dtype that the
+                program computes with, 1e-5 for float32, 1e-12 for float64, four eps below.
 
         Returns:
             The relative error of each leaf, which prints as a table.
 
         Raises:
-            AssertionError: If an error is larger. It names the leaf.
+            AssertionError: If an error is larger. It names the leaf and, where a function of the
+                model is the cause, that function and what to write: one that mixes rows of the
+                batch, or a loss that is no mean over rows.
+            ValueError: If `plain` is given and the model has dropout.
         """
-        plain = replace(
-            cast(Any, self),
-            engine=ENGINES["unpipelined"],
-            mesh=Mesh(self.mesh.devices, self.mesh.axis_names),  # with automatic axes
-            schedule=None,
-            ticks=None,
-            layers_per_stage=None,
-        )
-        return check(self, plain, params, batch, key, tolerance)
+        found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
+        if optimizer is None:
+            return found
+        lifted = self.optimizer(optimizer)
+        return check_steps(self, lifted, optimizer, steps, params, batch, key, found, plain=plain)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
@@ -120,7 +134,7 @@ class InspectedModel:
             ValueError: If the device is unknown, or the batch does not divide.
         """
         stored = self._shapes(params)
-        key = _any_key() if self._takes_key else None
+        key = _any_key() if self.takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
         def rank_bytes(count: Callable, part: dict[str, Any]) -> tuple[int, ...]:
@@ -186,7 +200,7 @@ class InspectedModel:
             state = optimizer_state(optimizer, pipe.partition(arguments[0])[0])
             arguments = arguments[0], state, batch
             function = pipe.jit(train_step(pipe, optimizer), donate_argnums=(0, 1))
-        key = (_any_key(),) if self._takes_key else ()
+        key = (_any_key(),) if self.takes_key else ()
         bubble = bubble_fraction(self.timeline())
         return compile_report(function, mesh, bubble, *arguments, *key)
 
