@@ -43,10 +43,11 @@ def on_one_device(mesh: Mesh, function: Callable, *arguments: PyTree) -> tuple[A
 
 
 def _moved(device: Any, x: Any) -> Any:
-    """Moves an array to a device; one that all processes have whole is on it already."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated:
-        x = x.addressable_data(0)
-    return jax.device_put(x, device)
+    """Copies an array to a device, by way of the host: its type forgets the mesh that it was on."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _moved(device, jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(np.asarray(x), device)
 
 
 def narrowest_dtype(jaxpr: Jaxpr) -> Any:
