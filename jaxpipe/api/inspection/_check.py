@@ -50,8 +50,9 @@ def check(
         ValueError: If `plain` is given and the model has dropout.
     """
     stored, whole = stored_and_whole(pipe, params)
+    got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
     reference = reference_result(pipe, whole, batch, key, plain=plain)
-    found = compared(run(pipe, stored, batch, key), reference, tolerance, plain is not None)
+    found = compared(got, reference, tolerance, plain is not None)
     require(pipe, found, whole, batch, key, plain=plain)
     return found
 

@@ -228,6 +228,11 @@ def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> Program:
 def taken_apart(returned: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Returns (total, weight or None, metrics) of what a loss returned."""
     loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"`plain` returned {returned!r}. Return a scalar or `jp.Weighted(total, weight)`; "
+            "with a dict of scalars as `(loss, metrics)`."
+        )
     if not isinstance(loss, Weighted):
         return jnp.asarray(loss, wide(jnp.result_type(loss))), None, metrics
     total = jnp.asarray(loss.total, wide(jnp.result_type(loss.total)))
