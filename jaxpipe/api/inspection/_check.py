@@ -4,23 +4,45 @@ M microbatches.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._frozen import trainable_leaves
 from .._params import is_stored
-from ..reference import Program, Result, on_one_device, program_of, program_of_plain
+from ..reference import (
+    Program,
+    Result,
+    count_layers,
+    on_one_device,
+    program_of,
+    program_of_plain,
+)
 from ._comparison import Comparison, compare, compare_leaves, default_tolerance
 from ._compile import train_step
 from ._why import why
 
-Reference = tuple[Result, Any, str]
-"""Results of the user's program, the dtype in which it computes, and what it is."""
+
+@dataclass(frozen=True)
+class Reference:
+    """What the user's program computes.
+
+    Attributes:
+        result: Loss, metrics and gradients on the host.
+        dtype: The narrowest dtype that the program computes with.
+        num_layers: L.
+        text: What was run.
+    """
+
+    result: Result
+    dtype: Any
+    num_layers: int
+    text: str
 
 
 def check(
@@ -88,15 +110,18 @@ def reference_result(
         The results on the host, the dtype and what was run.
     """
     program, text = _program(pipe, whole, plain)
-    if not pipe.takes_key or pipe.num_microbatches == 1:
-        return *_run_program(pipe, program, program.value_and_grad, whole, batch, key), text
-    num = pipe.num_microbatches
-    found = _run_program(pipe, program, partial(program.cut, num), whole, batch, key)
-    text = (
-        f"reference: the functions of the model on {num} microbatches, each with dropout masks of "
-        "its own, on one device"
-    )
-    return *found, text
+    function, num = program.value_and_grad, pipe.num_microbatches
+    if pipe.takes_key and num > 1:
+        function = partial(program.cut, num)
+        text = (
+            f"reference: the functions of the model on {num} microbatches, each with dropout masks "
+            "of its own, on one device"
+        )
+    key = key if pipe.takes_key else None
+    value, dtype = on_one_device(pipe.mesh, function, whole, batch, key)
+    (loss, metrics), grads = jax.tree.map(np.asarray, value)
+    result = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
+    return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 
 def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[Program, str]:
@@ -110,15 +135,6 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[Program,
             "each microbatch. Leave `plain` out, or give a model without dropout."
         )
     return program_of_plain(plain, trainable), "reference: `plain`, on one device"
-
-
-def _run_program(
-    pipe: Any, program: Program, function: Callable, whole: PyTree, batch: PyTree, key: Any
-) -> tuple[Result, Any]:
-    key = key if pipe.takes_key else None
-    value, dtype = on_one_device(pipe.mesh, function, whole, batch, key)
-    (loss, metrics), grads = jax.tree.map(np.asarray, value)
-    return Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True))), dtype
 
 
 def compared(
@@ -138,8 +154,8 @@ def compared(
     Raises:
         AssertionError: If the results differ in structure or shape.
     """
-    wanted, dtype, text = reference
-    rounding, why_so = default_tolerance(dtype)
+    wanted = reference.result
+    rounding, why_so = default_tolerance(reference.dtype, reference.num_layers)
     if tolerance is not None:
         why_so = f"tolerance {tolerance:g}"
     accepted = rounding if tolerance is None else tolerance
@@ -149,7 +165,8 @@ def compared(
             replace(one, metrics={name: one.metrics[name] for name in sorted(common)})
             for one in (got, wanted)
         )
-    return compare(got, wanted, accepted, f"{text}; {why_so}", rounding)
+    text = f"{reference.text}; {why_so}"
+    return Comparison(compare(got, wanted), accepted, text, rounding, reference.dtype)
 
 
 def require(
@@ -178,12 +195,13 @@ def require(
 
     Raises:
         AssertionError: If an error is larger than the tolerance, or NaN; or if masks of dropout
-            have kept the reference from seeing that a function without dropout mixes rows.
+            or 16 bits have kept numbers from showing that a function mixes rows.
     """
     worse = found.worse
-    masked = pipe.takes_key and pipe.num_microbatches > 1
+    is_masked = pipe.takes_key and pipe.num_microbatches > 1
     reason = ""
-    if worse or masked:
+    is_coarse = jnp.finfo(found.dtype).bits < 32 and found.tolerance <= found.rounding
+    if worse or is_masked or is_coarse:
         reason = why(pipe, found, whole, batch, key, plain)
     if worse:
         more = f" and {len(worse) - 1} others are" if len(worse) > 1 else " is"

@@ -22,12 +22,14 @@ class Comparison:
         tolerance: The largest error that is accepted.
         reference: What the pipeline is compared with, and why the tolerance is what it is.
         rounding: The largest error that rounding explains, the default of the tolerance.
+        dtype: The narrowest dtype that the user's program computes with.
     """
 
     errors: dict[str, float]
     tolerance: float = TOLERANCE
     reference: str = ""
     rounding: float = TOLERANCE
+    dtype: Any = jnp.float32
 
     @property
     def largest(self) -> float:
@@ -55,20 +57,15 @@ class Comparison:
         return "\n".join([*lines, *([self.reference] if self.reference else [])])
 
 
-def compare(
-    got: Result, wanted: Result, tolerance: float, reference: str, rounding: float
-) -> Comparison:
+def compare(got: Result, wanted: Result) -> dict[str, float]:
     """Compares two results of a program.
 
     Args:
         got: Those of the pipeline.
         wanted: Those of the user's program.
-        tolerance: The largest error that is accepted.
-        reference: What the pipeline is compared with.
-        rounding: The largest error that rounding explains.
 
     Returns:
-        The relative errors.
+        The relative errors by name.
 
     Raises:
         AssertionError: If the results differ in metrics, in leaves with gradients, or in shape.
@@ -87,7 +84,7 @@ def compare(
         for name, value in ours.items():
             full = f"{start}{name}" if start == "gradients" else f"{start}[{name!r}]"
             errors[full] = _relative_error(full, value, theirs[name])
-    return Comparison(errors, tolerance, reference, rounding)
+    return errors
 
 
 def compare_leaves(start: str, got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
@@ -95,24 +92,35 @@ def compare_leaves(start: str, got: dict[str, Any], wanted: dict[str, Any]) -> d
     return {f"{start}{name}": _relative_error(name, got[name], x) for name, x in wanted.items()}
 
 
-def default_tolerance(dtype: Any) -> tuple[float, str]:
+ROUNDINGS_PER_LAYER = 32
+"""Results of a transformer's layer that are rounded one after the other, forwards and backwards."""
+
+
+def default_tolerance(dtype: Any, num_layers: int) -> tuple[float, str]:
     """Returns the largest relative error that rounding explains, and what it is for.
 
     Args:
         dtype: The narrowest dtype that the user's program computes with.
+        num_layers: L.
 
     Returns:
-        (tolerance, text). For float32 1e-5, for float64 1e-12. Where 16 bits are rounded to, two
-        programs round at other places, as XLA keeps float32 inside of what it fuses: after n
-        roundings, each of half an eps, they differ by sqrt(n) / 2 of it. Four of them leave room
-        for 64 roundings in a row.
+        (tolerance, text). For float32 1e-5, for float64 1e-12. Of 16 bits so many are lost in every
+        operation that depth counts. Two programs round at other places, as XLA keeps float32 inside
+        of what it fuses: after n roundings in a row, each of half an eps, they differ by
+        sqrt(n) / 2 eps.
     """
-    bits, eps = jnp.finfo(dtype).bits, float(jnp.finfo(dtype).eps)
+    bits, eps, name = jnp.finfo(dtype).bits, float(jnp.finfo(dtype).eps), jnp.dtype(dtype).name
     if bits >= 32:
-        tolerance = 1e-12 if bits >= 64 and eps < 1e-10 else TOLERANCE
-        return tolerance, f"tolerance {tolerance:g}, for {jnp.dtype(dtype).name}"
-    name = jnp.dtype(dtype).name
-    return 4 * eps, f"tolerance {4 * eps:.2g}, 4 eps of {name}, in which both round at other places"
+        tolerance = 1e-12 if eps < 1e-10 else TOLERANCE
+        return tolerance, f"tolerance {tolerance:g}, for {name}"
+    count = 0.5 * (ROUNDINGS_PER_LAYER * (num_layers + 1)) ** 0.5
+    text = f"{count:.1f} eps of {name}, in which {num_layers} layers round at other places"
+    return count * eps, f"tolerance {count * eps:.2g}, {text}"
+
+
+def tolerance_of_function(dtype: Any) -> float:
+    """Returns the largest relative error that rounding explains in one function of a model."""
+    return max(TOLERANCE, 2 * float(jnp.finfo(dtype).eps))
 
 
 def _relative_error(name: str, x: Any, true: Any) -> float:

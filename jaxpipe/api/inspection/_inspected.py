@@ -81,7 +81,8 @@ class InspectedModel:
             steps: The number of these steps.
             tolerance: The largest relative error that is accepted: the largest difference divided
                 by the largest magnitude of the leaf. Default: by the narrowest dtype that the
-                program computes with, 1e-5 for float32, 1e-12 for float64, four eps below.
+                program computes with, 1e-5 for float32, 1e-12 for float64; for 16 bits by their
+                eps and the number of layers.
 
         Returns:
             The relative error of each leaf, which prints as a table.

@@ -23,7 +23,7 @@ from ..reference import (
     program_of,
     program_of_plain,
 )
-from ._comparison import Comparison, compare
+from ._comparison import Comparison, compare, tolerance_of_function
 
 
 def why(
@@ -52,11 +52,11 @@ def why(
     """
     trainable = trainable_leaves(pipe.frozen, whole)
     own = program_of(pipe.model, trainable)
-    if plain is not None:
+    if plain is not None and found.worse:
         text = _plain_is_another(pipe, own, program_of_plain(plain, trainable), whole, batch, found)
         if text:
             return text
-    tolerance = max(found.tolerance, found.rounding)
+    tolerance = tolerance_of_function(found.dtype)
     num, rows = pipe.num_microbatches, jnp.shape(jax.tree.leaves(batch)[0])[0]
     of_model = partial(first_function_that_mixes, pipe.mesh, pipe.model, whole)
     if num > 1:
@@ -82,11 +82,11 @@ def why(
             "of `layer` but what it reads of `past` must treat each token by itself. Targets are "
             "leaves of the batch, not tokens that `loss` shifts, and positions are too."
         )
-    if jnp.finfo(_dtype(pipe, own, whole, batch, key)).bits < 32:
+    if jnp.finfo(found.dtype).bits < 32:
         return (
-            "No function mixes rows. The program computes with 16 bits, so rounding may add up to "
-            "more than the tolerance: check with parameters and batch in float32, which shows what "
-            "the pipeline does, or give `tolerance`."
+            "No function mixes rows by more than 16 bits show. Rounding may exceed the "
+            "tolerance: check with parameters and batch in float32, which shows what the pipeline "
+            "does, or give `tolerance`."
         )
     return (
         "No function mixes rows in its forward. A gradient of its own (`jax.custom_vjp`) may; if "
@@ -98,11 +98,6 @@ def _key(pipe: Any, key: Any) -> Any:
     return key if pipe.takes_key else None
 
 
-def _dtype(pipe: Any, program: Program, whole: PyTree, batch: PyTree, key: Any) -> Any:
-    function = program.value_and_grad
-    return on_one_device(pipe.mesh, function, whole, batch, _key(pipe, key))[1]
-
-
 def _plain_is_another(
     pipe: Any, own: Program, plain: Program, whole: PyTree, batch: PyTree, found: Comparison
 ) -> str:
@@ -112,16 +107,15 @@ def _plain_is_another(
         value, _ = on_one_device(pipe.mesh, program.value_and_grad, whole, batch, None)
         (loss, _), grads = jax.tree.map(np.asarray, value)
         results.append(Result(loss, {}, dict(zip(program.names(whole), grads, strict=True))))
-    tolerance = max(found.tolerance, found.rounding)
-    differences = compare(results[0], results[1], tolerance, "", tolerance)
-    if not differences.worse:
+    errors = compare(results[0], results[1])
+    name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    if errors[name] <= max(found.tolerance, found.rounding):
         return ""
-    name = differences.worse[0]
     return (
         f"`plain` is another program than the functions of the model, on the whole batch: its loss "
         f"is {float(results[1].loss):.6g}, and that of `embed`, every layer and `loss` one after "
         f"the other {float(results[0].loss):.6g}; {name} has the relative error "
-        f"{differences.errors[name]:.1e}."
+        f"{errors[name]:.1e}."
     )
 
 

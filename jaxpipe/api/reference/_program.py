@@ -257,6 +257,12 @@ def num_layers(layers: PyTree) -> int:
     return jax.tree.leaves(layers)[0].shape[0]
 
 
+def count_layers(model: Model, params: PyTree) -> int:
+    """Returns L, the layers of all kinds."""
+    groups = jax.eval_shape(model.to_groups, params)
+    return sum(num_layers(layers) for _, layers in layers_by_kind(model, groups))
+
+
 def nth_layer(layers: PyTree, i: int) -> PyTree:
     """Returns the parameters of a layer."""
     if isinstance(layers, list | tuple):
