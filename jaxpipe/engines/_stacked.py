@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from ..autodiff import keep
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
+from ..sharding.specs import reshard
 from ..spmd import Gather
 from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
@@ -232,6 +233,19 @@ def init(
     """
     where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
     return jax.jit(make, out_shardings=where)()
+
+
+def place(
+    plan: PipelinePlan,
+    weights: dict[str, PyTree],
+    like: dict[str, PyTree],
+    tied: bool,
+    *,
+    stage_axis: str | None = "stage",
+) -> dict[str, PyTree]:
+    """Returns new arrays in groups of weights, sharded as weights are, in a traced function."""
+    del like
+    return reshard(weights, shardings(plan, weights, tied, stage_axis=stage_axis))
 
 
 def shardings(

@@ -12,7 +12,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import engines
 from jaxpipe.api.inspection import Comparison
-from jaxpipe.api.inspection._check import check, check_steps
+from jaxpipe.api.inspection._check import check_steps
 
 D, B = 4, 8
 
@@ -320,20 +320,31 @@ def test_16_bits_hide_no_function_that_mixes_rows():
         pipe.check(params, batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "circular"}])
+def only_matrices(params: Any) -> Any:
+    """The commonest mask of weight decay. Stored leaves [chunks, ranks, ...] have more dims."""
+    return jax.tree.map(lambda w: w.ndim >= 2, params)
+
+
 @pytest.mark.parametrize("frozen", [None, lambda path, leaf: "embed" in path])
+@pytest.mark.parametrize("options", [{}, {"schedule": "circular"}, {"engine": "mpmd"}])
 def test_parameters_after_steps_of_an_optimizer_are_compared(options: Any, frozen: Any):
-    """By one that treats elements one by one, which is the same for stored parameters."""
     params, batch = example()
     pipe = pipeline(PLAIN, frozen=frozen, **options)
-    stored, tx = pipe.shard(params), optax.sgd(0.01, momentum=0.9)
-    found = check(pipe, stored, batch, None)
-    after = check_steps(pipe, tx, tx, 3, stored, batch, None, found)
-    names = [name for name in after.errors if name.startswith("parameters")]
-    assert names == [
-        f"parameters['{n}']" for n in ("embed", "head") if not (frozen and n == "embed")
-    ] + [f"parameters['layers'][{i}]" for i in range(2)]
-    assert after.largest <= 1e-5
-    wrong = optax.sgd(0.0101, momentum=0.9)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01, mask=only_matrices))
+    found = pipe.check(params, batch, optimizer=tx, steps=3)
+    trained = [n for n in ("['embed']", "['head']") if not (frozen and n == "['embed']")]
+    names = [name for name in found.errors if name.startswith("parameters")]
+    layers = [f"parameters['layers'][{i}]" for i in range(2)]
+    assert names == [f"parameters{name}" for name in trained] + layers
+    assert "parameters after 3 steps of the optimizer" in str(found)
+    assert found.largest <= 1e-5
+    lifted = pipe.optimizer(optax.adamw(0.0101, mask=only_matrices))
     with pytest.raises(AssertionError, match=r"After 3 steps of the optimizer .* differs"):
-        check_steps(pipe, wrong, tx, 3, params, batch, None, found)
+        check_steps(pipe, lifted, tx, 3, pipe.shard(params), batch, None, found)
+
+
+def test_steps_with_dropout_have_the_masks_of_the_pipeline():
+    params, batch = example()
+    pipe = pipeline(MODEL, microbatches=2)
+    found = pipe.check(params, batch, jax.random.key(1), optimizer=optax.adam(0.01), steps=2)
+    assert found.largest <= 1e-5

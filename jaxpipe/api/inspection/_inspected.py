@@ -15,9 +15,10 @@ from ...schedules.language import describe
 from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
+from ..optimizer import Optimizer, state_shapes
 from ._check import check, check_steps
 from ._comparison import Comparison
-from ._compile import Optimizer, compile_report, optimizer_state, topology_mesh, train_step
+from ._compile import compile_report, topology_mesh, train_step
 from ._memory import (
     MemoryTable,
     carried_bytes,
@@ -198,9 +199,10 @@ class InspectedModel:
         layers = replace(layers, stages=given.pop("stages"))
         arguments, function = (given | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
-            state = optimizer_state(optimizer, pipe.partition(arguments[0])[0])
+            state = state_shapes(optimizer, pipe.model, pipe.engine, plan, arguments[0])
             arguments = arguments[0], state, batch
-            function = pipe.jit(train_step(pipe, optimizer), donate_argnums=(0, 1))
+            step = train_step(pipe, pipe.optimizer(optimizer))
+            function = pipe.jit(step, donate_argnums=(0, 1))
         key = (_any_key(),) if self.takes_key else ()
         bubble = bubble_fraction(self.timeline())
         return compile_report(function, mesh, bubble, *arguments, *key)
