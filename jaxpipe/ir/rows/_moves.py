@@ -1,6 +1,7 @@
 """Rules of primitives that move entries: shapes, slices, gathers and scatters."""
 
 import math
+from collections.abc import Sequence
 
 from ._arithmetic import Rule
 from ._relations import (
@@ -54,22 +55,49 @@ def _reshape(step: Step) -> list[Relation]:
     whole, part = step.shapes_out()
     if isinstance(relation, Zero) or (whole == part and isinstance(relation, Whole | Sum)):
         return [relation]
-    if isinstance(relation, Rows) and not relation.is_squeezed:
-        before = math.prod(step.shape_in(0)[: relation.dim])
-        at = row_dim(whole, part, step.num_blocks)
-        # A block of rows is a run of entries before and after, if rows stay the major factor.
-        if at is not None and math.prod(whole[:at]) == before:
-            return [Rows(at, relation.scale, relation.is_uniform)]
-        for at in range(len(whole)):
-            fits = whole[at] == step.num_blocks and (*whole[:at], *whole[at + 1 :]) == part
-            if fits and math.prod(whole[:at]) == before:
-                return [Rows(at, relation.scale, relation.is_uniform, is_squeezed=True)]
+    if isinstance(relation, Rows):
+        found = reshaped(relation, step.shape_in(0), whole, part, step.num_blocks)
+        if found is not None:
+            return [found]
     if isinstance(relation, RowIds) and relation.component is None:
         at, shape = row_dim(whole, part, step.num_blocks), step.shape_in(0)
         before = math.prod(shape[: relation.dim]), shape[relation.dim]
         if at is not None and (math.prod(whole[:at]), whole[at]) == before:
             return [RowIds(at)]
     raise MixesRowsError("a reshape puts rows behind another dim")
+
+
+def reshaped(
+    relation: Rows,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    part: Sequence[int],
+    num_blocks: int,
+) -> Rows | None:
+    """Returns the relation of rows that are reshaped; None if they move behind another dim.
+
+    A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
+
+    Args:
+        relation: The relation before.
+        shape: The shape of `whole` before.
+        whole: The shape of `whole` behind.
+        part: The shape of `part` behind.
+        num_blocks: D.
+
+    Returns:
+        The relation behind.
+    """
+    if relation.is_squeezed:
+        return None
+    before, at = math.prod(shape[: relation.dim]), row_dim(whole, part, num_blocks)
+    if at is not None and math.prod(whole[:at]) == before:
+        return Rows(at, relation.scale, relation.is_uniform)
+    for dim in range(len(whole)):
+        without_rows = (*whole[:dim], *whole[dim + 1 :]) == tuple(part)
+        if whole[dim] == num_blocks and without_rows and math.prod(whole[:dim]) == before:
+            return Rows(dim, relation.scale, relation.is_uniform, is_squeezed=True)
+    return None
 
 
 def _transpose(step: Step) -> list[Relation]:

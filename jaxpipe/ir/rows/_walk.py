@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._arithmetic import ARITHMETIC, Rule
-from ._moves import MOVES
+from ._moves import MOVES, reshaped
 from ._relations import (
     Mixed,
     MixesRowsError,
@@ -78,7 +78,7 @@ class Walk:
                     known[x] = y, self._checked(relation, x, y)
                 i += 1
                 continue
-            skipped = self._broadcast_of_one_row(equation, known)
+            skipped = self._without_partner(equation, known)
             if skipped is None:
                 # What follows has no partners. Its results are unknown, whatever they are.
                 return Mixed(reason.reason, _line(equation))
@@ -99,21 +99,29 @@ class Walk:
                 return False
         return True
 
-    def _broadcast_of_one_row(
+    def _without_partner(
         self, a: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
     ) -> tuple[Var, Relation] | None:
-        """Returns what a broadcast to D rows is in a block of one row, where it changes nothing."""
-        if a.primitive.name != "broadcast_in_dim" or isinstance(a.invars[0], Literal):
-            return None
-        if len(a.invars) != 1 or a.invars[0] not in known:
+        """Returns what an equation is in a block of one row, where it would change nothing.
+
+        JAX leaves out a broadcast or a reshape to the shape that an array has.
+        """
+        if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in known:
             return None
         partner, relation = known[a.invars[0]]
-        out: Any = a.outvars[0].aval
-        one_row: Any = partner.aval
-        shape, one = out.shape, one_row.shape
+        shapes: list[Any] = [a.invars[0].aval, a.outvars[0].aval, partner.aval]
+        before, shape, one = (aval.shape for aval in shapes)
+        if (
+            a.primitive.name == "reshape"
+            and isinstance(relation, Rows)
+            and not a.params["dimensions"]
+        ):
+            found = reshaped(relation, before, shape, one, self.num_blocks)
+            return None if found is None else (partner, found)
         dim = row_dim(shape, one, self.num_blocks)
-        in_order = tuple(a.params["broadcast_dimensions"]) == tuple(range(len(shape)))
-        if dim is None or one[dim] != 1 or not in_order:
+        if a.primitive.name != "broadcast_in_dim" or dim is None or one[dim] != 1:
+            return None
+        if tuple(a.params["broadcast_dimensions"]) != tuple(range(len(shape))):
             return None
         match relation:
             case Whole(scale):
