@@ -31,15 +31,21 @@ class FunctionRows:
     Attributes:
         name: "embed", "layer" or the name of a kind of layers, or "loss".
         is_row_wise: Whether it may run on the rows of a device.
+        only_draws: Whether it needs all rows for nothing but the random numbers that it draws.
         reason: Why, such as "`sort` goes along rows (model.py:12)".
     """
 
     name: str
     is_row_wise: bool
+    only_draws: bool
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.name}: {'row-wise' if self.is_row_wise else 'mixes rows'}, {self.reason}"
+    @property
+    def verdict(self) -> str:
+        """Returns what it does, in words."""
+        if self.is_row_wise:
+            return "row-wise"
+        return "draws for all rows" if self.only_draws else "may mix rows"
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,14 @@ class RowReport:
         functions: One entry for every function.
         num_rows: b, the rows of a microbatch.
         num_shards: D, the devices that divide them.
+        is_divided: Whether XLA divides the work of functions that mix rows. False: each device runs
+            these on all rows.
     """
 
     functions: tuple[FunctionRows, ...]
     num_rows: int
     num_shards: int
+    is_divided: bool = True
 
     @property
     def whole_microbatches(self) -> bool:
@@ -66,21 +75,26 @@ class RowReport:
         """The rows that a function is given."""
         return self.num_rows if self.whole_microbatches else self.num_rows // self.num_shards
 
+    @property
+    def run_on_every_device(self) -> tuple[str, ...]:
+        """The names of functions that each of the D devices runs on all rows."""
+        if self.is_divided or self.num_shards == 1:
+            return ()
+        return tuple(f.name for f in self.functions if not (f.is_row_wise or f.only_draws))
+
     def __str__(self) -> str:
+        end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
         if self.num_shards == 1:
             end = f"No axis divides rows: functions see microbatches of {self.num_rows} rows."
         elif self.whole_microbatches:
             end = (
-                f"Functions see whole microbatches of {self.num_rows} rows, which XLA divides over "
+                f"Functions see microbatches of {self.num_rows} rows, which XLA divides over "
                 f"{self.num_shards} devices."
             )
-        else:
-            end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
+        if self.whole_microbatches and self.run_on_every_device:
+            end += f" Each of these runs {', '.join(self.run_on_every_device)} on all rows."
         width = max(len(function.name) for function in self.functions)
-        lines = (
-            f"{f.name:{width}}  {'row-wise' if f.is_row_wise else 'mixes rows'}: {f.reason}"
-            for f in self.functions
-        )
+        lines = (f"{f.name:{width}}  {f.verdict}: {f.reason}" for f in self.functions)
         return "\n".join((*lines, end))
 
     __repr__ = __str__
@@ -88,10 +102,10 @@ class RowReport:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        mixing = [f.name for f in self.functions if not f.is_row_wise]
-        if not mixing:
+        others = [f"{f.name} {f.verdict}" for f in self.functions if not f.is_row_wise]
+        if not others:
             return f"row-wise: {', '.join(f.name for f in self.functions)}"
-        return f"whole microbatches, as {', '.join(mixing)} may mix rows"
+        return f"whole microbatches, as {', '.join(others)}"
 
 
 def function_names(model: Model) -> tuple[str, ...]:
@@ -153,6 +167,7 @@ def row_report(
     given: Mapping[str, bool],
     *,
     num_shards: int,
+    is_divided: bool = True,
     num_slices: int = 1,
 ) -> RowReport:
     """Traces the functions of a model and says which of them treat rows one by one.
@@ -165,6 +180,7 @@ def row_report(
         key: The shape of a dropout key; () without dropout.
         given: What the user says of functions by name.
         num_shards: D, for the report.
+        is_divided: Whether XLA divides functions that mix rows, for the report.
         num_slices: Slices of each sequence.
 
     Returns:
@@ -173,14 +189,14 @@ def row_report(
     names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
     num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
     if num_blocks == 1:
-        one = (FunctionRows(name, True, "there is one row") for name in names)
+        one = (FunctionRows(name, True, False, "there is one row") for name in names)
         return RowReport(tuple(one), num_rows, num_shards)
     no_x = _Activations(((), ()), ())
 
     def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: _Activations) -> Any:
         """Returns the activations behind a function, and notes what is known of it."""
-        reason, after = judge(weights, batches, key, num_blocks, x)
-        verdicts[name] = _verdict(name, reason, given)
+        reason, draws, after = judge(weights, batches, key, num_blocks, x)
+        verdicts[name] = _verdict(name, reason, draws, given)
         return after
 
     try:
@@ -198,17 +214,19 @@ def row_report(
         reason = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
         for name in names:
             if name not in verdicts:
-                verdicts[name] = _verdict(name, reason, given)
+                verdicts[name] = _verdict(name, reason, False, given)
                 reason = "a function before it could not be traced"
-    return RowReport(tuple(verdicts.values()), num_rows, num_shards)
+    return RowReport(tuple(verdicts.values()), num_rows, num_shards, is_divided)
 
 
-def _verdict(name: str, reason: str | None, given: Mapping[str, bool]) -> FunctionRows:
+def _verdict(name: str, reason: str | None, draws: bool, given: Mapping[str, bool]) -> FunctionRows:
     if name in given:
-        return FunctionRows(name, given[name], "as `row_wise` says")
-    if reason is None:
-        return FunctionRows(name, True, "by its program")
-    return FunctionRows(name, False, reason)
+        return FunctionRows(name, given[name], False, "as `row_wise` says")
+    if reason is not None:
+        return FunctionRows(name, False, False, reason)
+    if draws:
+        return FunctionRows(name, False, True, "one key draws the same on every mesh")
+    return FunctionRows(name, True, False, "by its program")
 
 
 def smallest_factor(count: int) -> int:
@@ -227,16 +245,16 @@ def _judge_embed(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, _Activations]:
-    """Returns why an embedding may mix rows, None if it does not, and what enters the layers."""
+) -> tuple[str | None, bool, _Activations]:
+    """Returns why an embedding may mix rows, if it does, whether it draws, and what it returns."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
 
     found, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
     after = _by_shapes(results, num_blocks)
-    reason = draws or _reason_of_mixed(found)
-    return reason, after if reason else _Activations(results, tuple(found))
+    reason = _reason_of_mixed(found)
+    return reason, draws, after if reason else _Activations(results, tuple(found))
 
 
 def _judge_layer(
@@ -247,8 +265,8 @@ def _judge_layer(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, _Activations]:
-    """Returns why a layer may mix rows, None if it does not, and what leaves the last one."""
+) -> tuple[str | None, bool, _Activations]:
+    """Returns why a layer may mix rows, if it does, whether it draws, and what it returns."""
 
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return x_and_aux(function(weights, x, batch, key), x)
@@ -276,20 +294,20 @@ def _judge_layer(
     while True:  # until what leaves a layer is what enters it, as there are layers behind
         found, results, draws = _compared(run, weights, given, batches, key, num_blocks)
         joined = tuple(join(a, b) for a, b in zip(after.relations, found[:count], strict=True))
-        reason = draws or _reason_of_mixed(joined)
+        reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
         after = _Activations(x.shapes, joined)
         given = _Activations(given.shapes, (*joined, *given.relations[count:]))
     if reason:
-        return reason, _by_shapes(x.shapes, num_blocks)
+        return reason, draws, _by_shapes(x.shapes, num_blocks)
     aux = results[0][1]
     names = [f"aux[{name!r}]" for name in sorted(aux)]
     reason = _reason_of_means(names, found[count : count + len(names)])
     for relation in found[count + len(names) :]:
         if not is_within(relation, Rows(0)):
             reason = reason or f"`past` is given what has no rows in dim 0: {relation}"
-    return reason, after
+    return reason, draws, after
 
 
 def _judge_loss(
@@ -299,8 +317,8 @@ def _judge_loss(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, None]:
-    """Returns why a loss or a metric may be no mean over rows, None if all are."""
+) -> tuple[str | None, bool, None]:
+    """Returns why a loss or a metric may be no mean over rows, if one is none, and if it draws."""
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         parts = loss_parts(model.loss(weights, x, batch, key))
@@ -310,12 +328,12 @@ def _judge_loss(
     _, weight, metrics = results[0]
     end = 1 + len(weight)
     names = [f"metrics[{name!r}]" for name in sorted(metrics)]
-    reason = draws or _reason_of_mixed(found[:end])
+    reason = _reason_of_mixed(found[:end])
     if reason is None and not weight:
         reason = _reason_of_means(["the loss"], found[:1])
     elif reason is None and not _add_up_alike(found[0], found[1]):
         reason = "the total and the weight do not both add up over rows"
-    return reason or _reason_of_means(names, found[end:]), None
+    return reason or _reason_of_means(names, found[end:]), draws, None
 
 
 def _add_up_alike(total: Relation, weight: Relation) -> bool:
@@ -332,12 +350,12 @@ def _compared(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-) -> tuple[list[Relation], tuple[PyTree, PyTree], str | None]:
+) -> tuple[list[Relation], tuple[PyTree, PyTree], bool]:
     """Compares `function(weights, x, batch, key)` of all rows with that of the rows of a device.
 
     Returns:
-        The relation of every result, the shapes of results in both, and why a function that draws
-        random numbers needs all rows.
+        The relation of every result, but for random numbers; the shapes of results in both; and
+        whether the results depend on the key.
     """
     traced = [
         jax.make_jaxpr(function, return_shape=True)(weights, shapes, batch, key)
@@ -351,12 +369,11 @@ def _compared(
         *[Rows(0)] * counts[1],
         *[Whole()] * counts[2],
     ]
-    draws = None
+    draws = False
     if counts[2]:
         _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
-        if any(used[-counts[2] :]):
-            draws = "it draws random numbers, which are those of a whole microbatch"
-    found = compare(whole, part, relations, num_blocks)
+        draws = any(used[-counts[2] :])
+    found = compare(whole, part, relations, num_blocks, draws_are_rows=True)
     return found, (results, results_of_part), draws
 
 

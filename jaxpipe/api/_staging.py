@@ -4,7 +4,7 @@ The batch is cut into M microbatches, and each of these into D pieces of rows: o
 that divides rows, or one in all if functions are given whole microbatches. L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -157,6 +157,50 @@ def rows_divided(mesh: Mesh) -> DivideRows:
         )
 
     return divide
+
+
+def on_every_device(model: Model, names: tuple[str, ...], mesh: Mesh) -> Model:
+    """Returns a model of which each device runs some functions on all rows of a microbatch.
+
+    Args:
+        model: The model.
+        names: The names of the functions: "embed", "layer" or kinds of layers, and "loss".
+        mesh: The mesh, whose axes for rows are not manual where the functions are called.
+
+    Returns:
+        The model. A result that is divided over devices is cut behind the function.
+    """
+
+    def whole(name: str, function: Callable) -> Callable:
+        if name not in names:
+            return function
+
+        def run(*arguments: Any) -> Any:
+            def local(*arguments: Any) -> Any:
+                return jax.tree.map(jnp.asarray, function(*arguments))
+
+            everywhere = PartitionSpec()
+            return jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                axis_names=set(row_axes(mesh)),
+                check_vma=False,
+            )(*arguments)
+
+        for attribute in ("takes_key", "takes_past"):
+            if hasattr(function, attribute):
+                setattr(run, attribute, getattr(function, attribute))
+        return run
+
+    layers: Any = model.layer
+    if isinstance(layers, Mapping):
+        layers = {kind: whole(kind, function) for kind, function in layers.items()}
+    else:
+        layers = whole("layer", layers)
+    embed, loss = whole("embed", model.embed), whole("loss", model.loss)
+    return replace(model, embed=embed, layer=layers, loss=loss)
 
 
 def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided) -> StagedModel:

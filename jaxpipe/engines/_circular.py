@@ -82,6 +82,11 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return lock_step.simulate_ticks(lock_step.to_lock_step(plan.schedule, costs), costs)
 
 
+def _may_divide(plan: PipelinePlan) -> bool:
+    """Returns whether all ranks run the same layers in every tick: padding layers are skipped."""
+    return not (plan.layout.counts or plan.kinds)
+
+
 CIRCULAR = Engine(
     name="circular",
     pipelines=True,
@@ -107,4 +112,5 @@ CIRCULAR = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    may_divide=_may_divide,
 )

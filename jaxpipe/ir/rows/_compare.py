@@ -11,7 +11,12 @@ from ._walk import ANOTHER_PROGRAM, Walk
 
 
 def compare(
-    whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation], num_blocks: int
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    relations: Sequence[Relation],
+    num_blocks: int,
+    *,
+    draws_are_rows: bool = False,
 ) -> list[Relation]:
     """Returns the relations of the results of a function.
 
@@ -20,6 +25,8 @@ def compare(
         part: The function of n rows.
         relations: The relations of its arguments.
         num_blocks: D, at least 2.
+        draws_are_rows: Whether to take random numbers that a block draws for those that all rows
+            draw for it. They are not, but then nothing else may mix rows.
 
     Returns:
         The relation of every result. They hold for whatever values the arguments have.
@@ -28,7 +35,7 @@ def compare(
     if len(wanted) != len(part.jaxpr.outvars):
         return [Mixed(ANOTHER_PROGRAM)] * len(wanted)
     a, b = (_without_dead(closed, wanted) for closed in (whole, part))
-    return Walk(num_blocks, CONTROL).of_jaxprs(a, b, relations)
+    return Walk(num_blocks, CONTROL, draws_are_rows).of_jaxprs(a, b, relations)
 
 
 def _without_dead(closed: ClosedJaxpr, wanted: list[bool]) -> ClosedJaxpr:

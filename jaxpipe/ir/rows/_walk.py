@@ -42,13 +42,20 @@ _NOT_REPEATABLE = {"rng_uniform", "infeed", "io_callback", "debug_callback", "ou
 class Walk:
     """A walk through two programs, whose numbers of rows have the ratio D."""
 
-    def __init__(self, num_blocks: int, control: Mapping[str, Callable[..., list[Relation]]]):
+    def __init__(
+        self,
+        num_blocks: int,
+        control: Mapping[str, Callable[..., list[Relation]]],
+        draws_are_rows: bool = False,
+    ):
         self.num_blocks = num_blocks
         self._control = control
+        self._draws_are_rows = draws_are_rows
 
     def without(self, name: str) -> "Walk":
         """Returns a walk that does not know a primitive."""
-        return Walk(self.num_blocks, {k: f for k, f in self._control.items() if k != name})
+        control = {k: f for k, f in self._control.items() if k != name}
+        return Walk(self.num_blocks, control, self._draws_are_rows)
 
     def of_jaxprs(
         self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
@@ -160,6 +167,9 @@ class Walk:
             if mixed is not None:
                 return [mixed] * count
             step = Step(a, b, relations, self.num_blocks)
+            if name == "random_bits" and self._draws_are_rows and relations == (Whole(),):
+                dim = step.row_dim_out()
+                return [Whole() if dim is None else Rows(dim)]
             if name in _RULES:
                 return _RULES[name](step)
             return _of_unknown(step)
