@@ -37,7 +37,7 @@ from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
     PieceInputs,
     make_inputs,
-    on_every_device,
+    on_all_rows,
     piece_shapes,
     rows_divided,
     shape_of,
@@ -361,10 +361,14 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
-        report = None
+        model, on_every_device, whole = self.model, (), False
         if num_row_shards(self.mesh) > 1:
             report = self._row_report(plan, all_weights, batch, keys[0])
-        whole = report is not None and report.whole_microbatches
+            report.check(self.mesh)
+            on_every_device = report.run_on_every_device
+            whole = report.whole_microbatches and not on_every_device
+            if on_every_device:
+                model = on_all_rows(model, on_every_device, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)
         inputs = make_inputs(
             self.model,
@@ -375,6 +379,7 @@ class PipelinedModel(InspectedModel):
             keys[0],
             self.num_slices,
             whole,
+            on_every_device,
         )
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
@@ -382,9 +387,6 @@ class PipelinedModel(InspectedModel):
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
-        model = self.model
-        if report is not None and whole:
-            model = on_every_device(model, report.run_on_every_device, self.mesh)
         return plan, self._staged_model(model, plan), weights, inputs, layer_keys
 
     def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
+from ..engines._fsdp import row_axes
 from ..ir.rows import MEAN, Mixed, Relation, Rows, Sum, Whole, compare, described, is_within, join
 from ._losses import loss_parts
 from ._model import Model
@@ -58,12 +60,16 @@ class RowReport:
         num_shards: D, the devices that divide them.
         is_divided: Whether XLA divides the work of functions that mix rows. False: each device runs
             these on all rows.
+        x_dims: The dim of rows of every leaf of x; None for a leaf without.
+        reason_of_x: Why x cannot be gathered for a function that mixes rows; None if it can.
     """
 
     functions: tuple[FunctionRows, ...]
     num_rows: int
     num_shards: int
     is_divided: bool = True
+    x_dims: tuple[int | None, ...] = ()
+    reason_of_x: str | None = None
 
     @property
     def whole_microbatches(self) -> bool:
@@ -80,19 +86,22 @@ class RowReport:
         """The names of functions that each of the D devices runs on all rows."""
         if self.is_divided or self.num_shards == 1:
             return ()
-        return tuple(f.name for f in self.functions if not (f.is_row_wise or f.only_draws))
+        return tuple(f.name for f in self.functions if not f.is_row_wise)
 
     def __str__(self) -> str:
         end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
         if self.num_shards == 1:
             end = f"No axis divides rows: functions see microbatches of {self.num_rows} rows."
+        elif self.run_on_every_device:
+            end = (
+                f"Each of {self.num_shards} devices runs {', '.join(self.run_on_every_device)} on "
+                f"all {self.num_rows} rows of a microbatch, and other functions on its own rows."
+            )
         elif self.whole_microbatches:
             end = (
                 f"Functions see microbatches of {self.num_rows} rows, which XLA divides over "
                 f"{self.num_shards} devices."
             )
-        if self.whole_microbatches and self.run_on_every_device:
-            end += f" Each of these runs {', '.join(self.run_on_every_device)} on all rows."
         width = max(len(function.name) for function in self.functions)
         lines = (f"{f.name:{width}}  {f.verdict}: {f.reason}" for f in self.functions)
         return "\n".join((*lines, end))
@@ -106,6 +115,37 @@ class RowReport:
         if not others:
             return f"row-wise: {', '.join(f.name for f in self.functions)}"
         return f"whole microbatches, as {', '.join(others)}"
+
+    def check(self, mesh: Mesh) -> None:
+        """Checks that functions can be given whole microbatches, if they are to be.
+
+        Args:
+            mesh: The mesh.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: If axes that divide rows are explicit, or x is not known well enough.
+        """
+        if not self.whole_microbatches:
+            return
+        on_each = self.run_on_every_device
+        why = "; ".join(f"{f.name}: {f.reason}" for f in self.functions if not f.is_row_wise)
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        explicit = [axis for axis in row_axes(mesh) if types[axis] == AxisType.Explicit]
+        if explicit and not on_each:
+            raise ValueError(
+                f"Functions of the model need whole microbatches ({why}), and the axes "
+                f"{', '.join(explicit)} of `mesh`, which divide rows, are explicit. Make the mesh "
+                "by `jaxpipe.make_mesh`, whose axes are automatic, or say by `row_wise` that the "
+                "functions treat rows one by one."
+            )
+        if on_each and self.reason_of_x:
+            raise ValueError(
+                f"Functions of the model need whole microbatches ({why}), and {self.reason_of_x}. "
+                "Return a mean over rows, or use the engine 'circular' or 'mpmd'."
+            )
 
 
 def function_names(model: Model) -> tuple[str, ...]:
@@ -188,6 +228,7 @@ def row_report(
     """
     names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
     num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
+    states: list[_Activations] = []
     if num_blocks == 1:
         one = (FunctionRows(name, True, False, "there is one row") for name in names)
         return RowReport(tuple(one), num_rows, num_shards)
@@ -197,6 +238,7 @@ def row_report(
         """Returns the activations behind a function, and notes what is known of it."""
         reason, draws, after = judge(weights, batches, key, num_blocks, x)
         verdicts[name] = _verdict(name, reason, draws, given)
+        states.append(after)
         return after
 
     try:
@@ -216,7 +258,27 @@ def row_report(
             if name not in verdicts:
                 verdicts[name] = _verdict(name, reason, False, given)
                 reason = "a function before it could not be traced"
-    return RowReport(tuple(verdicts.values()), num_rows, num_shards, is_divided)
+    x_dims, reason_of_x = _dims_of_x([state for state in states if state is not None])
+    functions = tuple(verdicts.values())
+    return RowReport(functions, num_rows, num_shards, is_divided, x_dims, reason_of_x)
+
+
+def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], str | None]:
+    """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
+    if not states:
+        return (), "the embedding could not be traced"
+    found: list[int | None] = []
+    for relations in zip(*(state.relations for state in states), strict=True):
+        dims = {r.dim if isinstance(r, Rows) else None for r in relations}
+        if len(dims) > 1:
+            return (), "x has rows in different dims before and behind a layer"
+        known = all(
+            r == Rows(r.dim) if isinstance(r, Rows) else is_within(r, MEAN) for r in relations
+        )
+        if not known:
+            return (), f"x has a leaf that is neither rows nor a mean: {described(relations[-1])}"
+        found.append(dims.pop())
+    return tuple(found), None
 
 
 def _verdict(name: str, reason: str | None, draws: bool, given: Mapping[str, bool]) -> FunctionRows:

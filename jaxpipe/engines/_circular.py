@@ -83,8 +83,9 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
 
 
 def _may_divide(plan: PipelinePlan) -> bool:
-    """Returns whether all ranks run the same layers in every tick: padding layers are skipped."""
-    return not (plan.layout.counts or plan.kinds)
+    """Returns whether all ranks run the same functions in every tick, without branches."""
+    has_padding = bool(plan.layout.counts or plan.kinds)  # layers that some ranks skip
+    return not has_padding and _stacked.may_divide_rows(plan.mesh)
 
 
 CIRCULAR = Engine(

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
 from jaxpipe import models, sharding
@@ -439,6 +441,179 @@ def test_a_metric_that_is_no_mean_is_named():
         "metrics['tokens'] is no mean over rows: a sum over rows",
     ]
     check_against_plain((embed, with_total, with_count), pipe)
+
+
+def with_encoder() -> tuple[jp.Model, Any]:
+    params = init()
+    layers = {"encoder": params["layers"][:2], "decoder": params["layers"][2:]}
+    kinds = {"encoder": layer, "decoder": with_rolled_rows}
+    return jp.Model(embed, kinds, loss), params | {"layers": layers}
+
+
+def with_shared() -> tuple[jp.Model, Any]:
+    def mixing(w: Any, x: Any, batch: Any) -> Any:
+        return batch_norm(w["layer"], x @ w["shared"]["mix"], batch)
+
+    mix = normal(jax.random.key(7), D, D)
+    return jp.Model(embed, mixing, masked_mean, shared=True), init() | {"shared": {"mix": mix}}
+
+
+def with_rolling_layers() -> tuple[jp.Model, Any]:
+    return jp.Model(embed, with_rolled_rows, masked_mean), init()
+
+
+def with_a_counter_in_x() -> tuple[jp.Model, Any]:
+    """x has a leaf without rows, to which layers add a mean, and the loss adds that."""
+
+    def embed_both(w: Any, batch: Any) -> Any:
+        return {"x": embed(w, batch), "total": jnp.float32(0)}
+
+    def add_mean(w: Any, both: Any, batch: Any) -> Any:
+        x = layer(w, both["x"], batch)
+        return {"x": x, "total": both["total"] + 0.1 * jnp.mean(x * x)}
+
+    def loss_of_both(w: Any, both: Any, batch: Any) -> Any:
+        return masked_mean(w, both["x"], batch) + both["total"]
+
+    return jp.Model(embed_both, add_mean, loss_of_both), init()
+
+
+UNEVEN = {"layers_per_stage": (3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "pipeline", "options"),
+    [
+        (with_encoder, "circular", {}),
+        (with_encoder, "zero bubble", {}),
+        pytest.param(with_encoder, "mpmd", {}, marks=pytest.mark.slow),
+        (with_shared, "1f1b", {}),
+        pytest.param(with_shared, "circular", {}, marks=pytest.mark.slow),
+        pytest.param(with_shared, "mpmd", {}, marks=pytest.mark.slow),
+        (with_rolling_layers, "circular", UNEVEN),
+        pytest.param(with_rolling_layers, "1f1b", UNEVEN, marks=pytest.mark.slow),
+        (with_a_counter_in_x, "1f1b", {}),
+        pytest.param(with_a_counter_in_x, "circular", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_every_form_are_those_of_a_mesh_that_divides_no_rows(
+    make: Callable, pipeline: str, options: dict[str, Any]
+):
+    model, params = make()
+    reference = jp.pipeline(model, schedule=None, mesh=mesh(stage=1), microbatches=M)
+    schedule, more = PIPELINES[pipeline]
+    sizes = mesh(stage=2, fsdp=2)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=sizes, microbatches=M, **options, **more)
+    close(run(pipe, params), run(reference, params))
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "unpipelined",
+        pytest.param("circular", marks=pytest.mark.slow),
+        "zero bubble",
+        pytest.param("mpmd", marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_parameters_of_functions_that_mix_rows(pipeline: str):
+    functions = embed, batch_norm, contrastive
+    schedule, options = PIPELINES[pipeline]
+    pipe = jp.pipeline(
+        jp.Model(*functions),
+        schedule=schedule,
+        mesh=mesh(stage=2, fsdp=2),
+        microbatches=M,
+        frozen=lambda path, leaf: "square" in path or "embed" in path,
+        **options,
+    )
+    value, grads = run(pipe, init())
+    check_against_plain(
+        functions,
+        jp.pipeline(jp.Model(*functions), schedule=None, mesh=mesh(stage=1), microbatches=M),
+    )
+    wanted, wanted_grads = WANTED[functions]
+    close(value, wanted)
+    assert grads["embed"] is None
+    close(grads["head"], wanted_grads["head"])
+    for got, layer in zip(grads["layers"], wanted_grads["layers"], strict=True):
+        close(got["scale"], layer["scale"])
+
+
+@pytest.mark.parametrize("engine", ["auto", pytest.param("mpmd", marks=pytest.mark.slow)])
+def test_slices_of_sequences_mix_the_rows_of_a_microbatch(engine: str):
+    def mixing(w: Any, x: Any, batch: Any, past: Any) -> Any:
+        keys, past = past.append(x @ w["square"])
+        scores = jnp.where(past.causal_mask(x.shape[1]), x @ keys.swapaxes(1, 2), -jnp.inf)
+        y = jax.nn.softmax(scores) @ keys
+        return x + y - y.mean(0), past
+
+    def loss_of_slice(w: Any, x: Any, batch: Any) -> Any:
+        return jnp.mean((x @ w["w"]) ** 2)
+
+    def embed_slice(w: Any, batch: Any) -> Any:
+        return w[batch["tokens"]]
+
+    model = jp.Model(embed_slice, mixing, loss_of_slice)
+    cut = {"tokens": batch()["tokens"][:, :T]}
+
+    def value_and_grads(**sizes: int) -> Any:
+        pipe = jp.pipeline(
+            model, schedule="seq1f1b", slices=2, mesh=mesh(**sizes), microbatches=M, engine=engine
+        )
+        value, grads = pipe.jit(pipe.value_and_grad)(pipe.shard(init()), cut)
+        return jax.tree.map(float, value), pipe.unshard(grads)
+
+    close(value_and_grads(stage=2, fsdp=2), value_and_grads(stage=2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular"])
+def test_parameters_may_be_divided_over_other_axes_too(schedule: str):
+    functions = embed, batch_norm, masked_mean
+    pipe = jp.pipeline(
+        jp.Model(*functions),
+        schedule=schedule,
+        mesh=mesh(stage=2, fsdp=2, tensor=2),
+        microbatches=M,
+        param_specs=lambda path, leaf: P(None, "tensor") if "square" in path else None,
+    )
+    check_against_plain(functions, pipe)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular"])
+def test_explicit_axes_divide_rows_too(schedule: str):
+    explicit = jax.make_mesh((2, 2), ("stage", "fsdp"), devices=jax.devices()[:4])
+    assert AxisType.Explicit in explicit.axis_types
+    functions = embed, batch_norm, contrastive
+    pipe = jp.pipeline(jp.Model(*functions), schedule=schedule, mesh=explicit, microbatches=M)
+    check_against_plain(functions, pipe)
+
+
+@pytest.mark.parametrize(("schedule", "engine"), [(None, "auto"), ("1f1b", "mpmd")])
+def test_explicit_axes_are_refused_where_xla_would_divide_rows(schedule: Any, engine: str):
+    explicit = jax.make_mesh((2, 2), ("stage", "fsdp"), devices=jax.devices()[:4])
+    model = jp.Model(embed, batch_norm, loss)
+    pipe = jp.pipeline(model, schedule=schedule, engine=engine, mesh=explicit, microbatches=M)
+    message = r"whole microbatches \(layer: .*test_rows.py:.* fsdp of `mesh`, .* are explicit"
+    with pytest.raises(ValueError, match=message):
+        pipe.jit(pipe.value_and_grad)(pipe.shard(init()), batch())
+
+
+def test_a_sum_in_x_is_refused_where_devices_would_gather_it():
+    def embed_both(w: Any, batch: Any) -> Any:
+        return {"x": embed(w, batch), "count": jnp.sum(batch["mask"])}
+
+    def loss_of_both(w: Any, both: Any, batch: Any) -> Any:
+        return masked_mean(w, both["x"], batch) * both["count"]
+
+    model = jp.Model(
+        embed_both, lambda w, both, b: both | {"x": layer(w, both["x"], b)}, loss_of_both
+    )
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2, fsdp=2), microbatches=M)
+    with pytest.raises(
+        ValueError, match="x has a leaf that is neither rows nor a mean: a sum over"
+    ):
+        pipe.jit(pipe.value_and_grad)(pipe.shard(init()), batch())
 
 
 def test_the_houses_llama_is_row_wise_and_its_loss_adds_up():

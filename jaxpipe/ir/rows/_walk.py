@@ -5,15 +5,17 @@ walked in lock-step, which also shows what depends on the number of rows: consta
 Python that reads shapes. Whatever is not understood is `Mixed`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from jax.core import Tracer
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._arithmetic import ARITHMETIC, Rule
@@ -253,9 +255,21 @@ def _of_unknown(step: Step) -> list[Relation]:
     return [Whole()] * len(step.whole.outvars)
 
 
+_PACKAGE = Path(__file__).parents[2]
+_MODELS = str(_PACKAGE / "models")
+_NOT_OF_USER = (
+    str(Path(inspect.getfile(jax)).parent),
+    str(Path(inspect.getfile(jaxtyping)).parent),
+    str(_PACKAGE),
+    "<",
+)
+
+
 def _line(equation: JaxprEqn) -> str:
     """Returns the line of the user's program that an equation is of, such as "model.py:12"."""
-    text = source_info_util.summarize(equation.source_info)
-    name = text.split(" ")[0].split("/")[-1]
-    parts = name.split(":")
-    return ":".join(parts[:2]) if len(parts) > 1 else ""
+    traceback = equation.source_info.traceback
+    for frame in [] if traceback is None else traceback.frames:
+        path = frame.file_name
+        if path.startswith(_MODELS) or not path.startswith(_NOT_OF_USER):
+            return f"{Path(path).name}:{frame.line_num}"
+    return ""
