@@ -361,14 +361,14 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
-        model, on_every_device, whole = self.model, (), False
+        model, names, draws, whole = self.model, (), {}, False
         if num_row_shards(self.mesh) > 1:
             report = self._row_report(plan, all_weights, batch, keys[0])
             report.check(self.mesh)
-            on_every_device = report.run_on_every_device
-            whole = report.whole_microbatches and not on_every_device
-            if on_every_device:
-                model = on_all_rows(model, on_every_device, self.mesh, report.x_dims)
+            names, draws = report.run_on_every_device, report.draws
+            whole = report.whole_microbatches and not (names or draws)
+            if names or draws:
+                model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)
         inputs = make_inputs(
             self.model,
@@ -379,7 +379,8 @@ class PipelinedModel(InspectedModel):
             keys[0],
             self.num_slices,
             whole,
-            on_every_device,
+            same_draws=bool(names or draws),
+            loss_of_all_rows="loss" in names,
         )
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}

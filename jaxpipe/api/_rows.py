@@ -11,13 +11,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
 from ..engines._fsdp import row_axes
-from ..ir.rows import MEAN, Mixed, Relation, Rows, Sum, Whole, compare, described, is_within, join
+from ..ir.rows import (
+    MEAN,
+    Draws,
+    Mixed,
+    Relation,
+    Rows,
+    Sum,
+    Whole,
+    can_draw_own,
+    compare,
+    described,
+    is_within,
+    join,
+)
 from ._losses import loss_parts
 from ._model import Model
 from ._staging import x_and_aux
@@ -33,13 +47,15 @@ class FunctionRows:
     Attributes:
         name: "embed", "layer" or the name of a kind of layers, or "loss".
         is_row_wise: Whether it may run on the rows of a device.
-        only_draws: Whether it needs all rows for nothing but the random numbers that it draws.
+        draws: What a device draws if the function needs all rows for nothing but the random numbers
+            that it draws: the shapes, and their dims of rows. None if it needs them for more, or
+            draws in a loop.
         reason: Why, such as "`sort` goes along rows (model.py:12)".
     """
 
     name: str
     is_row_wise: bool
-    only_draws: bool
+    draws: tuple[tuple[tuple[int, ...], int], ...] | None
     reason: str
 
     @property
@@ -47,7 +63,7 @@ class FunctionRows:
         """Returns what it does, in words."""
         if self.is_row_wise:
             return "row-wise"
-        return "draws for all rows" if self.only_draws else "may mix rows"
+        return "may mix rows" if self.draws is None else "draws for all rows"
 
 
 @dataclass(frozen=True)
@@ -78,20 +94,30 @@ class RowReport:
 
     @property
     def seen_rows(self) -> int:
-        """The rows that a function is given."""
-        return self.num_rows if self.whole_microbatches else self.num_rows // self.num_shards
+        """The rows of which a function computes something on a device, or XLA divides them."""
+        is_whole = self.whole_microbatches and (self.is_divided or self.run_on_every_device)
+        return self.num_rows if is_whole else self.num_rows // self.num_shards
 
     @property
     def run_on_every_device(self) -> tuple[str, ...]:
         """The names of functions that each of the D devices runs on all rows."""
         if self.is_divided or self.num_shards == 1:
             return ()
-        return tuple(f.name for f in self.functions if not f.is_row_wise)
+        return tuple(f.name for f in self.functions if not f.is_row_wise and f.draws is None)
+
+    @property
+    def draws(self) -> dict[str, Draws]:
+        """What functions draw that run on the rows of a device, out of the bits of all rows."""
+        if self.is_divided or self.num_shards == 1:
+            return {}
+        return {f.name: dict(f.draws) for f in self.functions if f.draws is not None}
 
     def __str__(self) -> str:
         end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
         if self.num_shards == 1:
             end = f"No axis divides rows: functions see microbatches of {self.num_rows} rows."
+        elif self.draws and not self.run_on_every_device:
+            end += " They draw its part of the random numbers of all rows."
         elif self.run_on_every_device:
             end = (
                 f"Each of {self.num_shards} devices runs {', '.join(self.run_on_every_device)} on "
@@ -130,7 +156,7 @@ class RowReport:
         """
         if not self.whole_microbatches:
             return
-        on_each = self.run_on_every_device
+        on_each = self.run_on_every_device or self.draws
         why = "; ".join(f"{f.name}: {f.reason}" for f in self.functions if not f.is_row_wise)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         explicit = [axis for axis in row_axes(mesh) if types[axis] == AxisType.Explicit]
@@ -141,7 +167,7 @@ class RowReport:
                 "by `jaxpipe.make_mesh`, whose axes are automatic, or say by `row_wise` that the "
                 "functions treat rows one by one."
             )
-        if on_each and self.reason_of_x:
+        if self.run_on_every_device and self.reason_of_x:
             raise ValueError(
                 f"Functions of the model need whole microbatches ({why}), and {self.reason_of_x}. "
                 "Return a mean over rows, or use the engine 'circular' or 'mpmd'."
@@ -230,7 +256,7 @@ def row_report(
     num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
     states: list[_Activations] = []
     if num_blocks == 1:
-        one = (FunctionRows(name, True, False, "there is one row") for name in names)
+        one = (FunctionRows(name, True, None, "there is one row") for name in names)
         return RowReport(tuple(one), num_rows, num_shards)
     no_x = _Activations(((), ()), ())
 
@@ -256,7 +282,7 @@ def row_report(
         reason = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
         for name in names:
             if name not in verdicts:
-                verdicts[name] = _verdict(name, reason, False, given)
+                verdicts[name] = _verdict(name, reason, {}, given)
                 reason = "a function before it could not be traced"
     x_dims, reason_of_x = _dims_of_x([state for state in states if state is not None])
     functions = tuple(verdicts.values())
@@ -281,14 +307,18 @@ def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], 
     return tuple(found), None
 
 
-def _verdict(name: str, reason: str | None, draws: bool, given: Mapping[str, bool]) -> FunctionRows:
+def _verdict(
+    name: str, reason: str | None, draws: dict[str, Any], given: Mapping[str, bool]
+) -> FunctionRows:
     if name in given:
-        return FunctionRows(name, given[name], False, "as `row_wise` says")
+        return FunctionRows(name, given[name], None, "as `row_wise` says")
     if reason is not None:
-        return FunctionRows(name, False, False, reason)
-    if draws:
-        return FunctionRows(name, False, True, "one key draws the same on every mesh")
-    return FunctionRows(name, True, False, "by its program")
+        return FunctionRows(name, False, None, reason)
+    if not draws:
+        return FunctionRows(name, True, None, "by its program")
+    if draws["own"] is None:
+        return FunctionRows(name, False, None, "it draws random numbers in a loop or a branch")
+    return FunctionRows(name, False, draws["own"], "one key draws the same on every mesh")
 
 
 def smallest_factor(count: int) -> int:
@@ -307,8 +337,8 @@ def _judge_embed(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, bool, _Activations]:
-    """Returns why an embedding may mix rows, if it does, whether it draws, and what it returns."""
+) -> tuple[str | None, dict[str, Any], _Activations]:
+    """Returns why an embedding may mix rows, if it does, what it draws, and what it returns."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
@@ -327,8 +357,8 @@ def _judge_layer(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, bool, _Activations]:
-    """Returns why a layer may mix rows, if it does, whether it draws, and what it returns."""
+) -> tuple[str | None, dict[str, Any], _Activations]:
+    """Returns why a layer may mix rows, if it does, what it draws, and what it returns."""
 
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return x_and_aux(function(weights, x, batch, key), x)
@@ -379,8 +409,8 @@ def _judge_loss(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, bool, None]:
-    """Returns why a loss or a metric may be no mean over rows, if one is none, and if it draws."""
+) -> tuple[str | None, dict[str, Any], None]:
+    """Returns why a loss or metric may be no mean over rows, if one is none, and what it draws."""
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         parts = loss_parts(model.loss(weights, x, batch, key))
@@ -412,12 +442,12 @@ def _compared(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-) -> tuple[list[Relation], tuple[PyTree, PyTree], bool]:
+) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
     """Compares `function(weights, x, batch, key)` of all rows with that of the rows of a device.
 
     Returns:
-        The relation of every result, but for random numbers; the shapes of results in both; and
-        whether the results depend on the key.
+        The relation of every result, if a device draws what all rows would draw for it; the shapes
+        of results in both; and, if the results depend on the key, "own": `FunctionRows.draws`.
     """
     traced = [
         jax.make_jaxpr(function, return_shape=True)(weights, shapes, batch, key)
@@ -431,12 +461,27 @@ def _compared(
         *[Rows(0)] * counts[1],
         *[Whole()] * counts[2],
     ]
-    draws = False
-    if counts[2]:
-        _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
-        draws = any(used[-counts[2] :])
-    found = compare(whole, part, relations, num_blocks, draws_are_rows=True)
-    return found, (results, results_of_part), draws
+    noted: dict[tuple[int, ...], set[int | None]] = {}
+    found = compare(whole, part, relations, num_blocks, draws=noted)
+    return found, (results, results_of_part), _draws(whole, part, counts[2], noted)
+
+
+def _draws(
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    num_keys: int,
+    noted: dict[tuple[int, ...], set[int | None]],
+) -> dict[str, Any]:
+    """Returns what a function draws: {} for nothing, or "own": `FunctionRows.draws`."""
+    if not num_keys:
+        return {}
+    _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
+    if not any(used[-num_keys:]):
+        return {}
+    own = {shape: dim for shape, dims in noted.items() for dim in dims if dim is not None}
+    is_clear = all(len(noted[shape]) == 1 for shape in own)
+    is_replaceable = is_clear and can_draw_own(part, own)
+    return {"own": tuple(own.items()) if is_replaceable else None}
 
 
 def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> _Activations:

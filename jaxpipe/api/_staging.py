@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
+from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_weight, loss_parts
@@ -55,7 +56,8 @@ def make_inputs(
     key: Any,
     num_slices: int = 1,
     whole_microbatches: bool = False,
-    on_all_rows: tuple[str, ...] = (),
+    same_draws: bool = False,
+    loss_of_all_rows: bool = False,
 ) -> PieceInputs:
     """Cuts a batch into pieces, and adds keys and the scale of losses.
 
@@ -68,7 +70,8 @@ def make_inputs(
         key: The dropout key of embedding and loss, or () without dropout.
         num_slices: Slices of each sequence. Each is a microbatch in the result.
         whole_microbatches: Whether a piece is a whole microbatch, whose rows XLA divides.
-        on_all_rows: The names of functions that each device runs on all rows.
+        same_draws: Whether all pieces of a microbatch are given the same keys.
+        loss_of_all_rows: Whether each device computes the loss of all rows.
 
     Returns:
         The inputs.
@@ -83,12 +86,12 @@ def make_inputs(
     shape = num_microbatches * num_slices, num_shards
     if jax.tree.leaves(key):
         ids = jnp.arange(shape[0] * shape[1])
-        if on_all_rows:  # pieces of a microbatch draw the same
+        if same_draws:
             ids = jnp.repeat(jnp.arange(shape[0]), shape[1])
         keys = jax.vmap(partial(jax.random.fold_in, key))(ids).reshape(shape)
-        piece = jnp.zeros(shape[1], jnp.int32) if on_all_rows else jnp.arange(shape[1])
+        piece = jnp.zeros(shape[1], jnp.int32) if same_draws else jnp.arange(shape[1])
         inputs = inputs._replace(key=keys, piece=jnp.broadcast_to(piece, shape))
-    if "loss" in on_all_rows:
+    if loss_of_all_rows:
         cut = to_slices(to_pieces(batch, num_microbatches, 1), num_slices, model.sliced_leaves)
         keys = inputs.key[:, :1] if jax.tree.leaves(inputs.key) else ()
         whole = PieceInputs(cut, key=keys)
@@ -172,7 +175,11 @@ def rows_divided(mesh: Mesh) -> DivideRows:
 
 
 def on_all_rows(
-    model: Model, names: tuple[str, ...], mesh: Mesh, x_dims: tuple[int | None, ...]
+    model: Model,
+    names: tuple[str, ...],
+    draws: Mapping[str, Draws],
+    mesh: Mesh,
+    x_dims: tuple[int | None, ...],
 ) -> Model:
     """Returns a model of which each device runs some functions on all rows of a microbatch.
 
@@ -181,6 +188,8 @@ def on_all_rows(
     Args:
         model: The model.
         names: The names of the functions: "embed", "layer" or kinds of layers, and "loss".
+        draws: The names of functions that run on the rows of a device, but draw random numbers out
+            of those of all rows; with the shapes that they draw.
         mesh: The mesh, whose axes for rows are manual where the functions are called.
         x_dims: The dim of rows of every leaf of x. A leaf without, None, is the same on all
             devices, or a mean over rows.
@@ -224,8 +233,23 @@ def on_all_rows(
 
         return layer
 
+    def own_bits(draw: Callable, shape: tuple[int, ...], dim: int) -> Any:
+        whole = list(shape)
+        whole[dim] *= num_row_shards(mesh)
+        return _own_rows(axes, num_row_shards(mesh), draw(tuple(whole)), dim)
+
+    def drawing(function: Callable, shapes: Draws) -> Callable:
+        def run(*arguments: Any) -> Any:
+            closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            leaves = with_own_draws(closed, shapes, own_bits)(*jax.tree.leaves(arguments))
+            return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+        return run
+
     def changed(name: str, function: Callable, new: Callable) -> Callable:
-        if name not in names:
+        if name in draws:
+            new = drawing(function, draws[name])
+        elif name not in names:
             return function
         for attribute in ("takes_key", "takes_past"):
             setattr(new, attribute, getattr(function, attribute, False))

@@ -404,6 +404,54 @@ def test_one_key_draws_the_same_on_every_mesh(pipeline: str, sizes: dict[str, in
     close(run(pipe, init(), key), run(reference, init(), key))
 
 
+def rematerialized(w: Any, x: Any, batch: Any, key: Any) -> Any:
+    first, second = jax.random.split(key)
+    x = jax.checkpoint(lambda x: dropout_layer(w, x, batch, first))(x)
+    same_for_all = jax.random.bernoulli(second, 0.5, (T, D))
+    return jnp.where(jax.jit(jax.random.bernoulli, static_argnums=2)(key, 0.9, x.shape), x, 0) + (
+        0.1 * same_for_all.astype(jnp.float32)
+    )
+
+
+def draws_in_a_loop(w: Any, x: Any, batch: Any, key: Any) -> Any:
+    def step(x: Any, key: Any) -> Any:
+        return dropout_layer(w, x, batch, key), None
+
+    return jax.lax.scan(step, x, jax.random.split(key, 2))[0]
+
+
+def shuffled(w: Any, x: Any, batch: Any, key: Any) -> Any:
+    return x + layer(w, jax.random.permutation(key, x), batch)
+
+
+@pytest.mark.parametrize(
+    ("draw", "loss", "verdict"),
+    [
+        (rematerialized, loss, "draws for all rows: one key draws the same on every mesh"),
+        (dropout_layer, masked_mean, "draws for all rows: one key draws the same on every mesh"),
+        (draws_in_a_loop, loss, "may mix rows: it draws random numbers in a loop or a branch"),
+        (shuffled, loss, "may mix rows: "),
+    ],
+)
+def test_draws_in_branches_are_those_of_all_rows(draw: Callable, loss: Callable, verdict: str):
+    model, key = jp.Model(embed, draw, loss), jax.random.key(4)
+    reference = jp.pipeline(model, schedule=None, mesh=mesh(stage=1), microbatches=M)
+    for sizes in ({"stage": 2, "data": 2, "fsdp": 2}, {"stage": 2, "fsdp": 4}):
+        pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(**sizes), microbatches=M)
+        close(run(pipe, init(), key), run(reference, init(), key))
+        assert f"layer  {verdict}" in str(pipe.rows(init(), batch()))
+
+
+def test_a_device_draws_and_computes_for_its_own_rows_alone():
+    """No activation of all rows is in the program: only bits are drawn for all."""
+    model = jp.Model(embed, dropout_layer, loss)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2, fsdp=2), microbatches=M)
+    step = pipe.jit(pipe.value_and_grad)
+    text = step.lower(pipe.shard(init()), batch(), jax.random.key(0)).as_text()
+    assert f"tensor<{B // M}x{T}x{D}xui32>" in text
+    assert f"tensor<{B // M}x{T}x{D}xf32>" not in text
+
+
 def test_a_key_that_is_not_used_asks_for_nothing():
     model = jp.Model(embed, lambda w, x, batch, key: layer(w, x, batch), loss)
     pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2, fsdp=2), microbatches=M)

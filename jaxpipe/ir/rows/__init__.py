@@ -1,6 +1,9 @@
 """Row analysis: whether a function of a batch is the same function of each of its rows."""
 
 from ._compare import compare as compare
+from ._draws import Draws as Draws
+from ._draws import can_draw_own as can_draw_own
+from ._draws import with_own_draws as with_own_draws
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
 from ._relations import Relation as Relation

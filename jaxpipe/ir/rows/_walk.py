@@ -48,16 +48,16 @@ class Walk:
         self,
         num_blocks: int,
         control: Mapping[str, Callable[..., list[Relation]]],
-        draws_are_rows: bool = False,
+        draws: "dict[tuple[int, ...], set[int | None]] | None" = None,
     ):
         self.num_blocks = num_blocks
         self._control = control
-        self._draws_are_rows = draws_are_rows
+        self._draws = draws
 
     def without(self, name: str) -> "Walk":
         """Returns a walk that does not know a primitive."""
         control = {k: f for k, f in self._control.items() if k != name}
-        return Walk(self.num_blocks, control, self._draws_are_rows)
+        return Walk(self.num_blocks, control, self._draws)
 
     def of_jaxprs(
         self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
@@ -169,8 +169,9 @@ class Walk:
             if mixed is not None:
                 return [mixed] * count
             step = Step(a, b, relations, self.num_blocks)
-            if name == "random_bits" and self._draws_are_rows and relations == (Whole(),):
+            if name == "random_bits" and self._draws is not None and relations == (Whole(),):
                 dim = step.row_dim_out()
+                self._draws.setdefault(tuple(b.params["shape"]), set()).add(dim)
                 return [Whole() if dim is None else Rows(dim)]
             if name in _RULES:
                 return _RULES[name](step)
