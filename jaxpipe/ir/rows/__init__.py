@@ -4,6 +4,7 @@ from ._compare import compare as compare
 from ._draws import Draws as Draws
 from ._draws import can_draw_own as can_draw_own
 from ._draws import with_own_draws as with_own_draws
+from ._equation_pair import described as described
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
 from ._relations import Relation as Relation
@@ -14,4 +15,3 @@ from ._relations import Whole as Whole
 from ._relations import Zero as Zero
 from ._relations import is_within as is_within
 from ._relations import join as join
-from ._step import described as described

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._arithmetic import ARITHMETIC, Rule
+from ._equation_pair import EquationPair
 from ._moves import MOVES, reshaped
 from ._relations import (
     Mixed,
@@ -31,7 +32,6 @@ from ._relations import (
     has_shapes,
     row_dim,
 )
-from ._step import Step
 
 _RULES: dict[str, Rule] = ARITHMETIC | MOVES
 
@@ -168,7 +168,7 @@ class Walk:
             mixed = next((r for r in relations if isinstance(r, Mixed)), None)
             if mixed is not None:
                 return [mixed] * count
-            step = Step(a, b, relations, self.num_blocks)
+            step = EquationPair(a, b, relations, self.num_blocks)
             if name == "random_bits" and self._draws is not None and relations == (Whole(),):
                 dim = step.row_dim_out()
                 self._draws.setdefault(tuple(b.params["shape"]), set()).add(dim)
@@ -242,7 +242,7 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
     return mixed
 
 
-def _of_unknown(step: Step) -> list[Relation]:
+def _of_unknown(step: EquationPair) -> list[Relation]:
     """A primitive without a rule: the same function of the same arguments, or nothing is known."""
     effects = step.whole.effects
     relations = step.no_zeros()
