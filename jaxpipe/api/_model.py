@@ -24,8 +24,12 @@ def _identity(tree: Any) -> Any:
 class Model:
     """A model as plain functions. Each runs on one microbatch of b rows.
 
+    That is so on every mesh. Where axes divide rows, functions run on the rows of a device if all
+    are proven to treat rows one by one, and those that are not run on whole microbatches.
+
     A function that takes one argument more than is said here is given a dropout key as its last
-    argument. Keys differ by layer and microbatch, and are the same in every engine.
+    argument. Keys differ by layer and microbatch, and are the same in every engine and on every
+    mesh: random numbers are drawn for whole microbatches.
 
     Attributes:
         embed: `(params["embed"], batch) -> x`: what enters the first layer, any pytree.

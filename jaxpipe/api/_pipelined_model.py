@@ -46,6 +46,7 @@ from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
     PieceInputs,
     make_inputs,
+    on_all_rows,
     piece_shapes,
     rows_divided,
     shape_of,
@@ -456,7 +457,14 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
-        whole = self._sees_whole_microbatches(plan, all_weights, batch, keys[0])
+        model, names, draws, whole = self.model, (), {}, False
+        if num_row_shards(self.mesh) > 1:
+            report = self._row_report(plan, all_weights, batch, keys[0])
+            report.check(self.mesh)
+            names, draws = report.run_on_every_device, report.draws
+            whole = report.whole_microbatches and not (names or draws)
+            if names or draws:
+                model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)
         inputs = make_inputs(
             self.model,
@@ -467,6 +475,8 @@ class PipelinedModel(InspectedModel):
             keys[0],
             self.num_slices,
             whole,
+            same_draws=bool(names or draws),
+            loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs.batch)
         check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
@@ -476,7 +486,7 @@ class PipelinedModel(InspectedModel):
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
-        return plan, self._staged_model(plan), weights, inputs, layer_keys
+        return plan, self._staged_model(model, plan), weights, inputs, layer_keys
 
     def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:
         """Says which functions of the model run on the rows of a device, and why others do not.
@@ -520,20 +530,13 @@ class PipelinedModel(InspectedModel):
             jax.tree.map(shape_of, key),
             dict(self.row_wise),
             num_shards=num_shards,
+            is_divided=self.engine.may_divide(plan),
             num_slices=self.num_slices,
         )
         self.last_rows[:] = [report]
         return report
 
-    def _sees_whole_microbatches(
-        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
-    ) -> bool:
-        """Returns whether functions are given whole microbatches, and not the rows of a device."""
-        if num_row_shards(self.mesh) == 1:
-            return False  # these are the same
-        return self._row_report(plan, weights, batch, key).whole_microbatches
-
-    def _staged_model(self, plan: PipelinePlan) -> StagedModel:
+    def _staged_model(self, of_user: Model, plan: PipelinePlan) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_microbatches * self.num_slices * num_shards
         divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
@@ -543,10 +546,8 @@ class PipelinedModel(InspectedModel):
             stages_of.append(partial(self.engine.sliced_stage, plan))
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
-            model = close_over(self.model, frozen)
+            model = close_over(of_user, frozen)
             return staged_model(model, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
 
-        model = staged_model(
-            self.model, num_pieces, self.engine.own_copy, *stages_of, divide=divide
-        )
+        model = staged_model(of_user, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
         return replace(model, bind=bind)

@@ -11,11 +11,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
-from ..ir.rows import MEAN, Mixed, Relation, Rows, Sum, Whole, compare, described, is_within, join
+from ..engines._fsdp import row_axes
+from ..ir.rows import (
+    MEAN,
+    Draws,
+    Mixed,
+    Relation,
+    Rows,
+    Sum,
+    Whole,
+    can_draw_own,
+    compare,
+    described,
+    is_within,
+    join,
+)
 from ._losses import loss_parts
 from ._model import Model
 from ._staging import x_and_aux
@@ -31,15 +47,23 @@ class FunctionRows:
     Attributes:
         name: "embed", "layer" or the name of a kind of layers, or "loss".
         is_row_wise: Whether it may run on the rows of a device.
+        draws: What a device draws if the function needs all rows for nothing but the random numbers
+            that it draws: the shapes, and their dims of rows. None if it needs them for more, or
+            draws in a loop.
         reason: Why, such as "`sort` goes along rows (model.py:12)".
     """
 
     name: str
     is_row_wise: bool
+    draws: tuple[tuple[tuple[int, ...], int], ...] | None
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.name}: {'row-wise' if self.is_row_wise else 'mixes rows'}, {self.reason}"
+    @property
+    def verdict(self) -> str:
+        """Returns what it does, in words."""
+        if self.is_row_wise:
+            return "row-wise"
+        return "may mix rows" if self.draws is None else "draws for all rows"
 
 
 @dataclass(frozen=True)
@@ -50,11 +74,18 @@ class RowReport:
         functions: One entry for every function.
         num_rows: b, the rows of a microbatch.
         num_shards: D, the devices that divide them.
+        is_divided: Whether XLA divides the work of functions that mix rows. False: each device runs
+            these on all rows.
+        x_dims: The dim of rows of every leaf of x; None for a leaf without.
+        reason_of_x: Why x cannot be gathered for a function that mixes rows; None if it can.
     """
 
     functions: tuple[FunctionRows, ...]
     num_rows: int
     num_shards: int
+    is_divided: bool = True
+    x_dims: tuple[int | None, ...] = ()
+    reason_of_x: str | None = None
 
     @property
     def whole_microbatches(self) -> bool:
@@ -63,24 +94,42 @@ class RowReport:
 
     @property
     def seen_rows(self) -> int:
-        """The rows that a function is given."""
-        return self.num_rows if self.whole_microbatches else self.num_rows // self.num_shards
+        """The rows of which a function computes something on a device, or XLA divides them."""
+        is_whole = self.whole_microbatches and (self.is_divided or self.run_on_every_device)
+        return self.num_rows if is_whole else self.num_rows // self.num_shards
+
+    @property
+    def run_on_every_device(self) -> tuple[str, ...]:
+        """The names of functions that each of the D devices runs on all rows."""
+        if self.is_divided or self.num_shards == 1:
+            return ()
+        return tuple(f.name for f in self.functions if not f.is_row_wise and f.draws is None)
+
+    @property
+    def draws(self) -> dict[str, Draws]:
+        """What functions draw that run on the rows of a device, out of the bits of all rows."""
+        if self.is_divided or self.num_shards == 1:
+            return {}
+        return {f.name: dict(f.draws) for f in self.functions if f.draws is not None}
 
     def __str__(self) -> str:
+        end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
         if self.num_shards == 1:
             end = f"No axis divides rows: functions see microbatches of {self.num_rows} rows."
+        elif self.draws and not self.run_on_every_device:
+            end += " They draw its part of the random numbers of all rows."
+        elif self.run_on_every_device:
+            end = (
+                f"Each of {self.num_shards} devices runs {', '.join(self.run_on_every_device)} on "
+                f"all {self.num_rows} rows of a microbatch, and other functions on its own rows."
+            )
         elif self.whole_microbatches:
             end = (
-                f"Functions see whole microbatches of {self.num_rows} rows, which XLA divides over "
+                f"Functions see microbatches of {self.num_rows} rows, which XLA divides over "
                 f"{self.num_shards} devices."
             )
-        else:
-            end = f"Functions see {self.seen_rows} of {self.num_rows} rows, those of a device."
         width = max(len(function.name) for function in self.functions)
-        lines = (
-            f"{f.name:{width}}  {'row-wise' if f.is_row_wise else 'mixes rows'}: {f.reason}"
-            for f in self.functions
-        )
+        lines = (f"{f.name:{width}}  {f.verdict}: {f.reason}" for f in self.functions)
         return "\n".join((*lines, end))
 
     __repr__ = __str__
@@ -88,10 +137,41 @@ class RowReport:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        mixing = [f.name for f in self.functions if not f.is_row_wise]
-        if not mixing:
+        others = [f"{f.name} {f.verdict}" for f in self.functions if not f.is_row_wise]
+        if not others:
             return f"row-wise: {', '.join(f.name for f in self.functions)}"
-        return f"whole microbatches, as {', '.join(mixing)} may mix rows"
+        return f"whole microbatches, as {', '.join(others)}"
+
+    def check(self, mesh: Mesh) -> None:
+        """Checks that functions can be given whole microbatches, if they are to be.
+
+        Args:
+            mesh: The mesh.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: If axes that divide rows are explicit, or x is not known well enough.
+        """
+        if not self.whole_microbatches:
+            return
+        on_each = self.run_on_every_device or self.draws
+        why = "; ".join(f"{f.name}: {f.reason}" for f in self.functions if not f.is_row_wise)
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        explicit = [axis for axis in row_axes(mesh) if types[axis] == AxisType.Explicit]
+        if explicit and not on_each:
+            raise ValueError(
+                f"Functions of the model need whole microbatches ({why}), and the axes "
+                f"{', '.join(explicit)} of `mesh`, which divide rows, are explicit. Make the mesh "
+                "by `jaxpipe.make_mesh`, whose axes are automatic, or say by `row_wise` that the "
+                "functions treat rows one by one."
+            )
+        if self.run_on_every_device and self.reason_of_x:
+            raise ValueError(
+                f"Functions of the model need whole microbatches ({why}), and {self.reason_of_x}. "
+                "Return a mean over rows, or use the engine 'circular' or 'mpmd'."
+            )
 
 
 def function_names(model: Model) -> tuple[str, ...]:
@@ -153,6 +233,7 @@ def row_report(
     given: Mapping[str, bool],
     *,
     num_shards: int,
+    is_divided: bool = True,
     num_slices: int = 1,
 ) -> RowReport:
     """Traces the functions of a model and says which of them treat rows one by one.
@@ -165,6 +246,7 @@ def row_report(
         key: The shape of a dropout key; () without dropout.
         given: What the user says of functions by name.
         num_shards: D, for the report.
+        is_divided: Whether XLA divides functions that mix rows, for the report.
         num_slices: Slices of each sequence.
 
     Returns:
@@ -172,15 +254,17 @@ def row_report(
     """
     names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
     num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
+    states: list[_Activations] = []
     if num_blocks == 1:
-        one = (FunctionRows(name, True, "there is one row") for name in names)
+        one = (FunctionRows(name, True, None, "there is one row") for name in names)
         return RowReport(tuple(one), num_rows, num_shards)
     no_x = _Activations(((), ()), ())
 
     def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: _Activations) -> Any:
         """Returns the activations behind a function, and notes what is known of it."""
-        reason, after = judge(weights, batches, key, num_blocks, x)
-        verdicts[name] = _verdict(name, reason, given)
+        reason, draws, after = judge(weights, batches, key, num_blocks, x)
+        verdicts[name] = _verdict(name, reason, draws, given)
+        states.append(after)
         return after
 
     try:
@@ -198,17 +282,43 @@ def row_report(
         reason = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
         for name in names:
             if name not in verdicts:
-                verdicts[name] = _verdict(name, reason, given)
+                verdicts[name] = _verdict(name, reason, {}, given)
                 reason = "a function before it could not be traced"
-    return RowReport(tuple(verdicts.values()), num_rows, num_shards)
+    x_dims, reason_of_x = _dims_of_x([state for state in states if state is not None])
+    functions = tuple(verdicts.values())
+    return RowReport(functions, num_rows, num_shards, is_divided, x_dims, reason_of_x)
 
 
-def _verdict(name: str, reason: str | None, given: Mapping[str, bool]) -> FunctionRows:
+def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], str | None]:
+    """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
+    if not states:
+        return (), "the embedding could not be traced"
+    found: list[int | None] = []
+    for relations in zip(*(state.relations for state in states), strict=True):
+        dims = {r.dim if isinstance(r, Rows) else None for r in relations}
+        if len(dims) > 1:
+            return (), "x has rows in different dims before and behind a layer"
+        known = all(
+            r == Rows(r.dim) if isinstance(r, Rows) else is_within(r, MEAN) for r in relations
+        )
+        if not known:
+            return (), f"x has a leaf that is neither rows nor a mean: {described(relations[-1])}"
+        found.append(dims.pop())
+    return tuple(found), None
+
+
+def _verdict(
+    name: str, reason: str | None, draws: dict[str, Any], given: Mapping[str, bool]
+) -> FunctionRows:
     if name in given:
-        return FunctionRows(name, given[name], "as `row_wise` says")
-    if reason is None:
-        return FunctionRows(name, True, "by its program")
-    return FunctionRows(name, False, reason)
+        return FunctionRows(name, given[name], None, "as `row_wise` says")
+    if reason is not None:
+        return FunctionRows(name, False, None, reason)
+    if not draws:
+        return FunctionRows(name, True, None, "by its program")
+    if draws["own"] is None:
+        return FunctionRows(name, False, None, "it draws random numbers in a loop or a branch")
+    return FunctionRows(name, False, draws["own"], "one key draws the same on every mesh")
 
 
 def smallest_factor(count: int) -> int:
@@ -227,16 +337,16 @@ def _judge_embed(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, _Activations]:
-    """Returns why an embedding may mix rows, None if it does not, and what enters the layers."""
+) -> tuple[str | None, dict[str, Any], _Activations]:
+    """Returns why an embedding may mix rows, if it does, what it draws, and what it returns."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
 
     found, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
     after = _by_shapes(results, num_blocks)
-    reason = draws or _reason_of_mixed(found)
-    return reason, after if reason else _Activations(results, tuple(found))
+    reason = _reason_of_mixed(found)
+    return reason, draws, after if reason else _Activations(results, tuple(found))
 
 
 def _judge_layer(
@@ -247,8 +357,8 @@ def _judge_layer(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, _Activations]:
-    """Returns why a layer may mix rows, None if it does not, and what leaves the last one."""
+) -> tuple[str | None, dict[str, Any], _Activations]:
+    """Returns why a layer may mix rows, if it does, what it draws, and what it returns."""
 
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return x_and_aux(function(weights, x, batch, key), x)
@@ -276,20 +386,20 @@ def _judge_layer(
     while True:  # until what leaves a layer is what enters it, as there are layers behind
         found, results, draws = _compared(run, weights, given, batches, key, num_blocks)
         joined = tuple(join(a, b) for a, b in zip(after.relations, found[:count], strict=True))
-        reason = draws or _reason_of_mixed(joined)
+        reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
         after = _Activations(x.shapes, joined)
         given = _Activations(given.shapes, (*joined, *given.relations[count:]))
     if reason:
-        return reason, _by_shapes(x.shapes, num_blocks)
+        return reason, draws, _by_shapes(x.shapes, num_blocks)
     aux = results[0][1]
     names = [f"aux[{name!r}]" for name in sorted(aux)]
     reason = _reason_of_means(names, found[count : count + len(names)])
     for relation in found[count + len(names) :]:
         if not is_within(relation, Rows(0)):
             reason = reason or f"`past` is given what has no rows in dim 0: {relation}"
-    return reason, after
+    return reason, draws, after
 
 
 def _judge_loss(
@@ -299,8 +409,8 @@ def _judge_loss(
     key: Any,
     num_blocks: int,
     x: _Activations,
-) -> tuple[str | None, None]:
-    """Returns why a loss or a metric may be no mean over rows, None if all are."""
+) -> tuple[str | None, dict[str, Any], None]:
+    """Returns why a loss or metric may be no mean over rows, if one is none, and what it draws."""
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         parts = loss_parts(model.loss(weights, x, batch, key))
@@ -310,12 +420,12 @@ def _judge_loss(
     _, weight, metrics = results[0]
     end = 1 + len(weight)
     names = [f"metrics[{name!r}]" for name in sorted(metrics)]
-    reason = draws or _reason_of_mixed(found[:end])
+    reason = _reason_of_mixed(found[:end])
     if reason is None and not weight:
         reason = _reason_of_means(["the loss"], found[:1])
     elif reason is None and not _add_up_alike(found[0], found[1]):
         reason = "the total and the weight do not both add up over rows"
-    return reason or _reason_of_means(names, found[end:]), None
+    return reason or _reason_of_means(names, found[end:]), draws, None
 
 
 def _add_up_alike(total: Relation, weight: Relation) -> bool:
@@ -332,12 +442,12 @@ def _compared(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-) -> tuple[list[Relation], tuple[PyTree, PyTree], str | None]:
+) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
     """Compares `function(weights, x, batch, key)` of all rows with that of the rows of a device.
 
     Returns:
-        The relation of every result, the shapes of results in both, and why a function that draws
-        random numbers needs all rows.
+        The relation of every result, if a device draws what all rows would draw for it; the shapes
+        of results in both; and, if the results depend on the key, "own": `FunctionRows.draws`.
     """
     traced = [
         jax.make_jaxpr(function, return_shape=True)(weights, shapes, batch, key)
@@ -351,13 +461,27 @@ def _compared(
         *[Rows(0)] * counts[1],
         *[Whole()] * counts[2],
     ]
-    draws = None
-    if counts[2]:
-        _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
-        if any(used[-counts[2] :]):
-            draws = "it draws random numbers, which are those of a whole microbatch"
-    found = compare(whole, part, relations, num_blocks)
-    return found, (results, results_of_part), draws
+    noted: dict[tuple[int, ...], set[int | None]] = {}
+    found = compare(whole, part, relations, num_blocks, draws=noted)
+    return found, (results, results_of_part), _draws(whole, part, counts[2], noted)
+
+
+def _draws(
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    num_keys: int,
+    noted: dict[tuple[int, ...], set[int | None]],
+) -> dict[str, Any]:
+    """Returns what a function draws: {} for nothing, or "own": `FunctionRows.draws`."""
+    if not num_keys:
+        return {}
+    _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))
+    if not any(used[-num_keys:]):
+        return {}
+    own = {shape: dim for shape, dims in noted.items() for dim in dims if dim is not None}
+    is_clear = all(len(noted[shape]) == 1 for shape in own)
+    is_replaceable = is_clear and can_draw_own(part, own)
+    return {"own": tuple(own.items()) if is_replaceable else None}
 
 
 def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> _Activations:

@@ -4,7 +4,7 @@ The batch is cut into M microbatches, and each of these into D pieces of rows: o
 that divides rows, or one in all if functions are given whole microbatches. L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
+from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_divisor, check_metrics, loss_parts, sum_dtype
@@ -55,6 +56,8 @@ def make_inputs(
     key: Any,
     num_slices: int = 1,
     whole_microbatches: bool = False,
+    same_draws: bool = False,
+    loss_of_all_rows: bool = False,
 ) -> PieceInputs:
     """Cuts a batch into pieces, and adds keys and the scale of losses.
 
@@ -67,6 +70,8 @@ def make_inputs(
         key: The dropout key of embedding and loss, or () without dropout.
         num_slices: Slices of each sequence. Each is a microbatch in the result.
         whole_microbatches: Whether a piece is a whole microbatch, whose rows XLA divides.
+        same_draws: Whether all pieces of a microbatch are given the same keys.
+        loss_of_all_rows: Whether each device computes the loss of all rows.
 
     Returns:
         The inputs.
@@ -81,9 +86,19 @@ def make_inputs(
     shape = num_microbatches * num_slices, num_shards
     if jax.tree.leaves(key):
         ids = jnp.arange(shape[0] * shape[1])
+        if same_draws:
+            ids = jnp.repeat(jnp.arange(shape[0]), shape[1])
         keys = jax.vmap(partial(jax.random.fold_in, key))(ids).reshape(shape)
-        inputs = inputs._replace(key=keys, piece=jnp.broadcast_to(jnp.arange(shape[1]), shape))
-    inputs = inputs._replace(scale=_loss_scale(model, weights, inputs, shape))
+        piece = jnp.zeros(shape[1], jnp.int32) if same_draws else jnp.arange(shape[1])
+        inputs = inputs._replace(key=keys, piece=jnp.broadcast_to(piece, shape))
+    if loss_of_all_rows:
+        cut = to_slices(to_pieces(batch, num_microbatches, 1), num_slices, model.sliced_leaves)
+        keys = inputs.key[:, :1] if jax.tree.leaves(inputs.key) else ()
+        whole = PieceInputs(cut, key=keys)
+        scale = _loss_scale(model, weights, whole, (shape[0], 1)) / shape[1]
+        inputs = inputs._replace(scale=jnp.broadcast_to(scale, shape))
+    else:
+        inputs = inputs._replace(scale=_loss_scale(model, weights, inputs, shape))
     axes = row_axes(mesh)
     if not axes:
         return inputs
@@ -155,6 +170,118 @@ def rows_divided(mesh: Mesh) -> DivideRows:
         )
 
     return divide
+
+
+def on_all_rows(
+    model: Model,
+    names: tuple[str, ...],
+    draws: Mapping[str, Draws],
+    mesh: Mesh,
+    x_dims: tuple[int | None, ...],
+) -> Model:
+    """Returns a model of which each device runs some functions on all rows of a microbatch.
+
+    Each function gathers the rows of the other devices, and returns those of its own.
+
+    Args:
+        model: The model.
+        names: The names of the functions: "embed", "layer" or kinds of layers, and "loss".
+        draws: The names of functions that run on the rows of a device, but draw random numbers out
+            of those of all rows; with the shapes that they draw.
+        mesh: The mesh, whose axes for rows are manual where the functions are called.
+        x_dims: The dim of rows of every leaf of x. A leaf without, None, is the same on all
+            devices, or a mean over rows.
+
+    Returns:
+        The model, whose functions are given the rows of a device.
+    """
+    axes = row_axes(mesh)
+
+    def gather(x: PyTree) -> PyTree:
+        return _map_rows(lambda leaf, dim: _all_gather(leaf, dim, axes), x, x_dims)
+
+    def own(x: PyTree) -> PyTree:
+        return _map_rows(partial(_own_rows, axes, num_row_shards(mesh)), x, x_dims)
+
+    def gathered(batch: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: _all_gather(leaf, 0, axes), batch)
+
+    def own_of(state: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: _own_rows(axes, num_row_shards(mesh), leaf, 0), state)
+
+    def embed(weights: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return own(model.embed(weights, gathered(batch), key))
+
+    def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+        return model.loss(weights, gather(x), gathered(batch), key)
+
+    def of_layer(function: Callable) -> Callable:
+        def layer(
+            weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None
+        ) -> Any:
+            given = weights, gather(x), gathered(batch), key
+            if past is None:
+                y, aux = x_and_aux(function(*given), x)
+                return own(y), aux
+            all_past = replace(past, earlier=gathered(past.earlier))
+            returned, made = function(*given, all_past)
+            y, aux = x_and_aux(returned, x)
+            made = replace(made, earlier=own_of(made.earlier), new=own_of(made.new))
+            return (own(y), aux), made
+
+        return layer
+
+    def own_bits(draw: Callable, shape: tuple[int, ...], dim: int) -> Any:
+        whole = list(shape)
+        whole[dim] *= num_row_shards(mesh)
+        return _own_rows(axes, num_row_shards(mesh), draw(tuple(whole)), dim)
+
+    def drawing(function: Callable, shapes: Draws) -> Callable:
+        def run(*arguments: Any) -> Any:
+            closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            leaves = with_own_draws(closed, shapes, own_bits)(*jax.tree.leaves(arguments))
+            return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+        return run
+
+    def changed(name: str, function: Callable, new: Callable) -> Callable:
+        if name in draws:
+            new = drawing(function, draws[name])
+        elif name not in names:
+            return function
+        for attribute in ("takes_key", "takes_past"):
+            setattr(new, attribute, getattr(function, attribute, False))
+        return new
+
+    layers: Any = model.layer
+    if isinstance(layers, Mapping):
+        layers = {kind: changed(kind, f, of_layer(f)) for kind, f in layers.items()}
+    else:
+        layers = changed("layer", layers, of_layer(layers))
+    return replace(
+        model,
+        embed=changed("embed", model.embed, embed),
+        layer=layers,
+        loss=changed("loss", model.loss, loss),
+    )
+
+
+def _map_rows(f: Callable, x: PyTree, dims: tuple[int | None, ...]) -> PyTree:
+    leaves, tree = jax.tree.flatten(x)
+    return tree.unflatten([f(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+
+
+def _all_gather(leaf: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
+    if dim is not None:
+        return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return jax.lax.pmean(leaf, axes) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+
+def _own_rows(axes: tuple[str, ...], num_shards: int, leaf: Any, dim: int | None) -> Any:
+    if dim is None:
+        return leaf
+    size = leaf.shape[dim] // num_shards
+    return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(axes) * size, size, dim)
 
 
 def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided) -> StagedModel:

@@ -82,6 +82,12 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return lock_step.simulate_ticks(lock_step.to_lock_step(plan.schedule, costs), costs)
 
 
+def _may_divide(plan: PipelinePlan) -> bool:
+    """Returns whether all ranks run the same functions in every tick, without branches."""
+    has_padding = bool(plan.layout.counts or plan.kinds)  # layers that some ranks skip
+    return not has_padding and _stacked.may_divide_rows(plan.mesh)
+
+
 CIRCULAR = Engine(
     name="circular",
     pipelines=True,
@@ -108,4 +114,5 @@ CIRCULAR = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    may_divide=_may_divide,
 )

@@ -120,6 +120,9 @@ class Engine:
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
+        may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where a
+            rank runs functions in a branch that others do not take, it may not: XLA's partitioner
+            may move rows by a collective permute, for which devices of all ranks wait.
         sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
             (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
@@ -154,4 +157,5 @@ class Engine:
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelinePlan, Costs], Timeline]
+    may_divide: Callable[[PipelinePlan], bool]
     sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None

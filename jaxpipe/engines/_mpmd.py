@@ -278,5 +278,6 @@ MPMD = Engine(
     gather=_gather,
     jit=_jit,
     timeline=_timeline,
+    may_divide=lambda plan: True,
     sliced_stage=_sliced_stage,
 )

@@ -142,5 +142,6 @@ SCHEDULED = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    may_divide=lambda plan: False,
     sliced_stage=_stacked.sliced_stage,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..autodiff import keep
@@ -24,7 +24,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import manual_row_axes, param_spec_tree
+from ._fsdp import ROW_AXES, manual_row_axes, param_spec_tree
 from ._layers import run_layers, run_sliced_layers
 
 
@@ -319,6 +319,18 @@ def weight_gathers(
     boundary = {name: specs_of(name, 0) for name in ("embed", "head")}
     of_stage = gather_of(specs_of("stages", 3))
     return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of(boundary)
+
+
+def may_divide_rows(mesh: Mesh) -> bool:
+    """Returns whether XLA may divide rows in a program of all ranks, by the axes of its mesh.
+
+    Between several automatic axes XLA's partitioner reorders shards, as of gradients, by collective
+    permutes in branches that a rank takes alone. Explicit axes would be in the types that functions
+    of the user see.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis != "stage"]
+    return all(axis in ROW_AXES and types[axis] == AxisType.Auto for axis in others)
 
 
 def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:

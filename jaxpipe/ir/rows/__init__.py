@@ -1,7 +1,12 @@
 """Row analysis: whether a function of a batch is the same function of each of its rows."""
 
 from ._compare import compare as compare
-from ._one_step import relations_of as relations_of
+from ._draws import Draws as Draws
+from ._draws import can_draw_own as can_draw_own
+from ._draws import with_own_draws as with_own_draws
+from ._equation_pair import EquationPair as EquationPair
+from ._equation_pair import described as described
+from ._one_equation import relations_of as relations_of
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
 from ._relations import MixesRowsError as MixesRowsError
@@ -14,5 +19,3 @@ from ._relations import Zero as Zero
 from ._relations import is_within as is_within
 from ._relations import join as join
 from ._relations import row_dim as row_dim
-from ._step import Step as Step
-from ._step import described as described

@@ -1,16 +1,16 @@
 """Rules of primitives that compute entry by entry, or over some dims of every entry of the others.
 
-A rule is `(step) -> relations of the results`. It raises `MixesRowsError` if they have none.
+A rule is `(pair of equations) -> relations of the results`. It raises `MixesRowsError` if they have none.
 """
 
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from ._relations import MixesRowsError, Relation, RowIds, Rows, Sum, Whole, Zero, merge
-from ._step import Step, described, ints, only_rows
+from ._equation_pair import EquationPair, described, ints, only_rows
+from ._relations import MixesRowsError, Relation, RowIds, Rows, Sum, Whole, Zero, relation_of_sum
 
-Rule = Callable[[Step], list[Relation]]
+Rule = Callable[[EquationPair], list[Relation]]
 
 _ENTRYWISE = """
 abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -31,7 +31,7 @@ _REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_and reduce
 _ALONG = "cumsum cumprod cummax cummin cumlogsumexp sort top_k split"
 
 
-def _entrywise(step: Step) -> list[Relation]:
+def _entrywise(step: EquationPair) -> list[Relation]:
     """Any function of entries: it is only known to be the same for all rows."""
     step.require_same()
     relations = step.no_zeros()
@@ -43,7 +43,9 @@ def _entrywise(step: Step) -> list[Relation]:
     return [_out(step, dim, relations, i) for i in range(len(step.whole.outvars))]
 
 
-def _out(step: Step, dim: int | None, relations: tuple[Relation, ...], i: int = 0) -> Relation:
+def _out(
+    step: EquationPair, dim: int | None, relations: tuple[Relation, ...], i: int = 0
+) -> Relation:
     """Returns the relation of a result whose operands are whole, or have rows in `dim`."""
     at = step.row_dim_out(i)
     if dim is not None and at != dim:
@@ -54,7 +56,7 @@ def _out(step: Step, dim: int | None, relations: tuple[Relation, ...], i: int = 
     return Rows(at, is_uniform=all(r.is_uniform for r in rows))
 
 
-def _linear(step: Step) -> list[Relation]:
+def _linear(step: EquationPair) -> list[Relation]:
     """A linear function of each entry of one operand."""
     step.require_same("sharding", "dst_sharding", "layout", "devices", "srcs", "copy_semantics")
     if step.name in ("neg", "reduce_precision"):
@@ -64,7 +66,7 @@ def _linear(step: Step) -> list[Relation]:
     return list(step.relations)
 
 
-def _convert(step: Step) -> list[Relation]:
+def _convert(step: EquationPair) -> list[Relation]:
     (relation,) = step.relations
     old, new = step.whole.invars[0].aval.dtype, step.params["new_dtype"]
     exact = jnp.issubdtype(new, jnp.inexact) or (
@@ -80,17 +82,17 @@ def _convert(step: Step) -> list[Relation]:
     return [relation]
 
 
-def _add(step: Step) -> list[Relation]:
+def _add(step: EquationPair) -> list[Relation]:
     dim = step.row_dim_out()
     if step.name == "sub" and isinstance(step.relations[0], RowIds):
         raise MixesRowsError("rows are counted")
-    found = merge(step.relations, dim=dim)
+    found = relation_of_sum(step.relations, dim=dim)
     if isinstance(found, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")
     return [found]
 
 
-def _select(step: Step) -> list[Relation]:
+def _select(step: EquationPair) -> list[Relation]:
     """`select_n`: one of several cases, for every entry or for all."""
     predicate, *cases = step.relations
     if isinstance(predicate, Zero):  # false everywhere, or the case 0
@@ -98,7 +100,7 @@ def _select(step: Step) -> list[Relation]:
     predicate = step.no_zeros()[0]
     only_rows((predicate,), "a selection")
     dim = step.row_dim_out()
-    found = merge(cases, dim=dim)
+    found = relation_of_sum(cases, dim=dim)
     if isinstance(found, Sum | Zero) or not isinstance(predicate, Rows):
         if isinstance(found, Sum) and isinstance(predicate, Rows):
             raise MixesRowsError("a selection by rows of sums over rows")
@@ -111,7 +113,7 @@ def _select(step: Step) -> list[Relation]:
     return [Rows(dim, scale, uniform)]
 
 
-def _scales(step: Step, relations: tuple[Relation, ...], sign: int) -> list[Relation]:
+def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> list[Relation]:
     """A product of two operands, or a quotient if `sign` is -1."""
     one, other = relations
     dim = step.row_dim_out()
@@ -135,18 +137,18 @@ def _scales(step: Step, relations: tuple[Relation, ...], sign: int) -> list[Rela
     return [found]
 
 
-def _mul(step: Step) -> list[Relation]:
+def _mul(step: EquationPair) -> list[Relation]:
     return _scales(step, step.no_zeros(), 1)
 
 
-def _div(step: Step) -> list[Relation]:
+def _div(step: EquationPair) -> list[Relation]:
     relations = step.no_zeros()
     if not jnp.issubdtype(step.whole.outvars[0].aval.dtype, jnp.inexact):
         return _entrywise(step)  # rounds
     return _scales(step, relations, -1)
 
 
-def _power(step: Step) -> list[Relation]:
+def _power(step: EquationPair) -> list[Relation]:
     """`square` and `integer_pow`."""
     step.require_same()
     power = step.params.get("y", 2)
@@ -165,7 +167,7 @@ def _without_dims(dim: int, dims: tuple[int, ...]) -> int:
     return dim - sum(other < dim for other in dims)
 
 
-def _reduce_sum(step: Step) -> list[Relation]:
+def _reduce_sum(step: EquationPair) -> list[Relation]:
     step.require_same("out_sharding")
     axes = ints(step.params["axes"])
     relation = step.relations[0]
@@ -179,7 +181,7 @@ def _reduce_sum(step: Step) -> list[Relation]:
     raise MixesRowsError(f"{described(relation)} is summed")
 
 
-def _reduce(step: Step) -> list[Relation]:
+def _reduce(step: EquationPair) -> list[Relation]:
     """Reductions that are no sums, and `argmax` and `argmin`."""
     step.require_same("out_sharding")
     axes, relation = ints(step.params["axes"]), step.no_zeros()[0]
@@ -194,7 +196,7 @@ def _reduce(step: Step) -> list[Relation]:
     raise MixesRowsError(f"`{step.name}` goes over rows")
 
 
-def _dot_general(step: Step) -> list[Relation]:
+def _dot_general(step: EquationPair) -> list[Relation]:
     step.require_same("out_sharding")
     (contracted, batch) = (tuple(map(ints, dims)) for dims in step.params["dimension_numbers"])
     one, other = step.no_zeros()
@@ -223,7 +225,7 @@ def _dot_general(step: Step) -> list[Relation]:
     raise MixesRowsError(f"a product of {described(one)} and {described(other)} mixes rows")
 
 
-def _along(step: Step) -> list[Relation]:
+def _along(step: EquationPair) -> list[Relation]:
     """Functions along one dim, which treat all others entry by entry."""
     step.require_same("out_sharding")
     names = ("axis", "dimension", "reduction_dimension")
@@ -262,7 +264,7 @@ _TRAILING_DIMS = {
 """Functions of the last dims of operands whose dims before are the same; None: as `fft` says."""
 
 
-def _of_trailing_dims(step: Step) -> list[Relation]:
+def _of_trailing_dims(step: EquationPair) -> list[Relation]:
     step.require_same()
     count = _TRAILING_DIMS[step.name]
     count = len(step.params["fft_lengths"]) if count is None else count
@@ -276,7 +278,7 @@ def _of_trailing_dims(step: Step) -> list[Relation]:
     return [Rows(dim)] * len(step.whole.outvars)
 
 
-def _convolution(step: Step) -> list[Relation]:
+def _convolution(step: EquationPair) -> list[Relation]:
     step.require_same()
     image, kernel = step.no_zeros()
     dims = step.params["dimension_numbers"]
@@ -291,7 +293,7 @@ def _convolution(step: Step) -> list[Relation]:
     raise MixesRowsError("a convolution goes over rows")
 
 
-def _windows(step: Step) -> list[Relation]:
+def _windows(step: EquationPair) -> list[Relation]:
     """Reductions over windows, of which each has one row."""
     step.require_same()
     relations = step.no_zeros()
@@ -311,7 +313,7 @@ def _windows(step: Step) -> list[Relation]:
     return [Rows(dim)] * len(step.whole.outvars)
 
 
-def _random_bits(step: Step) -> list[Relation]:
+def _random_bits(step: EquationPair) -> list[Relation]:
     """Bits of one key, or of a key for each row."""
     step.require_same("shape")
     relation = step.no_zeros()[0]

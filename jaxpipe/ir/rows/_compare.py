@@ -11,7 +11,12 @@ from ._walk import ANOTHER_PROGRAM, Walk
 
 
 def compare(
-    whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation], num_blocks: int
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    relations: Sequence[Relation],
+    num_blocks: int,
+    *,
+    draws: dict[tuple[int, ...], set[int | None]] | None = None,
 ) -> list[Relation]:
     """Returns the relations of the results of a function.
 
@@ -20,6 +25,9 @@ def compare(
         part: The function of n rows.
         relations: The relations of its arguments.
         num_blocks: D, at least 2.
+        draws: Noted here are the shapes of random bits that a block draws by one key, with their
+            dims of rows, None for none. The relations are those of a function that draws for the
+            block what all rows would draw for it. None: it does not.
 
     Returns:
         The relation of every result. They hold for whatever values the arguments have.
@@ -28,7 +36,7 @@ def compare(
     if len(wanted) != len(part.jaxpr.outvars):
         return [Mixed(ANOTHER_PROGRAM)] * len(wanted)
     a, b = (_without_dead(closed, wanted) for closed in (whole, part))
-    return Walk(num_blocks, CONTROL).of_jaxprs(a, b, relations)
+    return Walk(num_blocks, CONTROL, draws).of_jaxprs(a, b, relations)
 
 
 def _without_dead(closed: ClosedJaxpr, wanted: list[bool]) -> ClosedJaxpr:

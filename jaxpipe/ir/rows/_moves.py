@@ -1,8 +1,10 @@
 """Rules of primitives that move entries: shapes, slices, gathers and scatters."""
 
 import math
+from collections.abc import Sequence
 
 from ._arithmetic import Rule
+from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
     MixesRowsError,
     Relation,
@@ -11,13 +13,12 @@ from ._relations import (
     Sum,
     Whole,
     Zero,
-    merge,
+    relation_of_sum,
     row_dim,
 )
-from ._step import Step, described, ints, only_rows
 
 
-def _iota(step: Step) -> list[Relation]:
+def _iota(step: EquationPair) -> list[Relation]:
     dim = step.row_dim_out()
     if dim is None:
         step.require_same()
@@ -28,7 +29,7 @@ def _iota(step: Step) -> list[Relation]:
     return [RowIds(dim)]
 
 
-def _broadcast(step: Step) -> list[Relation]:
+def _broadcast(step: EquationPair) -> list[Relation]:
     step.require_same("shape", "sharding")
     relation, dims = step.relations[0], ints(step.params["broadcast_dimensions"])
     at = step.row_dim_out() if not isinstance(relation, Zero) else None
@@ -47,23 +48,17 @@ def _broadcast(step: Step) -> list[Relation]:
     raise MixesRowsError(f"{described(relation)} is broadcast to the number of rows")
 
 
-def _reshape(step: Step) -> list[Relation]:
+def _reshape(step: EquationPair) -> list[Relation]:
     relation = step.relations[0]
     if step.params.get("dimensions") is not None:
         raise MixesRowsError("`reshape` permutes dims")
     whole, part = step.shapes_out()
     if isinstance(relation, Zero) or (whole == part and isinstance(relation, Whole | Sum)):
         return [relation]
-    if isinstance(relation, Rows) and not relation.is_squeezed:
-        before = math.prod(step.shape_in(0)[: relation.dim])
-        at = row_dim(whole, part, step.num_blocks)
-        # A block of rows is a run of entries before and after, if rows stay the major factor.
-        if at is not None and math.prod(whole[:at]) == before:
-            return [Rows(at, relation.scale, relation.is_uniform)]
-        for at in range(len(whole)):
-            fits = whole[at] == step.num_blocks and (*whole[:at], *whole[at + 1 :]) == part
-            if fits and math.prod(whole[:at]) == before:
-                return [Rows(at, relation.scale, relation.is_uniform, is_squeezed=True)]
+    if isinstance(relation, Rows):
+        found = reshaped(relation, step.shape_in(0), whole, part, step.num_blocks)
+        if found is not None:
+            return [found]
     if isinstance(relation, RowIds) and relation.component is None:
         at, shape = row_dim(whole, part, step.num_blocks), step.shape_in(0)
         before = math.prod(shape[: relation.dim]), shape[relation.dim]
@@ -72,7 +67,40 @@ def _reshape(step: Step) -> list[Relation]:
     raise MixesRowsError("a reshape puts rows behind another dim")
 
 
-def _transpose(step: Step) -> list[Relation]:
+def reshaped(
+    relation: Rows,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    part: Sequence[int],
+    num_blocks: int,
+) -> Rows | None:
+    """Returns the relation of rows that are reshaped; None if they move behind another dim.
+
+    A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
+
+    Args:
+        relation: The relation before.
+        shape: The shape of `whole` before.
+        whole: The shape of `whole` behind.
+        part: The shape of `part` behind.
+        num_blocks: D.
+
+    Returns:
+        The relation behind.
+    """
+    if relation.is_squeezed:
+        return None
+    before, at = math.prod(shape[: relation.dim]), row_dim(whole, part, num_blocks)
+    if at is not None and math.prod(whole[:at]) == before:
+        return Rows(at, relation.scale, relation.is_uniform)
+    for dim in range(len(whole)):
+        without_rows = (*whole[:dim], *whole[dim + 1 :]) == tuple(part)
+        if whole[dim] == num_blocks and without_rows and math.prod(whole[:dim]) == before:
+            return Rows(dim, relation.scale, relation.is_uniform, is_squeezed=True)
+    return None
+
+
+def _transpose(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation, order = step.relations[0], ints(step.params["permutation"])
     match relation:
@@ -83,7 +111,7 @@ def _transpose(step: Step) -> list[Relation]:
     raise MixesRowsError(f"{described(relation)} is transposed")
 
 
-def _squeeze(step: Step) -> list[Relation]:
+def _squeeze(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation, dims = step.relations[0], ints(step.params["dimensions"])
     match relation:
@@ -96,7 +124,7 @@ def _squeeze(step: Step) -> list[Relation]:
     raise MixesRowsError("a squeeze drops the dim of rows")
 
 
-def _reverse(step: Step) -> list[Relation]:
+def _reverse(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation = step.relations[0]
     match relation:
@@ -107,7 +135,7 @@ def _reverse(step: Step) -> list[Relation]:
     raise MixesRowsError("rows are reversed")
 
 
-def _slice(step: Step) -> list[Relation]:
+def _slice(step: EquationPair) -> list[Relation]:
     relation = step.relations[0]
     match relation:
         case Zero():
@@ -126,11 +154,11 @@ def _slice(step: Step) -> list[Relation]:
     raise MixesRowsError("a slice selects rows")
 
 
-def _pad(step: Step) -> list[Relation]:
+def _pad(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation, value = step.relations
     dim = step.row_dim_out()
-    found = merge(step.relations, dim=dim)
+    found = relation_of_sum(step.relations, dim=dim)
     match relation:
         case Rows(at, is_squeezed=False):
             if at != dim or tuple(step.params["padding_config"][at]) != (0, 0, 0):
@@ -142,7 +170,7 @@ def _pad(step: Step) -> list[Relation]:
     return [found]
 
 
-def _concatenate(step: Step) -> list[Relation]:
+def _concatenate(step: EquationPair) -> list[Relation]:
     step.require_same()
     along, dim = step.params["dimension"], step.row_dim_out()
     if dim is not None and along == dim:
@@ -154,10 +182,10 @@ def _concatenate(step: Step) -> list[Relation]:
     pairs = zip(step.relations, step.no_zeros(), strict=True)
     if any(isinstance(r, Zero) and shaped != wanted for r, shaped in pairs):
         raise MixesRowsError("the number of rows decides how many zeros are concatenated")
-    return [merge(step.relations, dim=dim)]
+    return [relation_of_sum(step.relations, dim=dim)]
 
 
-def _stack(step: Step) -> list[Relation]:
+def _stack(step: EquationPair) -> list[Relation]:
     step.require_same()
     axis = step.params["axis"]
 
@@ -167,10 +195,10 @@ def _stack(step: Step) -> list[Relation]:
                 return Rows(dim + (axis <= dim), scale, uniform)
         return relation
 
-    return [merge(map(moved, step.relations), dim=step.row_dim_out())]
+    return [relation_of_sum(map(moved, step.relations), dim=step.row_dim_out())]
 
 
-def _unstack(step: Step) -> list[Relation]:
+def _unstack(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation, axis = step.relations[0], step.params["axis"]
     match relation:
@@ -183,7 +211,7 @@ def _unstack(step: Step) -> list[Relation]:
     return [relation] * len(step.whole.outvars)
 
 
-def _tile(step: Step) -> list[Relation]:
+def _tile(step: EquationPair) -> list[Relation]:
     relation, dim = step.relations[0], step.row_dim_out()
     reps, others = ints(step.params["reps"]), ints(step.part.params["reps"])
     rank = len(step.shape_in(0))
@@ -199,7 +227,7 @@ def _tile(step: Step) -> list[Relation]:
     raise MixesRowsError(f"{described(relation)} is repeated")
 
 
-def _indices(step: Step, counted: list[int], dim: int | None) -> Relation:
+def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relation:
     """Returns the relation of vectors of indices, one of which is that of the row."""
     others = tuple(r for i, r in enumerate(step.no_zeros()) if i not in counted)
     relation = step.relations[counted[0]]
@@ -219,7 +247,7 @@ def _indices(step: Step, counted: list[int], dim: int | None) -> Relation:
     return RowIds(dim, sum(sizes[: counted[0]]))
 
 
-def _dynamic_slice(step: Step) -> list[Relation]:
+def _dynamic_slice(step: EquationPair) -> list[Relation]:
     relation, *starts = step.no_zeros()
     only_rows(tuple(starts), "the start of a slice")
     sizes = step.params["slice_sizes"]
@@ -237,17 +265,17 @@ def _dynamic_slice(step: Step) -> list[Relation]:
     raise MixesRowsError(f"a slice of {described(relation)}")
 
 
-def _dynamic_update_slice(step: Step) -> list[Relation]:
+def _dynamic_update_slice(step: EquationPair) -> list[Relation]:
     step.require_same()
     starts = step.no_zeros()[2:]
     only_rows(tuple(starts), "the start of a slice")
     dim = step.row_dim_out()
     if dim is not None and step.shape_in(1)[dim] != step.shape_in(0)[dim]:
         raise MixesRowsError("an update of some rows")
-    return [merge(step.no_zeros()[:2], dim=dim)]
+    return [relation_of_sum(step.no_zeros()[:2], dim=dim)]
 
 
-def _gather(step: Step) -> list[Relation]:
+def _gather(step: EquationPair) -> list[Relation]:
     operand, indices = step.no_zeros()
     numbers = step.params["dimension_numbers"]
     rank_out = len(step.shapes_out()[0])
@@ -297,7 +325,7 @@ def _gather(step: Step) -> list[Relation]:
     raise MixesRowsError("a gather goes over rows")
 
 
-def _is_without_row(step: Step, dim: int, at: int, out: int) -> bool:
+def _is_without_row(step: EquationPair, dim: int, at: int, out: int) -> bool:
     """Returns whether `part` gathers like `whole`, from its one row by a slice of that row."""
     a, b = step.params["dimension_numbers"], step.part.params["dimension_numbers"]
     step.require_same("dimension_numbers")
@@ -327,7 +355,7 @@ def _offsets(numbers: object, rank: int) -> list[tuple[int, int]]:
     return list(zip(kept, numbers.offset_dims, strict=True))  # pyright: ignore
 
 
-def _scatter(step: Step) -> list[Relation]:
+def _scatter(step: EquationPair) -> list[Relation]:
     step.require_same("update_jaxpr", "update_consts")
     operand = step.relations[0]
     _, indices, updates = step.no_zeros()
@@ -343,14 +371,14 @@ def _scatter(step: Step) -> list[Relation]:
     if dim is None:
         match indices, updates:
             case Whole(0), _:
-                found = merge((operand, updates), dim=None)
+                found = relation_of_sum((operand, updates), dim=None)
                 if found == Whole() or (is_linear and step.name in ("scatter", "scatter-add")):
                     return [found]
             case Rows(at, 0, is_squeezed=False), Rows(up, scale, is_squeezed=False):
                 if step.name == "scatter-add" and at < len(batch) and batch[at] == up:
-                    return [merge((operand, Sum(scale)), dim=None)]
+                    return [relation_of_sum((operand, Sum(scale)), dim=None)]
         raise MixesRowsError(f"`{step.name}` of rows to one place")
-    merge((operand, Rows(dim)), dim=dim)  # raises if they have other rows
+    relation_of_sum((operand, Rows(dim)), dim=dim)  # raises if they have other rows
     match indices, updates:
         case Rows(at, 0, is_squeezed=False), Rows(up, 0, is_squeezed=False):
             if (dim, at) in pairs and batch[at] == up:

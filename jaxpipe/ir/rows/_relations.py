@@ -129,7 +129,7 @@ def zero_as(whole: Sequence[int], part: Sequence[int], num_blocks: int) -> Relat
     return Rows(dim, is_uniform=True)
 
 
-def merge(relations: Iterable[Relation], *, dim: int | None) -> Relation:
+def relation_of_sum(relations: Iterable[Relation], *, dim: int | None) -> Relation:
     """Returns the relation of a sum, or of a selection, of values with these relations.
 
     Args:

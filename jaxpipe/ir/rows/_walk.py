@@ -5,19 +5,22 @@ walked in lock-step, which also shows what depends on the number of rows: consta
 Python that reads shapes. Whatever is not understood is `Mixed`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from jax.core import Tracer
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._arithmetic import ARITHMETIC, Rule
-from ._moves import MOVES
+from ._equation_pair import EquationPair
+from ._moves import MOVES, reshaped
 from ._relations import (
     Mixed,
     MixesRowsError,
@@ -29,7 +32,6 @@ from ._relations import (
     has_shapes,
     row_dim,
 )
-from ._step import Step
 
 _RULES: dict[str, Rule] = ARITHMETIC | MOVES
 
@@ -42,13 +44,20 @@ _NOT_REPEATABLE = {"rng_uniform", "infeed", "io_callback", "debug_callback", "ou
 class Walk:
     """A walk through two programs, whose numbers of rows have the ratio D."""
 
-    def __init__(self, num_blocks: int, control: Mapping[str, Callable[..., list[Relation]]]):
+    def __init__(
+        self,
+        num_blocks: int,
+        control: Mapping[str, Callable[..., list[Relation]]],
+        draws: "dict[tuple[int, ...], set[int | None]] | None" = None,
+    ):
         self.num_blocks = num_blocks
         self._control = control
+        self._draws = draws
 
     def without(self, name: str) -> "Walk":
         """Returns a walk that does not know a primitive."""
-        return Walk(self.num_blocks, {k: f for k, f in self._control.items() if k != name})
+        control = {k: f for k, f in self._control.items() if k != name}
+        return Walk(self.num_blocks, control, self._draws)
 
     def of_jaxprs(
         self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
@@ -78,7 +87,7 @@ class Walk:
                     known[x] = y, self._checked(relation, x, y)
                 i += 1
                 continue
-            skipped = self._broadcast_of_one_row(equation, known)
+            skipped = self._without_partner(equation, known)
             if skipped is None:
                 # What follows has no partners. Its results are unknown, whatever they are.
                 return Mixed(reason.reason, _line(equation))
@@ -99,21 +108,29 @@ class Walk:
                 return False
         return True
 
-    def _broadcast_of_one_row(
+    def _without_partner(
         self, a: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
     ) -> tuple[Var, Relation] | None:
-        """Returns what a broadcast to D rows is in a block of one row, where it changes nothing."""
-        if a.primitive.name != "broadcast_in_dim" or isinstance(a.invars[0], Literal):
-            return None
-        if len(a.invars) != 1 or a.invars[0] not in known:
+        """Returns what an equation is in a block of one row, where it would change nothing.
+
+        JAX leaves out a broadcast or a reshape to the shape that an array has.
+        """
+        if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in known:
             return None
         partner, relation = known[a.invars[0]]
-        out: Any = a.outvars[0].aval
-        one_row: Any = partner.aval
-        shape, one = out.shape, one_row.shape
+        shapes: list[Any] = [a.invars[0].aval, a.outvars[0].aval, partner.aval]
+        before, shape, one = (aval.shape for aval in shapes)
+        if (
+            a.primitive.name == "reshape"
+            and isinstance(relation, Rows)
+            and not a.params["dimensions"]
+        ):
+            found = reshaped(relation, before, shape, one, self.num_blocks)
+            return None if found is None else (partner, found)
         dim = row_dim(shape, one, self.num_blocks)
-        in_order = tuple(a.params["broadcast_dimensions"]) == tuple(range(len(shape)))
-        if dim is None or one[dim] != 1 or not in_order:
+        if a.primitive.name != "broadcast_in_dim" or dim is None or one[dim] != 1:
+            return None
+        if tuple(a.params["broadcast_dimensions"]) != tuple(range(len(shape))):
             return None
         match relation:
             case Whole(scale):
@@ -151,7 +168,11 @@ class Walk:
             mixed = next((r for r in relations if isinstance(r, Mixed)), None)
             if mixed is not None:
                 return [mixed] * count
-            step = Step(a, b, relations, self.num_blocks)
+            step = EquationPair(a, b, relations, self.num_blocks)
+            if name == "random_bits" and self._draws is not None and relations == (Whole(),):
+                dim = step.row_dim_out()
+                self._draws.setdefault(tuple(b.params["shape"]), set()).add(dim)
+                return [Whole() if dim is None else Rows(dim)]
             if name in _RULES:
                 return _RULES[name](step)
             return _of_unknown(step)
@@ -221,7 +242,7 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
     return mixed
 
 
-def _of_unknown(step: Step) -> list[Relation]:
+def _of_unknown(step: EquationPair) -> list[Relation]:
     """A primitive without a rule: the same function of the same arguments, or nothing is known."""
     effects = step.whole.effects
     relations = step.no_zeros()
@@ -235,9 +256,21 @@ def _of_unknown(step: Step) -> list[Relation]:
     return [Whole()] * len(step.whole.outvars)
 
 
+_PACKAGE = Path(__file__).parents[2]
+_MODELS = str(_PACKAGE / "models")
+_NOT_OF_USER = (
+    str(Path(inspect.getfile(jax)).parent),
+    str(Path(inspect.getfile(jaxtyping)).parent),
+    str(_PACKAGE),
+    "<",
+)
+
+
 def _line(equation: JaxprEqn) -> str:
     """Returns the line of the user's program that an equation is of, such as "model.py:12"."""
-    text = source_info_util.summarize(equation.source_info)
-    name = text.split(" ")[0].split("/")[-1]
-    parts = name.split(":")
-    return ":".join(parts[:2]) if len(parts) > 1 else ""
+    traceback = equation.source_info.traceback
+    for frame in [] if traceback is None else traceback.frames:
+        path = frame.file_name
+        if path.startswith(_MODELS) or not path.startswith(_NOT_OF_USER):
+            return f"{Path(path).name}:{frame.line_num}"
+    return ""

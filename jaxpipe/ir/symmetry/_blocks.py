@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, to_graph
-from ..rows import MixesRowsError, Rows, Step, Sum, Whole, relations_of, row_dim
+from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
 from ._assign import SMALL
 from ._calls import Call, call_of
 
@@ -189,7 +189,7 @@ class _Run:
         dims = [row_dim(*pair, count) for pair in shapes]
         relations = tuple(Whole() if dim is None else Rows(dim) for dim in dims)
         try:
-            results = relations_of(Step(whole.equation, part.equation, relations, count))
+            results = relations_of(EquationPair(whole.equation, part.equation, relations, count))
         except MixesRowsError as error:
             axes = whole.equation.params.get("axes", ())
             if whole.name in _REDUCERS and dims[0] in axes:

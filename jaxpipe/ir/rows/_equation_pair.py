@@ -8,7 +8,7 @@ from ._relations import Mixed, MixesRowsError, Relation, Rows, Sum, Whole, Zero,
 
 
 @dataclass(frozen=True)
-class Step:
+class EquationPair:
     """An equation in both programs.
 
     Attributes:

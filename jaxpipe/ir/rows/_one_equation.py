@@ -1,15 +1,15 @@
 """The relations of the results of one equation, for those who walk through programs themselves."""
 
+from ._equation_pair import EquationPair
 from ._relations import Relation
-from ._step import Step
 from ._walk import _RULES, _of_unknown
 
 
-def relations_of(step: Step) -> list[Relation]:
+def relations_of(pair: EquationPair) -> list[Relation]:
     """Returns the relations of the results of an equation without inner programs.
 
     Args:
-        step: The equation in both programs.
+        pair: The equation in both programs.
 
     Returns:
         The relations.
@@ -17,4 +17,4 @@ def relations_of(step: Step) -> list[Relation]:
     Raises:
         MixesRowsError: If a result has none.
     """
-    return _RULES.get(step.name, _of_unknown)(step)
+    return _RULES.get(pair.name, _of_unknown)(pair)

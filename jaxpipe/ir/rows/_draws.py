@@ -1,0 +1,126 @@
+"""Draws the random numbers of a block out of those that all rows draw with the same key.
+
+The program of a block draws bits [n, ...] where that of all rows draws [n * D, ...]. So that one
+key means the same, the block draws all of them and takes its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from ..graph import bind
+
+Draws = Mapping[tuple[int, ...], int]
+"""From the shape of what a block draws to its dim of rows."""
+
+OwnRows = Callable[[Callable[[tuple[int, ...]], Any], tuple[int, ...], int], Any]
+"""`(draw, shape, dim) -> bits`, where `draw` returns bits of a shape."""
+
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_REMATERIALIZATIONS = {"remat2", "checkpoint", "remat"}
+
+
+def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
+    """Returns whether all draws with rows are where `with_own_draws` can replace them.
+
+    Args:
+        closed: The program of a block.
+        draws: The draws with rows.
+
+    Returns:
+        False if one is in a loop, a branch or a function with a derivative of its own.
+    """
+
+    def is_replaceable(equation: JaxprEqn) -> bool:
+        if equation.primitive.name in (*_CALLS, *_REMATERIALIZATIONS):
+            return all(map(is_replaceable, _inner(equation).jaxpr.eqns))
+        return _is_draw(equation, draws) or not _has_draws(equation, draws)
+
+    return all(map(is_replaceable, closed.jaxpr.eqns))
+
+
+def with_own_draws(closed: ClosedJaxpr, draws: Draws, own: OwnRows) -> Callable[..., list[Any]]:
+    """Returns the program of a block, which draws what all rows would draw for it.
+
+    Args:
+        closed: The program of a block.
+        draws: The draws with rows.
+        own: Returns the bits of the block.
+
+    Returns:
+        A function of the arguments of the program.
+    """
+
+    def run(*arguments: Any) -> list[Any]:
+        return _evaluate(closed, arguments, draws, own)
+
+    return run
+
+
+def _evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[Any], draws: Draws, own: OwnRows
+) -> list[Any]:
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for equation in jaxpr.eqns:
+        results = _apply(equation, jaxpr, [*map(read, equation.invars)], draws, own)
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def _apply(
+    equation: JaxprEqn, jaxpr: Jaxpr, inputs: list[Any], draws: Draws, own: OwnRows
+) -> Sequence[Any]:
+    if _is_draw(equation, draws):
+        params, (key,) = equation.params, inputs
+
+        def draw(shape: tuple[int, ...]) -> Any:
+            return equation.primitive.bind(key, **params | {"shape": shape})
+
+        shape = tuple(params["shape"])
+        return [own(draw, shape, draws[shape])]
+    if _has_draws(equation, draws):
+        inner = _inner(equation)
+
+        def run(*arguments: Any) -> list[Any]:
+            return _evaluate(inner, arguments, draws, own)
+
+        if equation.primitive.name in _REMATERIALIZATIONS:
+            options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+            run = jax.checkpoint(run, **options)
+        return run(*inputs)
+    pairs = zip(inputs, equation.invars, strict=True)
+    return bind(equation, jaxpr)(*[x for x, var in pairs if not isinstance(var, Literal)])
+
+
+def _is_draw(equation: JaxprEqn, draws: Draws) -> bool:
+    """Returns whether an equation draws bits with rows by one key."""
+    if equation.primitive.name != "random_bits":
+        return False
+    key: Any = equation.invars[0].aval
+    return key.shape == () and tuple(equation.params["shape"]) in draws
+
+
+def _inner(equation: JaxprEqn) -> ClosedJaxpr:
+    inner = equation.params[_CALLS.get(equation.primitive.name, "jaxpr")]
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
+def _has_draws(equation: JaxprEqn, draws: Draws) -> bool:
+    """Returns whether an equation draws bits with rows, anywhere in the programs that it runs."""
+    if _is_draw(equation, draws):
+        return True
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    inner = [getattr(value, "jaxpr", value) for value in values if _is_jaxpr(value)]
+    return any(_has_draws(e, draws) for jaxpr in inner for e in jaxpr.eqns)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, ClosedJaxpr | Jaxpr)
