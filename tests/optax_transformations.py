@@ -17,6 +17,14 @@ def labels(params: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
 
 
+def freeze_vectors() -> Any:
+    def mask(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.ndim < 2, params)
+
+    function: Any = mask
+    return optax.freeze(function)
+
+
 def with_sgd(*transformations: Any, rate: float = 0.01) -> Any:
     return optax.chain(*transformations, optax.sgd(rate))
 
@@ -75,7 +83,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "conditionally_mask": lambda: optax.conditionally_mask(optax.adam(R), every_second),
     "conditionally_transform": lambda: optax.conditionally_transform(optax.adam(R), every_second),
     "ema": lambda: with_sgd(optax.ema(0.9)),
-    "freeze": lambda: optax.chain(optax.adam(R), optax.freeze(labels_of_vectors)),
+    "freeze": lambda: optax.chain(optax.adam(R), freeze_vectors()),
     "identity": lambda: with_sgd(optax.identity()),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=schedule()),
     "keep_params_nonnegative": lambda: with_sgd(optax.keep_params_nonnegative()),
@@ -120,10 +128,6 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(R)),
 }
 """The transformations that a pipeline runs, as a user would call them."""
-
-
-def labels_of_vectors(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim < 2, params)
 
 
 NEEDS_VALUE = {"polyak_sgd", "momo", "momo_adam", "reduce_on_plateau"}

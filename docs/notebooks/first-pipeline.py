@@ -64,12 +64,12 @@ pipe
 # %% [markdown]
 # ## Train
 #
-# The step is the one of a program without a pipeline, but for `pipe.jit` and
-# `pipe.value_and_grad`.
+# The step is the one of a program without a pipeline, but for `pipe.jit`, `pipe.value_and_grad`
+# and `pipe.optimizer`.
 
 # %%
 stored = pipe.shard(params)
-tx = optax.sgd(0.03)
+tx = pipe.optimizer(optax.sgd(0.03))
 opt_state = tx.init(stored)
 
 
