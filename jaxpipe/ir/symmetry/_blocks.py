@@ -92,7 +92,7 @@ def run_blocks(
         ValueError: If the function mixes whole arrays of layers, or is another program for another
             number of layers.
     """
-    run = _Run(layer_ids, replicate, whole.jaxpr)
+    run = _Evaluator(layer_ids, replicate, whole.jaxpr)
     graphs = to_graph(whole), to_graph(part)
     results = run.graph(*graphs, inputs)
     return [
@@ -109,7 +109,7 @@ def _shape(atom: Atom) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Evaluator:
     """How layers are stored, from where single ones are read, and the jaxpr of all equations."""
 
     layer_ids: LayerIds
@@ -337,5 +337,5 @@ def _moved(x: Any, source: int, to: int) -> Any:
     return Blocks(tuple(jnp.moveaxis(part, source, to) for part in x.parts), x.kind)
 
 
-def _of_branch(run: _Run, whole: Graph, part: Graph, *given: Any) -> list[Any]:
+def _of_branch(run: _Evaluator, whole: Graph, part: Graph, *given: Any) -> list[Any]:
     return run.graph(whole, part, given)

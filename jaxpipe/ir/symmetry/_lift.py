@@ -78,7 +78,7 @@ class Lifted:
         Raises:
             ValueError: If a result of layers is not of all layers alike.
         """
-        run = _Run(self.assignment, layer_ids, replicate)
+        run = _Evaluator(self.assignment, layer_ids, replicate)
         run.values.update(zip(self.inputs, values, strict=True))
         for slot, var in self.slots.items():
             run.parts[self.assignment.key_of[var]] = parts[slot]
@@ -131,7 +131,7 @@ def lift(
 
 
 @dataclass
-class _Run:
+class _Evaluator:
     """The values of a run so far.
 
     Attributes:
