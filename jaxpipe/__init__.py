@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from . import schedules as schedules
     from .api import Model as Model
     from .api import PipelinedModel as PipelinedModel
+    from .api import Weighted as Weighted
     from .api import pipeline as pipeline
     from .cli import emulate_devices as emulate_devices
     from .planner import plan as plan
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Model": "api",
     "PipelinedModel": "api",
+    "Weighted": "api",
     "pipeline": "api",
     "emulate_devices": "cli",
     "plan": "planner",
@@ -42,6 +44,9 @@ _LAZY = {
 
 
 if not typing.TYPE_CHECKING:
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY} - {"importlib", "typing"})
 
     def __getattr__(name: str) -> object:
         if name not in _LAZY:

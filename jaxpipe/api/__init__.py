@@ -1,5 +1,6 @@
 """The front door: a model as functions of one layer, and its pipeline under any schedule."""
 
+from ._losses import Weighted as Weighted
 from ._model import Model as Model
 from ._pipeline import pipeline as pipeline
 from ._pipelined_model import PipelinedModel as PipelinedModel

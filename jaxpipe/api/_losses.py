@@ -1,11 +1,12 @@
 """Losses of microbatches that add up to the loss of the batch.
 
-A loss is a mean, or a pair (total, weight); with metrics or without. Engines add up what the
+A loss is a mean, or `Weighted(total, weight)`; with metrics or without. Engines add up what the
 microbatches contribute: a mean divided by M, or a total divided by the weight of the whole batch,
 which is computed before the pipeline begins.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,34 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ._dependence import dependent_inputs, restricted
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weighted:
+    """A loss that is a weighted mean, such as one over tokens that a mask selects; a pytree.
+
+    The loss of a batch is the sum of all totals divided by the sum of all weights, in whatever
+    microbatches it is cut.
+
+    Attributes:
+        total: A scalar, the sum of weighted losses, such as `jnp.sum(losses * mask)`.
+        weight: A scalar, the sum of weights, such as `jnp.sum(mask)`. It follows from the batch
+            alone.
+
+    Example:
+        >>> losses, mask = jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 1.0, 0.0])
+        >>> float(Weighted(jnp.sum(losses * mask), jnp.sum(mask)).mean)
+        1.5
+    """
+
+    total: Any
+    weight: Any
+
+    @property
+    def mean(self) -> Any:
+        """Returns the total divided by the weight."""
+        return self.total / self.weight
 
 
 class LossParts(NamedTuple):
@@ -29,11 +58,17 @@ class LossParts(NamedTuple):
     metrics: dict[str, Scalar]
 
 
+_FORMS = (
+    "Return a scalar, the mean over the rows of the microbatch, or `jp.Weighted(total, weight)`; "
+    "with a dict of scalars as `(loss, metrics)`."
+)
+
+
 def loss_parts(returned: Any) -> LossParts:
     """Takes apart what a loss function returned.
 
     Args:
-        returned: `loss` or `(loss, metrics)`, where the loss is a scalar or `(total, weight)`.
+        returned: `loss` or `(loss, metrics)`, where the loss is a scalar or a `Weighted`.
 
     Returns:
         The parts.
@@ -41,23 +76,60 @@ def loss_parts(returned: Any) -> LossParts:
     Raises:
         ValueError: If it has another form, or a part is not a scalar.
     """
-    metrics: dict[str, Scalar] = {}
-    loss, weight = returned, None
+    loss, metrics = returned, {}
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
         loss, metrics = loss
-    if isinstance(loss, tuple) and len(loss) == 2:
-        loss, weight = loss
-    scalars = [loss, *([] if weight is None else [weight]), *metrics.values()]
-    if not all(_is_scalar(x) for x in scalars):
+    if isinstance(loss, tuple) and len(loss) == 2 and all(map(_is_scalar, loss)):
         raise ValueError(
-            f"`loss` returned {_described(returned)}. Return a scalar, the mean of the microbatch, "
-            "or a pair of scalars (total, weight); with a dict of scalars as (loss, metrics)."
+            f"`loss` returned {_described(loss)}, a pair of numbers, which may mean two things. "
+            "Return `jp.Weighted(total, weight)` if the loss of the batch is the sum of the first "
+            "divided by the sum of the second; or `(loss, {'num_tokens': num_tokens})` if the "
+            "first is the mean over rows and the second is a metric."
         )
-    return LossParts(loss, weight, metrics)
+    parts = (loss.total, loss.weight) if isinstance(loss, Weighted) else (loss,)
+    if not all(map(_is_scalar, parts)):
+        raise ValueError(f"`loss` returned {_described(returned)}. {_FORMS}")
+    for part in parts:
+        if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
+            raise ValueError(
+                f"`loss` returned {_described(returned)}. A loss is real: return such as its "
+                "`jnp.real` or `jnp.abs`."
+            )
+    check_metrics(metrics, "loss")
+    return LossParts(parts[0], parts[1] if len(parts) == 2 else None, metrics)
+
+
+def check_metrics(metrics: dict[str, Any], function: str) -> None:
+    """Checks that metrics are scalars.
+
+    Args:
+        metrics: The metrics that a function of the model returned.
+        function: Its name, for errors.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If one is a tree, an array with dims, or no number. It names the metric.
+    """
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            flat = ", ".join(f"'{name}/{key}': ..." for key in list(value)[:3])
+            raise ValueError(
+                f"`{function}` returned a dict as the metric {name!r}. Metrics are scalars by "
+                f"name: return {{{flat}}} in its place."
+            )
+        if not _is_scalar(value):
+            raise ValueError(
+                f"`{function}` returned {_described(value)} as the metric {name!r}. Metrics are "
+                "scalars by name: return a mean, or what else is one number for a microbatch."
+            )
 
 
 def _is_scalar(x: Any) -> bool:
-    return hasattr(jnp, "shape") and not isinstance(x, tuple | dict | list) and jnp.shape(x) == ()
+    if isinstance(x, Weighted | tuple | list | dict) or x is None or jnp.shape(x) != ():
+        return False
+    return not jnp.issubdtype(getattr(x, "dtype", jnp.float32), jax.dtypes.extended)
 
 
 def _described(tree: Any) -> str:
@@ -68,13 +140,21 @@ def _described(tree: Any) -> str:
     return str(jax.tree.map(one, tree)).replace("'", "")
 
 
-def batch_weight(
+def sum_dtype(value: Any) -> Any:
+    """Returns the dtype in which values of microbatches are added up: its own, at least float32."""
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.result_type(float)  # float64 under x64
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def batch_divisor(
     loss: Callable[[PyTree, PyTree, PyTree], LossParts],
     boundary: PyTree,
     x: PyTree,
     batch_inputs: PyTree,
-) -> Scalar | None:
-    """Computes the weight of the whole batch, from the batch alone.
+) -> Scalar:
+    """Computes what the sum of losses of microbatches is divided by, from the batch alone.
 
     Args:
         loss: `(boundary, x, inputs of a microbatch) -> LossParts`.
@@ -83,15 +163,17 @@ def batch_weight(
         batch_inputs: [M, ...] leaves.
 
     Returns:
-        The sum of weights, or None if the loss is a mean.
+        The sum of weights; M if the loss is a mean. Its dtype is that of the loss, at least
+        float32.
 
     Raises:
         ValueError: If the weight depends on more than the batch.
     """
     shapes = _shapes_of_microbatch(batch_inputs)
     parts = jax.eval_shape(loss, boundary, x, shapes)
+    dtype = sum_dtype(parts.total)
     if parts.weight is None:
-        return None
+        return jnp.asarray(jax.tree.leaves(batch_inputs)[0].shape[0], dtype)
 
     def weight(*arguments: PyTree) -> Any:
         return loss(*arguments).weight
@@ -106,9 +188,10 @@ def batch_weight(
     compute = restricted(weight, [0], boundary, x, shapes)
 
     def one(inputs: PyTree) -> Any:
-        return compute(boundary, x, inputs)[0]
+        value = compute(boundary, x, inputs)[0]
+        return value if jnp.issubdtype(value.dtype, jnp.integer) else value.astype(dtype)
 
-    return jnp.sum(jax.lax.map(one, batch_inputs))
+    return jnp.sum(jax.lax.map(one, batch_inputs)).astype(dtype)
 
 
 def _shapes_of_microbatch(batch_inputs: PyTree) -> PyTree:

@@ -43,7 +43,7 @@ class Model:
             batch, past) -> (x, past)` or `-> (x, aux, past)`. `past.append((keys, values))` returns
             those of all slices so far, and the `past` to return.
         loss: `(params["head"], x, batch) -> loss`. The loss is a scalar, the mean over rows that
-            count equally; or a pair `(total, weight)`, and the loss of the batch is the sum of
+            count equally; or `jp.Weighted(total, weight)`, and the loss of the batch is the sum of
             totals divided by the sum of weights. `(loss, metrics)` with a dict of scalars is
             accepted for both; metrics are averaged over microbatches.
         tied: Whether `loss` also reads the parameters of the embedding. Its first argument is then

@@ -22,6 +22,14 @@ InList = bool | tuple[bool, ...]
 """Whether the user's tree has a list of layers; or whether it has one for each kind."""
 
 
+PARAMETERS = "parameters, or their updates"
+GRADIENTS = (
+    "gradients: of a pipeline, give them to `pipe.optimizer(tx).update`, or combine them with "
+    "parameters by `pipe.tree_map`"
+)
+"""The roles of stored layers. JAX prints them where trees of different roles meet."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredLayers:
@@ -38,6 +46,9 @@ class StoredLayers:
         specs: The specs of parameters that have one of the user's.
         layer_ids: The layer at every place of `stages`, -1 for padding; for `mpmd` the layers of
             every stage.
+        role: What the arrays are. Gradients have a role of their own, so that an optimizer that
+            is given stored arrays raises an error: it would see stacks of layers, and decide by
+            their dims.
     """
 
     stages: Any
@@ -45,6 +56,7 @@ class StoredLayers:
     in_list: InList = field(metadata={"static": True})
     specs: ParamSpecs = field(default=(), metadata={"static": True})
     layer_ids: tuple[Any, ...] = field(default=(), metadata={"static": True})
+    role: str = field(default=PARAMETERS, metadata={"static": True})
 
 
 def is_stored(params: PyTree) -> bool:

@@ -24,6 +24,7 @@ from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
 from ._params import (
+    GRADIENTS,
     InList,
     NumLayers,
     StoredLayers,
@@ -46,6 +47,16 @@ from ._staging import (
     undivided,
 )
 from .inspection import InspectedModel
+from .optimizer import (
+    Optimizer,
+    StoredState,
+    is_stored_state,
+    num_lead_dims,
+    shard_state,
+    traced,
+    transformation,
+    unshard_state,
+)
 
 StoredParams = dict[str, Any]
 """Parameters as `shard` returns them: "embed", "layers" (`StoredLayers`), "head" and, if layers
@@ -86,20 +97,24 @@ class PipelinedModel(InspectedModel):
     row_wise: tuple[tuple[str, bool], ...] = ()
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
-    def shard(self, params: PyTree) -> StoredParams:
-        """Stores parameters as the engine wants them, on the devices that hold them.
+    def shard(self, params: PyTree, *, like: PyTree = None) -> StoredParams:
+        """Stores parameters, or an optimizer's state, on the devices that hold them.
 
         Args:
-            params: The user's tree.
+            params: The user's tree; or, with `like`, the state that an optimizer has for it.
+            like: For a state what `init` of `optimizer(tx)` returned for this pipeline, or its
+                shapes.
 
         Returns:
-            A pytree for `value`, `value_and_grad` and `unshard`. An optimizer may treat it as any
-            tree of parameters: where stages have fewer layers than others, the leaves have zeros,
-            whose gradients are zero.
+            A pytree for `value`, `value_and_grad` and `unshard`. Layers are stacked in it: give
+            it to optimizers of `optimizer`, and other functions of arrays to `tree_map`. For a
+            state that of an optimizer from `optimizer`.
 
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
+        if like is not None:
+            return shard_state(self.engine, self._plan_of_state, params, like, self.model.tied)
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
         weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)
@@ -174,27 +189,33 @@ class PipelinedModel(InspectedModel):
         check_stored(params)
         layers = params["layers"]
         plan = self.plan(layers.num_layers, layers.specs)
-        if layers.layer_ids != self._layer_ids(plan):
+        self._check_layer_ids(plan, layers.layer_ids)
+        return plan
+
+    def _check_layer_ids(self, plan: PipelinePlan, layer_ids: tuple[Any, ...]) -> None:
+        if layer_ids != self._layer_ids(plan):
             raise ValueError(
                 "`params` is stored by a pipeline that has other layers in its stages, or its "
                 "stages on other ranks. Give `pipe.shard(other.unshard(params))`, where `other` is "
                 "that pipeline."
             )
-        return plan
 
-    def unshard(self, params: StoredParams) -> PyTree:
-        """Returns parameters, or gradients, in the user's own tree.
+    def unshard(self, params: StoredParams | PyTree) -> PyTree:
+        """Returns parameters, gradients or an optimizer's state in the user's own tree.
 
         Args:
-            params: The stored parameters.
+            params: The stored parameters; or the state of an optimizer from `optimizer`.
 
         Returns:
             The user's tree, whole on every device; for `mpmd` on the first device. It has None
-            where `params` has: at frozen leaves of gradients and of what `partition` returns.
+            where `params` has: at frozen leaves of gradients and of what `partition` returns. Of a
+            state the one that the optimizer has for the user's tree.
 
         Raises:
             ValueError: If `params` is not as `shard` of this pipeline returns it.
         """
+        if is_stored_state(params):
+            return unshard_state(self.engine, self._plan_of_state, params)
         plan = self._plan_of(params)
         params = unmark(params)
         stored = params["layers"]
@@ -202,6 +223,14 @@ class PipelinedModel(InspectedModel):
         layers = self.engine.unstack(plan, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
         return self.model.from_groups(gathered | {"layers": layers})
+
+    def _plan_of_state(self, node: Any) -> PipelinePlan:
+        """Returns the plan for a part of an optimizer's state, and checks that it suits."""
+        if not isinstance(node, StoredState):
+            return self.plan(self._any_num_layers)
+        plan = self.plan(node.num_layers)
+        self._check_layer_ids(plan, node.layer_ids)
+        return plan
 
     def partition(self, params: StoredParams) -> tuple[StoredParams, StoredParams]:
         """Divides parameters into trainable and frozen ones, as `equinox.partition` does.
@@ -226,6 +255,66 @@ class PipelinedModel(InspectedModel):
             Parameters for `value`, `value_and_grad` and `unshard`.
         """
         return combine(trainable, frozen)
+
+    def optimizer(self, tx: Optimizer) -> Any:
+        """Returns an optimizer for stored parameters whose every step is that of `tx`.
+
+        `tx` sees the user's own tree, with an array for each parameter of each layer, whatever the
+        engine stores. So masks, labels, and what an optimizer computes of a whole array, such as
+        its norm, are those of the program without a pipeline. What `tx` does to all layers alike
+        runs once for all of them.
+
+        Args:
+            tx: An optimizer of optax, or one alike: any transformation, chain, mask or schedule.
+
+        Returns:
+            An optimizer of the same class. `init` takes parameters from `shard`, or the trainable
+            ones from `partition`; `update` takes gradients from `value_and_grad`, and returns
+            updates for `optax.apply_updates`. `unshard` of its state is what `tx` has for the
+            user's tree.
+
+        Raises:
+            ValueError: From `init` and `update`, if `tx` treats layers differently, combines whole
+                arrays of several layers, or computes the loss itself, as line searches do.
+
+        Example:
+            >>> import optax
+            >>> tx = pipe.optimizer(optax.adamw(1e-3))  # doctest: +SKIP
+            >>> state = tx.init(params)  # doctest: +SKIP
+            >>> updates, state = tx.update(grads, state, params)  # doctest: +SKIP
+        """
+        return transformation(tx, self.model, self.engine, self._plan_of, self.jit)
+
+    def tree_map(self, function: Callable, params: StoredParams, *rest: PyTree) -> StoredParams:
+        """Applies a function to every parameter of every layer, as `jax.tree.map` does.
+
+        Args:
+            function: `(array, *arrays) -> array` of the same shape. It is given arrays as they are
+                in the user's tree, with a list of layers, and is traced.
+            params: Parameters from `shard`; only trainable ones are changed.
+            *rest: Trees like parameters or like gradients.
+
+        Returns:
+            The parameters.
+
+        Example:
+            >>> params = pipe.tree_map(lambda w, g: w - 0.1 * g, params, grads)  # doctest: +SKIP
+        """
+        of_stages = function
+        for _ in range(num_lead_dims(params["layers"].stages)):
+            of_stages = jax.vmap(of_stages)
+
+        def run(*trees: StoredParams) -> StoredParams:
+            new = {
+                name: jax.tree.map(function, *(tree[name] for tree in trees))
+                for name in trees[0]
+                if name != "layers"
+            }
+            stages = jax.tree.map(of_stages, *(tree["layers"].stages for tree in trees))
+            return new | {"layers": replace(trees[0]["layers"], stages=stages)}
+
+        trainable, frozen = partition(params)
+        return combine(traced(self.jit, run)(trainable, *rest), frozen)
 
     def value(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
@@ -269,7 +358,7 @@ class PipelinedModel(InspectedModel):
         if self.model.shared:
             plan = self.plan(params["layers"].num_layers)
             grads["stages"], grads["shared"] = self.engine.sum_shared(plan, grads["stages"])
-        stages = replace(params["layers"], stages=grads["stages"])
+        stages = replace(params["layers"], stages=grads["stages"], role=GRADIENTS)
         return value, {name: grads[name] for name in params if name != "layers"} | {
             "layers": stages
         }

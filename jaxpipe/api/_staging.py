@@ -20,7 +20,7 @@ from ..engines._fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
-from ._losses import LossParts, batch_weight, loss_parts
+from ._losses import LossParts, batch_divisor, check_metrics, loss_parts, sum_dtype
 from ._model import Model
 from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
@@ -136,9 +136,7 @@ def _loss_scale(
     x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
     boundary = boundary_model(model, 1).boundary(shapes)
-    weight = batch_weight(partial(_parts, model), boundary, x, flat)
-    total = jnp.float32(shape[0] * shape[1]) if weight is None else weight
-    return jnp.broadcast_to(1 / total, shape)
+    return jnp.broadcast_to(1 / batch_divisor(partial(_parts, model), boundary, x, flat), shape)
 
 
 DivideRows = Callable[[PyTree, PyTree], PyTree]
@@ -301,8 +299,8 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
 
     def loss(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         parts = _parts(model, boundary, x, inputs)
-        metrics = {name: value * mean for name, value in parts.metrics.items()}
-        return parts.total * inputs.scale, metrics
+        total = jnp.asarray(parts.total, inputs.scale.dtype)
+        return total * inputs.scale, _shares(parts.metrics, mean)
 
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         return sum_pieces(on_pieces(loss, 1, boundary, x, inputs))
@@ -427,11 +425,13 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
     if not _is_pair(returned, x):
         return returned, {}
     y, aux = returned
+    check_metrics(aux or {}, "layer")
     return y, dict(aux or {})
 
 
-def _shares(aux: dict[str, Any], mean: float) -> dict[str, Any]:
-    return {name: value * mean for name, value in aux.items()}
+def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
+    """Returns what a piece contributes to means over all pieces."""
+    return {name: jnp.asarray(x, sum_dtype(x)) * mean for name, x in metrics.items()}
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:

@@ -110,6 +110,7 @@ CIRCULAR = Engine(
     rank_bytes=_stacked.rank_bytes,
     step_bytes=_stacked.rank_bytes,
     init=_stacked.init,
+    place=_stacked.place,
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,

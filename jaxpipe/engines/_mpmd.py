@@ -208,6 +208,22 @@ def _rank_bytes(
     return tuple(found)
 
 
+def _place(
+    plan: PipelinePlan, weights: dict[str, Any], like: dict[str, Any], tied: bool
+) -> dict[str, Any]:
+    """Puts new arrays of every stage, and of embedding and head, on the ranks of their weights."""
+    del plan, tied
+
+    def with_leaf(tree: PyTree, other: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(other)
+        return mpmd.place_with(tree, leaves[0]) if leaves else tree
+
+    others = [name for name in weights if name != "stages"]
+    placed = {name: with_leaf(weights[name], like.get(name, ())) for name in others}
+    pairs = zip(weights["stages"], like["stages"], strict=True)
+    return placed | {"stages": [with_leaf(*pair) for pair in pairs]}
+
+
 def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
     """Copies arrays to the first device; all ranks must belong to this process."""
 
@@ -257,6 +273,7 @@ MPMD = Engine(
     rank_bytes=_rank_bytes,
     step_bytes=partial(_rank_bytes, copies=True),
     init=_init,
+    place=_place,
     gather=_gather,
     jit=_jit,
     timeline=_timeline,

@@ -103,6 +103,7 @@ SCHEDULED = Engine(
     rank_bytes=_stacked.rank_bytes,
     step_bytes=_step_bytes,
     init=_stacked.init,
+    place=_stacked.place,
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,

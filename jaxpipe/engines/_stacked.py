@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from ..autodiff import keep
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
+from ..sharding.specs import reshard
 from ..spmd import Gather
 from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
@@ -104,7 +105,7 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
+    return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 
 def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
@@ -227,6 +228,19 @@ def init(
     """
     where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
     return jax.jit(make, out_shardings=where)()
+
+
+def place(
+    plan: PipelinePlan,
+    weights: dict[str, PyTree],
+    like: dict[str, PyTree],
+    tied: bool,
+    *,
+    stage_axis: str | None = "stage",
+) -> dict[str, PyTree]:
+    """Returns new arrays in groups of weights, sharded as weights are, in a traced function."""
+    del like
+    return reshard(weights, shardings(plan, weights, tied, stage_axis=stage_axis))
 
 
 def shardings(

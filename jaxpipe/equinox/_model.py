@@ -30,7 +30,7 @@ def model(
             "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`. Or a stack
             of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`.
         loss: `(outputs of the module [rows, ...], batch) -> loss`: a scalar, the mean over rows, or
-            `(total, weight)`; with metrics as `(loss, {name: scalar})`.
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
             dropout key; a layer is then given a key of its own as `key=`. Default: `module(row)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and

@@ -40,8 +40,8 @@ def model(
             ...; with the path before it if there are several: "decoder/block". Or a function from
             the path of a submodule to the index of the layer, or None. Or the name of a submodule
             that runs all layers by `nn.scan`, whose parameters are [L, ...].
-        loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or `(total,
-            weight)`; with metrics as `(loss, {name: scalar})`.
+        loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, batch) -> output`. Default: `module(batch)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
             parameters outside of layers belong to the embedding or to the loss, as the call uses

@@ -29,8 +29,8 @@ def model(
         layers: The attribute with the list of layers, such as "blocks" or "decoder.blocks"; or with
             a stack of layers, one module whose parameters are [L, ...], as `nnx.vmap` makes it,
             which the call runs by `nnx.scan`.
-        loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or `(total,
-            weight)`; with metrics as `(loss, {name: scalar})`.
+        loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, batch) -> output`. Default: `module(batch)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
             parameters outside of layers belong to the embedding or to the loss, as the call uses

@@ -22,7 +22,9 @@ def dropout_layer(w: Any, x: Any, batch: Any, key: Any) -> Any:
 MODEL = jp.Model(
     embed=lambda w, batch: batch["x"] @ w,
     layer=dropout_layer,
-    loss=lambda w, x, batch: (jnp.sum((x @ w - batch["y"]) ** 2), jnp.sum(batch["weight"])),
+    loss=lambda w, x, batch: jp.Weighted(
+        jnp.sum((x @ w - batch["y"]) ** 2), jnp.sum(batch["weight"])
+    ),
 )
 
 

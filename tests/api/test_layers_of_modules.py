@@ -308,14 +308,14 @@ def test_what_layers_return_or_sow_is_not_dropped_silently():
         return cross_entropy(output[0], batch), {"shifted": 1 + output[1]}
 
     def weighted(output: Any, batch: Any) -> Any:
-        return cross_entropy(output[0], batch) + output[1], jnp.ones(())
+        return jp.Weighted(cross_entropy(output[0], batch) + output[1], jnp.ones(()))
 
     gpt = Listed(nnx.Rngs(0))
     for match, loss in (
         ("computes 'loss' from what layers return", squared),
         ("metric 'both'", mixed),
         ("metric 'shifted' of `loss` is 1.0", shifted),
-        (r"\(total, weight\), and its total depends", weighted),
+        ("a `Weighted`, and its total depends", weighted),
     ):
         refused(match, lambda loss=loss: nnx_model(gpt, loss=loss, call=call, batch=batch()))
     refused("the values losses/size besides", lambda: linen_sown({}))

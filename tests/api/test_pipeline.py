@@ -57,7 +57,7 @@ def mean_loss(w: Any, x: Any, batch: Any) -> Any:
 
 def weighted_loss(w: Any, x: Any, batch: Any) -> Any:
     losses = token_losses(w, x, batch) * batch["weights"]
-    return jnp.sum(losses), jnp.sum(batch["weights"])
+    return jp.Weighted(jnp.sum(losses), jnp.sum(batch["weights"]))
 
 
 MEAN = jp.Model(embed, layer, mean_loss, tied=True)
@@ -198,7 +198,9 @@ def test_bad_input_is_refused_before_anything_compiles():
     refused("which takes|takes a dropout key", model=WEIGHTED)
     vector = dataclasses.replace(MEAN, loss=lambda w, x, batch: jnp.mean(x, axis=(0, 1)))
     refused("Return a scalar", model=vector)
-    learnt = dataclasses.replace(MEAN, loss=lambda w, x, batch: (jnp.sum(x), jnp.sum(w["embed"])))
+    learnt = dataclasses.replace(
+        MEAN, loss=lambda w, x, batch: jp.Weighted(jnp.sum(x), jnp.sum(w["embed"]))
+    )
     refused("follow from the batch alone", model=learnt)
     with pytest.raises(ValueError, match="`layer` takes"):
         jp.Model(embed, lambda w, x: x, mean_loss)

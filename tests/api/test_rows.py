@@ -460,10 +460,12 @@ def test_a_key_that_is_not_used_asks_for_nothing():
 
 def test_sums_with_weights_are_row_wise_and_other_pairs_are_not():
     def weighted(w: Any, x: Any, batch: Any) -> Any:
-        return jnp.sum(token_losses(w, x, batch) * batch["mask"]), jnp.sum(batch["mask"])
+        return jp.Weighted(
+            jnp.sum(token_losses(w, x, batch) * batch["mask"]), jnp.sum(batch["mask"])
+        )
 
     def unlike(w: Any, x: Any, batch: Any) -> Any:
-        return jnp.mean(token_losses(w, x, batch)), jnp.sum(batch["mask"])
+        return jp.Weighted(jnp.mean(token_losses(w, x, batch)), jnp.sum(batch["mask"]))
 
     found = {}
     for f in (weighted, unlike):
@@ -472,6 +474,22 @@ def test_sums_with_weights_are_row_wise_and_other_pairs_are_not():
         found[f] = pipe.rows(init(), batch()).functions[-1]
     assert found[weighted].is_row_wise
     assert found[unlike].reason == "the total and the weight do not both add up over rows"
+
+
+def weighted_over_rows(w: Any, x: Any, batch: Any) -> Any:
+    """The total of a microbatch depends on all its rows, and so does its weight."""
+    largest = jnp.max(jnp.sum(batch["mask"], 1))
+    return jp.Weighted(largest * masked_mean(w, x, batch), largest)
+
+
+@pytest.mark.parametrize("pipeline", ["circular", "1f1b", "mpmd"])
+def test_a_weighted_loss_that_mixes_rows_is_that_of_whole_microbatches(pipeline: str):
+    model = jp.Model(embed, layer, weighted_over_rows)
+    reference = jp.pipeline(model, schedule=None, mesh=mesh(stage=1), microbatches=M)
+    schedule, options = PIPELINES[pipeline]
+    sizes = mesh(stage=2, fsdp=2)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=sizes, microbatches=M, **options)
+    close(run(pipe, init()), run(reference, init()))
 
 
 def test_a_metric_that_is_no_mean_is_named():

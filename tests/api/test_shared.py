@@ -123,10 +123,11 @@ def test_loss_and_gradients_are_those_of_the_plain_program(row: str):
 def test_three_steps_of_adam_are_those_of_the_plain_program(options: Any):
     model, params = biased()
     pipe, tx = pipeline(model, "1f1b", {"stage": 2}, **options), optax.adam(1e-2)
+    stored_tx = pipe.optimizer(tx)
 
     def train_step(params: Any, state: Any, batch: Any) -> Any:
         (value, _), grads = pipe.value_and_grad(params, batch)
-        updates, state = tx.update(grads, state, params)
+        updates, state = stored_tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     def plain_step(params: Any, state: Any, batch: Any) -> Any:
@@ -134,7 +135,7 @@ def test_three_steps_of_adam_are_those_of_the_plain_program(options: Any):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    def run(step: Any, params: Any) -> Any:
+    def run(step: Any, tx: Any, params: Any) -> Any:
         state, losses = tx.init(params), []
         with jax.numpy_dtype_promotion("standard"):
             for _ in range(3):
@@ -142,8 +143,8 @@ def test_three_steps_of_adam_are_those_of_the_plain_program(options: Any):
                 losses.append(float(value))
         return params, losses
 
-    got, losses = run(pipe.jit(train_step), pipe.shard(params))
-    wanted, true = run(jax.jit(plain_step), params)
+    got, losses = run(pipe.jit(train_step), stored_tx, pipe.shard(params))
+    wanted, true = run(jax.jit(plain_step), tx, params)
     np.testing.assert_allclose(losses, true, rtol=1e-5)
     np.testing.assert_allclose(
         np.asarray(pipe.unshard(got)["shared"]["positions"]),

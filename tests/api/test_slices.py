@@ -56,7 +56,7 @@ def layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
 def loss(w: Any, x: Any, batch: Any) -> Any:
     logits = jax.nn.log_softmax(x @ w)
     losses = -jnp.sum(logits * jax.nn.one_hot(batch["y"], V), axis=-1) * batch["weights"]
-    return jnp.sum(losses), jnp.sum(batch["weights"])
+    return jp.Weighted(jnp.sum(losses), jnp.sum(batch["weights"]))
 
 
 def mean_loss(w: Any, x: Any, batch: Any) -> Any:

@@ -60,7 +60,7 @@ def weights_of_extras(
             )
         if name == "loss" and not is_mean:
             raise ValueError(
-                "`loss` returns (total, weight), and its total depends on what layers return "
+                "`loss` returns a `Weighted`, and its total depends on what layers return "
                 "besides x. Return a mean: what layers return is averaged over microbatches."
             )
         found[name] = _factors(scalars, name, of_extras, extras, others, axis)

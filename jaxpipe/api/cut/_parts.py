@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._dependence import pruned
-from .._losses import loss_parts
+from .._losses import Weighted, loss_parts
 from ._extras import Weights, weights_of_extras
 
 Outer = Mapping[str, Any]
@@ -103,7 +103,8 @@ class Parts:
 
         def with_loss(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
             parts = loss_parts(self.loss(self.output(outer, batch, x, zeros, key), batch))
-            loss = parts.total if parts.weight is None else (parts.total, parts.weight)
+            is_mean = parts.weight is None
+            loss = parts.total if is_mean else Weighted(parts.total, parts.weight)
             kept = {name: m for name, m in parts.metrics.items() if name not in weights}
             return (loss, kept) if kept else loss
 

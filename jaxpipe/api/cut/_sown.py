@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._losses import loss_parts
+from .._losses import Weighted, loss_parts
 
 Factors = Mapping[str, float | None]
 """By collection the factor of its sum in the loss; None for values that are dropped."""
@@ -71,7 +71,7 @@ def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
         parts = loss_parts(loss(given[0], batch))
         added = _add_up(given[1], factors)
         total = parts.total + added.pop("loss", 0.0)
-        value = total if parts.weight is None else (total, parts.weight)
+        value = total if parts.weight is None else Weighted(total, parts.weight)
         return (value, parts.metrics | added) if parts.metrics or added else value
 
     return run

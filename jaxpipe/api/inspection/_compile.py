@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -12,15 +12,6 @@ from jaxtyping import PyTree
 from ...sharding import make_mesh
 from ...xla import topology_devices
 from ...xla.compile_report import CompileReport, report_compiled
-
-
-class Optimizer(Protocol):
-    """An optimizer as those of optax are."""
-
-    @property
-    def init(self) -> Callable[[PyTree], PyTree]: ...
-    @property
-    def update(self) -> Callable[..., tuple[PyTree, PyTree]]: ...
 
 
 def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
@@ -65,12 +56,12 @@ def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
     return topology_devices(topology, num_slices)
 
 
-def train_step(pipe: Any, optimizer: Optimizer) -> Callable:
+def train_step(pipe: Any, optimizer: Any) -> Callable:
     """Returns the function that trains a pipeline for one step.
 
     Args:
         pipe: The pipeline.
-        optimizer: The optimizer.
+        optimizer: The optimizer, from `pipe.optimizer`.
 
     Returns:
         `(params, state, batch, *key) -> (params, state, loss)`, not compiled.
@@ -79,34 +70,11 @@ def train_step(pipe: Any, optimizer: Optimizer) -> Callable:
     def step(params: PyTree, state: PyTree, batch: PyTree, *key: Any) -> tuple[Any, Any, Any]:
         (value, _), grads = pipe.value_and_grad(params, batch, *key)
         trainable, frozen = pipe.partition(params)
-        with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
-            updates, state = optimizer.update(grads, state, trainable)
+        updates, state = optimizer.update(grads, state, trainable)
         moved = jax.tree.map(lambda w, change: (w + change).astype(w.dtype), trainable, updates)
         return pipe.combine(moved, frozen), state, value
 
     return step
-
-
-def optimizer_state(optimizer: Optimizer, params: PyTree) -> PyTree:
-    """Returns the shapes of an optimizer's state, sharded as the parameters that it is for.
-
-    Args:
-        optimizer: The optimizer.
-        params: Trainable parameters, as shapes with shardings.
-
-    Returns:
-        Shapes; a leaf whose path ends with that of a parameter has its sharding.
-    """
-    shardings = dict(jax.tree.leaves_with_path(params))
-
-    def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        ends = (path[start:] for start in range(len(path)))
-        of = next((shardings[end] for end in ends if end in shardings), None)
-        if of is None or of.shape != leaf.shape:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of.sharding)
-
-    return jax.tree.map_with_path(with_sharding, jax.eval_shape(optimizer.init, params))
 
 
 def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: Any) -> CompileReport:

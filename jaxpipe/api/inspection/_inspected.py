@@ -15,8 +15,9 @@ from ...schedules.language import describe
 from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
+from ..optimizer import Optimizer, state_shapes
 from ._check import TOLERANCE, Comparison, check
-from ._compile import Optimizer, compile_report, optimizer_state, topology_mesh, train_step
+from ._compile import compile_report, topology_mesh, train_step
 from ._memory import (
     MemoryTable,
     carried_bytes,
@@ -184,9 +185,10 @@ class InspectedModel:
         layers = replace(layers, stages=given.pop("stages"))
         arguments, function = (given | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
-            state = optimizer_state(optimizer, pipe.partition(arguments[0])[0])
+            state = state_shapes(optimizer, pipe.model, pipe.engine, plan, arguments[0])
             arguments = arguments[0], state, batch
-            function = pipe.jit(train_step(pipe, optimizer), donate_argnums=(0, 1))
+            step = train_step(pipe, pipe.optimizer(optimizer))
+            function = pipe.jit(step, donate_argnums=(0, 1))
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
         bubble = bubble_fraction(self.timeline())
         return compile_report(function, mesh, bubble, *arguments, *key)

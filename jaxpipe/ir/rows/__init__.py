@@ -4,9 +4,12 @@ from ._compare import compare as compare
 from ._draws import Draws as Draws
 from ._draws import can_draw_own as can_draw_own
 from ._draws import with_own_draws as with_own_draws
+from ._equation_pair import EquationPair as EquationPair
 from ._equation_pair import described as described
+from ._one_step import relations_of as relations_of
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
+from ._relations import MixesRowsError as MixesRowsError
 from ._relations import Relation as Relation
 from ._relations import RowIds as RowIds
 from ._relations import Rows as Rows
@@ -15,3 +18,4 @@ from ._relations import Whole as Whole
 from ._relations import Zero as Zero
 from ._relations import is_within as is_within
 from ._relations import join as join
+from ._relations import row_dim as row_dim

@@ -40,7 +40,7 @@ class LoopPhase(NamedTuple):
 
     @property
     def ticks(self) -> Int[Array, " length"]:
-        return self.start + jnp.arange(self.length)
+        return self.start + jnp.arange(self.length, dtype=jnp.int32)
 
 
 def phase_of(shape: PipelineShape, repeats: range) -> LoopPhase:
@@ -100,7 +100,7 @@ def run_repeats(
         The carry after the last block.
     """
     if scan and len(repeats) > 1:
-        indices = jnp.arange(repeats.start, repeats.stop, repeats.step)
+        indices = jnp.arange(repeats.start, repeats.stop, repeats.step, dtype=jnp.int32)
         return lax.scan(lambda c, j: (block(c, j), None), carry, indices)[0]
     for j in repeats:
         carry = block(carry, j)

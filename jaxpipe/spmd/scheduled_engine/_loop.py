@@ -194,7 +194,9 @@ def _prepare(
     remat = remat_of_pieces(options.remat, past)
     split = split_backward(remat(run_stage), *examples) if has_backward else None
     outputs, aux_shapes = jax.eval_shape(run_stage, *examples)
-    _, metric_shapes = jax.eval_shape(model.loss, model.boundary(gathered), x, first_inputs)
+    loss_shape, metric_shapes = jax.eval_shape(
+        model.loss, model.boundary(gathered), x, first_inputs
+    )
     zero_aux = {name: zeros(s) for name, s in aux_shapes.items()}
     daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
     loss_stage = options.num_stages if options.vocab_parallel else options.num_stages - 1
@@ -213,7 +215,7 @@ def _prepare(
         daux,
     )
     totals = Totals(
-        zeros(jax.ShapeDtypeStruct((), jnp.float32)),
+        zeros(loss_shape),
         zeros_like(metric_shapes),
         zero_aux,
         weight_state,

@@ -1,0 +1,103 @@
+"""Takes the state of an optimizer from the user's tree to stored parameters, and back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
+from .._params import NumLayers
+from ._slots import Slot
+from ._state import StoredState, from_stored, is_tree_of_state
+
+
+def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelinePlan], state: PyTree) -> PyTree:
+    """Returns a stored state as the optimizer has it for the user's tree.
+
+    Args:
+        engine: The engine.
+        plan_of: From a part of the state to what the engine is told.
+        state: The stored state.
+
+    Returns:
+        The state, whole on every device; for `mpmd` on the first device.
+    """
+
+    def gather(node: Any) -> Any:
+        if not is_tree_of_state(node):
+            return engine.gather(plan_of(node), node)
+        groups = engine.gather(plan_of(node), node.groups)
+        return replace(
+            node, groups=groups | {"stages": engine.unstack(plan_of(node), groups["stages"])}
+        )
+
+    def array(node: StoredState, slot: Slot) -> Any:
+        stages = node.groups["stages"]
+        stack = (stages[slot.kind] if slot.kind else stages)[slot.name]
+        return stack[slot.layer] if slot.dim is None else jnp.moveaxis(stack, 0, slot.dim)
+
+    return from_stored(jax.tree.map(gather, state, is_leaf=is_tree_of_state), array)
+
+
+def shard_state(
+    engine: Engine,
+    plan_of: Callable[[Any], PipelinePlan],
+    state: PyTree,
+    like: PyTree,
+    tied: bool,
+) -> PyTree:
+    """Stores the state that an optimizer has for the user's tree.
+
+    Args:
+        engine: The engine.
+        plan_of: From a part of the state to what the engine is told.
+        state: The state.
+        like: A stored state of the same optimizer, or its shapes.
+        tied: Whether the loss reads the parameters of the embedding.
+
+    Returns:
+        The state, on the devices that hold the parameters.
+
+    Raises:
+        ValueError: If `state` has another structure than `unshard` gives `like`.
+    """
+    nodes, outer = jax.tree.flatten(like, is_leaf=is_tree_of_state)
+
+    def stored(node: Any, part: Any) -> Any:
+        if not is_tree_of_state(node):
+            return part
+        return _stored_node(engine, plan_of(node), node, node.structure.flatten_up_to(part), tied)
+
+    return outer.unflatten(map(stored, nodes, outer.flatten_up_to(state)))
+
+
+def _stored_node(
+    engine: Engine, plan: PipelinePlan, node: StoredState, leaves: list[Any], tied: bool
+) -> StoredState:
+    groups: dict[str, Any] = {name: {} for name in node.groups}
+    layers: dict[str, dict[str, list[Any]]] = {}
+    for slot, leaf in zip(node.slots, map(jnp.asarray, leaves), strict=True):
+        if slot.group != "stages":
+            groups[slot.group][slot.name] = leaf
+        else:  # one layer, or all layers in front
+            some = leaf[None] if slot.dim is None else jnp.moveaxis(leaf, slot.dim, 0)
+            layers.setdefault(slot.kind, {}).setdefault(slot.name, []).append(some)
+    stacks = {
+        kind: {name: jnp.concatenate(arrays) for name, arrays in by_name.items()}
+        for kind, by_name in layers.items()
+    }
+    groups["stages"] = _stages(engine, plan, node.num_layers, stacks)
+    return replace(node, groups=engine.put(replace(plan, param_specs=node.specs), groups, tied))
+
+
+def _stages(
+    engine: Engine, plan: PipelinePlan, num_layers: NumLayers, stacks: dict[str, dict[str, Any]]
+) -> Any:
+    """Returns leaves [L, ...] of dicts by name, by kind, as the engine stores them."""
+    if isinstance(num_layers, int):
+        return engine.stack(plan, stacks.get("", {}))
+    return engine.stack(plan, {kind: stacks.get(kind, {}) for kind, _ in num_layers})

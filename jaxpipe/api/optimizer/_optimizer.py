@@ -1,0 +1,341 @@
+"""An optimizer that sees the user's tree, whatever an engine stores.
+
+`update` of the optimizer is traced on the user's tree, with all L layers, as shapes. What it does
+to each layer alike runs once on stored layers: see `jaxpipe.ir.symmetry`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
+from .._frozen import partition
+from .._kinds import unstack_all
+from .._model import Model
+from .._params import PARAMETERS, NumLayers, StoredLayers
+from ._parts import PartsByName, layer_ids, num_lead_dims, parts_by_name, stages_like
+from ._run import Argument, Results, is_of_layers, run_of_lists, run_of_stacks
+from ._slots import Slot, UserTree, layer_counts, slots_of_groups, user_tree
+from ._state import (
+    StateForm,
+    StoredState,
+    from_stored,
+    is_tree_of_state,
+    node_values,
+    specs_of_state,
+    state_form,
+    to_stored,
+)
+
+
+@dataclass(frozen=True)
+class StoredTree:
+    """Stored trainable parameters, and the user's tree that they are of.
+
+    Attributes:
+        params: The parameters.
+        plan: What the engine is told.
+        groups: The groups of the user's tree, as shapes.
+        slots: The slot of each leaf of `groups`.
+        tree: The user's tree.
+        in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
+    """
+
+    params: dict[str, Any]
+    plan: PipelinePlan
+    groups: dict[str, PyTree]
+    slots: list[Slot]
+    tree: UserTree
+    in_list: bool
+
+    @property
+    def layers(self) -> StoredLayers:
+        """The stored layers."""
+        return self.params["layers"]
+
+    @property
+    def num_layers(self) -> NumLayers:
+        """L, or the layers of each kind."""
+        return self.layers.num_layers
+
+
+@dataclass(frozen=True)
+class LiftedOptimizer:
+    """An optimizer of the user's tree for stored parameters.
+
+    Attributes:
+        tx: The optimizer.
+        model: The model.
+        engine: The engine.
+        plan_of: From stored parameters to what the engine is told.
+    """
+
+    tx: Any
+    model: Model
+    engine: Engine
+    plan_of: Callable[[dict[str, Any]], PipelinePlan]
+
+    def init(self, params: dict[str, Any]) -> PyTree:
+        """Returns the first state for stored parameters. It is called in a traced function."""
+        stored = stored_tree(self.model, self.engine, self.plan_of(params), params)
+
+        def init(groups: PyTree) -> tuple[PyTree, PyTree]:
+            return (), self.tx.init(self.model.from_groups(groups))
+
+        _, state = self._run(init, stored, [_of_params("parameters ", stored, stored.params)])
+        return jax.tree.map(partial(self._placed, stored), state, is_leaf=is_tree_of_state)
+
+    def update(
+        self, grads: dict[str, Any], state: PyTree, params: dict[str, Any] | None, extra: PyTree
+    ) -> tuple[dict[str, Any], PyTree]:
+        """Returns (updates like trainable parameters, the new state), in a traced function."""
+        given = grads if params is None else params
+        stored = stored_tree(self.model, self.engine, self.plan_of(given), given)
+        arguments = [
+            _of_params("gradients ", stored, grads),
+            _of_state(stored, state),
+            _argument(_shapes(extra), [None] * len(jax.tree.leaves(extra)), _leaves(extra), {}),
+        ]
+        if params is not None:
+            arguments.append(_of_params("parameters ", stored, stored.params))
+
+        def update(grads: PyTree, state: PyTree, extra: Any, *groups: PyTree) -> Any:
+            user = [self.model.from_groups(tree) for tree in (grads, *groups)]
+            updates, state = self.tx.update(user[0], state, *user[1:], **extra)
+            return self.model.to_groups(updates), state
+
+        return self._run(update, stored, arguments)
+
+    def shapes(self, params: dict[str, Any]) -> PyTree:
+        """Returns the shapes of the first state, with the shardings of arrays like parameters."""
+        stored = stored_tree(self.model, self.engine, self.plan_of(params), params)
+
+        def with_shardings(node: Any) -> Any:
+            if not is_tree_of_state(node):
+                return node
+            plan = replace(stored.plan, param_specs=node.specs)
+            where = self.engine.shardings(plan, node.groups, self.model.tied)
+            groups = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node.groups, where
+            )
+            return replace(node, groups=groups)
+
+        return jax.tree.map(
+            with_shardings, jax.eval_shape(self.init, params), is_leaf=is_tree_of_state
+        )
+
+    def _placed(self, stored: StoredTree, node: Any) -> Any:
+        """Returns a part of a first state where the parameters are that it is for."""
+        if not is_tree_of_state(node):
+            return self.engine.gather(stored.plan, node)
+        like = stored.params | {"stages": stored.layers.stages}
+        plan = replace(stored.plan, param_specs=node.specs)
+        return replace(node, groups=self.engine.place(plan, node.groups, like, self.model.tied))
+
+    def _run(
+        self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]
+    ) -> tuple[Any, PyTree]:
+        """Runs `(*arguments) -> (groups of updates or (), state)` of the user's tree."""
+        closed, (groups, state) = _trace(function, [a.shapes for a in arguments])
+        if stored.in_list:
+            one, of_one = closed, state
+        else:
+            one, (_, of_one) = _trace(function, [a.of_one_layer for a in arguments])
+        form = state_form(state, of_one, stored.tree)
+        slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
+        ids = layer_ids(self.engine, stored.plan, stored.num_layers)
+        replicate = partial(self.engine.gather, stored.plan)
+        if stored.in_list:
+            counts = layer_counts(stored.num_layers)
+            results = run_of_lists(closed, arguments, slots, counts, ids, replicate)
+        else:
+            results = run_of_stacks(closed, one, arguments, slots, ids, replicate)
+        if groups == ():
+            return (), _stored_state(stored, form, results)
+        count = sum(not is_of_layers(slot) for slot in stored.slots)
+        updates = _updates(stored, groups, replace(results, values=results.values[:count]))
+        rest = replace(results, values=results.values[count:])
+        return updates, _stored_state(stored, form, rest)
+
+
+def stored_tree(
+    model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
+) -> StoredTree:
+    """Returns stored parameters with the user's tree that they are of.
+
+    Args:
+        model: The model.
+        engine: The engine.
+        plan: What the engine is told.
+        params: Stored parameters, arrays or shapes.
+
+    Returns:
+        The trainable parameters and their tree.
+
+    Raises:
+        ValueError: If some kinds of layers are lists and others are not.
+    """
+    params = partition(params)[0]
+    layers = params["layers"]
+    in_list = {layers.in_list} if isinstance(layers.in_list, bool) else {*layers.in_list}
+    if len(in_list) > 1:
+        raise ValueError(
+            "`params['layers']` has lists of layers and leaves [L, ...]. For an optimizer all "
+            "kinds must be alike: give lists."
+        )
+
+    def to_groups(params: dict[str, Any]) -> dict[str, PyTree]:
+        layers = params["layers"]
+        stack = engine.unstack(plan, layers.stages)
+        return params | {"layers": unstack_all(stack, layers.num_layers, layers.in_list)}
+
+    groups = jax.eval_shape(to_groups, _shapes(params))
+    (is_list,) = in_list
+    slots = slots_of_groups(groups, layers.num_layers, is_list)
+    tree = user_tree(model.from_groups, groups, slots)
+    return StoredTree(params, plan, groups, slots, tree, is_list)
+
+
+def _trace(function: Callable, arguments: PyTree) -> tuple[ClosedJaxpr, Any]:
+    """Returns the program of a function of trees, and the shapes of its results."""
+    flat, structure = jax.tree.flatten(arguments)
+
+    def of_leaves(*leaves: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
+            return function(*structure.unflatten(leaves))
+
+    return jax.make_jaxpr(of_leaves, return_shape=True)(*flat)
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    return jax.tree.map(shape, tree)
+
+
+def _of_one_layer(slot: Slot | None, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if slot is None or slot.dim is None:
+        return shape
+    one = *shape.shape[: slot.dim], 1, *shape.shape[slot.dim + 1 :]
+    return jax.ShapeDtypeStruct(one, shape.dtype, weak_type=shape.weak_type)
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _named(prefix: str, slots: Sequence[Slot | None]) -> list[Slot | None]:
+    """Returns slots with names that no other argument has."""
+    return [slot and slot._replace(name=prefix + slot.name) for slot in slots]
+
+
+def _argument(
+    shapes: PyTree, slots: list[Slot | None], values: list[Any], parts: PartsByName
+) -> Argument:
+    leaves, structure = jax.tree.flatten(shapes)
+    return Argument(
+        shapes, structure.unflatten(map(_of_one_layer, slots, leaves)), slots, values, parts
+    )
+
+
+def _of_params(prefix: str, stored: StoredTree, params: dict[str, Any]) -> Argument:
+    """Returns parameters or gradients as an argument."""
+    layers = params["layers"]
+    others = [leaf for name in sorted(params) if name != "layers" for leaf in _leaves(params[name])]
+    parts = parts_by_name(layers.stages, layers.num_layers)
+    flat, structure = jax.tree.flatten(stored.groups)
+    before = [leaf for leaf, s in zip(flat, stored.slots, strict=True) if not is_of_layers(s)]
+    dtypes = iter([x.dtype for x in others])
+    assert len(before) == len(others)
+    shapes = [
+        jax.ShapeDtypeStruct(
+            leaf.shape,
+            parts[slot.kind, slot.name][0].dtype if is_of_layers(slot) else next(dtypes),
+        )
+        for leaf, slot in zip(flat, stored.slots, strict=True)
+    ]
+    named = {(kind, prefix + name): arrays for (kind, name), arrays in parts.items()}
+    return _argument(structure.unflatten(shapes), _named(prefix, stored.slots), others, named)
+
+
+def _prefix(node: int) -> str:
+    return f"state[{node}] "
+
+
+def _of_state(stored: StoredTree, state: PyTree) -> Argument:
+    """Returns a stored state as an argument."""
+    slots: list[Slot | None] = []
+    values: list[Any] = []
+    parts: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for i, node in enumerate(jax.tree.leaves(state, is_leaf=is_tree_of_state)):
+        slots += _named(_prefix(i), node.slots) if is_tree_of_state(node) else [None]
+        of_node, of_layers = node_values(node)
+        values += of_node
+        parts |= {(kind, _prefix(i) + name): p for (kind, name), p in of_layers.items()}
+    counts = layer_counts(stored.num_layers)
+
+    def shape(node: StoredState, slot: Slot) -> jax.ShapeDtypeStruct:
+        stack = node_values(node)[1][slot.kind, slot.name][0]
+        dims = list(stack.shape[num_lead_dims(node.groups["stages"]) :])
+        if slot.dim is not None:
+            dims.insert(slot.dim, counts[slot.kind])
+        return jax.ShapeDtypeStruct(tuple(dims), stack.dtype)
+
+    return _argument(_shapes(from_stored(state, shape)), slots, values, parts)
+
+
+def _slots_of(form: StateForm) -> list[Slot | None]:
+    return [s for i, node in enumerate(form.nodes) for s in _named(_prefix(i), node.slots)]
+
+
+def _with_prefix(prefix: str, parts: PartsByName) -> PartsByName:
+    """Returns the arrays whose names have a prefix, without it."""
+    return {
+        (kind, name.removeprefix(prefix)): arrays
+        for (kind, name), arrays in parts.items()
+        if name.startswith(prefix)
+    }
+
+
+def _updates(stored: StoredTree, groups: PyTree, results: Results) -> dict[str, Any]:
+    """Returns updates like trainable parameters, from those of the groups of the user's tree."""
+    rest = iter(results.values)
+    updates: dict[str, Any] = {}
+    for name in sorted(groups):
+        if name == "layers":
+            parts = _with_prefix("updates ", results.parts)
+            stages = stages_like(stored.layers.stages, stored.num_layers, parts)
+            updates[name] = replace(stored.layers, stages=stages, role=PARAMETERS)
+        else:
+            updates[name] = jax.tree.map(lambda _: next(rest), groups[name])
+    return {name: updates[name] for name in stored.params}
+
+
+def _stored_state(stored: StoredTree, form: StateForm, results: Results) -> PyTree:
+    by_node = [_with_prefix(_prefix(i), results.parts) for i in range(len(form.nodes))]
+    others = [name for name in stored.params if name != "layers"]
+    layers = stored.layers
+    state = to_stored(
+        form, results.values, by_node, layers.stages, layers.num_layers, layers.layer_ids, others
+    )
+    shapes: dict[Slot, Any] = {}
+    for slot, leaf in zip(stored.slots, jax.tree.leaves(stored.groups), strict=True):
+        if slot.layer <= 0:
+            shape = leaf.shape if slot.dim is None else leaf.shape[1:]
+            shapes[slot] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    def with_specs(node: Any) -> Any:
+        if not is_tree_of_state(node):
+            return node
+        return replace(node, specs=specs_of_state(layers.specs, shapes, node))
+
+    return jax.tree.map(with_specs, state, is_leaf=is_tree_of_state)

@@ -1,0 +1,151 @@
+"""Runs a function that was traced on the user's tree, on stored layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from ...ir.symmetry import Blocks, LayerSlot, lift, run_blocks
+from ._parts import PartsByName
+from ._slots import Slot
+
+LayerIds = Mapping[str, tuple[np.ndarray, ...]]
+"""For every kind of layers and part [lead] the layer at each place, -1 for padding."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the traced function. Names of arrays of layers differ between arguments.
+
+    Attributes:
+        shapes: The tree that the optimizer is given, as shapes.
+        of_one_layer: The same with leaves [1, ...] in place of [L, ...].
+        slots: For each leaf where it is stored; None for arrays like no parameter.
+        values: The leaves of no layer, in order.
+        parts: The arrays [lead, ...] of all layers, by kind and name.
+    """
+
+    shapes: PyTree
+    of_one_layer: PyTree
+    slots: list[Slot | None]
+    values: list[Any]
+    parts: PartsByName
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the traced function returned.
+
+    Attributes:
+        values: The results of no layer, in order.
+        parts: The arrays [lead, ...] of all layers, by kind and name.
+    """
+
+    values: list[Any]
+    parts: PartsByName
+
+
+def is_of_layers(slot: Slot | None) -> bool:
+    """Returns whether an array is of one layer, or of all of a kind."""
+    return slot is not None and slot.group == "stages"
+
+
+def run_of_lists(
+    closed: ClosedJaxpr,
+    arguments: Sequence[Argument],
+    out_slots: Sequence[Slot | None],
+    counts: Mapping[str, int],
+    layer_ids: LayerIds,
+    replicate: Callable[[Any], Any],
+) -> Results:
+    """Runs a function of lists of layers.
+
+    Args:
+        closed: The function.
+        arguments: Its arguments.
+        out_slots: For each result where it is stored.
+        counts: The number of layers of each kind.
+        layer_ids: Which layer is where.
+        replicate: Returns a small array on all devices.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If the function treats layers differently, or combines whole arrays of them.
+    """
+
+    def layer_slot(slot: Slot | None) -> LayerSlot | None:
+        if slot is None or slot.group != "stages":
+            return None
+        return LayerSlot(slot.kind, slot.name, slot.layer)
+
+    in_slots = [layer_slot(slot) for a in arguments for slot in a.slots]
+    lifted = lift(closed, in_slots, list(map(layer_slot, out_slots)), counts)
+    values = [value for a in arguments for value in a.values]
+    parts = {name: p for a in arguments for name, p in a.parts.items()}
+    return Results(*lifted(values, parts, layer_ids, replicate))
+
+
+def run_of_stacks(
+    closed: ClosedJaxpr,
+    of_one_layer: ClosedJaxpr,
+    arguments: Sequence[Argument],
+    out_slots: Sequence[Slot | None],
+    layer_ids: LayerIds,
+    replicate: Callable[[Any], Any],
+) -> Results:
+    """Runs a function of leaves [L, ...].
+
+    Args:
+        closed: The function.
+        of_one_layer: The same function of leaves [1, ...].
+        arguments: Its arguments.
+        out_slots: For each result where it is stored.
+        layer_ids: Which layer is where.
+        replicate: Returns a small array on all devices.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If the function mixes whole arrays of layers.
+    """
+
+    def num_lead(kind: str) -> int:
+        return layer_ids[kind][0].ndim
+
+    inputs: list[Any] = []
+    for argument in arguments:
+        rest = iter(argument.values)
+        for slot in argument.slots:
+            if slot is None or slot.dim is None:
+                inputs.append(next(rest))
+                continue
+            dim = num_lead(slot.kind) + slot.dim
+            parts = argument.parts[slot.kind, slot.name]
+            inputs.append(Blocks(tuple(jnp.expand_dims(x, dim) for x in parts), slot.kind))
+    kinds = [None if slot is None or slot.dim is None else slot.kind for slot in out_slots]
+    results = Results([], {})
+    named: dict[tuple[str, str], tuple[Any, ...]] = {}
+    outputs = run_blocks(closed, of_one_layer, inputs, kinds, layer_ids, replicate)
+    for output, slot in zip(outputs, out_slots, strict=True):
+        if slot is None or slot.dim is None:
+            results.values.append(output)
+            continue
+        dim, ids = num_lead(slot.kind) + slot.dim, layer_ids[slot.kind]
+        stacks = (jnp.squeeze(part, dim) for part in output.parts)
+        named[slot.kind, slot.name] = tuple(map(_without_padding, stacks, ids))
+    return Results(results.values, named)
+
+
+def _without_padding(stack: Any, ids: np.ndarray) -> Any:
+    if (ids >= 0).all() or jnp.issubdtype(stack.dtype, jax.dtypes.prng_key):
+        return stack
+    is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (stack.ndim - ids.ndim))
+    return jnp.where(is_layer, stack, jnp.zeros_like(stack))

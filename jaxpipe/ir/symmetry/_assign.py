@@ -1,0 +1,317 @@
+"""Finds out which calls of a function of L equal layers do the same to every layer.
+
+A call belongs to layer i if, of its operands, those that belong to any layer belong to i alone. Its
+results then belong to i too. Calls of different layers are partners if they are the same primitive
+on partners. A group has one call of each layer, and runs once, batched over the layers. All other
+calls combine layers, as a global norm does, and run as they were traced.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple
+
+import jax
+
+from ..graph import Atom, Literal, Var, variables
+from ._calls import Call, literal_signature
+
+SMALL = 64
+"""The most numbers of a value that several layers may have in common: more than scalars, such as
+the factors of heads, and fewer than any array that layers are made of."""
+
+
+class LayerOf(NamedTuple):
+    """One layer of a kind of equal layers."""
+
+    kind: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls that do the same to every layer of a kind.
+
+    Attributes:
+        kind: The kind of layers.
+        calls: The call of each layer.
+    """
+
+    kind: str
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What runs in which order.
+
+    Attributes:
+        units: Groups and single calls, in an order in which they can run.
+        key_of: For every variable of a layer the number that partners share.
+        owner_of: The layer of each such variable.
+        same: Numbers that are equal for equal values of no layer, such as a learning rate that is
+            cast once for each array.
+    """
+
+    units: tuple[Group | Call, ...]
+    key_of: Mapping[Var, int]
+    owner_of: Mapping[Var, LayerOf]
+    same: Mapping[Var, int]
+
+    def sameness(self, atom: Atom) -> Hashable:
+        """Returns equal values for equal operands that belong to no layer."""
+        if isinstance(atom, Literal):
+            return literal_signature(atom.value)
+        return self.same[atom]
+
+
+class _Keys:
+    """Numbers for hashable values: equal values have equal numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def __call__(self, value: Hashable) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+
+def assign(
+    calls: Sequence[Call],
+    inputs: Mapping[Var, tuple[LayerOf, str]],
+    outputs: Collection[Var],
+    counts: Mapping[str, int],
+) -> Assignment:
+    """Groups the calls of a function of equal layers.
+
+    Args:
+        calls: The calls.
+        inputs: For every input that belongs to a layer that layer, and a name that partners share.
+        outputs: The results of the function.
+        counts: The number of layers of each kind.
+
+    Returns:
+        The assignment.
+
+    Raises:
+        ValueError: If a call combines whole arrays of several layers, or does something to one
+            layer that it does not do to the others.
+    """
+    single: set[int] = set()
+    promoted: dict[int, LayerOf] = {}
+    while True:
+        trial = _trial(calls, inputs, single, promoted)
+        bad = _without_partners(calls, trial, counts)
+        small = {i for i in bad if all(size_of(v) <= SMALL for v in calls[i].operands)}
+        if small:  # before all others: a sum over layers seems to belong to the last of them
+            single |= small
+        elif added := _promotions(calls, trial, outputs, single, promoted):
+            promoted |= added
+        elif bad:
+            single |= _first_of_chains(calls, bad)
+        elif waiting := _calls_in_cycle(calls, trial):
+            single |= waiting
+        else:
+            units = _in_order(calls, trial)
+            _check_single(calls, trial, units)
+            return Assignment(units, trial.key_of, trial.owner_of, trial.same)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """An assignment that is not known to be complete. Calls are given by their index."""
+
+    key_of: dict[Var, int]
+    owner_of: dict[Var, LayerOf]
+    name_of: dict[Var, str]
+    same: dict[Var, int]
+    groups: dict[tuple[str, int], dict[int, int]]
+    group_of: dict[int, tuple[str, int]]
+
+    def sameness(self, atom: Atom) -> Hashable:
+        return Assignment.sameness(self, atom)  # pyright: ignore[reportArgumentType]
+
+
+def _trial(
+    calls: Sequence[Call],
+    inputs: Mapping[Var, tuple[LayerOf, str]],
+    single: Collection[int],
+    promoted: Mapping[int, LayerOf],
+) -> _Trial:
+    """Assigns all calls, in one pass, except those that must stay single."""
+    keys, sames = _Keys(), _Keys()
+    trial = _Trial({}, {}, {}, {}, defaultdict(dict), {})
+    for var, (owner, name) in inputs.items():
+        trial.owner_of[var], trial.key_of[var] = owner, keys(("input", owner.kind, name))
+        trial.name_of[var] = name
+    made = {var for call in calls for var in call.outputs}
+    for var in (v for call in calls for v in call.operands if isinstance(v, Var)):
+        if var not in made and var not in inputs:
+            trial.same[var] = sames(("input", id(var)))
+    ordinals: Counter[Hashable] = Counter()
+    for index, call in enumerate(calls):
+        owners = {trial.owner_of[v] for v in variables(call.operands) if v in trial.owner_of}
+        owner = owners.pop() if len(owners) == 1 else promoted.get(index)
+        if owner is None or index in single:
+            operands = tuple(
+                ("layer", trial.owner_of[v], trial.key_of[v])
+                if isinstance(v, Var) and v in trial.owner_of
+                else trial.sameness(v)
+                for v in call.operands
+            )
+            number = sames((call.signature, operands))
+            for i, var in enumerate(call.outputs):
+                trial.same[var] = sames((number, i))
+            continue
+        operands = tuple(trial.key_of.get(v) if isinstance(v, Var) else None for v in call.operands)
+        shapes = tuple(str(_aval(v)) for v in call.operands)
+        base = call.signature, operands, shapes
+        # The first call of this form of layer 3 is the partner of the first one of layer 0.
+        ordinal = ordinals[(owner, base)]
+        ordinals[(owner, base)] += 1
+        key = keys((owner.kind, base, ordinal))
+        trial.groups[owner.kind, key][owner.layer] = index
+        trial.group_of[index] = owner.kind, key
+        name = next((trial.name_of[v] for v in call.operands if v in trial.name_of), "")
+        for i, var in enumerate(call.outputs):
+            trial.owner_of[var], trial.key_of[var] = owner, keys(("output", key, i))
+            trial.name_of[var] = name
+    return trial
+
+
+def _aval(atom: Atom) -> Any:
+    return atom.aval if isinstance(atom, Var) else jax.typeof(atom.value)
+
+
+def size_of(atom: Atom) -> int:
+    """Returns the number of elements of a value."""
+    return math.prod(_aval(atom).shape)
+
+
+def _promotions(
+    calls: Sequence[Call],
+    trial: _Trial,
+    outputs: Collection[Var],
+    single: Collection[int],
+    promoted: Mapping[int, LayerOf],
+) -> dict[int, LayerOf]:
+    """Returns the calls whose large results one layer alone reads, such as its noise."""
+    readers: dict[Hashable, Counter[Any]] = defaultdict(Counter)
+    for index, call in enumerate(calls):
+        reader = trial.owner_of.get(call.outputs[0]) if index in trial.group_of else None
+        for atom in variables(call.operands):
+            if atom in trial.same:
+                readers[trial.same[atom]][reader] += 1
+    for var in outputs:
+        if var in trial.same:
+            readers[trial.same[var]][None] += 1
+    added: dict[int, LayerOf] = {}
+    for index in reversed(range(len(calls))):
+        call = calls[index]
+        if index in trial.group_of or index in single or index in promoted:
+            continue
+        if any(v in trial.owner_of for v in variables(call.operands)) or not call.outputs:
+            continue
+        if max(map(size_of, call.outputs)) <= SMALL:
+            continue
+        of_results = {r for v in call.outputs for r in +readers[trial.same[v]]}
+        if len(of_results) != 1 or None in of_results:
+            continue
+        (owner,) = of_results
+        added[index] = owner
+        for atom in variables(call.operands):
+            readers[trial.same[atom]][None] -= 1
+            readers[trial.same[atom]][owner] += 1
+    return added
+
+
+def _without_partners(calls: Sequence[Call], trial: _Trial, counts: Mapping[str, int]) -> set[int]:
+    """Returns the calls of layers that do not have a partner in every layer."""
+    bad: set[int] = set()
+    for (kind, _), members in trial.groups.items():
+        if len(members) < counts[kind] or _differ(calls, trial, members.values()):
+            bad |= {*members.values()}
+    return bad
+
+
+def _first_of_chains(calls: Sequence[Call], bad: Collection[int]) -> set[int]:
+    """Returns the calls without partners that depend on no other such call."""
+    after: set[Var] = set()
+    first: set[int] = set()
+    for index, call in enumerate(calls):
+        is_after = any(v in after for v in variables(call.operands))
+        if index in bad and not is_after:
+            first.add(index)
+        if index in bad or is_after:
+            after.update(call.outputs)
+    return first
+
+
+def _differ(calls: Sequence[Call], trial: _Trial, members: Iterable[int]) -> bool:
+    """Returns whether partners read different large values that belong to no layer."""
+    for operands in zip(*(calls[i].operands for i in members), strict=True):
+        if isinstance(operands[0], Var) and operands[0] in trial.owner_of:
+            continue
+        if size_of(operands[0]) > SMALL and len({*map(trial.sameness, operands)}) > 1:
+            return True
+    return False
+
+
+def _sorter(calls: Sequence[Call], trial: _Trial) -> TopologicalSorter[Any]:
+    """Returns groups, by their key, and single calls, by their index, after what they read."""
+    unit_of = {i: trial.group_of.get(i, i) for i in range(len(calls))}
+    made_by = {var: unit_of[i] for i, call in enumerate(calls) for var in call.outputs}
+    sorter: TopologicalSorter[Any] = TopologicalSorter()
+    for i, call in enumerate(calls):
+        needed = {made_by[v] for v in variables(call.operands) if v in made_by}
+        sorter.add(unit_of[i], *needed)
+    return sorter
+
+
+def _calls_in_cycle(calls: Sequence[Call], trial: _Trial) -> set[int]:
+    """Returns the calls of a group that waits for itself: its layers run one after the other."""
+    try:
+        _sorter(calls, trial).prepare()
+    except CycleError as error:
+        unit = next(unit for unit in error.args[1] if not isinstance(unit, int))
+        return {*trial.groups[unit].values()}
+    return set()
+
+
+def _in_order(calls: Sequence[Call], trial: _Trial) -> tuple[Group | Call, ...]:
+    """Returns groups and single calls in an order in which they can run."""
+    units: list[Group | Call] = []
+    for unit in _sorter(calls, trial).static_order():
+        if isinstance(unit, int):
+            units.append(calls[unit])
+        else:
+            members = trial.groups[unit]
+            units.append(Group(unit[0], tuple(calls[members[n]] for n in sorted(members))))
+    return tuple(units)
+
+
+def _check_single(calls: Sequence[Call], trial: _Trial, units: Iterable[Group | Call]) -> None:
+    """Raises a `ValueError` if a single call reads whole arrays of layers."""
+    for call in units:
+        if isinstance(call, Group):
+            continue
+        operands = variables(call.operands)
+        large = [v for v in operands if v in trial.owner_of and size_of(v) > SMALL]
+        if not large:
+            continue
+        owners = sorted({trial.owner_of[v].layer for v in large})
+        names = sorted({trial.name_of[v] for v in large})
+        leaf = f"{names[0]} of layer{'s' if len(owners) > 1 else ''} "
+        leaf += ", ".join(map(str, owners[:4])) + (", ..." if len(owners) > 4 else "")
+        if len(owners) > 1:
+            raise ValueError(
+                f"`{call.name}`{call.where} combines whole arrays of several layers, {leaf}. A "
+                "pipeline has them on different devices: it can only combine numbers of layers, "
+                "such as norms."
+            )
+        raise ValueError(
+            f"`{call.name}`{call.where} is applied to {leaf} and not to all layers alike. The "
+            "layers of a pipeline are updated by one program: treat a parameter alike in all "
+            "layers, or freeze it."
+        )

@@ -1,0 +1,340 @@
+"""Runs a function of arrays that stack L layers on layers that are stored in any way.
+
+The user's tree may have leaves [L, ...]. The function is traced twice, for L layers and for one. An
+equation that treats the dim of layers as rows (`jaxpipe.ir.rows`) runs as in the program of one
+layer, batched over the layers. A reduction over layers runs so on each layer, and its results are
+reduced. What follows depends on no layer and runs as it was traced.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, to_graph
+from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
+from ._assign import SMALL
+from ._calls import Call, call_of
+
+LayerIds = Mapping[str, tuple[np.ndarray, ...]]
+"""For every kind of layers and part [lead] the layer at each place, -1 for padding."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Blocks:
+    """An array with a dim of layers, stored as parts: a pytree.
+
+    Attributes:
+        parts: Arrays [lead, ...], whose other dims are those of the program of one layer.
+        kind: The kind of layers.
+    """
+
+    parts: tuple[Any, ...]
+    kind: str = field(metadata={"static": True})
+
+
+_REDUCERS: dict[str, Callable[..., Any]] = {
+    "reduce_sum": jnp.sum,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_prod": jnp.prod,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
+_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda dtype: 0,
+    "reduce_max": lambda dtype: _least(dtype),
+    "reduce_min": lambda dtype: _greatest(dtype),
+    "reduce_prod": lambda dtype: 1,
+    "reduce_and": lambda dtype: True,
+    "reduce_or": lambda dtype: False,
+}
+
+
+def _least(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+def run_blocks(
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    inputs: Sequence[Any],
+    out_kinds: Sequence[str | None],
+    layer_ids: LayerIds,
+    replicate: Callable[[Any], Any],
+) -> list[Any]:
+    """Runs a function of stacked layers.
+
+    Args:
+        whole: The function of all layers.
+        part: The function of one layer of each kind.
+        inputs: For each argument an array, or `Blocks` if it has a dim of layers.
+        out_kinds: The kind of layers of each result that has a dim of them, None for others.
+        layer_ids: For every kind and part [lead] the layer at each place, -1 for padding.
+        replicate: Returns a small array on all devices, from which single layers are read.
+
+    Returns:
+        The results: arrays, and `Blocks` for those with a kind.
+
+    Raises:
+        ValueError: If the function mixes whole arrays of layers, or is another program for another
+            number of layers.
+    """
+    run = _Run(layer_ids, replicate, whole.jaxpr)
+    graphs = to_graph(whole), to_graph(part)
+    results = run.graph(*graphs, inputs)
+    return [
+        result if kind is None or isinstance(result, Blocks) else run.to_blocks(result, kind, a, b)
+        for result, kind, a, b in zip(
+            results, out_kinds, *(map(_shape, g.outputs) for g in graphs), strict=True
+        )
+    ]
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    aval = atom.aval if isinstance(atom, Var) else jax.typeof(atom.value)
+    return tuple(aval.shape)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How layers are stored, from where single ones are read, and the jaxpr of all equations."""
+
+    layer_ids: LayerIds
+    replicate: Callable[[Any], Any]
+    jaxpr: Jaxpr
+
+    def count(self, kind: str) -> int:
+        """Returns L."""
+        return 1 + max(int(ids.max()) for ids in self.layer_ids[kind])
+
+    def graph(self, whole: Graph, part: Graph, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the graph of all layers and that of one in lock-step."""
+        env: dict[Var, Any] = dict(zip(whole.inputs, inputs, strict=True))
+        partner: dict[Var, Atom] = dict(zip(whole.inputs, part.inputs, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.value if isinstance(atom, Literal) else env[atom]
+
+        def partner_of(atom: Atom, other: Atom) -> bool:
+            if isinstance(atom, Literal) or isinstance(other, Literal):
+                return isinstance(atom, Literal) and isinstance(other, Literal)
+            return partner.get(atom) is other
+
+        others = [call_of(eqn, self.jaxpr) for eqn in part.eqns]
+        i = 0
+        for eqn in whole.eqns:
+            a = call_of(eqn, self.jaxpr)
+            b = others[i] if i < len(others) else None
+            given = [read(x) for x in a.operands]
+            is_pair = b is not None and a.name == b.name and len(a.operands) == len(b.operands)
+            if b is not None and is_pair and all(map(partner_of, a.operands, b.operands)):
+                i += 1
+                env.update(zip(a.outputs, self.pair(a, b, given), strict=True))
+                partner.update(zip(a.outputs, b.outputs, strict=True))
+            elif a.name == "broadcast_in_dim" and not any(isinstance(x, Blocks) for x in given):
+                # To one layer it changes nothing, and is left out.
+                (env[a.outputs[0]],) = a.run(*given)
+                partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
+            else:
+                raise ValueError(
+                    f"The optimizer is another program for one layer than for several: `{a.name}`"
+                    f"{a.where}. Give `params['layers']` as a list of layers."
+                )
+        return [read(atom) for atom in whole.outputs]
+
+    def pair(self, whole: Call, part: Call, given: Sequence[Any]) -> Sequence[Any]:
+        """Runs an equation of the program of all layers, given that of one layer."""
+        kinds = {x.kind for x in given if isinstance(x, Blocks)}
+        if not kinds:
+            return whole.run(*given)
+        if len(kinds) > 1:
+            return self.mixed(whole, given, "it is given layers of several kinds")
+        (kind,) = kinds
+        operation, other = whole.operation, part.operation
+        match operation:
+            case Scan():
+                assert isinstance(other, Scan)
+                return self.scan(operation, other, kind, given)
+            case Cond(branches):
+                assert isinstance(other, Cond)
+                both = zip(branches, other.branches, strict=True)
+                runs = [partial(_of_branch, self, a, b) for a, b in both]
+                return lax.switch(given[0], runs, *given[1:])
+            case PrimitiveCall(name="while"):
+                return self.while_loop(whole, part, given)
+        return self.equation(whole, part, kind, given)
+
+    def equation(self, whole: Call, part: Call, kind: str, given: Sequence[Any]) -> Sequence[Any]:
+        """Runs one primitive that reads layers of a kind."""
+        if whole.equation is None:
+            return self.mixed(whole, given, "it is no primitive")
+        count = self.count(kind)
+        shapes = [
+            (_shape(a), _shape(b)) for a, b in zip(whole.operands, part.operands, strict=True)
+        ]
+        dims = [row_dim(*pair, count) for pair in shapes]
+        relations = tuple(Whole() if dim is None else Rows(dim) for dim in dims)
+        try:
+            results = relations_of(EquationPair(whole.equation, part.equation, relations, count))
+        except MixesRowsError as error:
+            axes = whole.equation.params.get("axes", ())
+            if whole.name in _REDUCERS and dims[0] in axes:
+                results = [Sum()]
+            else:
+                return self.mixed(whole, given, str(error))
+        blocks = [
+            self.to_blocks(x, kind, *pair) if dim is not None and not isinstance(x, Blocks) else x
+            for x, dim, pair in zip(given, dims, shapes, strict=True)
+        ]
+        outputs = self.batched(part, kind, blocks)
+        final: list[Any] = []
+        for output, relation in zip(outputs, results, strict=True):
+            match relation:
+                case Rows(is_squeezed=False):
+                    final.append(output)
+                case Sum(0):
+                    name = whole.name if whole.name in _REDUCERS else "reduce_sum"
+                    final.append(self.reduced(output, name))
+                case _:
+                    return self.mixed(whole, given, f"it returns {relation}")
+        return final
+
+    def batched(self, part: Call, kind: str, given: Sequence[Any]) -> list[Blocks]:
+        """Runs an equation of one layer on every layer."""
+        axes = [0 if isinstance(x, Blocks) else None for x in given]
+        parts: list[Sequence[Any]] = []
+        for index, ids in enumerate(self.layer_ids[kind]):
+            run = part.run
+            for _ in range(ids.ndim):
+                run = jax.vmap(run, in_axes=axes)
+            parts.append(run(*(x.parts[index] if isinstance(x, Blocks) else x for x in given)))
+        return [Blocks(tuple(of), kind) for of in zip(*parts, strict=True)]
+
+    def reduced(self, blocks: Blocks, name: str) -> Any:
+        """Returns the reduction of a value of each layer over all layers."""
+        totals = []
+        for x, ids in zip(blocks.parts, self.layer_ids[blocks.kind], strict=True):
+            is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - ids.ndim))
+            if not (ids >= 0).all():
+                x = jnp.where(is_layer, x, jnp.asarray(_NEUTRAL[name](x.dtype), x.dtype))
+            totals.append(_REDUCERS[name](x, axis=tuple(range(ids.ndim))).astype(x.dtype))
+        if len(totals) == 1:
+            return totals[0]
+        total = totals[0]
+        for other in totals[1:]:  # of other ranks
+            total = _REDUCERS[name](jnp.stack([total, other]), axis=0).astype(total.dtype)
+        return total
+
+    def to_blocks(
+        self, value: Any, kind: str, whole: tuple[int, ...], part: tuple[int, ...]
+    ) -> Blocks:
+        """Returns an array with a dim of layers as parts."""
+        count = self.count(kind)
+        dim = row_dim(whole, part, count)
+        if dim is None:
+            raise ValueError(
+                f"The optimizer has an array {list(whole)} for {count} layers and {list(part)} for "
+                "one layer. Give `params['layers']` as a list of layers."
+            )
+        value = jnp.asarray(value).reshape(*whole[:dim], count, part[dim], *whole[dim + 1 :])
+        value = jnp.moveaxis(value, dim, 0)
+        return Blocks(tuple(value[np.maximum(ids, 0)] for ids in self.layer_ids[kind]), kind)
+
+    def to_whole(self, blocks: Blocks, whole: tuple[int, ...], part: tuple[int, ...]) -> Any:
+        """Returns a small array with a dim of layers from its parts."""
+        count = self.count(blocks.kind)
+        layers: list[Any] = [None] * count
+        for x, ids in zip(
+            map(self.replicate, blocks.parts), self.layer_ids[blocks.kind], strict=True
+        ):
+            for place in np.argwhere(ids >= 0):
+                layers[int(ids[tuple(place)])] = x[tuple(map(int, place))]
+        dim = row_dim(whole, part, count)
+        assert dim is not None
+        return jnp.concatenate(layers, axis=dim)
+
+    def mixed(self, whole: Call, given: Sequence[Any], why: str) -> Sequence[Any]:
+        """Runs an equation that mixes layers, if they are small."""
+        values: list[Any] = []
+        for x, atom in zip(given, whole.operands, strict=True):
+            if not isinstance(x, Blocks):
+                values.append(x)
+                continue
+            shape, count = _shape(atom), self.count(x.kind)
+            if math.prod(shape) > SMALL * count:
+                raise ValueError(
+                    f"`{whole.name}`{whole.where} mixes layers of an array {list(shape)}: "
+                    f"{why}. A "
+                    "pipeline has layers on different devices: it can only combine numbers of "
+                    "layers, such as norms. Give `params['layers']` as a list of layers if each "
+                    "is to be treated on its own."
+                )
+            lead = self.layer_ids[x.kind][0].ndim
+            values.append(self.to_whole(x, shape, tuple(x.parts[0].shape[lead:])))
+        return whole.run(*values)
+
+    def scan(self, whole: Scan, part: Scan, kind: str, given: Sequence[Any]) -> list[Any]:
+        """Runs a `lax.scan` whose carry or slices have layers."""
+        lead = self.layer_ids[kind][0].ndim
+        ends = whole.num_consts, whole.num_consts + whole.num_carry
+        shapes = [
+            (_shape(x), _shape(y)) for x, y in zip(whole.body.inputs, part.body.inputs, strict=True)
+        ]
+
+        def as_in_body(x: Any, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+            is_block = isinstance(x, Blocks) or pair[0] == pair[1]
+            return x if is_block else self.to_blocks(x, kind, *pair)
+
+        consts = list(map(as_in_body, given[: ends[0]], shapes[: ends[0]]))
+        carry = list(map(as_in_body, given[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
+        xs = [_moved(x, lead, 0) for x in given[ends[1] :]]
+        out_shapes = [
+            (_shape(x), _shape(y))
+            for x, y in zip(whole.body.outputs, part.body.outputs, strict=True)
+        ]
+
+        def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.graph(whole.body, part.body, [*consts, *carry, *xs])
+            results = list(map(as_in_body, results, out_shapes))
+            return results[: whole.num_carry], results[whole.num_carry :]
+
+        carry, ys = lax.scan(turn, carry, xs, whole.length, whole.reverse, whole.unroll)
+        return [*carry, *(_moved(y, 0, lead) for y in ys)]
+
+    def while_loop(self, whole: Call, part: Call, given: Sequence[Any]) -> list[Any]:
+        """Runs a `lax.while_loop` whose state has layers."""
+        assert whole.equation is not None and part.equation is not None
+        params, others = whole.equation.params, part.equation.params
+        ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        of_cond, of_body, state = given[: ends[0]], given[ends[0] : ends[1]], given[ends[1] :]
+        cond = [to_graph(p["cond_jaxpr"]) for p in (params, others)]
+        body = [to_graph(p["body_jaxpr"]) for p in (params, others)]
+        return lax.while_loop(
+            lambda state: self.graph(cond[0], cond[1], [*of_cond, *state])[0],
+            lambda state: self.graph(body[0], body[1], [*of_body, *state]),
+            list(state),
+        )
+
+
+def _moved(x: Any, source: int, to: int) -> Any:
+    """Returns slices of a scan in front of, or behind, the dims of layers."""
+    if not isinstance(x, Blocks):
+        return x
+    return Blocks(tuple(jnp.moveaxis(part, source, to) for part in x.parts), x.kind)
+
+
+def _of_branch(run: _Run, whole: Graph, part: Graph, *given: Any) -> list[Any]:
+    return run.graph(whole, part, given)

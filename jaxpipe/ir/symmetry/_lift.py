@@ -1,0 +1,239 @@
+"""Runs a function of the arrays of L equal layers on arrays that are stacked in any way.
+
+Before: `update(grads, state, params)` of a tree with a list of layers, traced.
+
+After: the same for parts, arrays [lead, ...] whose leading dims say which layer is where, as one
+stack [v, S, n, ...] or one array [n, ...] for every stage. What is done to each layer alike runs
+once on each part. Numbers of several layers, such as norms, are read from the parts and combined as
+in the function that was traced.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from ..graph import Atom, Literal, Var, to_graph
+from ._assign import SMALL, Assignment, Group, LayerOf, assign, size_of
+from ._calls import Call, calls_of
+
+Parts = tuple[Any, ...]
+"""Arrays [lead, ...] with the values of all layers of a kind."""
+
+
+class LayerSlot(NamedTuple):
+    """Which array of which layer an input or an output is.
+
+    Attributes:
+        kind: The kind of layers.
+        name: The name of the array, the same for all layers of the kind.
+        layer: The layer.
+    """
+
+    kind: str
+    name: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A function of equal layers that runs on parts.
+
+    Attributes:
+        inputs: The inputs that belong to no layer, in order.
+        slots: The variable of each input of a layer, by kind and name; one of any layer.
+        outputs: The results.
+        out_slots: Which array of which layer each result is; None: of no layer.
+        assignment: What runs in which order.
+    """
+
+    inputs: tuple[Var, ...]
+    slots: Mapping[tuple[str, str], Var]
+    outputs: tuple[Atom, ...]
+    out_slots: tuple[LayerSlot | None, ...]
+    assignment: Assignment
+
+    def __call__(
+        self,
+        values: Sequence[Any],
+        parts: Mapping[tuple[str, str], Parts],
+        layer_ids: Mapping[str, tuple[np.ndarray, ...]],
+        replicate: Callable[[Any], Any] = lambda x: x,
+    ) -> tuple[list[Any], dict[tuple[str, str], Parts]]:
+        """Runs the function.
+
+        Args:
+            values: The inputs that belong to no layer.
+            parts: The arrays [lead, ...] of each input of layers, by kind and name.
+            layer_ids: For every kind and part [lead] the layer at each place, -1 for padding.
+            replicate: Returns a small array on all devices, from which single layers are read.
+
+        Returns:
+            (results of no layer in order, parts of each result of layers), with zeros at padding.
+
+        Raises:
+            ValueError: If a result of layers is not of all layers alike.
+        """
+        run = _Run(self.assignment, layer_ids, replicate)
+        run.values.update(zip(self.inputs, values, strict=True))
+        for slot, var in self.slots.items():
+            run.parts[self.assignment.key_of[var]] = parts[slot]
+        for unit in self.assignment.units:
+            run.group(unit) if isinstance(unit, Group) else run.call(unit)
+        results, by_slot = [], {}
+        for atom, slot in zip(self.outputs, self.out_slots, strict=True):
+            if slot is None:
+                results.append(run.read(atom))
+            else:
+                by_slot.setdefault((slot.kind, slot.name), {})[slot.layer] = atom
+        return results, {
+            slot: run.masked(slot[0], run.stacked(slot, [atoms[n] for n in sorted(atoms)]))
+            for slot, atoms in by_slot.items()
+        }
+
+
+def lift(
+    closed: ClosedJaxpr,
+    in_slots: Sequence[LayerSlot | None],
+    out_slots: Sequence[LayerSlot | None],
+    counts: Mapping[str, int],
+) -> Lifted:
+    """Returns a traced function of equal layers as a function of parts.
+
+    Args:
+        closed: The function.
+        in_slots: Which array of which layer each input is; None: of no layer.
+        out_slots: The same for the results.
+        counts: The number of layers of each kind.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: If it combines whole arrays of several layers, or does something to one layer
+            that it does not do to the others.
+    """
+    graph = to_graph(closed)
+    of_layers = {
+        var: (LayerOf(slot.kind, slot.layer), slot.name)
+        for var, slot in zip(graph.inputs, in_slots, strict=True)
+        if slot is not None
+    }
+    results = {atom for atom in graph.outputs if isinstance(atom, Var)}
+    assignment = assign(calls_of(closed, graph), of_layers, results, counts)
+    slots = {(owner.kind, name): var for var, (owner, name) in of_layers.items()}
+    others = tuple(var for var in graph.inputs if var not in of_layers)
+    return Lifted(others, slots, graph.outputs, tuple(out_slots), assignment)
+
+
+@dataclass
+class _Run:
+    """The values of a run so far.
+
+    Attributes:
+        assignment: What runs in which order.
+        layer_ids: For every kind and part [lead] the layer at each place.
+        replicate: Returns a small array on all devices.
+        values: The value of every variable of no layer.
+        parts: The values of every number that partners share.
+        whole: Parts of small values on all devices.
+    """
+
+    assignment: Assignment
+    layer_ids: Mapping[str, tuple[np.ndarray, ...]]
+    replicate: Callable[[Any], Any]
+    values: dict[Var, Any] = field(default_factory=dict)
+    parts: dict[int, Parts] = field(default_factory=dict)
+    whole: dict[int, Parts] = field(default_factory=dict)
+
+    def read(self, atom: Atom) -> Any:
+        """Returns one value, of no layer or, a small one, of one layer."""
+        if isinstance(atom, Literal):
+            return atom.value
+        if atom in self.values:
+            return self.values[atom]
+        owner, key = self.assignment.owner_of[atom], self.assignment.key_of[atom]
+        if key not in self.whole:
+            self.whole[key] = tuple(map(self.replicate, self.parts[key]))
+        for part, ids in zip(self.whole[key], self.layer_ids[owner.kind], strict=True):
+            for place in np.argwhere(ids == owner.layer):
+                return part[tuple(map(int, place))]
+        raise AssertionError(f"layer {owner} is nowhere")
+
+    def call(self, call: Call) -> None:
+        """Runs a call of no layer."""
+        outputs = call.run(*map(self.read, call.operands))
+        self.values.update(zip(call.outputs, outputs, strict=True))
+
+    def group(self, group: Group) -> None:
+        """Runs the calls of all layers of a kind, once on each part."""
+        first = group.calls[0]
+        all_ids = self.layer_ids[group.kind]
+        operands: list[Parts] = []
+        is_batched: list[bool] = []
+        for atoms in zip(*(call.operands for call in group.calls), strict=True):
+            is_alike = not self._is_of_layers(atoms[0]) and self._are_same(atoms)
+            is_batched.append(not is_alike)
+            one = (self.read(atoms[0]),) * len(all_ids)
+            operands.append(one if is_alike else self._parts_of(group.kind, atoms))
+        results = []
+        for index, ids in enumerate(all_ids):
+            run, axes = first.run, [0 if batched else None for batched in is_batched]
+            for _ in range(ids.ndim):
+                run = jax.vmap(run, in_axes=axes)
+            results.append(run(*(parts[index] for parts in operands)))
+        for i, var in enumerate(first.outputs):
+            self.parts[self.assignment.key_of[var]] = tuple(result[i] for result in results)
+
+    def stacked(self, slot: tuple[str, str], atoms: Sequence[Atom]) -> Parts:
+        """Returns the parts of a result of layers, given its value for each layer."""
+        kind, name = slot
+        owners = [self.assignment.owner_of.get(v) if isinstance(v, Var) else None for v in atoms]
+        if any(owners):
+            is_alike = len({self.assignment.key_of.get(v) for v in atoms}) == 1  # pyright: ignore
+            is_own = owners == [LayerOf(kind, n) for n in range(len(atoms))]
+            if not (is_alike and is_own) and size_of(atoms[0]) > SMALL:
+                raise ValueError(
+                    f"The result {name} is computed for the layers of a pipeline in different "
+                    "ways. Treat a parameter alike in all layers."
+                )
+            if is_alike and is_own:
+                return self._parts_of(kind, atoms)
+        elif self._are_same(atoms):
+            value = jnp.asarray(self.read(atoms[0]))
+            ids = self.layer_ids[kind]
+            return tuple(jnp.broadcast_to(value, (*i.shape, *value.shape)) for i in ids)
+        return self._stack(kind, [self.read(atom) for atom in atoms])
+
+    def masked(self, kind: str, parts: Parts) -> Parts:
+        """Returns parts with zeros at padding."""
+
+        def mask(part: Any, ids: np.ndarray) -> Any:
+            if (ids >= 0).all() or jnp.issubdtype(part.dtype, jax.dtypes.extended):
+                return part
+            is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (part.ndim - ids.ndim))
+            return jnp.where(is_layer, part, jnp.zeros_like(part))
+
+        return tuple(map(mask, parts, self.layer_ids[kind]))
+
+    def _is_of_layers(self, atom: Atom) -> bool:
+        return isinstance(atom, Var) and atom in self.assignment.key_of
+
+    def _are_same(self, atoms: Iterable[Atom]) -> bool:
+        seen: set[Hashable] = {self.assignment.sameness(atom) for atom in atoms}
+        return len(seen) == 1
+
+    def _parts_of(self, kind: str, atoms: Sequence[Atom]) -> Parts:
+        """Returns the parts of partners, or small values of no layer as parts."""
+        if isinstance(atoms[0], Var) and atoms[0] in self.assignment.key_of:
+            return self.parts[self.assignment.key_of[atoms[0]]]
+        return self._stack(kind, [self.read(atom) for atom in atoms])
+
+    def _stack(self, kind: str, values: Sequence[Any]) -> Parts:
+        """Returns one value of each layer as parts, an arbitrary one at padding."""
+        stack = jnp.stack([jnp.asarray(value) for value in values])
+        return tuple(stack[np.maximum(ids, 0)] for ids in self.layer_ids[kind])
