@@ -329,6 +329,38 @@ def lowered(**options: Any) -> str:
     return pipe.jit(pipe.value_and_grad).lower(pipe.shard(init()), batch()).as_text()
 
 
+def test_where_no_axis_divides_rows_the_report_says_what_would_be():
+    model = jp.Model(embed, with_sorted_rows, loss)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=M)
+    report = pipe.rows(init(), batch())
+    assert [f.is_row_wise for f in report.functions] == [True, False, True]
+    assert str(report).endswith("No axis divides rows: functions see microbatches of 4 rows.")
+    of_one_row = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=B)
+    assert all(f.is_row_wise for f in of_one_row.rows(init(), batch()).functions)
+
+
+@pytest.mark.parametrize("name", ["embed", "layer", "loss"])
+@pytest.mark.parametrize("pipeline", ["1f1b", "circular"])
+def test_an_error_of_a_function_is_raised_as_it_is(name: str, pipeline: str):
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("no such thing")
+
+    def failing(w: Any, x: Any, batch: Any) -> Any:
+        return fail(w, x, batch)
+
+    functions = {"embed": embed, "layer": layer, "loss": loss, name: failing}
+    if name == "embed":
+        functions["embed"] = lambda w, batch: fail(w, batch)
+    schedule, options = PIPELINES[pipeline]
+    sizes = mesh(stage=2, fsdp=2)
+    model = jp.Model(**functions)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=sizes, microbatches=M, **options)
+    with pytest.raises(ValueError, match=r"^no such thing"):
+        pipe.jit(pipe.value_and_grad)(pipe.shard(init()), batch())
+    report = str(pipe.rows(init(), batch()))
+    assert "may mix rows: tracing it alone raised ValueError: no such thing" in report
+
+
 def test_the_program_of_a_row_wise_model_is_that_without_an_analysis():
     text = lowered()
     assert text == lowered(row_wise=True)
