@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import SameForAllMicrobatches
 from ._dependence import dependent_inputs
 from ._model import Model
 
@@ -21,7 +23,7 @@ FrozenRule = Callable[[str, Any], bool] | PyTree
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Frozen:
+class Frozen(SameForAllMicrobatches):
     """A frozen leaf of stored parameters.
 
     Attributes:
@@ -79,6 +81,37 @@ def mark_frozen(
         if isinstance(of_kind, list | tuple):
             _check_alike(of_kind, f"params['layers']{name}")
     return jax.tree.map(lambda mark, leaf: Frozen(leaf) if mark else leaf, marks, groups)
+
+
+def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
+    """Checks that trainable parameters are numbers by which a loss can be differentiated.
+
+    Args:
+        rule: Says which leaves are frozen. None: none is.
+        params: The user's tree.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If one is an integer, a boolean or a random key. It names the leaf.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), is_trained in zip(leaves, trainable_leaves(rule, params), strict=True):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+        if is_trained and not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"`params{_name(path)}` is {dtype}{list(jnp.shape(leaf))}, which has no gradient. "
+                "Say that it is not trained: `jp.pipeline(..., frozen=lambda path, leaf: not "
+                "jnp.issubdtype(leaf.dtype, jnp.inexact))`."
+            )
+
+
+def trainable_leaves(rule: FrozenRule | None, params: PyTree) -> tuple[bool, ...]:
+    """Returns for every leaf of the user's tree whether it is trained."""
+    if rule is None:
+        return (True,) * len(jax.tree.leaves(params))
+    return tuple(not is_frozen for is_frozen in jax.tree.leaves(_flags(rule, params)))
 
 
 def _flags(rule: FrozenRule, params: PyTree) -> PyTree:

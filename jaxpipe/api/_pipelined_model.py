@@ -19,7 +19,15 @@ from ..engines._engine import PipelinePlan
 from ..engines._fsdp import num_row_shards
 from ..schedules import Schedule, language
 from ..schedules.lock_step import Ticks
-from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
+from ._frozen import (
+    FrozenRule,
+    check_trainable,
+    close_over,
+    combine,
+    mark_frozen,
+    partition,
+    unmark,
+)
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
@@ -46,6 +54,7 @@ from ._staging import (
     takes_key,
     undivided,
 )
+from .checks import check_effects, check_key
 from .inspection import InspectedModel
 from .optimizer import (
     Optimizer,
@@ -146,6 +155,7 @@ class PipelinedModel(InspectedModel):
         groups = self.model.to_groups(params)
         check_groups(groups, self.model.shared)
         num_layers, in_list = check_all(self.model.layer, groups["layers"])
+        check_trainable(self.frozen, params)
         if self.num_mtp_layers is not None:
             check_mtp(num_layers, self.num_mtp_layers)
         model, mesh = self.model, self.mesh
@@ -415,7 +425,8 @@ class PipelinedModel(InspectedModel):
         return 1 if self.schedule is None else language.num_slices(self.schedule)
 
     @property
-    def _takes_key(self) -> bool:
+    def takes_key(self) -> bool:
+        """Whether a function of the model takes a dropout key."""
         return takes_key(self.model)
 
     @property
@@ -439,13 +450,9 @@ class PipelinedModel(InspectedModel):
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         plan, num_layers = self._plan_of(params), params["layers"].num_layers
         weights = weights_of(params)
-        keys = ((), ())
+        keys, key_or_none = ((), ()), ()
         if takes_key(self.model):
-            if key is None:
-                raise ValueError(
-                    "A function of the model takes a dropout key, and `key` is None. Give the key "
-                    "of the step, such as `jax.random.fold_in(jax.random.key(0), step)`."
-                )
+            key_or_none = key = check_key(key)
             ids = jnp.arange(total_layers(num_layers) + 1)
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
@@ -471,6 +478,8 @@ class PipelinedModel(InspectedModel):
             same_draws=bool(names or draws),
             loss_of_all_rows="loss" in names,
         )
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs.batch)
+        check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])

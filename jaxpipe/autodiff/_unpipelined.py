@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _compat
-from .staged_model import Aux, StagedModel, combine_losses, fold_in_microbatch, total
+from .staged_model import (
+    Aux,
+    StagedModel,
+    accum_dtype,
+    combine_losses,
+    fold_in_microbatch,
+    total,
+)
 
 
 def value_and_grad(
@@ -24,7 +31,8 @@ def value_and_grad(
         keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Returns:
-        ((loss, metrics), gradients like `weights`). Gradients are summed in the weights' dtype.
+        ((loss, metrics), gradients like `weights`). Gradients are summed in float32 if the
+        weights are narrower, and have the weights' dtype.
 
     Example:
         >>> model = StagedModel(
@@ -43,10 +51,11 @@ def value_and_grad(
 
     def step(grads, microbatch):
         value, new = loss_and_grads(weights, *microbatch)
-        return jax.tree.map(jnp.add, grads, new), value
+        return jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), grads, new), value
 
-    zeros = jax.tree.map(jnp.zeros_like, weights)
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accum_dtype(w.dtype)), weights)
     grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(batch_inputs))
+    grads = jax.tree.map(lambda sums, w: sums.astype(w.dtype), grads, weights)
     return (jnp.sum(losses), total(metrics)), grads
 
 

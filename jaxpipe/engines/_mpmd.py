@@ -136,7 +136,8 @@ def _put(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, A
 
     def put(leaf: jax.Array, sharding: mpmd.MpmdSharding) -> mpmd.MpmdArray:
         local = set(sharding.mpmd_idxs) & set(mesh.local_ranks)
-        arrays = {rank: jax.device_put(leaf, sharding.of_rank(rank)) for rank in local}
+        # Not the user's own array, which a donation of the stored one would delete.
+        arrays = {r: jax.device_put(leaf, sharding.of_rank(r), may_alias=False) for r in local}
         return mpmd.MpmdArray.of_ranks(arrays, sharding, leaf.shape, leaf.dtype)
 
     return jax.tree.map(put, weights, _shardings(plan, weights, tied))
@@ -236,7 +237,7 @@ def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
                 "`unshard` was called where ranks belong to several processes. Save the parameters "
                 "as they are stored, or convert them with `mpmd.mpmd_to_spmd_reshard`."
             )
-        return jax.device_put(array, plan.mesh.devices.flat[0])
+        return jax.device_put(array, plan.mesh.devices.flat[0], may_alias=False)
 
     return jax.tree.map(gather_leaf, tree)
 

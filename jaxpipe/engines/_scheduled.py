@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
 from ..autodiff import StagedModel
 from ..schedules import Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
@@ -32,9 +36,10 @@ def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.schedule is not None
+    weights, batch_inputs = _undifferentiated((weights, batch_inputs))
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
     gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
-    return scheduled_engine.scheduled_value(
+    result = scheduled_engine.scheduled_value(
         model,
         weights,
         batch_inputs,
@@ -45,14 +50,16 @@ def _value(
         boundary_gather=boundary_gather,
         vocab_parallel=plan.vocab_parallel,
     )
+    return _undifferentiated(result)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.ticks is not None
+    weights, batch_inputs = _undifferentiated((weights, batch_inputs))
     gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
-    return scheduled_engine.scheduled_value_and_grad(
+    result = scheduled_engine.scheduled_value_and_grad(
         model,
         weights,
         batch_inputs,
@@ -64,6 +71,7 @@ def _value_and_grad(
         boundary_gather=boundary_gather,
         vocab_parallel=plan.vocab_parallel,
     )
+    return _undifferentiated(result)
 
 
 def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
@@ -79,6 +87,33 @@ def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tupl
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     assert plan.ticks is not None
     return lock_step.simulate_ticks(plan.ticks, costs)
+
+
+@jax.custom_jvp
+def _identity(x: Any) -> Any:
+    return x
+
+
+@_identity.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    # The transpose of the loop over ticks has collectives in conditionals that only some ranks
+    # enter, so it would hang.
+    del primals, tangents
+    raise ValueError(
+        "What the engine 'scheduled' computes is differentiated by JAX. The gradients of all "
+        "parameters are the second result of `pipe.value_and_grad`; for those of other arrays, "
+        "such as the batch or what functions of the model close over, give `schedule=None`."
+    )
+
+
+def _undifferentiated(tree: PyTree) -> PyTree:
+    """Returns arguments or results as they are; differentiating them raises a `ValueError`."""
+
+    def guard(leaf: Any) -> Any:
+        is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return _identity(leaf) if is_inexact else leaf
+
+    return jax.tree.map(guard, tree)
 
 
 SCHEDULED = Engine(

@@ -105,6 +105,7 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
+    # The size is said, not -1: an array of size 0 has room for any number of layers.
     return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 

@@ -7,7 +7,13 @@ import jax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep, recompute
-from ..autodiff.staged_model import Aux, combine_losses, fold_in_microbatch, index_leading
+from ..autodiff.staged_model import (
+    Aux,
+    accum_dtype,
+    combine_losses,
+    fold_in_microbatch,
+    index_leading,
+)
 from ..schedules import Schedule
 from ..schedules.language import num_slices
 from ._slices import is_sliced, past_dims, stage_of_slices
@@ -45,11 +51,12 @@ def mpmd_value_and_grad(
         ((loss, metrics), gradients like `weights`), summed over microbatches.
     """
     if is_sliced(schedule):
-        grad = jax.value_and_grad(_loss_of_slices(model, remat, keys), has_aux=True)
-        return _over_slices(grad, weights, batch_inputs, schedule)
-    loss = _microbatch_loss(model, remat(model.stage), keys)
-    grad = jax.value_and_grad(loss, has_aux=True)
-    return _over_microbatches(grad, weights, batch_inputs, schedule)
+        grad = _gradient(_loss_of_slices(model, remat, keys))
+        value, sums = _over_slices(grad, weights, batch_inputs, schedule, "value_and_grad")
+    else:
+        grad = _gradient(_microbatch_loss(model, remat(model.stage), keys))
+        value, sums = _over_microbatches(grad, weights, batch_inputs, schedule, "value_and_grad")
+    return value, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
 
 def mpmd_value(
@@ -75,20 +82,31 @@ def mpmd_value(
     """
     if is_sliced(schedule):
         loss = _loss_of_slices(model, keep, keys)
-        return _over_slices(loss, weights, batch_inputs, schedule)
+        return _over_slices(loss, weights, batch_inputs, schedule, "value")
     return _over_microbatches(
-        _microbatch_loss(model, model.stage, keys), weights, batch_inputs, schedule
+        _microbatch_loss(model, model.stage, keys), weights, batch_inputs, schedule, "value"
     )
 
 
+def _gradient(loss: Callable) -> Callable:
+    """Returns the loss with its gradients, in the dtype in which they are summed."""
+    grad = jax.value_and_grad(loss, has_aux=True)
+
+    def run(*arguments: Any) -> Any:
+        value, grads = grad(*arguments)
+        return value, jax.tree.map(lambda x: x.astype(accum_dtype(x.dtype)), grads)
+
+    return run
+
+
 def _over_microbatches(
-    f: Callable, weights: dict[str, Any], batch_inputs: PyTree, schedule: Any
+    f: Callable, weights: dict[str, Any], batch_inputs: PyTree, schedule: Any, caller: str
 ) -> Any:
     def microbatch_fun(index: Any) -> Any:
         return f(weights, index_leading(batch_inputs, index), index)
 
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
-    return treduce_i(microbatch_fun, num_microbatches, schedule=schedule, operation=Add)
+    return treduce_i(microbatch_fun, num_microbatches, schedule, Add, caller=caller)
 
 
 def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]) -> Callable:
@@ -107,7 +125,9 @@ def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]
     return loss
 
 
-def _over_slices(f: Callable, weights: Any, batch_inputs: PyTree, schedule: Schedule) -> Any:
+def _over_slices(
+    f: Callable, weights: Any, batch_inputs: PyTree, schedule: Schedule, caller: str
+) -> Any:
     """Runs `f` for every microbatch, which takes the inputs of its slices as a list."""
     slices = range(num_slices(schedule))
 
@@ -116,7 +136,7 @@ def _over_slices(f: Callable, weights: Any, batch_inputs: PyTree, schedule: Sche
         return f(weights, inputs, index)
 
     parts = SlicedSchedule(schedule)
-    return treduce_i(microbatch_fun, schedule.num_microbatches, schedule=parts, operation=Add)
+    return treduce_i(microbatch_fun, schedule.num_microbatches, parts, Add, caller=caller)
 
 
 def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) -> Callable:

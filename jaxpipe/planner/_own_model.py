@@ -86,7 +86,7 @@ def _planned(
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row."""
     row, two = (_rows(example, count) for count in (1, 2))
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     layer, num_layers = _one_layer(groups["layers"])
     x, x_of_two = (jax.eval_shape(model.embed, groups["embed"], rows, key) for rows in (row, two))
     tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))

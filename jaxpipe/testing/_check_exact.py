@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..api import Model, PipelinedModel, pipeline
-from ..api.inspection import TOLERANCE, compare, require, run_value_and_grad
+from ..api.inspection import Reference, compared, reference_result, require, run
 from ..engines import ENGINES
 from ..schedules import FAMILIES
 from ._table import Case, ExactnessTable
@@ -46,14 +46,16 @@ def check_exact(
     schedules: Sequence[str] = SCHEDULES,
     engines: Sequence[str] = tuple(ENGINES),
     key: Array | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     raises: bool = True,
     **options: Any,
 ) -> ExactnessTable:
-    """Compares a model with its unpipelined program under every engine, schedule and rank count.
+    """Compares a model with the user's own program under every engine, schedule and rank count.
 
-    Loss, metrics and every gradient leaf are compared. Cases that cannot run, such as more stages
-    than layers, are listed with the reason. Each case compiles a program, so give a small model.
+    Loss, metrics and every gradient leaf are compared with those of the model's functions one after
+    another, on the whole batch and on one device, as by `PipelinedModel.check`. Cases that cannot
+    run, such as more stages than layers, are listed with the reason. Each case compiles a program,
+    so give a small model.
 
     Args:
         model: The model.
@@ -65,7 +67,7 @@ def check_exact(
         engines: Names of engines. One that runs none of `schedules` is run without a schedule.
         key: The dropout key of the step. None if no function of the model takes one.
         tolerance: The largest relative error that is accepted: the largest difference divided by
-            the largest magnitude of the leaf. The default is for float32.
+            the largest magnitude of the leaf. Default: by dtype, as for `PipelinedModel.check`.
         raises: Whether the first failure ends the check; otherwise the table says what failed.
         **options: Further arguments of `pipeline`, such as `remat`.
 
@@ -73,23 +75,24 @@ def check_exact(
         All cases, which print as a table.
 
     Raises:
-        AssertionError: If an error is larger than `tolerance`. It names the case and the leaf.
+        AssertionError: If an error is larger than `tolerance`. It names the case and the leaf, and
+            the function of the model that is the cause, if one is.
         ValueError: If a name is unknown, or nothing fits.
     """
     _check_names("schedules", schedules, FAMILIES)
     _check_names("engines", engines, ENGINES)
-    plain = _plain_results(model, params, batch, key)
-    plain(1)  # errors of the model itself are raised as they are
+    references = _references(params, batch, key)
+    references(pipeline(model, schedule=None, mesh=_mesh(1), microbatches=1))  # its own errors
 
     def case(engine: str, schedule: str | None, num_ranks: int) -> Case:
         made = _pipeline(model, params, batch, engine, schedule, num_ranks, options)
         if isinstance(made, str):
             return Case(engine, schedule, num_ranks, None, made)
         pipe, stored = made
-        found = compare(run_value_and_grad(pipe, stored, batch, key), plain(pipe.num_microbatches))
+        found = compared(run(pipe, stored, batch, key), references(pipe), tolerance)
         if raises:
             what = f"{engine} with {schedule or 'no schedule'} at {num_ranks} ranks"
-            require(found, tolerance, what)
+            require(pipe, found, params, batch, key, what=what)
         return Case(engine, schedule, num_ranks, found, "")
 
     cases: list[Case] = []
@@ -98,7 +101,8 @@ def check_exact(
         if not any(one.comparison for one in found):
             found += [case(engine, None, n) for n in ranks]
         cases += found
-    table = ExactnessTable(tuple(cases), tolerance)
+    accepted = [one.comparison.tolerance for one in cases if one.comparison]
+    table = ExactnessTable(tuple(cases), accepted[0] if accepted else 0.0)
     if not any(one.comparison for one in cases):
         raise ValueError(f"Nothing fits the model and the batch.\n{table}")
     return table
@@ -110,19 +114,21 @@ def _check_names(argument: str, names: Sequence[str], known: Any) -> None:
         raise ValueError(f"`{argument}` has {unknown[0]!r}. Valid names: {', '.join(known)}.")
 
 
-def _plain_results(
-    model: Model, params: PyTree, batch: PyTree, key: Array | None
-) -> Callable[[int], Any]:
-    """Returns a function from M to the results of the unpipelined program, each computed once."""
-    known: dict[int, Any] = {}
+def _references(
+    params: PyTree, batch: PyTree, key: Array | None
+) -> Callable[[PipelinedModel], Reference]:
+    """Returns a function from a pipeline to the results of the user's program, each run once."""
+    known: dict[Any, Reference] = {}
 
-    def plain(num_microbatches: int) -> Any:
-        if num_microbatches not in known:
-            pipe = pipeline(model, schedule=None, mesh=_mesh(1), microbatches=num_microbatches)
-            known[num_microbatches] = run_value_and_grad(pipe, pipe.shard(params), batch, key)
-        return known[num_microbatches]
+    def reference(pipe: PipelinedModel) -> Reference:
+        # Only dropout, and what is frozen, make it another program for another pipeline.
+        count = pipe.num_microbatches if pipe.takes_key else 1
+        kind = count, pipe.frozen is None
+        if kind not in known:
+            known[kind] = reference_result(pipe, params, batch, key)
+        return known[kind]
 
-    return plain
+    return reference
 
 
 def _pipeline(

@@ -231,6 +231,44 @@ def test_dropout_differs_by_key_and_is_the_same_in_every_engine(library: str, ro
     close(run(model, params, *ENGINES[row], key), wanted)
 
 
+def plain_programs() -> dict[str, Any]:
+    """Returns the model of each library, its parameters, and the call of the whole module."""
+    gpt, equinox_gpt = GPT(nnx.Rngs(0)), EquinoxGPT()
+    graph, _ = nnx.split(gpt)
+    module, of_linen = linen_model()
+
+    def equinox_call(params: Any, batch: Any) -> Any:
+        whole = eqx.combine(params, equinox_gpt)
+        return jax.vmap(lambda row: call_row(whole, row))(batch)
+
+    return {
+        "nnx": (
+            nnx_model(gpt, loss=loss, call=call, batch=batch()),
+            lambda params, batch: call(nnx.merge(graph, params), batch),
+        ),
+        "linen": (of_linen, lambda params, batch: module.apply(params, batch, method=call)),
+        "equinox": (equinox_model(equinox_gpt, loss=loss, call=call_row), equinox_call),
+    }
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+def test_check_judges_by_the_functions_of_a_module_and_by_its_own_call(library: str):
+    (model, params), whole = plain_programs()[library]
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(2), microbatches=4)
+
+    def plain(params: Any, batch: Any) -> Any:
+        return loss(whole(params, batch), batch)
+
+    for given in (params, pipe.shard(params)):
+        pipe.check(given, batch())
+    assert pipe.check(params, batch(), plain=plain).largest <= 1e-5
+    with pytest.raises(AssertionError, match="`plain` is another program"):
+        pipe.check(params, batch(), plain=lambda *given: 2 * plain(*given))
+    model, params = DROPOUT[library]()
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(2), microbatches=4, engine="mpmd")
+    assert pipe.check(params, batch(), jax.random.key(3)).largest <= 1e-5
+
+
 class WithNorm(Block):
     def __init__(self, rngs: nnx.Rngs, rate: float):
         super().__init__(rngs, rate)

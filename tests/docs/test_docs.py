@@ -33,6 +33,7 @@ def test_the_code_in_the_readme_runs_and_is_short(
         "gradients['embed']",
         "gradients['head']",
         "gradients['layers']",
+        "reference:",
     ]
     drawn = (tmp_path / "pipeline.svg").read_text()
     assert drawn == (ROOT / "docs" / "pipeline.svg").read_text()

@@ -61,10 +61,13 @@ def test_an_array_of_groups_reads_like_a_jax_array():
     three = array(jnp.float32(3.5), (1,))
     assert (float(three), int(three), bool(three), three.item()) == (3.5, 3, True, 3.5)
     assert f"{three:.2f}" == "3.50"
-    assert repr(three).startswith("MpmdArray(shape=(), dtype=float32, mpmd_idxs=(1,), sharding=")
+    assert repr(three) == "MpmdArray(3.5, dtype=float32, mpmd_idxs=(1,))"
+    assert repr(on_two).startswith("MpmdArray(shape=")
     assert jax.tree.leaves({"a": three}) == [three]
     on_two.delete()
     assert on_two.is_deleted() and not three.is_deleted()
+    three.delete()
+    assert repr(three).startswith("MpmdArray(shape=(), dtype=float32, mpmd_idxs=(1,), sharding=")
 
 
 def test_shardings_in_place_of_specs():

@@ -103,7 +103,7 @@ def in_another_loop(weights: Any, xs: Any, ys: Any) -> Any:
         (in_a_switch_in_a_scan, "inside `lax.cond`, where it would run without a pipeline."),
         (in_jit_with_shardings, "inside `jax.jit` with shardings of its own, where it would run"),
         (in_a_shard_map, "inside `jax.shard_map`, where it would run without a pipeline."),
-        (in_another_loop, "inside of the function that another `treduce` is given"),
+        (in_another_loop, "inside of a stage, by a function that another `treduce` runs"),
     ],
 )
 def test_a_loop_elsewhere_is_refused_and_never_silently_not_pipelined(f: Callable, message: str):

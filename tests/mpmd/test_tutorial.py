@@ -77,8 +77,11 @@ def test_its_mesh_and_arrays_print_as_in_the_document(tutorial: dict[str, Any]):
     assert "mpmd_axis_name='stage'" in mesh
     text = printed(tutorial)
     assert re.findall(r"layer_\d MpmdArray\(.*mpmd_idxs=\((\d),\)", text) == [*"00112233"]
-    step = "MpmdArray(shape=(), dtype=int32, mpmd_idxs=(0, 1, 2, 3), sharding=NamedSharding(mesh="
-    assert step + "Mesh('stage': 4, 'fsdp': 1, axis_types=(Auto, Auto))" in text
+    # The document has no value here.
+    assert re.search(
+        r"^MpmdArray\(\d+, dtype=int32, mpmd_idxs=\(0, 1, 2, 3\)\)$", text, re.MULTILINE
+    )
+    assert "sharding=NamedSharding(mesh=Mesh('stage': 1, 'fsdp': 1, axis_types=" in text
     interleaved = re.findall(r"^MpmdArray\(.*mpmd_idxs=\((\d),\)", text, re.MULTILINE)
     assert interleaved == [*"01230123"]
 

@@ -161,6 +161,19 @@ def test_costs_that_make_no_sense_are_named(costs: Costs, message: str):
         simulate(one_f_one_b(3, 4), costs)
 
 
+def test_costs_that_are_no_numbers_are_named():
+    # Not by `Costs(...)`, whose types the tests check.
+    for name, cost, message in (
+        ("transfer", (1, 5), r"`transfer` is \(1, 5\)\. Give one number\."),
+        ("forward", [1, 2, 3], r"`forward` is \[1, 2, 3\]\. Give one number, or a tuple with one"),
+        ("weight", "1", "`weight` is '?1"),
+    ):
+        costs = Costs()
+        object.__setattr__(costs, name, cost)
+        with pytest.raises(ValueError, match=message):
+            simulate(one_f_one_b(3, 4), costs)
+
+
 def test_op_values_are_the_letters():
     assert [op.value for op in Op] == ["F", "B", "I", "W"]
     assert str(parse_step("3F0")) == "3F0"

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ...engines import ENGINES, Engine
+from ...engines import Engine
 from ...engines._engine import PipelinePlan
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
@@ -16,7 +16,8 @@ from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
 from ..optimizer import Optimizer, state_shapes
-from ._check import TOLERANCE, Comparison, check
+from ._check import check, check_steps
+from ._comparison import Comparison
 from ._compile import compile_report, topology_mesh, train_step
 from ._memory import (
     MemoryTable,
@@ -41,13 +42,14 @@ class InspectedModel:
     shard: Callable[..., Any]
     unshard: Callable[..., Any]
     partition: Callable[..., Any]
+    optimizer: Callable[..., Any]
     value_and_grad: Callable[..., Any]
     jit: Callable[..., Callable]
     plan: Callable[..., PipelinePlan]
     _arguments: Callable[..., Any]
     _shapes: Callable[[PyTree], Any]
     _any_num_layers: Any
-    _takes_key: Any
+    takes_key: Any
 
     def check(
         self,
@@ -55,35 +57,48 @@ class InspectedModel:
         batch: PyTree,
         key: Array | None = None,
         *,
-        tolerance: float = TOLERANCE,
+        plain: Callable[..., Any] | None = None,
+        optimizer: Optimizer | None = None,
+        steps: int = 3,
+        tolerance: float | None = None,
     ) -> Comparison:
-        """Compares loss, metrics and every gradient with those of the unpipelined program.
+        """Compares loss, metrics and every gradient with those of the user's own program.
 
-        The unpipelined program runs on the devices of the mesh, each of which needs memory for all
-        parameters and gradients (divided by `fsdp`).
+        That is `embed`, every layer in order and `loss`, on the whole batch, in the user's tree. It
+        runs on one device, which needs memory for all parameters, gradients and activations of the
+        batch: give a small batch, and a model that fits. With dropout and several microbatches,
+        each of which has masks of its own, it is the same for the microbatches one by one.
 
         Args:
             params: Parameters from `shard`, or the user's tree.
             batch: [B, ...] leaves.
             key: The dropout key of the step. None if no function of the model takes one.
+            plain: The user's program, to be compared with in place of the model's functions:
+                `(params, batch) -> loss` or `-> (loss, metrics)`, where `params` is the user's tree
+                and the loss a scalar or `jp.Weighted`.
+            optimizer: An optimizer of optax, or one alike. With it the parameters after some steps
+                are compared too: those of `pipe.optimizer(optimizer)`, and those of `optimizer` on
+                the user's tree.
+            steps: The number of these steps.
             tolerance: The largest relative error that is accepted: the largest difference divided
-                by the largest magnitude of the leaf. The default is for float32.
+                by the largest magnitude of the leaf. Default: by the narrowest dtype that the
+                program computes with, 1e-5 for float32, 1e-12 for float64; for 16 bits by their
+                eps and the number of layers.
 
         Returns:
             The relative error of each leaf, which prints as a table.
 
         Raises:
-            AssertionError: If an error is larger. It names the leaf.
+            AssertionError: If an error is larger. It names the leaf and, where a function of the
+                model is the cause, that function and what to write: one that mixes rows of the
+                batch, or a loss that is no mean over rows.
+            ValueError: If `plain` is given and the model has dropout.
         """
-        plain = replace(
-            cast(Any, self),
-            engine=ENGINES["unpipelined"],
-            mesh=Mesh(self.mesh.devices, self.mesh.axis_names),  # with automatic axes
-            schedule=None,
-            ticks=None,
-            layers_per_stage=None,
-        )
-        return check(self, plain, params, batch, key, tolerance)
+        found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
+        if optimizer is None:
+            return found
+        lifted = self.optimizer(optimizer)
+        return check_steps(self, lifted, optimizer, steps, params, batch, key, found, plain=plain)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
@@ -121,8 +136,7 @@ class InspectedModel:
             ValueError: If the device is unknown, or the batch does not divide.
         """
         stored = self._shapes(params)
-        # Its shape is enough, so any key will do.
-        key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
+        key = _any_key() if self.takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
         def rank_bytes(count: Callable, part: dict[str, Any]) -> tuple[int, ...]:
@@ -189,7 +203,7 @@ class InspectedModel:
             arguments = arguments[0], state, batch
             step = train_step(pipe, pipe.optimizer(optimizer))
             function = pipe.jit(step, donate_argnums=(0, 1))
-        key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
+        key = (_any_key(),) if self.takes_key else ()
         bubble = bubble_fraction(self.timeline())
         return compile_report(function, mesh, bubble, *arguments, *key)
 
@@ -215,3 +229,8 @@ class InspectedModel:
         if self.schedule is None:
             return f"{self.num_microbatches} microbatches"
         return describe(self.schedule)
+
+
+def _any_key() -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a dropout key, which are enough to trace a step."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))

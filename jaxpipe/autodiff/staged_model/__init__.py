@@ -1,5 +1,7 @@
 """The contract between a model and the engines, and what every engine does with microbatches."""
 
+from ._microbatches import SameForAllMicrobatches as SameForAllMicrobatches
+from ._microbatches import accum_dtype as accum_dtype
 from ._microbatches import combine_losses as combine_losses
 from ._microbatches import fold_in_microbatch as fold_in_microbatch
 from ._microbatches import index_leading as index_leading

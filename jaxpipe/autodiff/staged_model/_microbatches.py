@@ -14,24 +14,37 @@ def index_leading(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
+class SameForAllMicrobatches:
+    """Base class of pytree nodes whose random keys are parameters, and no keys of dropout."""
+
+
 def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     """Returns `keys` with the index of a microbatch folded into every random key.
 
     Args:
-        keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged.
+        keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged, and so are all
+            of a node `SameForAllMicrobatches`.
         microbatch: Index of the microbatch, a scalar.
 
     Returns:
         Pytree with the structure and the shapes of `keys`.
     """
 
-    def fold_leaf(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    def is_same(x: Any) -> bool:
+        return isinstance(x, SameForAllMicrobatches)
+
+    def fold_leaf(leaf: Any) -> Any:
+        if is_same(leaf) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         folded = jax.vmap(lambda key: jax.random.fold_in(key, microbatch))(leaf.reshape(-1))
         return folded.reshape(leaf.shape)
 
-    return jax.tree.map(fold_leaf, keys)
+    return jax.tree.map(fold_leaf, keys, is_leaf=is_same)
+
+
+def accum_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which gradients are summed over microbatches: at least float32."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:

@@ -6,7 +6,7 @@ from ._draws import can_draw_own as can_draw_own
 from ._draws import with_own_draws as with_own_draws
 from ._equation_pair import EquationPair as EquationPair
 from ._equation_pair import described as described
-from ._one_step import relations_of as relations_of
+from ._one_equation import relations_of as relations_of
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
 from ._relations import MixesRowsError as MixesRowsError

@@ -153,7 +153,8 @@ class _Run:
                     f"The optimizer is another program for one layer than for several: `{a.name}`"
                     f"{a.where}. Give `params['layers']` as a list of layers."
                 )
-        return [read(atom) for atom in whole.outputs]
+        results = map(read, whole.outputs)
+        return [x if isinstance(x, Blocks) else jnp.asarray(x) for x in results]
 
     def pair(self, whole: Call, part: Call, given: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation of the program of all layers, given that of one layer."""

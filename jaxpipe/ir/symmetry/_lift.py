@@ -87,7 +87,7 @@ class Lifted:
         results, by_slot = [], {}
         for atom, slot in zip(self.outputs, self.out_slots, strict=True):
             if slot is None:
-                results.append(run.read(atom))
+                results.append(jnp.asarray(run.read(atom)))
             else:
                 by_slot.setdefault((slot.kind, slot.name), {})[slot.layer] = atom
         return results, {

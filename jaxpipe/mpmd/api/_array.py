@@ -250,6 +250,8 @@ class MpmdArray:
         return format(self._ready(), spec) if self.is_partially_addressable else repr(self)
 
     def __repr__(self) -> str:
+        if self.ndim == 0 and self._partially_addressable_arrays and not self.is_deleted():
+            return f"MpmdArray({self._ready()}, dtype={self.dtype}, mpmd_idxs={self.mpmd_idxs})"
         return (
             f"MpmdArray(shape={self.shape}, dtype={self.dtype}, "
             f"mpmd_idxs={self.mpmd_idxs}, sharding={self.sharding})"

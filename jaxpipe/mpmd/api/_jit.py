@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -108,7 +109,15 @@ class MpmdFunction:
                     getattr(self._jitted, "__name__", "A step"),
                 )
             self._compiled[key] = self.compile(*args, **kwargs)
-        return self._compiled[key](*args, **kwargs)
+        try:
+            return self._compiled[key](*args, **kwargs)
+        except AttributeError:  # tracers have no sharding, and looking at each would cost time
+            if not any(isinstance(leaf, Tracer) for leaf in leaves):
+                raise
+            raise ValueError(
+                "A step of programs for each rank is called inside of `jax.jit`, `jax.grad` or "
+                "another transformation, which cannot trace it. Call it outside of them."
+            ) from None
 
 
 def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:

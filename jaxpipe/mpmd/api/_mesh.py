@@ -248,7 +248,7 @@ DELAYED = (
     "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
     "only. To reduce gradients once a step, let each device keep its own: "
     "`jax.vmap(jax.value_and_grad(loss), (None, 0), spmd_axis_name={axis!r})`, constrained to "
-    "`PartitionSpec({axis!r})`, and sum the first dim of the result of `treduce`."
+    "`PartitionSpec({axis!r})`, and sum the first dim of what the loop over microbatches returns."
 )
 
 

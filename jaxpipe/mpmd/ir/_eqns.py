@@ -39,6 +39,12 @@ def aval_of(atom: Atom) -> Any:
     return jax.typeof(atom.value) if isinstance(atom, Literal) else atom.aval
 
 
+def is_cast(eqn: Eqn) -> bool:
+    """Returns whether an equation casts a value to another dtype."""
+    operation = eqn.operation
+    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"
+
+
 def is_sum(eqn: Eqn | PipelinedLoop) -> TypeGuard[Eqn]:
     """Returns whether a node adds two variables of the shape and dtype of its output."""
     operation = eqn.operation if isinstance(eqn, Eqn) else None

@@ -194,7 +194,12 @@ def treduce(
 
 
 def treduce_i(
-    fun: Callable[[Any], PyTree], length: int, schedule: Any, operation: PyTree = DEFAULT
+    fun: Callable[[Any], PyTree],
+    length: int,
+    schedule: Any,
+    operation: PyTree = DEFAULT,
+    *,
+    caller: str = TREDUCE,
 ) -> PyTree:
     """Runs `fun` for every microbatch index of `range(length)`, and reduces its results.
 
@@ -205,29 +210,28 @@ def treduce_i(
         operation: `Add`, `Max`, `Concat()` or an object with the methods of `ReduceOp`: one
             operation for all results, or a tree of operations that is a prefix of `out`. The
             default is `(Concat(), Add)`.
+        caller: The function that the user has called, for errors.
 
     Returns:
         A tree like `out`: each result, reduced over all microbatches by its operation.
 
     Raises:
-        ValueError: If `length` is below 1, or `operation` has another value or is not a prefix of
-            `out`.
+        ValueError: If `length` is below 1, or `operation` is another or no prefix of `out`.
     """
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
     operations = _broadcast_operation(operation, shape)
-    reductions(
-        closed.out_avals, operations, length
-    )  # raises if an operation does not fit its result
-    jaxpr = closed.jaxpr
-    lifted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    reductions(closed.out_avals, operations, length)  # raises if one does not fit its result
+    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    lifted = closed.jaxpr.replace(constvars=[], invars=inputs)
     out = treduce_p.bind(
         *closed.consts,
         jaxpr=ClosedJaxpr(lifted, ()),
         num_microbatches=length,
         schedule=schedule,
         operations=operations,
+        caller=caller,
     )
     return jax.tree.structure(shape).unflatten(out)
 
@@ -351,19 +355,17 @@ def _check_reduction(reduction: Reduction, aval: Any) -> None:
 
 
 def _scan(
-    *consts: Any, jaxpr: ClosedJaxpr, num_microbatches: int, schedule: Any, operations: Any
+    *consts: Any, jaxpr: ClosedJaxpr, num_microbatches: int, operations: Any, **_: Any
 ) -> list[Any]:
     """Runs the loop without a pipeline, as a scan over microbatches."""
-    del schedule
     each = reductions(jaxpr.out_avals, operations, num_microbatches)
 
     def turn(carry: list[Any], i: Any) -> tuple[list[Any], None]:
         new = jaxpr_as_fun(jaxpr)(*consts, i)
         return [t.update(x, y, i) for t, x, y in zip(each, carry, new, strict=True)], None
 
-    return lax.scan(turn, [t.init() for t in each], jnp.arange(num_microbatches, dtype=jnp.int32))[
-        0
-    ]
+    indices = jnp.arange(num_microbatches, dtype=jnp.int32)
+    return lax.scan(turn, [t.init() for t in each], indices)[0]
 
 
 def _abstract(*consts: Any, jaxpr: Any, num_microbatches: int, operations: Any, **_: Any) -> Any:
@@ -377,9 +379,10 @@ treduce_p.def_abstract_eval(_abstract)
 mlir.register_lowering(treduce_p, mlir.lower_fun(_scan, multiple_results=True))
 
 
-def _refuse(what: str, instead: str) -> Callable[..., Any]:
-    def rule(*args: Any, **params: Any) -> Any:
-        raise ValueError(f"`treduce` is called inside {what}. {instead}")
+def _refuse(what: str, instead: str, without_body: str) -> Callable[..., Any]:
+    def rule(*args: Any, caller: str, **params: Any) -> Any:
+        advice = instead if caller == TREDUCE else without_body
+        raise ValueError(f"`{caller}` is called inside {what}. {advice}")
 
     return rule
 
@@ -388,7 +391,10 @@ ad.primitive_jvps[treduce_p] = _refuse(
     "a function that is differentiated",
     "Call `jax.value_and_grad` inside of the function that `treduce` is given: a schedule orders "
     "the backward of every microbatch too.",
+    "The gradients of all parameters are the second result of `value_and_grad`.",
 )
 batching.primitive_batchers[treduce_p] = _refuse(
-    "`jax.vmap`", "Call `jax.vmap` inside of the function that `treduce` is given."
+    "`jax.vmap`",
+    "Call `jax.vmap` inside of the function that `treduce` is given.",
+    "Call it once for each entry, in a Python loop.",
 )

@@ -272,6 +272,9 @@ def compile_graph(
         )
         for value, spec in zip(graph.inputs, in_specs, strict=True)
     ]
+    # Without inputs, which say for which devices, JAX would compile for the first one of all.
+    left_to_compiler = None if graph.inputs else P()
+    out_specs = tuple(left_to_compiler if spec is None else spec for spec in out_specs)
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
     device = mesh.devices.flat[0]

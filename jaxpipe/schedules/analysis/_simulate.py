@@ -5,6 +5,7 @@ Times are in the unit of the costs. Where they are integers or fractions, every 
 
 import importlib
 from dataclasses import dataclass
+from numbers import Real
 
 from ..._input import short_repr
 from ..language._action import FusedPair, Op, ScheduleStep, actions_of
@@ -127,6 +128,10 @@ def check_costs(costs: Costs, num_stages: int) -> None:
     for name in ("forward", "input", "weight", "transfer", "pair_factor"):
         cost = getattr(costs, name)
         each = cost if isinstance(cost, tuple) else (cost,)
+        is_per_stage = name in ("forward", "input", "weight")
+        if (isinstance(cost, tuple) and not is_per_stage) or not all(map(_is_number, each)):
+            more = ", or a tuple with one per stage in forward order" if is_per_stage else ""
+            raise ValueError(f"`{name}` is {short_repr(cost)}. Give one number{more}.")
         if isinstance(cost, tuple) and len(cost) != num_stages:
             raise ValueError(
                 f"`{name}` has {len(cost)} entries for {num_stages} stages. "
@@ -137,6 +142,10 @@ def check_costs(costs: Costs, num_stages: int) -> None:
                 f"`{name}` is {short_repr(cost)}. Give times of 0 or more; if not 0, from "
                 f"{_MIN_TIME:g} to {_MAX_TIME:g}."
             )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real)
 
 
 def duration(step: ScheduleStep, costs: Costs) -> Time:

@@ -113,6 +113,8 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
         Zeros [*lead, *x.shape].
     """
     dtype = dtype or x.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):  # of which `jnp.zeros` knows nothing
+        return pvary(jax.lax.full((*lead, *x.shape), 0, dtype))
     if not isinstance(x, jax.Array):
         return pvary(split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
     axes = tuple(varying_axes(x))

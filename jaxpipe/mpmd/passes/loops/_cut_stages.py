@@ -47,6 +47,7 @@ from ...ir._eqns import (
     copy_eqn,
     eliminate_dead_code,
     is_backward_mark,
+    is_cast,
     is_sum,
     is_transposed,
     part_of_mark,
@@ -254,17 +255,29 @@ def _split_results(
     """
     makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
     uses = count_uses(body)
+    eqns = list(body.eqns)
+    positions = dict(positions)
 
     def terms(atom: Atom) -> list[Atom]:
         eqn = makers.get(atom) if isinstance(atom, Var) else None
-        if eqn is None or uses[eqn.outputs[0]] > 1 or not is_sum(eqn):
+        if eqn is None or uses[eqn.outputs[0]] > 1:
             return [atom]
-        return [term for part in eqn.inputs for term in terms(part)]
+        if is_sum(eqn):
+            return [term for part in eqn.inputs for term in terms(part)]
+        if is_cast(eqn) and len(parts := terms(eqn.inputs[0])) > 1:
+            return [cast(part, eqn) for part in parts]
+        return [atom]
+
+    def cast(part: Atom, eqn: Eqn) -> Var:
+        # A sum of gradients is cast to float32 before microbatches are summed: each share is.
+        new = Var(eqn.outputs[0].aval)
+        eqns.append(Eqn(eqn.operation, (part,), (new,)))
+        positions[new] = position(part)
+        return new
 
     def position(atom: Atom) -> int:
         return positions.get(atom, 0) if isinstance(atom, Var) else 0
 
-    eqns = list(body.eqns)
     shares: list[tuple[Var, ...]] = []
     for output, may_share in zip(body.outputs, adds, strict=True):
         parts: dict[int, list[Atom]] = {}

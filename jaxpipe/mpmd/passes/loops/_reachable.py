@@ -32,14 +32,16 @@ def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
     """
     for eqn in eqns:
         if is_treduce(eqn) and where == "a stage":
+            assert isinstance(eqn.operation, PrimitiveCall)
+            caller = eqn.operation.params["caller"]
             raise ValueError(
-                "`treduce` is called inside of the function that another `treduce` is given. Call "
-                "the two one after the other, or use `lax.scan` for the inner one."
+                f"`{caller}` is called inside of a stage, by a function that another `{caller}` "
+                "runs. Call the two one after the other, or use `lax.scan` for the inner one."
             )
-        if any(find_eqns(eqn, LOOP)):
+        for caller in find_eqns(eqn, LOOP):
             raise ValueError(
-                f"`treduce` is called inside {_construct_name(eqn)}, where it would run without a "
-                f"pipeline. {_advice(eqn)}"
+                f"`{caller}` is called inside {_construct_name(eqn)}, where it would run without a "
+                f"pipeline. {_advice(eqn, caller)}"
             )
         if any(find_eqns(eqn, MARK)):
             raise ValueError(
@@ -54,31 +56,31 @@ def is_treduce(eqn: Eqn) -> bool:
     return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == LOOP
 
 
-def find_eqns(eqn: Eqn, name: str) -> Iterator[bool]:
-    """Yields True for each equation named `name` inside `eqn`, at any depth."""
+def find_eqns(eqn: Eqn, name: str) -> Iterator[str]:
+    """Yields what the user called for each equation named `name` inside `eqn`, at any depth."""
     match eqn.operation:
         case Scan(body=body) | ShardMap(body=body):
             bodies = [body]
         case Cond(branches=branches):
             bodies = list(branches)
         case PrimitiveCall(name=own, equation=equation):
-            if own != LOOP and equation is not None and _is_in_jaxprs(equation.params, name):
-                yield True
+            if own != LOOP and equation is not None:
+                yield from _in_jaxprs(equation.params, name)
             return
     for body in bodies:
         for inner in body.eqns:
             if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
-                yield True
+                yield inner.operation.params.get("caller", name)
             yield from find_eqns(inner, name)
 
 
-def _is_in_jaxprs(params: dict[str, Any], name: str) -> bool:
-    return any(
-        equation.primitive.name == name
-        or (equation.primitive.name != LOOP and _is_in_jaxprs(equation.params, name))
-        for jaxpr in jaxprs_in_params(params)
-        for equation in jaxpr.eqns
-    )
+def _in_jaxprs(params: dict[str, Any], name: str) -> Iterator[str]:
+    for jaxpr in jaxprs_in_params(params):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == name:
+                yield equation.params.get("caller", name)
+            elif equation.primitive.name != LOOP:
+                yield from _in_jaxprs(equation.params, name)
 
 
 def _construct_name(eqn: Eqn) -> str:
@@ -97,7 +99,7 @@ def _construct_name(eqn: Eqn) -> str:
             return f"`{name}`"
 
 
-def _advice(eqn: Eqn) -> str:
+def _advice(eqn: Eqn, caller: str) -> str:
     match eqn.operation:
         case Cond():
             return (
@@ -110,5 +112,7 @@ def _advice(eqn: Eqn) -> str:
                 "written out; or call the compiled function once for each turn."
             )
         case PrimitiveCall(name="jit"):
-            return "Leave out its shardings, and give them to `mpmd_jit_with_loop` instead."
-    return "Call `treduce` outside of it."
+            return "Leave out its shardings" + (
+                ", and give them to `mpmd_jit_with_loop` instead." if caller == LOOP else "."
+            )
+    return f"Call `{caller}` outside of it."

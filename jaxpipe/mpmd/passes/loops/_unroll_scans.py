@@ -52,12 +52,13 @@ def unroll_scans(graph: MpmdGraph) -> MpmdGraph:
 
 def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
     """Returns the equations that replace `eqn`, and maps its outputs to theirs in `known`."""
-    if not isinstance(eqn.operation, Scan) or not any(find_eqns(eqn, LOOP)):
+    caller = next(find_eqns(eqn, LOOP), None)
+    if not isinstance(eqn.operation, Scan) or caller is None:
         return [eqn]
     loop = eqn.operation
     if loop.length > MAX_UNROLLED_LENGTH:
         raise ValueError(
-            f"`treduce` is called inside a `lax.scan` or `lax.fori_loop` of {loop.length} turns, "
+            f"`{caller}` is called inside a `lax.scan` or `lax.fori_loop` of {loop.length} turns, "
             f"which is written out, and of more than {MAX_UNROLLED_LENGTH} that takes too long. "
             "Call the compiled function once for each turn, in a Python loop."
         )

@@ -1,0 +1,125 @@
+"""Refuses what functions of a model do besides computing, where an engine cannot do it.
+
+Prints, callbacks, and gradients with respect to arrays that functions close over.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ...engines import Engine
+from ...ir.graph import effects_of
+from .._losses import loss_parts
+from .._model import Model
+
+
+def check_effects(
+    model: Model, engine: Engine, mesh: Mesh, weights: dict[str, Any], batch: PyTree, key: Any
+) -> None:
+    """Checks that the functions of a model do nothing that the engine cannot do.
+
+    In one program, ticks of the bubble run on data that is dropped, and what they print would be
+    noise; JAX runs no callback where some axes of the mesh are automatic. A program for each rank
+    prints.
+
+    Args:
+        model: The model.
+        engine: The engine.
+        mesh: The mesh.
+        weights: The parameters in the groups of engines, or their shapes.
+        batch: Shapes of the rows of a microbatch.
+        key: The dropout key of the step, or ().
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If one has. It names the function and the effect.
+    """
+    if not engine.pipelines:
+        return
+    for name, function, arguments in _functions(model, engine.per_stage_state, weights, batch, key):
+        closed = jax.make_jaxpr(function)(*arguments)
+        if any(map(_is_differentiated, closed.consts)):
+            raise ValueError(
+                f"`{name}` closes over an array that is being differentiated, of which the engine "
+                f"{engine.name!r} computes no gradient. Make it a parameter, such as one of "
+                "`params['shared']` of a `Model(shared=True)`, or give `schedule=None`."
+            )
+        effects = effects_of(closed, prints=engine.per_stage_state)
+        if effects:
+            others = "`schedule=None`" if engine.per_stage_state else _OTHERS
+            raise ValueError(
+                f"`{name}` calls {', '.join(effects)}, and the engine {engine.name!r} cannot run "
+                f"it once for each microbatch. Return what it would show as a metric, or try it "
+                f"with {others}."
+            )
+        is_manual = {*mesh.axis_names} == {"stage"}
+        if not engine.per_stage_state and not is_manual and _has_pure_callback(closed.jaxpr):
+            raise ValueError(
+                f"`{name}` calls `jax.pure_callback`, and `mesh` has the axes "
+                f"{tuple(mesh.axis_names)}: JAX runs callbacks on none that are automatic. Give a "
+                "mesh of the axis 'stage' alone, such as `jax.sharding.Mesh(devices, ('stage',))`, "
+                "or `engine='mpmd'`."
+            )
+
+
+_OTHERS = "`engine='mpmd'` or `schedule=None`"
+
+
+def _functions(
+    model: Model, per_stage: bool, weights: dict[str, Any], batch: PyTree, key: Any
+) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
+    """Yields the name of every function of a model, the function, and shapes of its arguments."""
+    shapes = jax.tree.map(_shape_of, weights)
+    x = jax.eval_shape(model.embed, shapes["embed"], batch, key)
+    yield "embed", model.embed, (shapes["embed"], batch, key)
+    stages = shapes["stages"]
+    for kind, function in _by_kind(model.layer).items():
+        if per_stage:
+            of_kind = [s if kind is None else s[kind] for s in stages if kind is None or kind in s]
+            layer = _without_dims(of_kind[0], 1)
+        else:
+            layer = _without_dims(stages if kind is None else stages[kind], 3)
+        layer = {"layer": layer, "shared": shapes["shared"]} if model.shared else layer
+        name = "layer" if kind is None else f"layer[{kind!r}]"
+        yield name, function, (layer, x, batch, key)
+    head = shapes["head"]
+    boundary = {"head": head, "embed": shapes["embed"]} if model.tied else head
+
+    def loss(*arguments: Any) -> Any:
+        return loss_parts(model.loss(*arguments))
+
+    yield "loss", loss, (boundary, x, batch, key)
+
+
+def _by_kind(layer: Any) -> dict[str | None, Callable]:
+    return dict(layer) if isinstance(layer, Mapping) else {None: layer}
+
+
+def _without_dims(tree: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[count:], x.dtype), tree)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _is_differentiated(x: Any) -> bool:
+    """Returns whether an array is traced for a gradient inside of `jax.jit`."""
+    # There `shard_map` refuses it, because of the mesh in its type; elsewhere JAX differentiates.
+    of_grad = type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+    return of_grad and isinstance(getattr(x, "primal", None), Tracer)
+
+
+def _has_pure_callback(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "pure_callback"
+        or any(map(_has_pure_callback, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )

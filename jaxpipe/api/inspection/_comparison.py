@@ -1,0 +1,139 @@
+"""The differences between what a pipeline computes and what the user's program computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..reference import Result
+
+TOLERANCE = 1e-5
+_MAX_ROWS = 40
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The relative error of everything that a pipeline returns. Prints as a table.
+
+    Attributes:
+        errors: For the loss, every metric, every gradient leaf and, after steps of an optimizer,
+            every parameter, the largest difference divided by the largest magnitude.
+        tolerance: The largest error that is accepted.
+        reference: What the pipeline is compared with, and why the tolerance is what it is.
+        rounding: The largest error that rounding explains, the default of the tolerance.
+        dtype: The narrowest dtype that the user's program computes with.
+    """
+
+    errors: dict[str, float]
+    tolerance: float = TOLERANCE
+    reference: str = ""
+    rounding: float = TOLERANCE
+    dtype: Any = jnp.float32
+
+    @property
+    def largest(self) -> float:
+        """Returns the largest of all errors; NaN if one is NaN."""
+        return float(np.max(list(self.errors.values())))
+
+    @property
+    def worse(self) -> list[str]:
+        """The names of results whose error is larger than the tolerance, or NaN."""
+        return [name for name, error in self.errors.items() if not error <= self.tolerance]
+
+    def __repr__(self) -> str:
+        rows = sorted(self.errors.items(), key=lambda row: -np.nan_to_num(row[1], nan=np.inf))
+        shown = {"loss"} | {name for name, _ in rows[:_MAX_ROWS]}
+        width = max(map(len, shown))
+        lines = [f"{'leaf':<{width}}  relative error"]
+        lines += [
+            f"{name:<{width}}  {e:>14.1e}" for name, e in self.errors.items() if name in shown
+        ]
+        if len(rows) > len(lines) - 1:
+            lines.append(
+                f"and {len(rows) - len(lines) + 1} leaves with smaller errors; the largest of all "
+                f"is {self.largest:.1e}"
+            )
+        return "\n".join([*lines, *([self.reference] if self.reference else [])])
+
+
+def compare(got: Result, wanted: Result) -> dict[str, float]:
+    """Compares two results of a program.
+
+    Args:
+        got: Those of the pipeline.
+        wanted: Those of the user's program.
+
+    Returns:
+        The relative errors by name.
+
+    Raises:
+        AssertionError: If the results differ in metrics, in leaves with gradients, or in shape.
+    """
+    errors = {"loss": _relative_error("loss", got.loss, wanted.loss)}
+    for start, ours, theirs in (
+        ("metrics", got.metrics, wanted.metrics),
+        ("gradients", got.grads, wanted.grads),
+    ):
+        if set(ours) != set(theirs):
+            only = sorted(set(ours) ^ set(theirs))
+            raise AssertionError(
+                f"The pipeline returns the {start} {sorted(ours)[:8]} and the user's program "
+                f"{sorted(theirs)[:8]}: only one of them has {', '.join(only[:8])}."
+            )
+        for name, value in ours.items():
+            full = f"{start}{name}" if start == "gradients" else f"{start}[{name!r}]"
+            errors[full] = _relative_error(full, value, theirs[name])
+    return errors
+
+
+def compare_leaves(start: str, got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    """Returns the relative errors of leaves by name."""
+    return {f"{start}{name}": _relative_error(name, got[name], x) for name, x in wanted.items()}
+
+
+ROUNDINGS_PER_LAYER = 32
+"""Results of a transformer's layer that are rounded one after the other, forwards and backwards."""
+
+
+def default_tolerance(dtype: Any, num_layers: int) -> tuple[float, str]:
+    """Returns the largest relative error that rounding explains, and what it is for.
+
+    Args:
+        dtype: The narrowest dtype that the user's program computes with.
+        num_layers: L.
+
+    Returns:
+        (tolerance, text). For float32 1e-5, for float64 1e-12. Of 16 bits so many are lost in every
+        operation that depth counts. Two programs round at other places, as XLA keeps float32 inside
+        of what it fuses: after n roundings in a row, each of half an eps, they differ by
+        sqrt(n) / 2 eps.
+    """
+    bits, eps, name = jnp.finfo(dtype).bits, float(jnp.finfo(dtype).eps), jnp.dtype(dtype).name
+    if bits >= 32:
+        tolerance = 1e-12 if eps < 1e-10 else TOLERANCE
+        return tolerance, f"tolerance {tolerance:g}, for {name}"
+    count = 0.5 * (ROUNDINGS_PER_LAYER * (num_layers + 1)) ** 0.5
+    text = f"{count:.1f} eps of {name}, in which {num_layers} layers round at other places"
+    return count * eps, f"tolerance {count * eps:.2g}, {text}"
+
+
+def tolerance_of_function(dtype: Any) -> float:
+    """Returns the largest relative error that rounding explains in one function of a model."""
+    return max(TOLERANCE, 2 * float(jnp.finfo(dtype).eps))
+
+
+def _relative_error(name: str, x: Any, true: Any) -> float:
+    x, true = np.asarray(x), np.asarray(true)
+    if x.shape != true.shape:
+        raise AssertionError(
+            f"{name} is {x.shape} from the pipeline and {true.shape} from the user's program."
+        )
+    is_complex = any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (x, true))
+    dtype = np.complex128 if is_complex else np.float64
+    x, true = x.astype(dtype), true.astype(dtype)
+    difference = np.max(np.abs(x - true), initial=0.0)
+    scale = np.max(np.abs(true), initial=0.0)
+    if difference == 0:
+        return 0.0
+    return float(difference / scale) if scale else float("inf")

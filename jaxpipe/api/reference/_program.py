@@ -1,0 +1,318 @@
+"""The user's program: embedding, every layer in order, loss, in the user's tree.
+
+On the whole batch, or on the batch cut into pieces of consecutive rows, whose losses are combined
+as `Model` says: means are averaged, of `Weighted` losses the totals and the weights are summed.
+L layers, n pieces.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._losses import Weighted
+from .._model import Model
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program computes of a batch.
+
+    Attributes:
+        loss: A scalar.
+        metrics: Scalars by name.
+        grads: The gradient of every trainable leaf, by its path in the user's tree.
+    """
+
+    loss: Any
+    metrics: dict[str, Any]
+    grads: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of parameters and a batch, and what of its parameters is trained.
+
+    Attributes:
+        contributions: `(params, rows, piece, key) -> Contributions` of some rows of the batch.
+        trainable: For every leaf of the user's tree, whether it is trained.
+    """
+
+    contributions: Callable[..., "Contributions"]
+    trainable: tuple[bool, ...]
+
+    def leaves(self, params: PyTree) -> list[Any]:
+        """Returns the trainable leaves."""
+        pairs = zip(jax.tree.leaves(params), self.trainable, strict=True)
+        return [x for x, is_trained in pairs if is_trained]
+
+    def names(self, params: PyTree) -> list[str]:
+        """Returns the paths of the trainable leaves."""
+        pairs = zip(jax.tree_util.tree_leaves_with_path(params), self.trainable, strict=True)
+        return [jax.tree_util.keystr(path) for (path, _), is_trained in pairs if is_trained]
+
+    def with_leaves(self, params: PyTree, trained: list[Any]) -> PyTree:
+        """Returns the user's tree with other trainable leaves."""
+        new = iter(trained)
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, self.trainable, strict=True)
+        return tree.unflatten([next(new) if is_trained else x for x, is_trained in pairs])
+
+    def value_and_grad(self, params: PyTree, batch: PyTree, key: Any) -> Any:
+        """Returns ((loss, metrics), gradients of the trainable leaves) of the whole batch."""
+
+        def loss(trained: list[Any]) -> tuple[Any, dict[str, Any]]:
+            found = self.contributions(self.with_leaves(params, trained), batch, 0, key)
+            return found.loss, found.metrics
+
+        return jax.value_and_grad(loss, has_aux=True)(self.leaves(params))
+
+    def cut(self, num_pieces: int, params: PyTree, batch: PyTree, key: Any) -> Any:
+        """Returns the same of the batch cut into n pieces, one after the other."""
+        trained = self.leaves(params)
+        pieces = jax.tree.map(lambda x: cut_rows(x, num_pieces), batch)
+
+        def contribution(trained: list[Any], piece: Any) -> Contributions:
+            rows, i = piece
+            return self.contributions(self.with_leaves(params, trained), rows, i, key)
+
+        def weight(piece: Any) -> Any:
+            return contribution(trained, piece).weight
+
+        numbered = pieces, jnp.arange(num_pieces)
+        first = jax.tree.map(lambda x: x[0], numbered)
+        is_weighted = jax.eval_shape(lambda: contribution(trained, first)).weight is not None
+        # The same number as in the whole batch: a sum of weights, or the number of means.
+        divisor = jnp.sum(jax.lax.map(weight, numbered)) if is_weighted else num_pieces
+
+        def loss(trained: list[Any], piece: Any) -> tuple[Any, dict[str, Any]]:
+            found = contribution(trained, piece)
+            share = found.total / jnp.asarray(divisor, found.total.dtype)
+            metrics = {name: x / num_pieces for name, x in found.metrics.items()}
+            return share + found.aux / num_pieces, metrics
+
+        def step(sums: Any, piece: Any) -> tuple[Any, None]:
+            new = jax.value_and_grad(loss, has_aux=True)(trained, piece)
+            return jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), sums, new), None
+
+        shapes = jax.eval_shape(lambda: jax.value_and_grad(loss, has_aux=True)(trained, first))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), shapes)
+        (value, sums), _ = jax.lax.scan(step, zeros, numbered)
+        return value, [total.astype(w.dtype) for total, w in zip(sums, trained, strict=True)]
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What some rows contribute to the loss of the batch.
+
+    Attributes:
+        total: The loss without auxiliary losses; of a `Weighted` its total.
+        weight: The weight of a `Weighted`, else None.
+        aux: The sum of auxiliary losses of layers.
+        metrics: Scalars by name.
+    """
+
+    total: Any
+    weight: Any
+    aux: Any
+    metrics: dict[str, Any]
+
+    @property
+    def loss(self) -> Any:
+        """Returns the loss if these rows are the whole batch."""
+        return (self.total if self.weight is None else self.total / self.weight) + self.aux
+
+
+jax.tree_util.register_dataclass(Contributions)
+
+
+def program_of(model: Model, trainable: tuple[bool, ...]) -> Program:
+    """Returns the program of a model: its functions one after the other.
+
+    Args:
+        model: The model.
+        trainable: For every leaf, whether it is trained.
+
+    Returns:
+        The program.
+    """
+
+    def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
+        groups = model.to_groups(params)
+        x = model.embed(groups["embed"], rows, embed_key(key, piece))
+        x, sums = run_layers(model, groups, x, rows, piece, key)
+        return with_loss(model, groups, x, rows, loss_key(key, piece), sums)
+
+    return Program(contributions, trainable)
+
+
+_MAX_UNROLLED = 12
+"""Layers of a kind that are traced one by one; more run in a scan, which compiles once."""
+
+
+def run_layers(
+    model: Model, groups: dict[str, Any], x: PyTree, rows: PyTree, piece: Any, key: Any
+) -> tuple[PyTree, dict[str, Any]]:
+    """Runs all layers; returns what leaves the last one, and the sums of what they return besides.
+
+    Args:
+        model: The model.
+        groups: The parameters.
+        x: What enters the first layer.
+        rows: Rows of the batch.
+        piece: The index of the microbatch.
+        key: The dropout key, or None.
+
+    Returns:
+        (x, scalars by name).
+    """
+    sums: dict[str, Any] = {}
+    first = 0
+    for function, layers in layers_by_kind(model, groups):
+
+        def step(x: PyTree, numbered: Any, function: Callable = function) -> tuple[PyTree, Any]:
+            i, weights = numbered
+            given = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
+            return x_and_aux(function(given, x, rows, layer_key(key, i, piece)), x)
+
+        count = num_layers(layers)
+        if count > _MAX_UNROLLED:
+            if isinstance(layers, list | tuple):
+                layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+            x, aux = jax.lax.scan(step, x, (first + jnp.arange(count), layers))
+            found = [{name: jnp.sum(value) for name, value in aux.items()}]
+        else:
+            found = []
+            for i in range(count):
+                x, aux = step(x, (first + i, nth_layer(layers, i)))
+                found.append(aux)
+        for aux in found:
+            sums = {name: sums.get(name, 0.0) + aux.get(name, 0.0) for name in sums | aux}
+        first += count
+    return x, sums
+
+
+def with_loss(
+    model: Model, groups: dict[str, Any], x: PyTree, rows: PyTree, key: Any, sums: dict[str, Any]
+) -> Contributions:
+    """Runs the loss, and adds what layers have returned besides x."""
+    own = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
+    total, weight, metrics = taken_apart(model.loss(own, x, rows, key))
+    aux = jnp.asarray(sums.get("loss", 0.0), total.dtype)
+    metrics = metrics | {name: value for name, value in sums.items() if name != "loss"}
+    return Contributions(total, weight, aux, as_wide(metrics))
+
+
+def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> Program:
+    """Returns the program of a function `(params, batch) -> loss` or `-> (loss, metrics)`.
+
+    Args:
+        plain: The user's function.
+        trainable: For every leaf, whether it is trained.
+
+    Returns:
+        The program.
+    """
+
+    def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
+        del piece, key
+        total, weight, metrics = taken_apart(plain(params, rows))
+        return Contributions(total, weight, jnp.zeros_like(total), as_wide(metrics))
+
+    return Program(contributions, trainable)
+
+
+def taken_apart(returned: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns (total, weight or None, metrics) of what a loss returned."""
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"`plain` returned {returned!r}. Return a scalar or `jp.Weighted(total, weight)`; "
+            "with a dict of scalars as `(loss, metrics)`."
+        )
+    if not isinstance(loss, Weighted):
+        return jnp.asarray(loss, wide(jnp.result_type(loss))), None, metrics
+    total = jnp.asarray(loss.total, wide(jnp.result_type(loss.total)))
+    return total, jnp.asarray(loss.weight, total.dtype), metrics
+
+
+def layers_by_kind(
+    model: Model, groups: dict[str, Any]
+) -> Iterator[tuple[Callable[..., Any], PyTree]]:
+    """Yields the function and the layers of each kind: a list, or leaves [count, ...]."""
+    if not isinstance(model.layer, Mapping):
+        yield model.layer, groups["layers"]
+        return
+    for kind, function in model.layer.items():
+        yield function, groups["layers"][kind]
+
+
+def num_layers(layers: PyTree) -> int:
+    """Returns the number of layers of a kind."""
+    if isinstance(layers, list | tuple):
+        return len(layers)
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+def count_layers(model: Model, params: PyTree) -> int:
+    """Returns L, the layers of all kinds."""
+    groups = jax.eval_shape(model.to_groups, params)
+    return sum(num_layers(layers) for _, layers in layers_by_kind(model, groups))
+
+
+def nth_layer(layers: PyTree, i: int) -> PyTree:
+    """Returns the parameters of a layer."""
+    if isinstance(layers, list | tuple):
+        return layers[i]
+    return jax.tree.map(lambda x: x[i], layers)
+
+
+def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """Returns what a layer returned, which may be x alone, as (x, auxiliary scalars)."""
+    if jax.tree.structure(returned) == jax.tree.structure(x):
+        return returned, {}
+    y, aux = returned
+    return y, as_wide(aux or {})
+
+
+def embed_key(key: Any, piece: Any) -> Any:
+    """Returns the dropout key of the embedding in a microbatch."""
+    return _folded(key, 0, piece, 0)
+
+
+def loss_key(key: Any, piece: Any) -> Any:
+    """Returns the dropout key of the loss in a microbatch."""
+    return _folded(key, 0, piece, 1)
+
+
+def layer_key(key: Any, layer: int, piece: Any) -> Any:
+    """Returns the dropout key of a layer in a microbatch."""
+    return _folded(key, layer + 1, piece, 0)
+
+
+def _folded(key: Any, *indices: Any) -> Any:
+    if key is None:
+        return ()
+    for i in indices:
+        key = jax.random.fold_in(key, i)
+    return key
+
+
+def cut_rows(x: Any, num_pieces: int) -> Any:
+    """Returns [n, rows, ...] from [B, ...]."""
+    return jnp.reshape(x, (num_pieces, x.shape[0] // num_pieces, *x.shape[1:]))
+
+
+def wide(dtype: Any) -> Any:
+    """Returns the dtype in which values of pieces are added up: at least float32."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.result_type(float)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def as_wide(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns scalars in the dtypes in which they are averaged."""
+    return {name: jnp.asarray(x, wide(jnp.result_type(x))) for name, x in metrics.items()}
