@@ -130,6 +130,9 @@ def root_of_a_mean(w: Any, x: Any, batch: Any) -> Any:
     return jnp.sqrt(jnp.mean(token_losses(w, x, batch) ** 2))
 
 
+Functions = tuple[Callable, Callable, Callable]
+
+
 def plain(
     embed: Callable, layer: Callable, loss: Callable, params: Any, batch: Any
 ) -> tuple[Any, dict[str, Any]]:
@@ -177,7 +180,7 @@ def run(pipe: Any, params: Any, key: Any = None) -> Any:
 WANTED: dict[Any, Any] = {}
 
 
-def check_against_plain(functions: tuple[Callable, ...], pipe: Any) -> None:
+def check_against_plain(functions: Functions, pipe: Any) -> None:
     if functions not in WANTED:  # of several tests
         value_and_grad = jax.value_and_grad(
             lambda params: plain(*functions, params, batch()), has_aux=True
@@ -269,7 +272,7 @@ LOSSES = [masked_mean, sum_of_rows, root_of_a_mean]
     ],
 )
 def test_what_mixes_rows_is_that_of_the_plain_program(
-    functions: tuple[Callable, ...], pipeline: str, sizes: dict[str, int]
+    functions: Functions, pipeline: str, sizes: dict[str, int]
 ):
     schedule, options = PIPELINES[pipeline]
     pipe = jp.pipeline(
@@ -280,7 +283,7 @@ def test_what_mixes_rows_is_that_of_the_plain_program(
 
 @pytest.mark.parametrize("name", ["embed", "layer", "loss"])
 def test_one_function_that_mixes_rows_is_named_with_its_line(name: str):
-    functions = {"embed": embed, "layer": layer, "loss": loss}
+    functions: dict[str, Any] = {"embed": embed, "layer": layer, "loss": loss}
     mixing = {
         "embed": lambda w, batch: embed(w, batch) - embed(w, batch).mean(0),
         "layer": with_sorted_rows,
@@ -348,7 +351,7 @@ def test_an_error_of_a_function_is_raised_as_it_is(name: str, pipeline: str):
     def failing(w: Any, x: Any, batch: Any) -> Any:
         return fail(w, x, batch)
 
-    functions = {"embed": embed, "layer": layer, "loss": loss, name: failing}
+    functions: dict[str, Any] = {"embed": embed, "layer": layer, "loss": loss, name: failing}
     if name == "embed":
         functions["embed"] = lambda w, batch: fail(w, batch)
     schedule, options = PIPELINES[pipeline]
