@@ -70,9 +70,9 @@ def pipeline(
         row_wise: Whether functions treat rows one by one: booleans by name, "embed", "layer" or a
             kind of layers, and "loss"; or one for all. True is taken on trust: the function runs on
             the rows of a device, and a loss, auxiliary losses and metrics must be means over rows,
-            or sums for `(total, weight)`. Random numbers are then others on each device. With False
-            functions are given whole microbatches. Default: what follows from the programs of the
-            functions, as `PipelinedModel.rows` says.
+            or sums in a `Weighted`. Random numbers are then drawn for the rows of a device. With
+            False functions are given whole microbatches. Default: what follows from the programs of
+            the functions, as `PipelinedModel.rows` says.
 
     Returns:
         The pipeline.

@@ -291,8 +291,8 @@ def row_report(
 
 def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], str | None]:
     """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
-    if not states:
-        return (), "the embedding could not be traced"
+    if not states:  # the embedding could not be traced, and the next trace of it says why
+        return (), None
     found: list[int | None] = []
     for relations in zip(*(state.relations for state in states), strict=True):
         dims = {r.dim if isinstance(r, Rows) else None for r in relations}

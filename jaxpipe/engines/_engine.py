@@ -114,7 +114,7 @@ class Engine:
             a step, with those that other ranks send it because several ranks run a stage.
         init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.
-        place: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in groups,
+        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in groups,
             such as the moments of an optimizer, on the devices that hold `like`, the weights.
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
@@ -153,7 +153,7 @@ class Engine:
     rank_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
     step_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
     init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
-    place: Callable[[PipelinePlan, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
+    put_like: Callable[[PipelinePlan, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelinePlan, Costs], Timeline]

@@ -209,7 +209,7 @@ def _rank_bytes(
     return tuple(found)
 
 
-def _place(
+def _put_like(
     plan: PipelinePlan, weights: dict[str, Any], like: dict[str, Any], tied: bool
 ) -> dict[str, Any]:
     """Puts new arrays of every stage, and of embedding and head, on the ranks of their weights."""
@@ -274,7 +274,7 @@ MPMD = Engine(
     rank_bytes=_rank_bytes,
     step_bytes=partial(_rank_bytes, copies=True),
     init=_init,
-    place=_place,
+    put_like=_put_like,
     gather=_gather,
     jit=_jit,
     timeline=_timeline,

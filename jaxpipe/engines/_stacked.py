@@ -231,7 +231,7 @@ def init(
     return jax.jit(make, out_shardings=where)()
 
 
-def place(
+def put_like(
     plan: PipelinePlan,
     weights: dict[str, PyTree],
     like: dict[str, PyTree],

@@ -140,7 +140,7 @@ UNPIPELINED = Engine(
     rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     step_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     init=partial(_stacked.init, stage_axis=None),
-    place=partial(_stacked.place, stage_axis=None),
+    put_like=partial(_stacked.put_like, stage_axis=None),
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,

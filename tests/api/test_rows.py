@@ -130,6 +130,9 @@ def root_of_a_mean(w: Any, x: Any, batch: Any) -> Any:
     return jnp.sqrt(jnp.mean(token_losses(w, x, batch) ** 2))
 
 
+Functions = tuple[Callable, Callable, Callable]
+
+
 def plain(
     embed: Callable, layer: Callable, loss: Callable, params: Any, batch: Any
 ) -> tuple[Any, dict[str, Any]]:
@@ -177,7 +180,7 @@ def run(pipe: Any, params: Any, key: Any = None) -> Any:
 WANTED: dict[Any, Any] = {}
 
 
-def check_against_plain(functions: tuple[Callable, ...], pipe: Any) -> None:
+def check_against_plain(functions: Functions, pipe: Any) -> None:
     if functions not in WANTED:  # of several tests
         value_and_grad = jax.value_and_grad(
             lambda params: plain(*functions, params, batch()), has_aux=True
@@ -269,7 +272,7 @@ LOSSES = [masked_mean, sum_of_rows, root_of_a_mean]
     ],
 )
 def test_what_mixes_rows_is_that_of_the_plain_program(
-    functions: tuple[Callable, ...], pipeline: str, sizes: dict[str, int]
+    functions: Functions, pipeline: str, sizes: dict[str, int]
 ):
     schedule, options = PIPELINES[pipeline]
     pipe = jp.pipeline(
@@ -280,7 +283,7 @@ def test_what_mixes_rows_is_that_of_the_plain_program(
 
 @pytest.mark.parametrize("name", ["embed", "layer", "loss"])
 def test_one_function_that_mixes_rows_is_named_with_its_line(name: str):
-    functions = {"embed": embed, "layer": layer, "loss": loss}
+    functions: dict[str, Any] = {"embed": embed, "layer": layer, "loss": loss}
     mixing = {
         "embed": lambda w, batch: embed(w, batch) - embed(w, batch).mean(0),
         "layer": with_sorted_rows,
@@ -327,6 +330,38 @@ def lowered(**options: Any) -> str:
         **options,
     )
     return pipe.jit(pipe.value_and_grad).lower(pipe.shard(init()), batch()).as_text()
+
+
+def test_where_no_axis_divides_rows_the_report_says_what_would_be():
+    model = jp.Model(embed, with_sorted_rows, loss)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=M)
+    report = pipe.rows(init(), batch())
+    assert [f.is_row_wise for f in report.functions] == [True, False, True]
+    assert str(report).endswith("No axis divides rows: functions see microbatches of 4 rows.")
+    of_one_row = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=B)
+    assert all(f.is_row_wise for f in of_one_row.rows(init(), batch()).functions)
+
+
+@pytest.mark.parametrize("name", ["embed", "layer", "loss"])
+@pytest.mark.parametrize("pipeline", ["1f1b", "circular"])
+def test_an_error_of_a_function_is_raised_as_it_is(name: str, pipeline: str):
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("no such thing")
+
+    def failing(w: Any, x: Any, batch: Any) -> Any:
+        return fail(w, x, batch)
+
+    functions: dict[str, Any] = {"embed": embed, "layer": layer, "loss": loss, name: failing}
+    if name == "embed":
+        functions["embed"] = lambda w, batch: fail(w, batch)
+    schedule, options = PIPELINES[pipeline]
+    sizes = mesh(stage=2, fsdp=2)
+    model = jp.Model(**functions)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=sizes, microbatches=M, **options)
+    with pytest.raises(ValueError, match=r"^no such thing"):
+        pipe.jit(pipe.value_and_grad)(pipe.shard(init()), batch())
+    report = str(pipe.rows(init(), batch()))
+    assert "may mix rows: tracing it alone raised ValueError: no such thing" in report
 
 
 def test_the_program_of_a_row_wise_model_is_that_without_an_analysis():
@@ -460,10 +495,12 @@ def test_a_key_that_is_not_used_asks_for_nothing():
 
 def test_sums_with_weights_are_row_wise_and_other_pairs_are_not():
     def weighted(w: Any, x: Any, batch: Any) -> Any:
-        return jnp.sum(token_losses(w, x, batch) * batch["mask"]), jnp.sum(batch["mask"])
+        return jp.Weighted(
+            jnp.sum(token_losses(w, x, batch) * batch["mask"]), jnp.sum(batch["mask"])
+        )
 
     def unlike(w: Any, x: Any, batch: Any) -> Any:
-        return jnp.mean(token_losses(w, x, batch)), jnp.sum(batch["mask"])
+        return jp.Weighted(jnp.mean(token_losses(w, x, batch)), jnp.sum(batch["mask"]))
 
     found = {}
     for f in (weighted, unlike):
@@ -472,6 +509,22 @@ def test_sums_with_weights_are_row_wise_and_other_pairs_are_not():
         found[f] = pipe.rows(init(), batch()).functions[-1]
     assert found[weighted].is_row_wise
     assert found[unlike].reason == "the total and the weight do not both add up over rows"
+
+
+def weighted_over_rows(w: Any, x: Any, batch: Any) -> Any:
+    """The total of a microbatch depends on all its rows, and so does its weight."""
+    largest = jnp.max(jnp.sum(batch["mask"], 1))
+    return jp.Weighted(largest * masked_mean(w, x, batch), largest)
+
+
+@pytest.mark.parametrize("pipeline", ["circular", "1f1b", "mpmd"])
+def test_a_weighted_loss_that_mixes_rows_is_that_of_whole_microbatches(pipeline: str):
+    model = jp.Model(embed, layer, weighted_over_rows)
+    reference = jp.pipeline(model, schedule=None, mesh=mesh(stage=1), microbatches=M)
+    schedule, options = PIPELINES[pipeline]
+    sizes = mesh(stage=2, fsdp=2)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=sizes, microbatches=M, **options)
+    close(run(pipe, init()), run(reference, init()))
 
 
 def test_a_metric_that_is_no_mean_is_named():

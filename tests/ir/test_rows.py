@@ -337,7 +337,7 @@ CASES: dict[str, tuple[Function, str]] = {
     "a recurrence": (
         lambda w, r, k: jnp.swapaxes(
             lax.scan(
-                lambda h, x: (jnp.tanh(h @ w["square"] + x),) * 2,
+                lambda h, x: (jnp.tanh(h @ w["square"] + x), jnp.tanh(h @ w["square"] + x)),
                 jnp.zeros((len(r["x"]), D)),
                 jnp.swapaxes(r["x"], 0, 1),
             )[1],

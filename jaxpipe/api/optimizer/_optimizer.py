@@ -137,7 +137,7 @@ class LiftedOptimizer:
             return self.engine.gather(stored.plan, node)
         like = stored.params | {"stages": stored.layers.stages}
         plan = replace(stored.plan, param_specs=node.specs)
-        return replace(node, groups=self.engine.place(plan, node.groups, like, self.model.tied))
+        return replace(node, groups=self.engine.put_like(plan, node.groups, like, self.model.tied))
 
     def _run(
         self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]

@@ -1,7 +1,7 @@
 """Rules of primitives that compute entry by entry, or over some dims of every entry of the others.
 
-A rule is `(pair of equations) -> relations of the results`. It raises `MixesRowsError` if they have
-none.
+A rule is `(pair of equations) -> relations of the results`. It raises `MixesRowsError` if they
+have none.
 """
 
 from collections.abc import Callable
