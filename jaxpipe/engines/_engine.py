@@ -114,8 +114,8 @@ class Engine:
             a step, with those that other ranks send it because several ranks run a stage.
         init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.
-        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in groups,
-            such as the moments of an optimizer, on the devices that hold `like`, the weights.
+        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in
+            groups, such as the moments of an optimizer, on the devices that hold `like`.
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.

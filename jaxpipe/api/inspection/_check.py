@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from .._frozen import trainable_leaves
 from .._params import is_stored
 from ..reference import (
-    Program,
+    UserProgram,
     Result,
     count_layers,
     on_one_device,
@@ -124,7 +124,7 @@ def reference_result(
     return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 
-def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[Program, str]:
+def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProgram, str]:
     trainable = trainable_leaves(pipe.frozen, whole)
     if plain is None:
         text = "reference: the functions of the model on the whole batch, on one device"
@@ -288,7 +288,7 @@ def check_steps(
     return found
 
 
-def _trained(program: Program, whole: PyTree, leaves: list[Any]) -> PyTree:
+def _trained(program: UserProgram, whole: PyTree, leaves: list[Any]) -> PyTree:
     """Returns the user's tree with None at frozen leaves, as an optimizer is given it."""
     new = iter(leaves)
     tree = jax.tree.structure(whole)

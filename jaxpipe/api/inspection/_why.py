@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ...engines._fsdp import num_row_shards
 from .._frozen import trainable_leaves
 from ..reference import (
-    Program,
+    UserProgram,
     Result,
     UnlikeRows,
     first_function_that_mixes,
@@ -99,7 +99,7 @@ def _key(pipe: Any, key: Any) -> Any:
 
 
 def _plain_is_another(
-    pipe: Any, own: Program, plain: Program, whole: PyTree, batch: PyTree, found: Comparison
+    pipe: Any, own: UserProgram, plain: UserProgram, whole: PyTree, batch: PyTree, found: Comparison
 ) -> str:
     """Says that `plain` is not what the functions of the model compute, if so."""
     results = []

@@ -33,7 +33,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Program:
+class UserProgram:
     """A program of parameters and a batch, and what of its parameters is trained.
 
     Attributes:
@@ -99,7 +99,7 @@ class Program:
             return jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), sums, new), None
 
         shapes = jax.eval_shape(lambda: jax.value_and_grad(loss, has_aux=True)(trained, first))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), shapes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of_sums(x.dtype)), shapes)
         (value, sums), _ = jax.lax.scan(step, zeros, numbered)
         return value, [total.astype(w.dtype) for total, w in zip(sums, trained, strict=True)]
 
@@ -129,7 +129,7 @@ class Contributions:
 jax.tree_util.register_dataclass(Contributions)
 
 
-def program_of(model: Model, trainable: tuple[bool, ...]) -> Program:
+def program_of(model: Model, trainable: tuple[bool, ...]) -> UserProgram:
     """Returns the program of a model: its functions one after the other.
 
     Args:
@@ -146,7 +146,7 @@ def program_of(model: Model, trainable: tuple[bool, ...]) -> Program:
         x, sums = run_layers(model, groups, x, rows, piece, key)
         return with_loss(model, groups, x, rows, loss_key(key, piece), sums)
 
-    return Program(contributions, trainable)
+    return UserProgram(contributions, trainable)
 
 
 _MAX_UNROLLED = 12
@@ -203,10 +203,10 @@ def with_loss(
     total, weight, metrics = taken_apart(model.loss(own, x, rows, key))
     aux = jnp.asarray(sums.get("loss", 0.0), total.dtype)
     metrics = metrics | {name: value for name, value in sums.items() if name != "loss"}
-    return Contributions(total, weight, aux, as_wide(metrics))
+    return Contributions(total, weight, aux, in_sum_dtype(metrics))
 
 
-def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> Program:
+def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> UserProgram:
     """Returns the program of a function `(params, batch) -> loss` or `-> (loss, metrics)`.
 
     Args:
@@ -220,9 +220,9 @@ def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> Program:
     def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
         del piece, key
         total, weight, metrics = taken_apart(plain(params, rows))
-        return Contributions(total, weight, jnp.zeros_like(total), as_wide(metrics))
+        return Contributions(total, weight, jnp.zeros_like(total), in_sum_dtype(metrics))
 
-    return Program(contributions, trainable)
+    return UserProgram(contributions, trainable)
 
 
 def taken_apart(returned: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -234,8 +234,8 @@ def taken_apart(returned: Any) -> tuple[Any, Any, dict[str, Any]]:
             "with a dict of scalars as `(loss, metrics)`."
         )
     if not isinstance(loss, Weighted):
-        return jnp.asarray(loss, wide(jnp.result_type(loss))), None, metrics
-    total = jnp.asarray(loss.total, wide(jnp.result_type(loss.total)))
+        return jnp.asarray(loss, dtype_of_sums(jnp.result_type(loss))), None, metrics
+    total = jnp.asarray(loss.total, dtype_of_sums(jnp.result_type(loss.total)))
     return total, jnp.asarray(loss.weight, total.dtype), metrics
 
 
@@ -275,7 +275,7 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
     if jax.tree.structure(returned) == jax.tree.structure(x):
         return returned, {}
     y, aux = returned
-    return y, as_wide(aux or {})
+    return y, in_sum_dtype(aux or {})
 
 
 def embed_key(key: Any, piece: Any) -> Any:
@@ -306,13 +306,13 @@ def cut_rows(x: Any, num_pieces: int) -> Any:
     return jnp.reshape(x, (num_pieces, x.shape[0] // num_pieces, *x.shape[1:]))
 
 
-def wide(dtype: Any) -> Any:
+def dtype_of_sums(dtype: Any) -> Any:
     """Returns the dtype in which values of pieces are added up: at least float32."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.result_type(float)
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def as_wide(metrics: dict[str, Any]) -> dict[str, Any]:
+def in_sum_dtype(metrics: dict[str, Any]) -> dict[str, Any]:
     """Returns scalars in the dtypes in which they are averaged."""
-    return {name: jnp.asarray(x, wide(jnp.result_type(x))) for name, x in metrics.items()}
+    return {name: jnp.asarray(x, dtype_of_sums(jnp.result_type(x))) for name, x in metrics.items()}
