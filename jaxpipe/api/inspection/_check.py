@@ -16,8 +16,8 @@ from jaxtyping import Array, PyTree
 from .._frozen import trainable_leaves
 from .._params import is_stored
 from ..reference import (
-    UserProgram,
     Result,
+    UserProgram,
     count_layers,
     on_one_device,
     program_of,

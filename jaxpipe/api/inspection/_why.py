@@ -15,9 +15,9 @@ from jaxtyping import PyTree
 from ...engines._fsdp import num_row_shards
 from .._frozen import trainable_leaves
 from ..reference import (
-    UserProgram,
     Result,
     UnlikeRows,
+    UserProgram,
     first_function_that_mixes,
     on_one_device,
     program_of,

@@ -2,8 +2,8 @@
 
 from ._pieces import UnlikeRows as UnlikeRows
 from ._pieces import first_function_that_mixes as first_function_that_mixes
-from ._program import UserProgram as UserProgram
 from ._program import Result as Result
+from ._program import UserProgram as UserProgram
 from ._program import count_layers as count_layers
 from ._program import program_of as program_of
 from ._program import program_of_plain as program_of_plain

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..graph import Atom, Literal, Var, variables
-from ._calls import Call, literal_signature
+from ._operands import Call, literal_signature
 
 SMALL = 64
 """The most numbers of a value that several layers may have in common: more than scalars, such as

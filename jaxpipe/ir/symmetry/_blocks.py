@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, to_graph
 from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
 from ._assign import SMALL
-from ._calls import Call, call_of
+from ._operands import Call, call_of
 
 LayerIds = Mapping[str, tuple[np.ndarray, ...]]
 """For every kind of layers and part [lead] the layer at each place, -1 for padding."""

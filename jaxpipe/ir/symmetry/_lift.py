@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..graph import Atom, Literal, Var, to_graph
 from ._assign import SMALL, Assignment, Group, LayerOf, assign, size_of
-from ._calls import Call, calls_of
+from ._operands import Call, calls_of
 
 Parts = tuple[Any, ...]
 """Arrays [lead, ...] with the values of all layers of a kind."""
