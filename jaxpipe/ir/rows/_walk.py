@@ -19,8 +19,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._arithmetic import ARITHMETIC, Rule
+from ._data_movement import MOVES, reshaped
 from ._equation_pair import EquationPair
-from ._moves import MOVES, reshaped
 from ._relations import (
     Mixed,
     MixesRowsError,
