@@ -120,6 +120,8 @@ def run_of_stacks(
     def num_lead(kind: str) -> int:
         return layer_ids[kind][0].ndim
 
+    # The program of one layer of a kind is then that of all.
+    single = {kind for kind, ids in layer_ids.items() if max(map(np.max, ids)) == 0}
     inputs: list[Any] = []
     for argument in arguments:
         rest = iter(argument.values)
@@ -128,9 +130,15 @@ def run_of_stacks(
                 inputs.append(next(rest))
                 continue
             dim = num_lead(slot.kind) + slot.dim
-            parts = argument.parts[slot.kind, slot.name]
-            inputs.append(Blocks(tuple(jnp.expand_dims(x, dim) for x in parts), slot.kind))
-    kinds = [None if slot is None or slot.dim is None else slot.kind for slot in out_slots]
+            parts = tuple(jnp.expand_dims(x, dim) for x in argument.parts[slot.kind, slot.name])
+            if slot.kind in single:
+                inputs.append(_only_layer(parts, layer_ids[slot.kind]))
+            else:
+                inputs.append(Blocks(parts, slot.kind))
+    kinds = [
+        None if slot is None or slot.dim is None or slot.kind in single else slot.kind
+        for slot in out_slots
+    ]
     results = Results([], {})
     named: dict[tuple[str, str], tuple[Any, ...]] = {}
     outputs = run_blocks(closed, of_one_layer, inputs, kinds, layer_ids, replicate)
@@ -139,9 +147,21 @@ def run_of_stacks(
             results.values.append(output)
             continue
         dim, ids = num_lead(slot.kind) + slot.dim, layer_ids[slot.kind]
-        stacks = (jnp.squeeze(part, dim) for part in output.parts)
+        if slot.kind in single:
+            parts = tuple(jnp.broadcast_to(output, (*i.shape, *output.shape)) for i in ids)
+        else:
+            parts = output.parts
+        stacks = (jnp.squeeze(part, dim) for part in parts)
         named[slot.kind, slot.name] = tuple(map(_without_padding, stacks, ids))
     return Results(results.values, named)
+
+
+def _only_layer(parts: tuple[Any, ...], layer_ids: tuple[np.ndarray, ...]) -> Any:
+    """Returns the array of the only layer of a kind."""
+    for part, ids in zip(parts, layer_ids, strict=True):
+        for index in np.argwhere(ids == 0):
+            return part[tuple(map(int, index))]
+    raise AssertionError("the layer is nowhere")
 
 
 def _without_padding(stack: Any, ids: np.ndarray) -> Any:

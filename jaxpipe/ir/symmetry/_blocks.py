@@ -149,10 +149,7 @@ class _Evaluator:
                 (env[a.outputs[0]],) = a.run(*given)
                 partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
             else:
-                raise ValueError(
-                    f"The optimizer is another program for one layer than for several: `{a.name}`"
-                    f"{a.where}. Give `params['layers']` as a list of layers."
-                )
+                raise ValueError(_another_program(a))
         results = map(read, whole.outputs)
         return [x if isinstance(x, Blocks) else jnp.asarray(x) for x in results]
 
@@ -166,13 +163,14 @@ class _Evaluator:
         (kind,) = kinds
         operation, other = whole.operation, part.operation
         match operation:
-            case Scan():
-                assert isinstance(other, Scan)
+            case Scan(length=length):
+                if not isinstance(other, Scan) or other.length != length:
+                    raise ValueError(_another_program(whole))
                 return self.scan(operation, other, kind, given)
             case Cond(branches):
                 assert isinstance(other, Cond)
                 both = zip(branches, other.branches, strict=True)
-                runs = [partial(_of_branch, self, a, b) for a, b in both]
+                runs = [partial(self.branch, kind, a, b) for a, b in both]
                 return lax.switch(given[0], runs, *given[1:])
             case PrimitiveCall(name="while"):
                 return self.while_loop(whole, part, given)
@@ -187,12 +185,14 @@ class _Evaluator:
             (_shape(a), _shape(b)) for a, b in zip(whole.operands, part.operands, strict=True)
         ]
         dims = [row_dim(*pair, count) for pair in shapes]
+        if any(d is None and a != b for d, (a, b) in zip(dims, shapes, strict=True)):
+            raise ValueError(_another_program(whole))
         relations = tuple(Whole() if dim is None else Rows(dim) for dim in dims)
         try:
             results = relations_of(EquationPair(whole.equation, part.equation, relations, count))
         except MixesRowsError as error:
-            axes = whole.equation.params.get("axes", ())
-            if whole.name in _REDUCERS and dims[0] in axes:
+            axes = (call.equation and call.equation.params.get("axes") for call in (whole, part))
+            if whole.name in _REDUCERS and {*axes} == {whole.equation.params["axes"]}:
                 results = [Sum()]
             else:
                 return self.mixed(whole, given, str(error))
@@ -202,9 +202,11 @@ class _Evaluator:
         ]
         outputs = self.batched(part, kind, blocks)
         final: list[Any] = []
-        for output, relation in zip(outputs, results, strict=True):
+        for i, (output, relation) in enumerate(zip(outputs, results, strict=True)):
             match relation:
-                case Rows(is_squeezed=False):
+                case Rows(dim, is_squeezed=False):
+                    if row_dim(_shape(whole.outputs[i]), _shape(part.outputs[i]), count) != dim:
+                        raise ValueError(_another_program(whole))
                     final.append(output)
                 case Sum(0):
                     name = whole.name if whole.name in _REDUCERS else "reduce_sum"
@@ -315,6 +317,15 @@ class _Evaluator:
         carry, ys = lax.scan(turn, carry, xs, whole.length, whole.reverse, whole.unroll)
         return [*carry, *(_moved(y, 0, lead) for y in ys)]
 
+    def branch(self, kind: str, whole: Graph, part: Graph, *given: Any) -> list[Any]:
+        """Runs a branch, whose results with a dim of layers are parts in every branch."""
+        shapes = zip(map(_shape, whole.outputs), map(_shape, part.outputs), strict=True)
+        results = zip(self.graph(whole, part, given), shapes, strict=True)
+        return [
+            x if isinstance(x, Blocks) or a == b else self.to_blocks(x, kind, a, b)
+            for x, (a, b) in results
+        ]
+
     def while_loop(self, whole: Call, part: Call, given: Sequence[Any]) -> list[Any]:
         """Runs a `lax.while_loop` whose state has layers."""
         assert whole.equation is not None and part.equation is not None
@@ -330,12 +341,15 @@ class _Evaluator:
         )
 
 
+def _another_program(call: Call) -> str:
+    return (
+        f"The optimizer is another program for one layer than for several: `{call.name}`"
+        f"{call.where}. Give `params['layers']` as a list of layers."
+    )
+
+
 def _moved(x: Any, source: int, to: int) -> Any:
     """Returns slices of a scan in front of, or behind, the dims of layers."""
     if not isinstance(x, Blocks):
         return x
     return Blocks(tuple(jnp.moveaxis(part, source, to) for part in x.parts), x.kind)
-
-
-def _of_branch(run: _Evaluator, whole: Graph, part: Graph, *given: Any) -> list[Any]:
-    return run.graph(whole, part, given)
