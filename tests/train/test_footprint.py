@@ -109,9 +109,9 @@ def test_calls_keep_a_sum_of_gradients_in_float32_and_some_programs_of_ranks_one
     )
     assert found.gradient_sums == 2 * one.gradients
     assert found.total == one.total + found.gradient_sums
-    for dtype, others in (("float32", 1), ("bfloat16", 2)):
+    for dtype in ("float32", "bfloat16"):  # one sum; or two calls, of half the size
         for rank in estimate_memory(setup_of(2, MPMD, three, {"weight_dtype": dtype}).step):
-            assert rank.gradient_sums == others * rank.gradients
+            assert rank.gradient_sums == rank.gradients
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

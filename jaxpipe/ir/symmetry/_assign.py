@@ -60,11 +60,10 @@ class Assignment:
     owner_of: Mapping[Var, LayerOf]
     same: Mapping[Var, int]
 
-    def sameness(self, atom: Atom) -> Hashable:
-        """Returns equal values for equal operands that belong to no layer."""
-        if isinstance(atom, Literal):
-            return literal_signature(atom.value)
-        return self.same[atom]
+
+def sameness(same: Mapping[Var, int], atom: Atom) -> Hashable:
+    """Returns equal values for equal operands that belong to no layer."""
+    return literal_signature(atom.value) if isinstance(atom, Literal) else same[atom]
 
 
 class _Keys:
@@ -129,9 +128,6 @@ class _Trial:
     groups: dict[tuple[str, int], dict[int, int]]
     group_of: dict[int, tuple[str, int]]
 
-    def sameness(self, atom: Atom) -> Hashable:
-        return Assignment.sameness(self, atom)  # pyright: ignore[reportArgumentType]
-
 
 def _trial(
     calls: Sequence[Call],
@@ -157,7 +153,7 @@ def _trial(
             operands = tuple(
                 ("layer", trial.owner_of[v], trial.key_of[v])
                 if isinstance(v, Var) and v in trial.owner_of
-                else trial.sameness(v)
+                else sameness(trial.same, v)
                 for v in call.operands
             )
             number = sames((call.signature, operands))
@@ -253,7 +249,7 @@ def _differ(calls: Sequence[Call], trial: _Trial, members: Iterable[int]) -> boo
     for operands in zip(*(calls[i].operands for i in members), strict=True):
         if isinstance(operands[0], Var) and operands[0] in trial.owner_of:
             continue
-        if size_of(operands[0]) > SMALL and len({*map(trial.sameness, operands)}) > 1:
+        if size_of(operands[0]) > SMALL and len({sameness(trial.same, v) for v in operands}) > 1:
             return True
     return False
 

@@ -8,7 +8,7 @@ once on each part. Numbers of several layers, such as norms, are read from the p
 in the function that was traced.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..graph import Atom, Literal, Var, to_graph
-from ._assign import SMALL, Assignment, Group, LayerOf, assign, size_of
+from ._assign import SMALL, Assignment, Group, LayerOf, assign, sameness, size_of
 from ._operands import Call, calls_of
 
 Parts = tuple[Any, ...]
@@ -224,8 +224,7 @@ class _Evaluator:
         return isinstance(atom, Var) and atom in self.assignment.key_of
 
     def _are_same(self, atoms: Iterable[Atom]) -> bool:
-        seen: set[Hashable] = {self.assignment.sameness(atom) for atom in atoms}
-        return len(seen) == 1
+        return len({sameness(self.assignment.same, atom) for atom in atoms}) == 1
 
     def _parts_of(self, kind: str, atoms: Sequence[Atom]) -> Parts:
         """Returns the parts of partners, or small values of no layer as parts."""

@@ -27,6 +27,7 @@ from ..graph import (
     ShardMap,
     Var,
     split_at,
+    to_graph,
 )
 
 
@@ -166,7 +167,7 @@ def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     operands = tuple(
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
     )
-    signature = operation.name, _text(equation.params)
+    signature = operation.name, _of_params(equation.params)
     run = partial(_bind, jaxpr, equation)
     return Call(operation.name, operands, eqn.outputs, run, signature, operation)
 
@@ -198,7 +199,7 @@ def _signature(operation: Any) -> Hashable:
             specs = str((operation.in_specs, operation.out_specs, sorted(operation.axes)))
             return "shard_map", specs, graph_signature(body)
         case PrimitiveCall(name=name, equation=equation):
-            return name, _text({} if equation is None else equation.params)
+            return name, _of_params({} if equation is None else equation.params)
 
 
 def graph_signature(graph: Graph) -> Hashable:
@@ -235,11 +236,14 @@ def literal_signature(value: Any) -> Hashable:
     return str(array.dtype), array.shape, array.tobytes()
 
 
-def _text(params: Mapping[str, Any]) -> str:
-    """Returns the parameters of an equation as text: jaxprs print with names in order."""
+def _of_params(params: Mapping[str, Any]) -> Hashable:
+    """Returns equal values for equal parameters of an equation."""
 
-    def of(value: Any) -> str:
-        consts = getattr(value, "consts", ())
-        return f"{value}{[literal_signature(x) for x in consts] if consts else ''}"
+    def of(value: Any) -> Hashable:
+        if isinstance(value, ClosedJaxpr):  # whose text may round or shorten constants
+            return graph_signature(to_graph(value))
+        if isinstance(value, np.ndarray | jax.Array):
+            return literal_signature(value)
+        return str(value)
 
-    return "; ".join(f"{name}={of(params[name])}" for name in sorted(params))
+    return tuple((name, of(params[name])) for name in sorted(params))

@@ -33,7 +33,8 @@ class MemoryEstimate:
     Attributes:
         weights: The weights as they are stored between steps, and those that a rank is sent in a
             step, of stages that it runs and another rank stores.
-        gradients: The gradients of all these weights, as the optimizer takes them.
+        gradients: The gradients of all these weights, as the optimizer takes them; with `mpmd`
+            their float32 sums over microbatches.
         gradient_sums: Gradients beside those of the current call of the engine, if a step has
             several calls: their float32 sum, or with `mpmd` and weights that are not float32 those
             of every other call.
@@ -87,9 +88,12 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
         others = plan.batch.gradient_accumulation_steps - 1
         # Programs of ranks add gradients that are not float32 after the last loop only.
         adds_late = weight_plan.per_stage and jnp.dtype(weight_plan.dtype) != jnp.float32
-        sums = others * gradients if adds_late else min(others, 1) * sums
+        gradients, sums = (
+            (sums, others * gradients) if adds_late else (gradients, min(others, 1) * sums)
+        )
         weights += _copied_bytes(plan, shapes["weights"], where["weights"])
-        gradients += _copied_bytes(plan, shapes["weights"], grad_shardings)
+        copied = in_float32 if adds_late else shapes["weights"]
+        gradients += _copied_bytes(plan, copied, grad_shardings)
         found.append(MemoryEstimate(weights, gradients, sums, optimizer, stage_inputs))
     return tuple(found)
 
