@@ -186,7 +186,7 @@ class _Evaluator:
         ]
         dims = [row_dim(*pair, count) for pair in shapes]
         if any(d is None and a != b for d, (a, b) in zip(dims, shapes, strict=True)):
-            raise ValueError(_another_program(whole))
+            return self.mixed(whole, given, "an operand has the layers in several dims")
         relations = tuple(Whole() if dim is None else Rows(dim) for dim in dims)
         try:
             results = relations_of(EquationPair(whole.equation, part.equation, relations, count))
@@ -206,7 +206,7 @@ class _Evaluator:
             match relation:
                 case Rows(dim, is_squeezed=False):
                     if row_dim(_shape(whole.outputs[i]), _shape(part.outputs[i]), count) != dim:
-                        raise ValueError(_another_program(whole))
+                        return self.mixed(whole, given, "a result has the layers in several dims")
                     final.append(output)
                 case Sum(0):
                     name = whole.name if whole.name in _REDUCERS else "reduce_sum"
