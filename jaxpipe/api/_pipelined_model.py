@@ -59,7 +59,6 @@ from .inspection import InspectedModel
 from .optimizer import (
     Optimizer,
     StoredState,
-    is_stored_state,
     num_lead_dims,
     shard_state,
     traced,
@@ -224,7 +223,7 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If `params` is not as `shard` of this pipeline returns it.
         """
-        if is_stored_state(params):
+        if not is_stored(params) and not self._is_of_user(params):
             return unshard_state(self.engine, self._plan_of_state, params)
         plan = self._plan_of(params)
         params = unmark(params)
@@ -233,6 +232,14 @@ class PipelinedModel(InspectedModel):
         layers = self.engine.unstack(plan, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
         return self.model.from_groups(gathered | {"layers": layers})
+
+    def _is_of_user(self, params: PyTree) -> bool:
+        """Returns whether a tree has the groups of the user's parameters."""
+        try:
+            check_groups(self.model.to_groups(params), self.model.shared)
+        except Exception:  # `to_groups` is the user's, and may raise anything for other trees
+            return False
+        return True
 
     def _plan_of_state(self, node: Any) -> PipelinePlan:
         """Returns the plan for a part of an optimizer's state, and checks that it suits."""

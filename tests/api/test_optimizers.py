@@ -281,6 +281,45 @@ def test_layers_may_have_learning_rates_of_their_own(pipe: str):
     assert largest_error(got, updated(tx, init())[0]) <= 1e-6
 
 
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+def test_noise_of_any_random_keys_is_that_of_the_plain_program(impl: str):
+    """Of rbg keys, a batch draws other bits than its keys one by one."""
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0, impl=impl))
+    tx = optax.chain(noise, optax.sgd(0.01))
+    got, _ = updated_by_pipe(PIPELINES["interleaved, uneven"](), tx, init())
+    assert largest_error(got, updated(tx, init())[0]) <= 1e-6
+
+
+def test_state_of_several_kinds_of_one_stacked_layer_has_names_of_its_own():
+    model = jp.Model(embed, {"a": layer, "b": layer}, loss)
+    base = stacked(init(2))
+    layers = base["layers"]
+    params = base | {
+        "layers": {
+            "a": jax.tree.map(lambda x: x[:1], layers),
+            "b": jax.tree.map(lambda x: 3 * x[1:], layers),
+        }
+    }
+    pipe = pipeline("1f1b", {"stage": 2}, model)
+    got, state = updated_by_pipe(pipe, optax.adam(1e-2), params)
+    wanted, true_state = updated(optax.adam(1e-2), params)
+    assert largest_error(got, wanted) <= 1e-6
+    assert largest_error(state, jax.device_get(true_state)) <= 1e-6
+
+
+def test_only_state_and_a_loop_over_stacked_layers():
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def repeat(x: Any) -> Any:
+            return jax.lax.fori_loop(0, state["n"][0], lambda i, a: a + x, jnp.zeros_like(x))
+
+        return jax.tree.map(repeat, updates), {"n": state["n"] + 1}
+
+    tx: Any = optax.GradientTransformation(lambda params: {"n": jnp.full(5, 2)}, update)
+    got, state = updated_by_pipe(PIPELINES["mpmd"](), tx, stacked(init()))
+    assert state["n"].tolist() == [5] * 5
+    assert largest_error(got, updated(tx, stacked(init()))[0]) <= 1e-6
+
+
 def only_layer(i: int) -> Any:
     def mask(params: Any) -> Any:
         def of(path: Any, leaf: Any) -> bool:

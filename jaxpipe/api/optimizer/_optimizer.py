@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from ..._input import clause
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
 from .._frozen import partition
@@ -147,7 +148,14 @@ class LiftedOptimizer:
         if stored.in_list:
             one, of_one = closed, state
         else:
-            one, (_, of_one) = _trace(function, [a.of_one_layer for a in arguments])
+            try:
+                one, (_, of_one) = _trace(function, [a.of_one_layer for a in arguments])
+            except Exception as error:
+                raise ValueError(
+                    "The optimizer cannot be traced for one layer, which shows what it does to "
+                    f"each of a stack: {clause(error)}. Give `params['layers']` as a list of "
+                    "layers."
+                ) from error
         form = state_form(state, of_one, stored.tree)
         slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
         ids = layer_ids(self.engine, stored.plan, stored.num_layers)

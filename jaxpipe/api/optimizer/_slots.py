@@ -39,11 +39,12 @@ class UserTree:
 
     Attributes:
         structure: The structure of the tree.
-        slots: The slot of every leaf; None for one that is made of arrays of several layers.
+        slots: The slot of every leaf. What is made of arrays of several layers, or of none, is in
+            "shared".
     """
 
     structure: Any
-    slots: tuple[Slot | None, ...]
+    slots: tuple[Slot, ...]
 
     def is_like(self, tree: PyTree) -> bool:
         """Returns whether a tree has the user's structure, with any subtrees at its leaves."""
@@ -109,7 +110,10 @@ def user_tree(
     for equation in closed.jaxpr.eqns:
         read = of(equation.invars)
         sources |= dict.fromkeys(equation.outvars, read)
-    of_leaves = [_joint_slot([slots[i] for i in sorted(of([v]))]) for v in closed.jaxpr.outvars]
+    of_leaves = [
+        _joint_slot([slots[i] for i in sorted(of([v]))]) or Slot("shared", "", f"leaf {k}", -1)
+        for k, v in enumerate(closed.jaxpr.outvars)
+    ]
     return UserTree(jax.tree.structure(shapes), tuple(_with_own_names(of_leaves)))
 
 
@@ -125,12 +129,12 @@ def _joint_slot(slots: Sequence[Slot]) -> Slot | None:
     return slots[0]._replace(name=" and ".join(slot.name for slot in slots))
 
 
-def _with_own_names(slots: Sequence[Slot | None]) -> list[Slot | None]:
+def _with_own_names(slots: Sequence[Slot]) -> list[Slot]:
     """Returns slots with a number behind the names of several leaves that share one."""
-    uses: Counter[Slot | None] = Counter()
-    named: list[Slot | None] = []
+    uses: Counter[Slot] = Counter()
+    named: list[Slot] = []
     for slot in slots:
         count = uses[slot]
         uses[slot] += 1
-        named.append(slot._replace(name=f"{slot.name}#{count}") if slot and count else slot)
+        named.append(slot._replace(name=f"{slot.name}#{count}") if count else slot)
     return named

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import DictKey, keystr
 from jaxtyping import PyTree
 
@@ -46,12 +45,6 @@ class StoredState:
 def is_tree_of_state(x: Any) -> bool:
     """Returns whether `x` is a tree of a state that is like that of parameters."""
     return isinstance(x, StoredState)
-
-
-def is_stored_state(state: PyTree) -> bool:
-    """Returns whether a tree is the state of an optimizer of a pipeline, and no parameters."""
-    leaves = jax.tree.leaves(state, is_leaf=is_tree_of_state)
-    return any(map(is_tree_of_state, leaves)) or not any(map(jnp.shape, leaves))
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ def _slot_of_state(slot: Slot, shape: tuple[int, ...], of_one_layer: tuple[int, 
     if slot.dim is None:
         return slot
     if shape == of_one_layer:  # one for all layers
-        return Slot("shared", "", slot.name, -1)
+        return Slot("shared", "", f"layers {slot.kind} {slot.name}", -1)
     dims = [i for i, size in enumerate(of_one_layer) if shape[i : i + 1] != (size,)]
     if len(shape) != len(of_one_layer) or len(dims) != 1 or of_one_layer[dims[0]] != 1:
         raise ValueError(

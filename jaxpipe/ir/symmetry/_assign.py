@@ -14,6 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..graph import Atom, Literal, Var, variables
 from ._operands import Call, literal_signature
@@ -97,7 +98,7 @@ def assign(
         ValueError: If a call combines whole arrays of several layers, or does something to one
             layer that it does not do to the others.
     """
-    single: set[int] = set()
+    single = {i for i, call in enumerate(calls) if _draws_otherwise_in_batches(call)}
     promoted: dict[int, LayerOf] = {}
     while True:
         trial = _trial(calls, inputs, single, promoted)
@@ -115,6 +116,16 @@ def assign(
             units = _in_order(calls, trial)
             _check_single(calls, trial, units)
             return Assignment(units, trial.key_of, trial.owner_of, trial.same)
+
+
+def _draws_otherwise_in_batches(call: Call) -> bool:
+    """Returns whether a batch of keys draws other bits than its keys one by one, as of `rbg`.
+
+    https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
+    """
+    dtypes = [v.aval.dtype for v in variables(call.operands)]
+    keys = [d for d in dtypes if jnp.issubdtype(d, jax.dtypes.prng_key)]
+    return call.name == "random_bits" and any("fry" not in str(d) for d in keys)
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ def _without_partners(calls: Sequence[Call], trial: _Trial, counts: Mapping[str,
     """Returns the calls of layers that do not have a partner in every layer."""
     bad: set[int] = set()
     for (kind, _), members in trial.groups.items():
-        if len(members) < counts[kind] or _differ(calls, trial, members.values()):
+        if len(members) < counts[kind]:
             bad |= {*members.values()}
     return bad
 
@@ -242,16 +253,6 @@ def _first_of_chains(calls: Sequence[Call], bad: Collection[int]) -> set[int]:
         if index in bad or is_after:
             after.update(call.outputs)
     return first
-
-
-def _differ(calls: Sequence[Call], trial: _Trial, members: Iterable[int]) -> bool:
-    """Returns whether partners read different large values that belong to no layer."""
-    for operands in zip(*(calls[i].operands for i in members), strict=True):
-        if isinstance(operands[0], Var) and operands[0] in trial.owner_of:
-            continue
-        if size_of(operands[0]) > SMALL and len({sameness(trial.same, v) for v in operands}) > 1:
-            return True
-    return False
 
 
 def _sorter(calls: Sequence[Call], trial: _Trial) -> TopologicalSorter[Any]:

@@ -173,7 +173,7 @@ class _Evaluator:
                 runs = [partial(self.branch, kind, a, b) for a, b in both]
                 return lax.switch(given[0], runs, *given[1:])
             case PrimitiveCall(name="while"):
-                return self.while_loop(whole, part, given)
+                return self.while_loop(whole, part, kind, given)
         return self.equation(whole, part, kind, given)
 
     def equation(self, whole: Call, part: Call, kind: str, given: Sequence[Any]) -> Sequence[Any]:
@@ -326,7 +326,7 @@ class _Evaluator:
             for x, (a, b) in results
         ]
 
-    def while_loop(self, whole: Call, part: Call, given: Sequence[Any]) -> list[Any]:
+    def while_loop(self, whole: Call, part: Call, kind: str, given: Sequence[Any]) -> list[Any]:
         """Runs a `lax.while_loop` whose state has layers."""
         assert whole.equation is not None and part.equation is not None
         params, others = whole.equation.params, part.equation.params
@@ -334,10 +334,15 @@ class _Evaluator:
         of_cond, of_body, state = given[: ends[0]], given[ends[0] : ends[1]], given[ends[1] :]
         cond = [to_graph(p["cond_jaxpr"]) for p in (params, others)]
         body = [to_graph(p["body_jaxpr"]) for p in (params, others)]
+        shapes = list(zip(map(_shape, body[0].outputs), map(_shape, body[1].outputs), strict=True))
+        first = [
+            x if isinstance(x, Blocks) or a == b else self.to_blocks(x, kind, a, b)
+            for x, (a, b) in zip(state, shapes, strict=True)
+        ]
         return lax.while_loop(
             lambda state: self.graph(cond[0], cond[1], [*of_cond, *state])[0],
-            lambda state: self.graph(body[0], body[1], [*of_body, *state]),
-            list(state),
+            lambda state: self.branch(kind, body[0], body[1], *of_body, *state),
+            first,
         )
 
 

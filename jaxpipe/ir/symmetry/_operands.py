@@ -77,8 +77,8 @@ def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
     return [call_of(eqn, closed.jaxpr) for eqn in eqns]
 
 
-_MANY = 8
-"""Operands from which on a conditional or a loop is assumed to read several layers."""
+_MANY = {Cond: 2, Scan: 8}
+"""Operands above which a conditional or a loop is assumed to read several layers."""
 
 _SHORT = 64
 """Iterations up to which a loop that reads several layers is written out."""
@@ -86,7 +86,7 @@ _SHORT = 64
 
 def _opened(eqn: Eqn) -> list[Eqn]:
     """Returns the equations inside of a conditional or a loop of many operands."""
-    if len(eqn.inputs) <= _MANY:
+    if len(eqn.inputs) <= _MANY.get(type(eqn.operation), 0):
         return [eqn]
     match eqn.operation:
         case Cond(branches, num_accumulators=0):
