@@ -178,8 +178,10 @@ class _Evaluator:
         for atoms in zip(*(call.operands for call in group.calls), strict=True):
             is_alike = not self._is_of_layers(atoms[0]) and self._are_same(atoms)
             is_batched.append(not is_alike)
-            one = (self.read(atoms[0]),) * len(all_ids)
-            operands.append(one if is_alike else self._parts_of(group.kind, atoms))
+            if is_alike:
+                operands.append((self.read(atoms[0]),) * len(all_ids))
+            else:
+                operands.append(self._parts_of(group.kind, atoms))
         results = []
         for index, ids in enumerate(all_ids):
             run, axes = first.run, [0 if batched else None for batched in is_batched]

@@ -168,7 +168,10 @@ def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
     )
     signature = operation.name, _of_params(equation.params)
-    run = partial(_bind, jaxpr, equation)
+
+    def run(*operands: Any) -> Sequence[Any]:  # no `partial`: JAX would print all of the jaxpr
+        return _bind(jaxpr, equation, *operands)
+
     return Call(operation.name, operands, eqn.outputs, run, signature, operation)
 
 
