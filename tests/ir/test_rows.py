@@ -196,6 +196,34 @@ def _(primals: Any, tangents: Any) -> Any:
     return primals[0] * 2.0, tangents[0] - jnp.mean(tangents[0])
 
 
+@jax.custom_vjp
+def zeros_with_mixing_gradient(x: Any) -> Any:
+    return jnp.zeros_like(x)
+
+
+zeros_with_mixing_gradient.defvjp(lambda x: (x, None), lambda _, g: (g[::-1],))
+
+
+@jax.custom_vjp
+def zero_with_gradient(x: Any) -> Any:
+    return jnp.zeros(())
+
+
+zero_with_gradient.defvjp(
+    lambda x: (jnp.zeros(()), x), lambda x, g: (g * jnp.mean(x) * jnp.ones_like(x),)
+)
+
+
+@jax.custom_jvp
+def zeros_with_mixing_tangent(x: Any) -> Any:
+    return jnp.zeros_like(x)
+
+
+@zeros_with_mixing_tangent.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return jnp.zeros_like(primals[0]), tangents[0][::-1]
+
+
 def attention(w: Any, r: Any, key: Any) -> Any:
     q, k, v = r["x"] @ w["square"], r["x"], r["x"] + w["positions"]
     scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), q @ k.swapaxes(1, 2), -jnp.inf)
@@ -492,6 +520,15 @@ CASES: dict[str, tuple[Function, str]] = {
     "a cotangent of the batch": (lambda w, r, k: clips_by_batch(r["x"]), "mixed"),
     "clipped weights": (lambda w, r, k: r["x"] @ clips_weights(w["square"]), "mixed"),
     "a tangent of the batch": (lambda w, r, k: tangent_of_batch(r["x"]), "mixed"),
+    "zeros with a mixing gradient": (
+        lambda w, r, k: r["x"] + zeros_with_mixing_gradient(r["x"]),
+        "mixed",
+    ),
+    "a zero with a mixing gradient": (lambda w, r, k: r["x"] + zero_with_gradient(r["x"]), "mixed"),
+    "zeros with a mixing tangent": (
+        lambda w, r, k: r["x"] + zeros_with_mixing_tangent(r["x"]),
+        "mixed",
+    ),
     "a write to a row": (lambda w, r, k: r["x"].at[0].set(0.0), "mixed"),
     "gathered rows": (lambda w, r, k: r["x"][r["label"] % len(r["x"])], "mixed"),
     "a row for each token": (lambda w, r, k: r["x"][jnp.zeros_like(r["label"])], "mixed"),

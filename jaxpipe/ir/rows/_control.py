@@ -21,6 +21,7 @@ from ._relations import (
     dual,
     is_within,
     join,
+    zero_as,
 )
 from ._walk import ANOTHER_PROGRAM, Walk
 
@@ -166,7 +167,7 @@ def _scan_over_rows(
 def _custom_jvp(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
 ) -> list[Relation]:
-    found = _call(walk, a, b, relations)
+    found = _without_zeros(walk, a, b, _call(walk, a, b, relations))
     if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
         return found
     tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
@@ -178,13 +179,21 @@ def _custom_jvp(
 def _custom_vjp(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
 ) -> list[Relation]:
-    found = _call(walk, a, b, relations)
+    found = _without_zeros(walk, a, b, _call(walk, a, b, relations))
     if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
         return found
     cotangents = [dual(r) for r, x in zip(found, a.outvars, strict=True) if _is_inexact(x)]
     wanted = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     got = walk.of_jaxprs(_vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents])
     return _if_within(got, wanted, found, "the backward of a `custom_vjp` mixes rows")
+
+
+def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]) -> list[Relation]:
+    """Returns relations of results with a rule of their own: zeros may have gradients, too."""
+    return [
+        zero_as(x.aval.shape, y.aval.shape, walk.num_blocks) if isinstance(r, Zero) else r
+        for r, x, y in zip(results, a.outvars, b.outvars, strict=True)
+    ]
 
 
 def _if_within(
