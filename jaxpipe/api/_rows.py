@@ -5,7 +5,7 @@ b / D rows of each device. All others, and all functions beside them, are given 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -276,10 +276,8 @@ def row_report(
             x = judged(name, partial(_judge_layer, function, num_slices), params, x)
         head = {name: weights[name] for name in ("head", "embed")}
         judged("loss", partial(_judge_loss, model), head if model.tied else weights["head"], x)
-    except (
-        Exception
-    ) as error:  # an engine traces the functions again, and raises what is the user's
-        reason = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
+    except _UntracedError as error:
+        reason = str(error)
         for name in names:
             if name not in verdicts:
                 verdicts[name] = _verdict(name, reason, {}, given)
@@ -298,13 +296,17 @@ def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], 
         dims = {r.dim if isinstance(r, Rows) else None for r in relations}
         if len(dims) > 1:
             return (), "x has rows in different dims before and behind a layer"
-        known = all(
-            r == Rows(r.dim) if isinstance(r, Rows) else is_within(r, MEAN) for r in relations
-        )
-        if not known:
-            return (), f"x has a leaf that is neither rows nor a mean: {described(relations[-1])}"
+        strange = next((r for r in relations if not _is_rows_or_mean(r)), None)
+        if strange is not None:
+            return (), f"x has a leaf that is neither rows nor a mean: {described(strange)}"
         found.append(dims.pop())
     return tuple(found), None
+
+
+def _is_rows_or_mean(relation: Relation) -> bool:
+    if isinstance(relation, Rows):
+        return replace(relation, is_uniform=False) == Rows(relation.dim)
+    return is_within(relation, MEAN)
 
 
 def _verdict(
@@ -324,6 +326,19 @@ def _verdict(
 def smallest_factor(count: int) -> int:
     """Returns the smallest factor of a number that is no 1, or 1 of 1."""
     return next((n for n in range(2, count + 1) if count % n == 0), 1)
+
+
+class _UntracedError(Exception):
+    """A function of the user raised; an engine traces it again, and raises what it raised."""
+
+
+def _traced(trace: Callable, *arguments: Any) -> Any:
+    """Returns `trace(*arguments)`, which runs a function of the user."""
+    try:
+        return trace(*arguments)
+    except Exception as error:
+        text = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
+        raise _UntracedError(text) from error
 
 
 def _num_rows(batch: PyTree) -> int:
@@ -378,7 +393,8 @@ def _judge_layer(
     if num_slices > 1:
         run, offset = slice_of, jax.ShapeDtypeStruct((), jnp.int32)
         pairs = list(zip(x.shapes, batches, strict=True))
-        states = [jax.eval_shape(state_of, weights, of_x, batch, key) for of_x, batch in pairs]
+        shape_of = partial(jax.eval_shape, state_of, weights)
+        states = [_traced(shape_of, of_x, batch, key) for of_x, batch in pairs]
         rows = tuple(Rows(0) for _ in jax.tree.leaves(states[0]))
         shapes = tuple((s, t, offset) for s, t in zip(x.shapes, states, strict=True))
         given = _Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
@@ -450,7 +466,7 @@ def _compared(
         of results in both; and, if the results depend on the key, "own": `FunctionRows.draws`.
     """
     traced = [
-        jax.make_jaxpr(function, return_shape=True)(weights, shapes, batch, key)
+        _traced(jax.make_jaxpr(function, return_shape=True), weights, shapes, batch, key)
         for shapes, batch in zip(x.shapes, batches, strict=True)
     ]
     (whole, results), (part, results_of_part) = traced

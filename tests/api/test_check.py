@@ -234,6 +234,24 @@ def test_rows_of_a_device_that_are_said_to_be_enough_are_named():
         pipeline(mixing, row_wise=True, **options).check(params, batch)
 
 
+def test_rounding_is_not_taken_for_a_function_that_sees_all_rows():
+    params, batch = example()
+    mixing = dataclasses.replace(
+        PLAIN, layer=lambda w, x, batch: (layer(w, x, batch), {"loss": jnp.var(x)})
+    )
+    pipe = pipeline(mixing, sizes={"stage": 2, "data": 2}, microbatches=1, schedule="gpipe")
+    with pytest.raises(AssertionError, match=r"are those of rounding"):
+        pipe.check(params, batch, tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    "returned", [(1.0, {}, {}), (1.0, 2.0), np.ones(3), {"loss": 1.0}, None], ids=str
+)
+def test_what_plain_may_return_is_said(returned: Any):
+    with pytest.raises(ValueError, match=r"`plain` returned .*Return a scalar or `jp.Weighted"):
+        pipeline(PLAIN).check(*example(), plain=lambda params, batch: returned)
+
+
 def test_dropout_hides_no_loss_that_is_no_mean():
     params, batch = example()
     pipe = pipeline(dataclasses.replace(MODEL, loss=masked))

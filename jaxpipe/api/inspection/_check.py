@@ -277,10 +277,9 @@ def check_steps(
     text = f"{found.reference}; parameters after {steps} steps of the optimizer"
     found = replace(found, errors=found.errors | errors, reference=text)
     if found.worse:
-        worst = max(errors, key=lambda name: errors[name])
         raise AssertionError(
             f"After {steps} steps of the optimizer the pipeline differs from the user's program: "
-            f"{worst} (relative error {errors[worst]:.1e}) is above the tolerance "
+            f"{found.worst} (relative error {found.largest:.1e}) is above the tolerance "
             f"{found.tolerance:.2g}. Gradients agree, so the optimizer computes something else of "
             "stored parameters than of the user's tree, or divides by what is zero but for "
             f"rounding.\n{found}"

@@ -41,6 +41,11 @@ class Comparison:
         """The names of results whose error is larger than the tolerance, or NaN."""
         return [name for name, error in self.errors.items() if not error <= self.tolerance]
 
+    @property
+    def worst(self) -> str:
+        """The name of the result whose error is the largest, or NaN."""
+        return largest_error(self.errors)
+
     def __repr__(self) -> str:
         rows = sorted(self.errors.items(), key=lambda row: -np.nan_to_num(row[1], nan=np.inf))
         shown = {"loss"} | {name for name, _ in rows[:_MAX_ROWS]}
@@ -55,6 +60,11 @@ class Comparison:
                 f"is {self.largest:.1e}"
             )
         return "\n".join([*lines, *([self.reference] if self.reference else [])])
+
+
+def largest_error(errors: dict[str, float]) -> str:
+    """Returns the name of the largest error; NaN is larger than any other."""
+    return max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
 
 
 def compare(got: Result, wanted: Result) -> dict[str, float]:

@@ -23,7 +23,7 @@ from ..reference import (
     program_of,
     program_of_plain,
 )
-from ._comparison import Comparison, compare, tolerance_of_function
+from ._comparison import Comparison, compare, largest_error, tolerance_of_function
 
 
 def why(
@@ -63,12 +63,6 @@ def why(
         unlike = of_model(batch, _key(pipe, key), num, tolerance)
         if unlike is not None:
             return _of_microbatches(unlike, num, rows // num)
-    shards = num_row_shards(pipe.mesh)
-    if shards > 1:
-        first = jax.tree.map(lambda x: x[: rows // num], batch)
-        unlike = of_model(first, _key(pipe, key), shards, tolerance)
-        if unlike is not None and found.worse:
-            return _of_row_shards(unlike, shards, rows // num)
     if not found.worse:
         return ""
     if all(error <= found.rounding for error in found.errors.values()):
@@ -76,6 +70,12 @@ def why(
             "No function mixes rows, and the differences are those of rounding: give a `tolerance` "
             f"of {found.rounding:.2g}."
         )
+    shards = num_row_shards(pipe.mesh)
+    if shards > 1:
+        first = jax.tree.map(lambda x: x[: rows // num], batch)
+        unlike = of_model(first, _key(pipe, key), shards, tolerance)
+        if unlike is not None and _sees_rows_of_device(pipe, unlike):
+            return _of_row_shards(unlike, shards, rows // num)
     if pipe.num_slices > 1:
         return (
             f"The schedule cuts sequences into {pipe.num_slices} slices: `embed`, `loss` and all "
@@ -108,7 +108,7 @@ def _plain_is_another(
         (loss, _), grads = jax.tree.map(np.asarray, value)
         results.append(Result(loss, {}, dict(zip(program.names(whole), grads, strict=True))))
     errors = compare(results[0], results[1])
-    name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    name = largest_error(errors)
     if errors[name] <= max(found.tolerance, found.rounding):
         return ""
     return (
@@ -161,12 +161,22 @@ def _of_microbatches(unlike: UnlikeRows, num: int, rows: int) -> str:
     )
 
 
+def _name(unlike: UnlikeRows) -> str:
+    """Returns the name of a function in `row_wise`."""
+    return unlike.function.removeprefix("layer[").removesuffix("]").strip("'")
+
+
+def _sees_rows_of_device(pipe: Any, unlike: UnlikeRows) -> bool:
+    """Returns whether a function is given the rows of a device, as the last trace decided."""
+    functions = pipe.last_rows[0].functions
+    return any(f.is_row_wise for f in functions if f.name == _name(unlike))
+
+
 def _of_row_shards(unlike: UnlikeRows, shards: int, rows: int) -> str:
     """Says what a function does that is another thing on the rows of a device."""
-    name = unlike.function.removeprefix("layer[").removesuffix("]").strip("'")
     return (
         f"`{unlike.function}` mixes rows of a microbatch (relative error {unlike.error:.1e} in "
         f"{unlike.result}), and the pipeline gives it the {rows // shards} of {rows} rows that a "
         f"device has, as if it treated rows one by one. Say that it does not: "
-        f"`jp.pipeline(..., row_wise={{{name!r}: False}})`."
+        f"`jp.pipeline(..., row_wise={{{_name(unlike)!r}: False}})`."
     )

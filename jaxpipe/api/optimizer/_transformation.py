@@ -70,9 +70,9 @@ def transformation(
                 )
         return run_update(grads, state, params, extra)
 
-    if isinstance(tx, tuple):  # the class of optax, which may take extra arguments
-        of_optax: Any = type(tx)
-        return of_optax(init, update)
+    if isinstance(tx, tuple):  # of a class of optax, which may take extra arguments
+        of_optax: Any = tx
+        return of_optax._replace(init=init, update=update)
     return Transformation(init, update)
 
 

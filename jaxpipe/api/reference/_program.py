@@ -219,19 +219,24 @@ def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> UserProgra
 
     def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
         del piece, key
-        total, weight, metrics = taken_apart(plain(params, rows))
+        total, weight, metrics = taken_apart(plain(params, rows), "plain")
         return Contributions(total, weight, jnp.zeros_like(total), in_sum_dtype(metrics))
 
     return UserProgram(contributions, trainable)
 
 
-def taken_apart(returned: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns (total, weight or None, metrics) of what a loss returned."""
-    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    if not isinstance(metrics, dict):
+def taken_apart(returned: Any, name: str = "loss") -> tuple[Any, Any, dict[str, Any]]:
+    """Returns (total, weight or None, metrics) of what a loss, or the function `name`, returned."""
+    match returned:
+        case (loss, dict() as metrics):
+            pass
+        case loss:
+            metrics = {}
+    is_scalar = all(jnp.shape(x) == () for x in jax.tree.leaves((loss, metrics)))
+    if loss is None or isinstance(loss, tuple | list | dict) or not is_scalar:
         raise ValueError(
-            f"`plain` returned {returned!r}. Return a scalar or `jp.Weighted(total, weight)`; "
-            "with a dict of scalars as `(loss, metrics)`."
+            f"`{name}` returned {jax.tree.map(jnp.shape, returned)} (shapes). Return a scalar or "
+            "`jp.Weighted(total, weight)`; with a dict of scalars as `(loss, metrics)`."
         )
     if not isinstance(loss, Weighted):
         return jnp.asarray(loss, dtype_of_sums(jnp.result_type(loss))), None, metrics

@@ -190,9 +190,10 @@ def _custom_vjp(
 
 def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]) -> list[Relation]:
     """Returns relations of results with a rule of their own: zeros may have gradients, too."""
+    shapes: list[Any] = [(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True)]
     return [
-        zero_as(x.aval.shape, y.aval.shape, walk.num_blocks) if isinstance(r, Zero) else r
-        for r, x, y in zip(results, a.outvars, b.outvars, strict=True)
+        zero_as(x.shape, y.shape, walk.num_blocks) if isinstance(r, Zero) else r
+        for r, (x, y) in zip(results, shapes, strict=True)
     ]
 
 

@@ -133,6 +133,10 @@ class _Evaluator:
                 return isinstance(atom, Literal) and isinstance(other, Literal)
             return partner.get(atom) is other
 
+        def is_left_out(a: Call, given: Sequence[Any]) -> bool:
+            is_broadcast = a.name == "broadcast_in_dim" and isinstance(a.operands[0], Var)
+            return is_broadcast and not any(isinstance(x, Blocks) for x in given)
+
         others = [call_of(eqn, self.jaxpr) for eqn in part.eqns]
         i = 0
         for eqn in whole.eqns:
@@ -144,8 +148,7 @@ class _Evaluator:
                 i += 1
                 env.update(zip(a.outputs, self.pair(a, b, given), strict=True))
                 partner.update(zip(a.outputs, b.outputs, strict=True))
-            elif a.name == "broadcast_in_dim" and not any(isinstance(x, Blocks) for x in given):
-                # To one layer it changes nothing, and is left out.
+            elif is_left_out(a, given):  # of the program of one layer
                 (env[a.outputs[0]],) = a.run(*given)
                 partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
             else:

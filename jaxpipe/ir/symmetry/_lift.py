@@ -124,7 +124,8 @@ def lift(
         if slot is not None
     }
     results = {atom for atom in graph.outputs if isinstance(atom, Var)}
-    assignment = assign(calls_of(closed, graph), of_layers, results, counts)
+    layers = {var: layer for var, (layer, _) in of_layers.items()}
+    assignment = assign(calls_of(closed, graph, layers), of_layers, results, counts)
     slots = {(owner.kind, name): var for var, (owner, name) in of_layers.items()}
     others = tuple(var for var in graph.inputs if var not in of_layers)
     return Lifted(others, slots, graph.outputs, tuple(out_slots), assignment)

@@ -64,35 +64,44 @@ class Call:
         return f" ({source_info_util.summarize(self.equation.source_info)})"
 
 
-def calls_of(closed: ClosedJaxpr, graph: Graph) -> list[Call]:
-    """Returns the calls of a graph of a jaxpr, with those of branches and loops of many arrays.
+def calls_of(closed: ClosedJaxpr, graph: Graph, layer_of: Mapping[Var, Hashable]) -> list[Call]:
+    """Returns the calls of a graph of a jaxpr, with those inside of what reads several layers.
 
     A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
     each of them. Both branches are then computed, and the result of one is selected. A loop over
     all layers at once, as in `optax.lbfgs`, is written out.
+
+    Args:
+        closed: The jaxpr.
+        graph: Its graph.
+        layer_of: The layer of each input that belongs to one.
+
+    Returns:
+        The calls.
     """
-    eqns: list[Eqn] = []
+    owners, eqns = dict(layer_of), list[Eqn]()
     for eqn in graph.eqns:
-        eqns += _opened(eqn)
+        eqns += _opened(eqn, owners)
     return [call_of(eqn, closed.jaxpr) for eqn in eqns]
 
-
-_MANY = {Cond: 2, Scan: 8}
-"""Operands above which a conditional or a loop is assumed to read several layers."""
 
 _SHORT = 64
 """Iterations up to which a loop that reads several layers is written out."""
 
 
-def _opened(eqn: Eqn) -> list[Eqn]:
-    """Returns the equations inside of a conditional or a loop of many operands."""
-    if len(eqn.inputs) <= _MANY.get(type(eqn.operation), 0):
-        return [eqn]
+def _opened(eqn: Eqn, owners: dict[Var, Hashable]) -> list[Eqn]:
+    """Returns the equations inside of a conditional or a loop over several layers, or this one."""
+    layers = {owners[x] for x in eqn.inputs if isinstance(x, Var) and x in owners}
+    inside: list[Eqn] = []
     match eqn.operation:
-        case Cond(branches, num_accumulators=0):
-            return _selected(eqn, branches)
-        case Scan(num_accumulators=0, length=length) as scan if 0 < length <= _SHORT:
-            return _unrolled(eqn, scan)
+        case Cond(branches, num_accumulators=0) if len(layers) > 1:
+            inside = _selected(eqn, branches)
+        case Scan(num_accumulators=0, length=n) as scan if len(layers) > 1 and 0 < n <= _SHORT:
+            inside = _unrolled(eqn, scan)
+    if inside:
+        return [opened for inner in inside for opened in _opened(inner, owners)]
+    if len(layers) == 1:
+        owners |= dict.fromkeys(eqn.outputs, *layers)
     return [eqn]
 
 
@@ -140,7 +149,7 @@ def _inlined(graph: Graph, inputs: Sequence[Atom], eqns: list[Eqn]) -> list[Atom
         outputs = tuple(Var(var.aval) for var in inner.outputs)
         renamed = Eqn(inner.operation, tuple(map(read, inner.inputs)), outputs)
         env.update(zip(inner.outputs, outputs, strict=True))
-        eqns += _opened(renamed)
+        eqns.append(renamed)
     return list(map(read, graph.outputs))
 
 
@@ -239,14 +248,17 @@ def literal_signature(value: Any) -> Hashable:
     return str(array.dtype), array.shape, array.tobytes()
 
 
-def _of_params(params: Mapping[str, Any]) -> Hashable:
+def _of_params(params: Any) -> Hashable:
     """Returns equal values for equal parameters of an equation."""
-
-    def of(value: Any) -> Hashable:
-        if isinstance(value, ClosedJaxpr):  # whose text may round or shorten constants
-            return graph_signature(to_graph(value))
-        if isinstance(value, np.ndarray | jax.Array):
-            return literal_signature(value)
-        return str(value)
-
-    return tuple((name, of(params[name])) for name in sorted(params))
+    match params:
+        case ClosedJaxpr() | core.Jaxpr():  # whose text may round or shorten constants
+            closed = params if isinstance(params, ClosedJaxpr) else ClosedJaxpr(params, ())
+            return graph_signature(to_graph(closed))
+        case np.ndarray() | jax.Array():
+            return literal_signature(params)
+        case Mapping():
+            return tuple((name, _of_params(params[name])) for name in sorted(params))
+        case tuple() | list():
+            return type(params).__name__, *map(_of_params, params)
+        case _:
+            return str(params)
