@@ -4,7 +4,7 @@ The judge is the program that a user would write: `tx` on lists of layers, and `
 of a loop over them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -72,7 +72,14 @@ def pipeline(schedule: Any, sizes: dict[str, int], model: Any = MODEL, **options
 
 PIPELINES: dict[str, Callable[[], Any]] = {
     "circular": lambda: pipeline("circular", {"stage": 2}, chunks=3),
+    "circular, uneven, fsdp": lambda: pipeline(
+        "circular", {"stage": 2, "fsdp": 2}, chunks=2, layers_per_stage=(2, 1, 2, 1)
+    ),
     "zero bubble, fsdp": lambda: pipeline("zero_bubble_h1", {"stage": 2, "fsdp": 2}),
+    "zero bubble, uneven, fsdp": lambda: pipeline(
+        "zero_bubble_h1", {"stage": 2, "fsdp": 2}, layers_per_stage=(2, 4)
+    ),
+    "interleaved, fsdp": lambda: pipeline("interleaved_1f1b", {"stage": 2, "fsdp": 2}, chunks=3),
     "interleaved, uneven": lambda: pipeline(
         "interleaved_1f1b", {"stage": 2}, layers_per_stage=(1, 2, 2, 1)
     ),
@@ -144,9 +151,16 @@ QUICK = {
 }
 
 
-def rows(quick: set[str]) -> list[Any]:
-    marks = {name: () if name in quick else (pytest.mark.slow,) for name in TRANSFORMATIONS}
-    return [pytest.param(name, marks=marks[name]) for name in TRANSFORMATIONS]
+SLOW = pytest.mark.slow
+
+
+def rows(quick: Mapping[str, Collection[str]]) -> list[Any]:
+    """Every transformation on every pipeline; those named for a pipeline are not slow."""
+    return [
+        pytest.param(name, pipe, marks=() if name in quick[pipe] else SLOW)
+        for pipe in quick
+        for name in TRANSFORMATIONS
+    ]
 
 
 def check_three_updates(name: str, pipe: Any, params: Any) -> None:
@@ -160,23 +174,23 @@ def check_three_updates(name: str, pipe: Any, params: Any) -> None:
     assert largest_error(state, jax.device_get(true_state)) <= (2e-3 if "lbfgs" in name else 1e-5)
 
 
-@pytest.mark.parametrize("name", rows(QUICK))
-def test_three_updates_in_one_program_are_those_of_the_plain_optimizer(name: str):
-    sizes = {"stage": 2, "fsdp": 2}
-    pipe = pipeline("zero_bubble_h1", sizes, layers_per_stage=(2, 4))
-    check_three_updates(name, pipe, init())
+FEW = {"muon", "adamw, mask", "clip_by_global_norm"}
 
 
-@pytest.mark.parametrize("name", rows({"muon", "adamw, mask", "clip_by_global_norm"}))
-def test_three_updates_in_programs_of_ranks_are_those_of_the_plain_optimizer(name: str):
-    check_three_updates(name, PIPELINES["mpmd"](), init())
+@pytest.mark.parametrize(
+    ("name", "pipe"),
+    rows(dict.fromkeys(PIPELINES, ()) | {"zero bubble, uneven, fsdp": QUICK, "mpmd": FEW}),
+)
+def test_three_updates_are_those_of_the_plain_optimizer(name: str, pipe: str):
+    check_three_updates(name, PIPELINES[pipe](), init())
 
 
 OF_STACKS = {"adamw, mask", "lamb", "novograd", "add_noise", "sm3", "MultiSteps"}
 
 
-@pytest.mark.parametrize("name", rows(OF_STACKS))
-@pytest.mark.parametrize("pipe", ["interleaved, uneven", "mpmd"])
+@pytest.mark.parametrize(
+    ("name", "pipe"), rows({"interleaved, uneven": OF_STACKS, "mpmd": OF_STACKS})
+)
 def test_a_stack_of_layers_in_the_users_tree_is_one_array_to_the_optimizer(name: str, pipe: str):
     """A mask by `ndim`, a trust ratio, noise: each sees [L, ...], as in the user's program."""
     if name == "galore":  # it projects a matrix of 6 vectors, and none of one vector
@@ -226,9 +240,6 @@ BEST_KNOWN: dict[str, Callable[[], Any]] = {
 
 def matrices(x: Any) -> bool:
     return x.ndim >= 2
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("pipe", PIPELINES)

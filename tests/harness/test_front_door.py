@@ -45,9 +45,9 @@ PRODUCT = [
 ]
 
 RANKS = [
-    Row("gpt", schedule, ranks, engine=engine, layers=24, microbatches=8)
+    Row("gpt", schedule, ranks, engine=engine, layers=24, microbatches=m, rows=2 * m)
     for schedule, engine in (("circular", "auto"), ("1f1b", "auto"), ("1f1b", "mpmd"))
-    for ranks in (3, 8)
+    for ranks, m in ((3, 6), (8, 8))
 ]
 
 UNEVEN = [
