@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
+from ..autodiff.staged_model import accum_dtype
 from ._dependence import dependent_inputs, restricted
 
 
@@ -140,14 +141,6 @@ def _described(tree: Any) -> str:
     return str(jax.tree.map(one, tree)).replace("'", "")
 
 
-def sum_dtype(value: Any) -> Any:
-    """Returns the dtype in which values of microbatches are added up: its own, at least float32."""
-    dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.result_type(float)  # float64 under x64
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
-
-
 def batch_divisor(
     loss: Callable[[PyTree, PyTree, PyTree], LossParts],
     boundary: PyTree,
@@ -171,7 +164,7 @@ def batch_divisor(
     """
     shapes = _shapes_of_microbatch(batch_inputs)
     parts = jax.eval_shape(loss, boundary, x, shapes)
-    dtype = sum_dtype(parts.total)
+    dtype = accum_dtype(parts.total)
     if parts.weight is None:
         return jnp.asarray(jax.tree.leaves(batch_inputs)[0].shape[0], dtype)
 

@@ -15,12 +15,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Past
+from ..autodiff.staged_model import Past, accum_dtype
 from ..engines._fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
-from ._losses import LossParts, batch_divisor, check_metrics, loss_parts, sum_dtype
+from ._losses import LossParts, batch_divisor, check_metrics, loss_parts
 from ._model import Model
 from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
@@ -431,7 +431,7 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
 
 def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
     """Returns what a piece contributes to means over all pieces."""
-    return {name: jnp.asarray(x, sum_dtype(x)) * mean for name, x in metrics.items()}
+    return {name: jnp.asarray(x, accum_dtype(x)) * mean for name, x in metrics.items()}
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:

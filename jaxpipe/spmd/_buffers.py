@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import accum_dtype
 from ..ir.transforms import cast_apart
 from .ranks import AXIS, empty
 
@@ -65,9 +65,10 @@ def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
     """
 
     def widen(x: jax.Array) -> jax.Array:
-        if jnp.finfo(x.dtype).bits >= 32:
+        dtype = accum_dtype(x.dtype)
+        if x.dtype == dtype:
             return x
-        return cast_apart(x, jnp.float32) if apart else x.astype(jnp.float32)
+        return cast_apart(x, dtype) if apart else x.astype(dtype)
 
     return jax.tree.map(widen, tree)
 

@@ -42,8 +42,11 @@ def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     return jax.tree.map(fold_leaf, keys, is_leaf=is_same)
 
 
-def accum_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which gradients are summed over microbatches: at least float32."""
+def accum_dtype(value: Any) -> Any:
+    """Returns the dtype, at least float32, in which values of this dtype are summed."""
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.result_type(float)  # float64 under x64
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
