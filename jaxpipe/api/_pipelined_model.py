@@ -175,7 +175,7 @@ class PipelinedModel(InspectedModel):
     def _shapes(self, params: PyTree) -> StoredParams:
         """Returns the shapes of stored parameters."""
         if is_stored(params):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+            return jax.tree.map(shape_of, params)
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
         weights = jax.eval_shape(lambda params: self._weights(plan, params), params)

@@ -16,6 +16,7 @@ from ...engines import Engine
 from ...ir.graph import effects_of
 from .._losses import loss_parts
 from .._model import Model
+from .._staging import shape_of
 
 
 def check_effects(
@@ -76,7 +77,7 @@ def _functions(
     model: Model, per_stage: bool, weights: dict[str, Any], batch: PyTree, key: Any
 ) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
     """Yields the name of every function of a model, the function, and shapes of its arguments."""
-    shapes = jax.tree.map(_shape_of, weights)
+    shapes = jax.tree.map(shape_of, weights)
     x = jax.eval_shape(model.embed, shapes["embed"], batch, key)
     yield "embed", model.embed, (shapes["embed"], batch, key)
     stages = shapes["stages"]
@@ -104,10 +105,6 @@ def _by_kind(layer: Any) -> dict[str | None, Callable]:
 
 def _without_dims(tree: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[count:], x.dtype), tree)
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _is_differentiated(x: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import PyTree
 
+from ...ir.graph import bind
 from .._dependence import dependent_inputs, pruned
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
 
@@ -263,15 +264,13 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True)
         )
         for eqn in jaxpr.eqns:
-            given = [v for v in eqn.invars if not isinstance(v, Literal)]
             if eqn.primitive.name in ("jit", "pjit") and "scan[" in str(eqn.params["jaxpr"]):
                 read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-                found = run(eqn.params["jaxpr"], *read)
+                results = run(eqn.params["jaxpr"], *read)
             else:
-                given = list(dict.fromkeys(given))
-                one = jaxpr.replace(constvars=[], invars=given, outvars=eqn.outvars, eqns=[eqn])
-                found = jaxpr_as_fun(ClosedJaxpr(one, ()))(*(values[v] for v in given))
-            values |= dict(zip(eqn.outvars, found, strict=True))
+                read = [values[v] for v in eqn.invars if not isinstance(v, Literal)]
+                results = bind(eqn, jaxpr)(*read)
+            values |= dict(zip(eqn.outvars, results, strict=True))
         return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
     if not any(eqn.primitive.name in ("jit", "pjit") for eqn in closed.jaxpr.eqns):

@@ -21,6 +21,7 @@ from ._graph import PrimitiveCall as PrimitiveCall
 from ._graph import Scan as Scan
 from ._graph import ShardMap as ShardMap
 from ._graph import Var as Var
+from ._graph import aval_of as aval_of
 from ._graph import check_pure as check_pure
 from ._graph import has_print as has_print
 from ._graph import print_tokens as print_tokens

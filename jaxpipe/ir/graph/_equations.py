@@ -86,17 +86,21 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
     return equation.params.get(_CALLS.get(equation.primitive.name, ""))
 
 
-def bind(equation: JaxprEqn, jaxpr: Jaxpr) -> Callable[..., Sequence[Any]]:
-    """Returns an equation as a function of those of its inputs that are no literals.
+def bind(
+    equation: JaxprEqn, jaxpr: Jaxpr, *, with_literals: bool = False
+) -> Callable[..., Sequence[Any]]:
+    """Returns an equation as a function of its inputs, each use of a variable an input of its own.
 
     Args:
         equation: An equation of any jaxpr.
         jaxpr: The jaxpr that contains it.
+        with_literals: Whether inputs that are literals are inputs of the function too.
 
     Returns:
         `(inputs) -> outputs`.
     """
-    inputs = [x for x in equation.invars if isinstance(x, Var)]
+    invars = [Var(x.aval) if with_literals or isinstance(x, Var) else x for x in equation.invars]
+    inputs = [x for x in invars if isinstance(x, Var)]
     if equation.primitive.name == "pvary" and inputs:
         # What was stored for the other half of a backward varies already when it is read.
         return lambda x: [pvary_like(equation.outvars[0].aval, x)]
@@ -105,7 +109,7 @@ def bind(equation: JaxprEqn, jaxpr: Jaxpr) -> Callable[..., Sequence[Any]]:
         constvars=[],
         invars=inputs,
         outvars=outputs,
-        eqns=[equation.replace(outvars=outputs)],
+        eqns=[equation.replace(invars=invars, outvars=outputs)],
         effects=equation.effects,
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))

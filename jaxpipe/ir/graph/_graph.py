@@ -51,6 +51,11 @@ Atom = Var | Literal
 """An input of an equation, or an output of a graph."""
 
 
+def aval_of(atom: Atom) -> Any:
+    """Returns the abstract value of an atom."""
+    return atom.aval if isinstance(atom, Var) else jax.typeof(atom.value)
+
+
 @dataclass(frozen=True)
 class PrimitiveCall:
     """One primitive, or a function that acts as one.
@@ -154,7 +159,7 @@ class Cond:
             return lax.switch(index, self.branches, *inputs)
         end = len(inputs) - self.num_accumulators
         outputs = self.branches[0].outputs[: -self.num_accumulators]
-        avals = [x.aval if isinstance(x, Var) else jax.typeof(x.value) for x in outputs]
+        avals = list(map(aval_of, outputs))
         return switch_in_place(index, self.branches, inputs[:end], avals, inputs[end:])
 
 

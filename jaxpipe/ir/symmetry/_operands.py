@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import core, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..graph import (
     Atom,
@@ -26,6 +26,7 @@ from ..graph import (
     Scan,
     ShardMap,
     Var,
+    bind,
     split_at,
     to_graph,
 )
@@ -179,23 +180,9 @@ def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     signature = operation.name, _of_params(equation.params)
 
     def run(*operands: Any) -> Sequence[Any]:  # no `partial`: JAX would print all of the jaxpr
-        return _bind(jaxpr, equation, *operands)
+        return bind(equation, jaxpr, with_literals=True)(*operands)
 
     return Call(operation.name, operands, eqn.outputs, run, signature, operation)
-
-
-def _bind(jaxpr: Jaxpr, equation: JaxprEqn, *operands: Any) -> Sequence[Any]:
-    """Runs one equation of a jaxpr on all its operands."""
-    inputs: list[Any] = [core.Var(x.aval) for x in equation.invars]
-    outputs = [core.Var(x.aval) for x in equation.outvars]
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=outputs,
-        eqns=[equation.replace(invars=inputs, outvars=outputs)],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*operands)
 
 
 def _signature(operation: Any) -> Hashable:

@@ -12,9 +12,8 @@ ranks.
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from ...ir.graph import Atom, Eqn, Graph, Literal, Var, variables
+from ...ir.graph import Atom, Eqn, Graph, Literal, Var, aval_of, variables
 from ...schedules import Op
-from ._eqns import aval_of
 from ._loop import PipelinedLoop, StageTask
 from ._mpmd_graph import MpmdGraph
 

@@ -4,18 +4,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
-import jax
-
 from ...ir.graph import (
     Atom,
     Cond,
     Eqn,
     Graph,
-    Literal,
     PrimitiveCall,
     Scan,
     ShardMap,
     Var,
+    aval_of,
     has_print,
     variables,
 )
@@ -33,10 +31,6 @@ COPY = PrimitiveCall("copy", lambda x: [x])
 def copy_eqn(atom: Atom) -> Eqn:
     """Returns an equation that copies an atom to a new variable."""
     return Eqn(COPY, (atom,), (Var(aval_of(atom)),))
-
-
-def aval_of(atom: Atom) -> Any:
-    return jax.typeof(atom.value) if isinstance(atom, Literal) else atom.aval
 
 
 def is_cast(eqn: Eqn) -> bool:

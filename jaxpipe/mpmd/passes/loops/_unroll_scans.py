@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Scan, Var
-from ...ir._eqns import aval_of, substitute_inputs, with_outputs
+from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Scan, Var, aval_of
+from ...ir._eqns import substitute_inputs, with_outputs
 from ...ir._mpmd_graph import MpmdGraph
 from ...ir._reduce import TREDUCE as LOOP
 from ._reachable import find_eqns
