@@ -97,8 +97,8 @@ class LiftedOptimizer:
         self, grads: dict[str, Any], state: PyTree, params: dict[str, Any] | None, extra: PyTree
     ) -> tuple[dict[str, Any], PyTree]:
         """Returns (updates like trainable parameters, the new state), in a traced function."""
-        given = grads if params is None else params
-        stored = stored_tree(self.model, self.engine, self.plan_of(given), given)
+        like = grads if params is None else params
+        stored = stored_tree(self.model, self.engine, self.plan_of(like), like)
         arguments = [
             _of_params("gradients ", stored, grads),
             _of_state(stored, state),

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
+from ...ir.symmetry import LayerIds
 from .._params import NumLayers
 
 PartsByName = Mapping[tuple[str, str], tuple[Any, ...]]
@@ -64,12 +65,12 @@ def replace_trees(stages: Any, num_layers: NumLayers, new: Callable[[str, int], 
 
 def parts_by_name(stages: Any, num_layers: NumLayers) -> dict[tuple[str, str], tuple[Any, ...]]:
     """Returns the arrays [lead, ...] of all layers, by kind and path in a layer."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    arrays: dict[tuple[str, str], list[Any]] = {}
     for kind, trees in part_trees(stages, num_layers).items():
         for tree in trees:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                found.setdefault((kind, jax.tree_util.keystr(path)), []).append(leaf)
-    return {name: tuple(parts) for name, parts in found.items()}
+                arrays.setdefault((kind, jax.tree_util.keystr(path)), []).append(leaf)
+    return {name: tuple(parts) for name, parts in arrays.items()}
 
 
 def stages_like(stages: Any, num_layers: NumLayers, parts: PartsByName) -> Any:
@@ -103,10 +104,8 @@ def stages_of_names(stages: Any, num_layers: NumLayers, parts: PartsByName) -> A
     return replace_trees(stages, num_layers, new)
 
 
-def layer_ids(
-    engine: Engine, plan: PipelinePlan, num_layers: NumLayers
-) -> dict[str, tuple[np.ndarray, ...]]:
-    """Returns for each kind and part [lead] the layer at each place, -1 for padding."""
+def layer_ids(engine: Engine, plan: PipelinePlan, num_layers: NumLayers) -> LayerIds:
+    """Returns where an engine stores which layer."""
     with jax.ensure_compile_time_eval():
         if isinstance(num_layers, int):
             layers: Any = np.arange(1, num_layers + 1)

@@ -4,18 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ...ir.symmetry import Blocks, LayerSlot, lift, run_blocks
+from ...ir.symmetry import Blocks, LayerIds, LayerSlot, fill_padding, lift, read_layer, run_blocks
 from ._parts import PartsByName
 from ._slots import Slot
-
-LayerIds = Mapping[str, tuple[np.ndarray, ...]]
-"""For every kind of layers and part [lead] the layer at each place, -1 for padding."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def run_of_stacks(
             dim = num_lead(slot.kind) + slot.dim
             parts = tuple(jnp.expand_dims(x, dim) for x in argument.parts[slot.kind, slot.name])
             if slot.kind in single:
-                inputs.append(_only_layer(parts, layer_ids[slot.kind]))
+                inputs.append(read_layer(parts, layer_ids[slot.kind], 0))
             else:
                 inputs.append(Blocks(parts, slot.kind))
     kinds = [
@@ -152,20 +148,5 @@ def run_of_stacks(
         else:
             parts = output.parts
         stacks = (jnp.squeeze(part, dim) for part in parts)
-        named[slot.kind, slot.name] = tuple(map(_without_padding, stacks, ids))
+        named[slot.kind, slot.name] = tuple(map(fill_padding, stacks, ids))
     return Results(results.values, named)
-
-
-def _only_layer(parts: tuple[Any, ...], layer_ids: tuple[np.ndarray, ...]) -> Any:
-    """Returns the array of the only layer of a kind."""
-    for part, ids in zip(parts, layer_ids, strict=True):
-        for index in np.argwhere(ids == 0):
-            return part[tuple(map(int, index))]
-    raise AssertionError("the layer is nowhere")
-
-
-def _without_padding(stack: Any, ids: np.ndarray) -> Any:
-    if (ids >= 0).all() or jnp.issubdtype(stack.dtype, jax.dtypes.prng_key):
-        return stack
-    is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (stack.ndim - ids.ndim))
-    return jnp.where(is_layer, stack, jnp.zeros_like(stack))

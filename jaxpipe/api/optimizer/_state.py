@@ -241,14 +241,14 @@ def specs_of_state(specs: ParamSpecs, params: Mapping[Slot, Any], node: StoredSt
         The specs, by the path in the groups of the node.
     """
     table = dict(specs)
-    found: list[tuple[str, Any]] = []
+    specs_by_path: list[tuple[str, Any]] = []
     first = {slot: leaf for slot, leaf in _first_leaves(node) if slot in params}
     for slot, leaf in first.items():
         groups = (slot.group, slot.kind) if slot.kind else (slot.group,)
         spec = table.get(keystr(tuple(map(DictKey, groups))) + slot.name)
         if spec is not None and leaf.shape == params[slot].shape:
-            found.append((keystr(tuple(map(DictKey, (*groups, slot.name)))), spec))
-    return tuple(found)
+            specs_by_path.append((keystr(tuple(map(DictKey, (*groups, slot.name)))), spec))
+    return tuple(specs_by_path)
 
 
 def _first_leaves(node: StoredState) -> list[tuple[Slot, Any]]:

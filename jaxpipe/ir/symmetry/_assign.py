@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..graph import Atom, Literal, Var, variables
+from ..graph import Atom, Literal, Var, aval_of, variables
 from ._operands import Call, literal_signature
 
 SMALL = 64
@@ -32,7 +32,7 @@ class LayerOf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class PartnerCalls:
     """Calls that do the same to every layer of a kind.
 
     Attributes:
@@ -56,7 +56,7 @@ class Assignment:
             cast once for each array.
     """
 
-    units: tuple[Group | Call, ...]
+    units: tuple[PartnerCalls | Call, ...]
     key_of: Mapping[Var, int]
     owner_of: Mapping[Var, LayerOf]
     same: Mapping[Var, int]
@@ -152,9 +152,9 @@ def _trial(
     for var, (owner, name) in inputs.items():
         trial.owner_of[var], trial.key_of[var] = owner, keys(("input", owner.kind, name))
         trial.name_of[var] = name
-    made = {var for call in calls for var in call.outputs}
+    computed = {var for call in calls for var in call.outputs}
     for var in (v for call in calls for v in call.operands if isinstance(v, Var)):
-        if var not in made and var not in inputs:
+        if var not in computed and var not in inputs:
             trial.same[var] = sames(("input", id(var)))
     ordinals: Counter[Hashable] = Counter()
     for index, call in enumerate(calls):
@@ -172,7 +172,7 @@ def _trial(
                 trial.same[var] = sames((number, i))
             continue
         operands = tuple(trial.key_of.get(v) if isinstance(v, Var) else None for v in call.operands)
-        shapes = tuple(str(_aval(v)) for v in call.operands)
+        shapes = tuple(str(aval_of(v)) for v in call.operands)
         base = call.signature, operands, shapes
         # The first call of this form of layer 3 is the partner of the first one of layer 0.
         ordinal = ordinals[(owner, base)]
@@ -187,13 +187,9 @@ def _trial(
     return trial
 
 
-def _aval(atom: Atom) -> Any:
-    return atom.aval if isinstance(atom, Var) else jax.typeof(atom.value)
-
-
 def size_of(atom: Atom) -> int:
     """Returns the number of elements of a value."""
-    return math.prod(_aval(atom).shape)
+    return math.prod(aval_of(atom).shape)
 
 
 def _promotions(
@@ -276,22 +272,24 @@ def _calls_in_cycle(calls: Sequence[Call], trial: _Trial) -> set[int]:
     return set()
 
 
-def _in_order(calls: Sequence[Call], trial: _Trial) -> tuple[Group | Call, ...]:
+def _in_order(calls: Sequence[Call], trial: _Trial) -> tuple[PartnerCalls | Call, ...]:
     """Returns groups and single calls in an order in which they can run."""
-    units: list[Group | Call] = []
+    units: list[PartnerCalls | Call] = []
     for unit in _sorter(calls, trial).static_order():
         if isinstance(unit, int):
             units.append(calls[unit])
         else:
             members = trial.groups[unit]
-            units.append(Group(unit[0], tuple(calls[members[n]] for n in sorted(members))))
+            units.append(PartnerCalls(unit[0], tuple(calls[members[n]] for n in sorted(members))))
     return tuple(units)
 
 
-def _check_single(calls: Sequence[Call], trial: _Trial, units: Iterable[Group | Call]) -> None:
+def _check_single(
+    calls: Sequence[Call], trial: _Trial, units: Iterable[PartnerCalls | Call]
+) -> None:
     """Raises a `ValueError` if a single call reads whole arrays of layers."""
     for call in units:
-        if isinstance(call, Group):
+        if isinstance(call, PartnerCalls):
             continue
         operands = variables(call.operands)
         large = [v for v in operands if v in trial.owner_of and size_of(v) > SMALL]

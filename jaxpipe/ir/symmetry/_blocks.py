@@ -7,7 +7,7 @@ reduced. What follows depends on no layer and runs as it was traced.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +18,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, to_graph
+from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, aval_of, to_graph
 from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
 from ._assign import SMALL
+from ._layer_ids import LayerIds, fill_padding, read_layer
 from ._operands import Call, call_of
-
-LayerIds = Mapping[str, tuple[np.ndarray, ...]]
-"""For every kind of layers and part [lead] the layer at each place, -1 for padding."""
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +80,7 @@ def run_blocks(
         part: The function of one layer of each kind.
         inputs: For each argument an array, or `Blocks` if it has a dim of layers.
         out_kinds: The kind of layers of each result that has a dim of them, None for others.
-        layer_ids: For every kind and part [lead] the layer at each place, -1 for padding.
+        layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
         replicate: Returns a small array on all devices, from which single layers are read.
 
     Returns:
@@ -92,7 +90,7 @@ def run_blocks(
         ValueError: If the function mixes whole arrays of layers, or is another program for another
             number of layers.
     """
-    run = _Evaluator(layer_ids, replicate, whole.jaxpr)
+    run = _BlocksRun(layer_ids, replicate, whole.jaxpr)
     graphs = to_graph(whole), to_graph(part)
     results = run.graph(*graphs, inputs)
     return [
@@ -104,12 +102,11 @@ def run_blocks(
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
-    aval = atom.aval if isinstance(atom, Var) else jax.typeof(atom.value)
-    return tuple(aval.shape)
+    return tuple(aval_of(atom).shape)
 
 
 @dataclass(frozen=True)
-class _Evaluator:
+class _BlocksRun:
     """How layers are stored, from where single ones are read, and the jaxpr of all equations."""
 
     layer_ids: LayerIds
@@ -156,40 +153,42 @@ class _Evaluator:
         results = map(read, whole.outputs)
         return [x if isinstance(x, Blocks) else jnp.asarray(x) for x in results]
 
-    def pair(self, whole: Call, part: Call, given: Sequence[Any]) -> Sequence[Any]:
+    def pair(self, whole: Call, part: Call, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation of the program of all layers, given that of one layer."""
-        kinds = {x.kind for x in given if isinstance(x, Blocks)}
+        kinds = {x.kind for x in operands if isinstance(x, Blocks)}
         if not kinds:
-            return whole.run(*given)
+            return whole.run(*operands)
         if len(kinds) > 1:
-            return self.mixed(whole, given, "it is given layers of several kinds")
+            return self.mixed(whole, operands, "it is given layers of several kinds")
         (kind,) = kinds
         operation, other = whole.operation, part.operation
         match operation:
             case Scan(length=length):
                 if not isinstance(other, Scan) or other.length != length:
                     raise ValueError(_another_program(whole))
-                return self.scan(operation, other, kind, given)
+                return self.scan(operation, other, kind, operands)
             case Cond(branches):
                 assert isinstance(other, Cond)
                 both = zip(branches, other.branches, strict=True)
                 runs = [partial(self.branch, kind, a, b) for a, b in both]
-                return lax.switch(given[0], runs, *given[1:])
+                return lax.switch(operands[0], runs, *operands[1:])
             case PrimitiveCall(name="while"):
-                return self.while_loop(whole, part, kind, given)
-        return self.equation(whole, part, kind, given)
+                return self.while_loop(whole, part, kind, operands)
+        return self.equation(whole, part, kind, operands)
 
-    def equation(self, whole: Call, part: Call, kind: str, given: Sequence[Any]) -> Sequence[Any]:
+    def equation(
+        self, whole: Call, part: Call, kind: str, operands: Sequence[Any]
+    ) -> Sequence[Any]:
         """Runs one primitive that reads layers of a kind."""
         if whole.equation is None:
-            return self.mixed(whole, given, "it is no primitive")
+            return self.mixed(whole, operands, "it is no primitive")
         count = self.count(kind)
         shapes = [
             (_shape(a), _shape(b)) for a, b in zip(whole.operands, part.operands, strict=True)
         ]
         dims = [row_dim(*pair, count) for pair in shapes]
         if any(d is None and a != b for d, (a, b) in zip(dims, shapes, strict=True)):
-            return self.mixed(whole, given, "an operand has the layers in several dims")
+            return self.mixed(whole, operands, "an operand has the layers in several dims")
         relations = tuple(Whole() if dim is None else Rows(dim) for dim in dims)
         try:
             results = relations_of(EquationPair(whole.equation, part.equation, relations, count))
@@ -198,10 +197,10 @@ class _Evaluator:
             if whole.name in _REDUCERS and {*axes} == {whole.equation.params["axes"]}:
                 results = [Sum()]
             else:
-                return self.mixed(whole, given, str(error))
+                return self.mixed(whole, operands, str(error))
         blocks = [
             self.to_blocks(x, kind, *pair) if dim is not None and not isinstance(x, Blocks) else x
-            for x, dim, pair in zip(given, dims, shapes, strict=True)
+            for x, dim, pair in zip(operands, dims, shapes, strict=True)
         ]
         outputs = self.batched(part, kind, blocks)
         final: list[Any] = []
@@ -209,36 +208,34 @@ class _Evaluator:
             match relation:
                 case Rows(dim, is_squeezed=False):
                     if row_dim(_shape(whole.outputs[i]), _shape(part.outputs[i]), count) != dim:
-                        return self.mixed(whole, given, "a result has the layers in several dims")
+                        return self.mixed(
+                            whole, operands, "a result has the layers in several dims"
+                        )
                     final.append(output)
                 case Sum(0):
                     name = whole.name if whole.name in _REDUCERS else "reduce_sum"
                     final.append(self.reduced(output, name))
                 case _:
-                    return self.mixed(whole, given, f"it returns {relation}")
+                    return self.mixed(whole, operands, f"it returns {relation}")
         return final
 
-    def batched(self, part: Call, kind: str, given: Sequence[Any]) -> list[Blocks]:
+    def batched(self, part: Call, kind: str, operands: Sequence[Any]) -> list[Blocks]:
         """Runs an equation of one layer on every layer."""
-        axes = [0 if isinstance(x, Blocks) else None for x in given]
+        axes = [0 if isinstance(x, Blocks) else None for x in operands]
         parts: list[Sequence[Any]] = []
         for index, ids in enumerate(self.layer_ids[kind]):
             run = part.run
             for _ in range(ids.ndim):
                 run = jax.vmap(run, in_axes=axes)
-            parts.append(run(*(x.parts[index] if isinstance(x, Blocks) else x for x in given)))
+            parts.append(run(*(x.parts[index] if isinstance(x, Blocks) else x for x in operands)))
         return [Blocks(tuple(of), kind) for of in zip(*parts, strict=True)]
 
     def reduced(self, blocks: Blocks, name: str) -> Any:
         """Returns the reduction of a value of each layer over all layers."""
         totals = []
-        for x, ids in zip(blocks.parts, self.layer_ids[blocks.kind], strict=True):
-            is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - ids.ndim))
-            if not (ids >= 0).all():
-                x = jnp.where(is_layer, x, jnp.asarray(_NEUTRAL[name](x.dtype), x.dtype))
+        for part, ids in zip(blocks.parts, self.layer_ids[blocks.kind], strict=True):
+            x = fill_padding(part, ids, _NEUTRAL[name](part.dtype))
             totals.append(_REDUCERS[name](x, axis=tuple(range(ids.ndim))).astype(x.dtype))
-        if len(totals) == 1:
-            return totals[0]
         total = totals[0]
         for other in totals[1:]:  # of other ranks
             total = _REDUCERS[name](jnp.stack([total, other]), axis=0).astype(total.dtype)
@@ -261,21 +258,17 @@ class _Evaluator:
 
     def to_whole(self, blocks: Blocks, whole: tuple[int, ...], part: tuple[int, ...]) -> Any:
         """Returns a small array with a dim of layers from its parts."""
-        count = self.count(blocks.kind)
-        layers: list[Any] = [None] * count
-        for x, ids in zip(
-            map(self.replicate, blocks.parts), self.layer_ids[blocks.kind], strict=True
-        ):
-            for place in np.argwhere(ids >= 0):
-                layers[int(ids[tuple(place)])] = x[tuple(map(int, place))]
+        count, ids = self.count(blocks.kind), self.layer_ids[blocks.kind]
+        replicated = list(map(self.replicate, blocks.parts))
+        layers = [read_layer(replicated, ids, layer) for layer in range(count)]
         dim = row_dim(whole, part, count)
         assert dim is not None
         return jnp.concatenate(layers, axis=dim)
 
-    def mixed(self, whole: Call, given: Sequence[Any], why: str) -> Sequence[Any]:
+    def mixed(self, whole: Call, operands: Sequence[Any], why: str) -> Sequence[Any]:
         """Runs an equation that mixes layers, if they are small."""
         values: list[Any] = []
-        for x, atom in zip(given, whole.operands, strict=True):
+        for x, atom in zip(operands, whole.operands, strict=True):
             if not isinstance(x, Blocks):
                 values.append(x)
                 continue
@@ -292,7 +285,7 @@ class _Evaluator:
             values.append(self.to_whole(x, shape, tuple(x.parts[0].shape[lead:])))
         return whole.run(*values)
 
-    def scan(self, whole: Scan, part: Scan, kind: str, given: Sequence[Any]) -> list[Any]:
+    def scan(self, whole: Scan, part: Scan, kind: str, operands: Sequence[Any]) -> list[Any]:
         """Runs a `lax.scan` whose carry or slices have layers."""
         lead = self.layer_ids[kind][0].ndim
         ends = whole.num_consts, whole.num_consts + whole.num_carry
@@ -304,9 +297,9 @@ class _Evaluator:
             is_block = isinstance(x, Blocks) or pair[0] == pair[1]
             return x if is_block else self.to_blocks(x, kind, *pair)
 
-        consts = list(map(as_in_body, given[: ends[0]], shapes[: ends[0]]))
-        carry = list(map(as_in_body, given[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
-        xs = [_moved(x, lead, 0) for x in given[ends[1] :]]
+        consts = list(map(as_in_body, operands[: ends[0]], shapes[: ends[0]]))
+        carry = list(map(as_in_body, operands[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
+        xs = [_moved(x, lead, 0) for x in operands[ends[1] :]]
         out_shapes = [
             (_shape(x), _shape(y))
             for x, y in zip(whole.body.outputs, part.body.outputs, strict=True)
@@ -320,21 +313,25 @@ class _Evaluator:
         carry, ys = lax.scan(turn, carry, xs, whole.length, whole.reverse, whole.unroll)
         return [*carry, *(_moved(y, 0, lead) for y in ys)]
 
-    def branch(self, kind: str, whole: Graph, part: Graph, *given: Any) -> list[Any]:
+    def branch(self, kind: str, whole: Graph, part: Graph, *operands: Any) -> list[Any]:
         """Runs a branch, whose results with a dim of layers are parts in every branch."""
         shapes = zip(map(_shape, whole.outputs), map(_shape, part.outputs), strict=True)
-        results = zip(self.graph(whole, part, given), shapes, strict=True)
+        results = zip(self.graph(whole, part, operands), shapes, strict=True)
         return [
             x if isinstance(x, Blocks) or a == b else self.to_blocks(x, kind, a, b)
             for x, (a, b) in results
         ]
 
-    def while_loop(self, whole: Call, part: Call, kind: str, given: Sequence[Any]) -> list[Any]:
+    def while_loop(self, whole: Call, part: Call, kind: str, operands: Sequence[Any]) -> list[Any]:
         """Runs a `lax.while_loop` whose state has layers."""
         assert whole.equation is not None and part.equation is not None
         params, others = whole.equation.params, part.equation.params
         ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        of_cond, of_body, state = given[: ends[0]], given[ends[0] : ends[1]], given[ends[1] :]
+        of_cond, of_body, state = (
+            operands[: ends[0]],
+            operands[ends[0] : ends[1]],
+            operands[ends[1] :],
+        )
         cond = [to_graph(p["cond_jaxpr"]) for p in (params, others)]
         body = [to_graph(p["body_jaxpr"]) for p in (params, others)]
         shapes = list(zip(map(_shape, body[0].outputs), map(_shape, body[1].outputs), strict=True))

@@ -18,7 +18,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..graph import Atom, Literal, Var, to_graph
-from ._assign import SMALL, Assignment, Group, LayerOf, assign, sameness, size_of
+from ._assign import SMALL, Assignment, LayerOf, PartnerCalls, assign, sameness, size_of
+from ._layer_ids import LayerIds, fill_padding, read_layer
 from ._operands import Call, calls_of
 
 Parts = tuple[Any, ...]
@@ -61,7 +62,7 @@ class Lifted:
         self,
         values: Sequence[Any],
         parts: Mapping[tuple[str, str], Parts],
-        layer_ids: Mapping[str, tuple[np.ndarray, ...]],
+        layer_ids: LayerIds,
         replicate: Callable[[Any], Any] = lambda x: x,
     ) -> tuple[list[Any], dict[tuple[str, str], Parts]]:
         """Runs the function.
@@ -69,7 +70,7 @@ class Lifted:
         Args:
             values: The inputs that belong to no layer.
             parts: The arrays [lead, ...] of each input of layers, by kind and name.
-            layer_ids: For every kind and part [lead] the layer at each place, -1 for padding.
+            layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
             replicate: Returns a small array on all devices, from which single layers are read.
 
         Returns:
@@ -78,22 +79,23 @@ class Lifted:
         Raises:
             ValueError: If a result of layers is not of all layers alike.
         """
-        run = _Evaluator(self.assignment, layer_ids, replicate)
+        run = _LiftedRun(self.assignment, layer_ids, replicate)
         run.values.update(zip(self.inputs, values, strict=True))
         for slot, var in self.slots.items():
             run.parts[self.assignment.key_of[var]] = parts[slot]
         for unit in self.assignment.units:
-            run.group(unit) if isinstance(unit, Group) else run.call(unit)
+            run.group(unit) if isinstance(unit, PartnerCalls) else run.call(unit)
         results, by_slot = [], {}
         for atom, slot in zip(self.outputs, self.out_slots, strict=True):
             if slot is None:
                 results.append(jnp.asarray(run.read(atom)))
             else:
                 by_slot.setdefault((slot.kind, slot.name), {})[slot.layer] = atom
-        return results, {
-            slot: run.masked(slot[0], run.stacked(slot, [atoms[n] for n in sorted(atoms)]))
-            for slot, atoms in by_slot.items()
-        }
+        stacks: dict[tuple[str, str], Parts] = {}
+        for slot, atoms in by_slot.items():
+            stacked = run.stacked(slot, [atoms[n] for n in sorted(atoms)])
+            stacks[slot] = tuple(map(fill_padding, stacked, layer_ids[slot[0]]))
+        return results, stacks
 
 
 def lift(
@@ -132,12 +134,12 @@ def lift(
 
 
 @dataclass
-class _Evaluator:
+class _LiftedRun:
     """The values of a run so far.
 
     Attributes:
         assignment: What runs in which order.
-        layer_ids: For every kind and part [lead] the layer at each place.
+        layer_ids: For every kind and part [lead] the layer at each position.
         replicate: Returns a small array on all devices.
         values: The value of every variable of no layer.
         parts: The values of every number that partners share.
@@ -145,7 +147,7 @@ class _Evaluator:
     """
 
     assignment: Assignment
-    layer_ids: Mapping[str, tuple[np.ndarray, ...]]
+    layer_ids: LayerIds
     replicate: Callable[[Any], Any]
     values: dict[Var, Any] = field(default_factory=dict)
     parts: dict[int, Parts] = field(default_factory=dict)
@@ -160,17 +162,14 @@ class _Evaluator:
         owner, key = self.assignment.owner_of[atom], self.assignment.key_of[atom]
         if key not in self.whole:
             self.whole[key] = tuple(map(self.replicate, self.parts[key]))
-        for part, ids in zip(self.whole[key], self.layer_ids[owner.kind], strict=True):
-            for place in np.argwhere(ids == owner.layer):
-                return part[tuple(map(int, place))]
-        raise AssertionError(f"layer {owner} is nowhere")
+        return read_layer(self.whole[key], self.layer_ids[owner.kind], owner.layer)
 
     def call(self, call: Call) -> None:
         """Runs a call of no layer."""
         outputs = call.run(*map(self.read, call.operands))
         self.values.update(zip(call.outputs, outputs, strict=True))
 
-    def group(self, group: Group) -> None:
+    def group(self, group: PartnerCalls) -> None:
         """Runs the calls of all layers of a kind, once on each part."""
         first = group.calls[0]
         all_ids = self.layer_ids[group.kind]
@@ -211,17 +210,6 @@ class _Evaluator:
             ids = self.layer_ids[kind]
             return tuple(jnp.broadcast_to(value, (*i.shape, *value.shape)) for i in ids)
         return self._stack(kind, [self.read(atom) for atom in atoms])
-
-    def masked(self, kind: str, parts: Parts) -> Parts:
-        """Returns parts with zeros at padding."""
-
-        def mask(part: Any, ids: np.ndarray) -> Any:
-            if (ids >= 0).all() or jnp.issubdtype(part.dtype, jax.dtypes.extended):
-                return part
-            is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (part.ndim - ids.ndim))
-            return jnp.where(is_layer, part, jnp.zeros_like(part))
-
-        return tuple(map(mask, parts, self.layer_ids[kind]))
 
     def _is_of_layers(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.assignment.key_of
