@@ -31,6 +31,7 @@ from ..ir.rows import (
     described,
     is_within,
     join,
+    row_dim,
 )
 from ._losses import loss_parts
 from ._model import Model
@@ -358,10 +359,10 @@ def _judge_embed(
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
 
-    found, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
+    relations, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
     after = _by_shapes(results, num_blocks)
-    reason = _reason_of_mixed(found)
-    return reason, draws, after if reason else _Activations(results, tuple(found))
+    reason = _reason_of_mixed(relations)
+    return reason, draws, after if reason else _Activations(results, tuple(relations))
 
 
 def _judge_layer(
@@ -378,18 +379,18 @@ def _judge_layer(
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return x_and_aux(function(weights, x, batch, key), x)
 
-    def slice_of(weights: PyTree, given: Any, batch: PyTree, key: Any) -> Any:
-        x, earlier, offset = given
+    def slice_of(weights: PyTree, x_and_state: Any, batch: PyTree, key: Any) -> Any:
+        x, earlier, offset = x_and_state
         past = Past(earlier, offset=offset, num_slices=num_slices)
-        returned, made = function(weights, x, batch, key, past)
+        returned, new_past = function(weights, x, batch, key, past)
         y, aux = x_and_aux(returned, x)
-        return y, aux, made.new
+        return y, aux, new_past.new
 
     def state_of(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         past = Past(offset=0, num_slices=num_slices)
         return function(weights, x, batch, key, past)[1].earlier
 
-    run, given, after = layer, x, x
+    run, arguments, after = layer, x, x
     if num_slices > 1:
         run, offset = slice_of, jax.ShapeDtypeStruct((), jnp.int32)
         pairs = list(zip(x.shapes, batches, strict=True))
@@ -397,22 +398,22 @@ def _judge_layer(
         states = [_traced(shape_of, of_x, batch, key) for of_x, batch in pairs]
         rows = tuple(Rows(0) for _ in jax.tree.leaves(states[0]))
         shapes = tuple((s, t, offset) for s, t in zip(x.shapes, states, strict=True))
-        given = _Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
+        arguments = _Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
     count = len(x.relations)
     while True:  # until what leaves a layer is what enters it, as there are layers behind
-        found, results, draws = _compared(run, weights, given, batches, key, num_blocks)
-        joined = tuple(join(a, b) for a, b in zip(after.relations, found[:count], strict=True))
+        relations, results, draws = _compared(run, weights, arguments, batches, key, num_blocks)
+        joined = tuple(join(a, b) for a, b in zip(after.relations, relations[:count], strict=True))
         reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
         after = _Activations(x.shapes, joined)
-        given = _Activations(given.shapes, (*joined, *given.relations[count:]))
+        arguments = _Activations(arguments.shapes, (*joined, *arguments.relations[count:]))
     if reason:
         return reason, draws, _by_shapes(x.shapes, num_blocks)
     aux = results[0][1]
     names = [f"aux[{name!r}]" for name in sorted(aux)]
-    reason = _reason_of_means(names, found[count : count + len(names)])
-    for relation in found[count + len(names) :]:
+    reason = _reason_of_means(names, relations[count : count + len(names)])
+    for relation in relations[count + len(names) :]:
         if not is_within(relation, Rows(0)):
             reason = reason or f"`past` is given what has no rows in dim 0: {relation}"
     return reason, draws, after
@@ -432,16 +433,16 @@ def _judge_loss(
         parts = loss_parts(model.loss(weights, x, batch, key))
         return [parts.total], [] if parts.weight is None else [parts.weight], parts.metrics
 
-    found, results, draws = _compared(loss, weights, x, batches, key, num_blocks)
+    relations, results, draws = _compared(loss, weights, x, batches, key, num_blocks)
     _, weight, metrics = results[0]
     end = 1 + len(weight)
     names = [f"metrics[{name!r}]" for name in sorted(metrics)]
-    reason = _reason_of_mixed(found[:end])
+    reason = _reason_of_mixed(relations[:end])
     if reason is None and not weight:
-        reason = _reason_of_means(["the loss"], found[:1])
-    elif reason is None and not _add_up_alike(found[0], found[1]):
+        reason = _reason_of_means(["the loss"], relations[:1])
+    elif reason is None and not _add_up_alike(relations[0], relations[1]):
         reason = "the total and the weight do not both add up over rows"
-    return reason or _reason_of_means(names, found[end:]), draws, None
+    return reason or _reason_of_means(names, relations[end:]), draws, None
 
 
 def _add_up_alike(total: Relation, weight: Relation) -> bool:
@@ -478,8 +479,8 @@ def _compared(
         *[Whole()] * counts[2],
     ]
     noted: dict[tuple[int, ...], set[int | None]] = {}
-    found = compare(whole, part, relations, num_blocks, draws=noted)
-    return found, (results, results_of_part), _draws(whole, part, counts[2], noted)
+    of_results = compare(whole, part, relations, num_blocks, draws=noted)
+    return of_results, (results, results_of_part), _draws(whole, part, counts[2], noted)
 
 
 def _draws(
@@ -502,14 +503,9 @@ def _draws(
 
 def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> _Activations:
     """Returns activations of which only shapes are known: the dim that differs is that of rows."""
-
-    def relation(whole: Any, part: Any) -> Relation:
-        pairs = list(zip(whole.shape, part.shape, strict=True))
-        dims = [i for i, (a, b) in enumerate(pairs) if a == num_blocks * b]
-        return Rows(dims[0]) if dims else Whole()
-
     pairs = zip(*map(jax.tree.leaves, shapes), strict=True)
-    return _Activations(shapes, tuple(relation(a, b) for a, b in pairs))
+    dims = [row_dim(whole.shape, part.shape, num_blocks) for whole, part in pairs]
+    return _Activations(shapes, tuple(Whole() if dim is None else Rows(dim) for dim in dims))
 
 
 def _reason_of_mixed(relations: Sequence[Relation]) -> str | None:

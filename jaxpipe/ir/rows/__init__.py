@@ -6,7 +6,6 @@ from ._draws import can_draw_own as can_draw_own
 from ._draws import with_own_draws as with_own_draws
 from ._equation_pair import EquationPair as EquationPair
 from ._equation_pair import described as described
-from ._one_equation import relations_of as relations_of
 from ._relations import MEAN as MEAN
 from ._relations import Mixed as Mixed
 from ._relations import MixesRowsError as MixesRowsError
@@ -19,3 +18,4 @@ from ._relations import Zero as Zero
 from ._relations import is_within as is_within
 from ._relations import join as join
 from ._relations import row_dim as row_dim
+from ._walk import relations_of as relations_of

@@ -85,32 +85,25 @@ def _convert(step: EquationPair) -> list[Relation]:
 
 def _add(step: EquationPair) -> list[Relation]:
     dim = step.row_dim_out()
-    if step.name == "sub" and isinstance(step.relations[0], RowIds):
-        raise MixesRowsError("rows are counted")
-    found = relation_of_sum(step.relations, dim=dim)
-    if isinstance(found, Sum) and dim is not None:
+    total = relation_of_sum(step.relations, dim=dim)
+    if isinstance(total, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")
-    return [found]
+    return [total]
 
 
 def _select(step: EquationPair) -> list[Relation]:
     """`select_n`: one of several cases, for every entry or for all."""
     predicate, *cases = step.relations
-    if isinstance(predicate, Zero):  # false everywhere, or the case 0
-        return [cases[0]]
-    predicate = step.no_zeros()[0]
     only_rows((predicate,), "a selection")
     dim = step.row_dim_out()
-    found = relation_of_sum(cases, dim=dim)
-    if isinstance(found, Sum | Zero) or not isinstance(predicate, Rows):
-        if isinstance(found, Sum) and isinstance(predicate, Rows):
-            raise MixesRowsError("a selection by rows of sums over rows")
-        return [found]
+    selected = relation_of_sum(cases, dim=dim)
+    if isinstance(selected, Sum | Zero) or not isinstance(predicate, Rows):
+        return [selected]
     assert dim is not None
     if predicate.dim != dim:
         raise MixesRowsError("a selection moves rows")
-    scale = found.scale if isinstance(found, Whole | Rows) else 0
-    uniform = predicate.is_uniform and (not isinstance(found, Rows) or found.is_uniform)
+    scale = selected.scale if isinstance(selected, Whole | Rows) else 0
+    uniform = predicate.is_uniform and (not isinstance(selected, Rows) or selected.is_uniform)
     return [Rows(dim, scale, uniform)]
 
 
@@ -120,22 +113,22 @@ def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> l
     dim = step.row_dim_out()
     match one, other:
         case Sum(scale), Whole(by):
-            found: Relation = Sum(scale + sign * by)
+            product: Relation = Sum(scale + sign * by)
         case Whole(by), Sum(scale) if sign == 1:
-            found = Sum(scale + by)
+            product = Sum(scale + by)
         case ((Whole(a) | Rows(scale=a)), (Whole(b) | Rows(scale=b))):
             rows = [r for r in relations if isinstance(r, Rows)]
             if any(r.is_squeezed or r.dim != dim for r in rows):
                 raise MixesRowsError("rows meet other rows")
             scale = a + sign * b
             uniform = all(r.is_uniform for r in rows)
-            found = Whole(scale) if dim is None else Rows(dim, scale, uniform)
+            product = Whole(scale) if dim is None else Rows(dim, scale, uniform)
         case _:
             verb = "multiplied by" if sign == 1 else "divided by"
             raise MixesRowsError(f"{described(one)} is {verb} {described(other)}")
-    if isinstance(found, Sum) and dim is not None:
+    if isinstance(product, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")
-    return [found]
+    return [product]
 
 
 def _mul(step: EquationPair) -> list[Relation]:

@@ -32,13 +32,13 @@ def compare(
     Returns:
         The relation of every result. They hold for whatever values the arguments have.
     """
-    wanted = [True] * len(whole.jaxpr.outvars)
-    if len(wanted) != len(part.jaxpr.outvars):
-        return [Mixed(ANOTHER_PROGRAM)] * len(wanted)
-    a, b = (_without_dead(closed, wanted) for closed in (whole, part))
+    used_outputs = [True] * len(whole.jaxpr.outvars)
+    if len(used_outputs) != len(part.jaxpr.outvars):
+        return [Mixed(ANOTHER_PROGRAM)] * len(used_outputs)
+    a, b = (_without_dead(closed, used_outputs) for closed in (whole, part))
     return Walk(num_blocks, CONTROL, draws).of_jaxprs(a, b, relations)
 
 
-def _without_dead(closed: ClosedJaxpr, wanted: list[bool]) -> ClosedJaxpr:
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+def _without_dead(closed: ClosedJaxpr, used_outputs: list[bool]) -> ClosedJaxpr:
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used_outputs, instantiate=True)
     return ClosedJaxpr(jaxpr, closed.consts)

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from ..._compat import scan_sizes
+from ..graph import bind, jaxpr_of
 from ._relations import (
     Mixed,
     MixesRowsError,
@@ -45,10 +47,10 @@ def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...])
         walk.of_jaxprs(_closed(one), _closed(other), operands)
         for one, other in zip(a.params["branches"], b.params["branches"], strict=True)
     ]
-    found = branches[0]
+    results = branches[0]
     for branch in branches[1:]:
-        found = [join(x, y) for x, y in zip(found, branch, strict=True)]
-    return found
+        results = [join(x, y) for x, y in zip(results, branch, strict=True)]
+    return results
 
 
 def _while(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -83,10 +85,9 @@ def _fixpoint(
 
 
 def _scan(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
-    names = "num_consts", "num_carry", "reverse"
-    if any(a.params[name] != b.params[name] for name in names):
+    sizes = num_consts, num_carry = scan_sizes(a.params)
+    if scan_sizes(b.params) != sizes or a.params["reverse"] != b.params["reverse"]:
         raise MixesRowsError(ANOTHER_PROGRAM)
-    num_consts, num_carry = a.params["num_consts"], a.params["num_carry"]
     end = num_consts + num_carry
     consts, carry, xs = relations[:num_consts], relations[num_consts:end], relations[end:]
     if a.params["length"] != b.params["length"]:
@@ -106,11 +107,11 @@ def _slice(relation: Relation) -> Relation:
     match relation:
         case Rows(dim, scale, uniform, is_squeezed=False) if dim > 0:
             return Rows(dim - 1, scale, uniform)
-        case Rows() | Mixed():
-            return relation if isinstance(relation, Mixed) else Mixed("a loop goes over rows")
-        case Whole() | Zero():
-            return relation
-    return relation if not hasattr(relation, "dim") else Mixed("a loop counts rows")
+        case Rows():
+            return Mixed("a loop goes over rows")
+        case RowIds():
+            return Mixed("a loop counts rows")
+    return relation
 
 
 def _stack(relation: Relation) -> Relation:
@@ -119,7 +120,9 @@ def _stack(relation: Relation) -> Relation:
             return Rows(dim + 1, scale, uniform)
         case Rows():
             return Mixed("a loop goes over rows")
-    return relation if not hasattr(relation, "dim") else Mixed("a loop counts rows")
+        case RowIds():
+            return Mixed("a loop counts rows")
+    return relation
 
 
 def _scan_over_rows(
@@ -150,42 +153,44 @@ def _scan_over_rows(
                 return relation
         return Mixed("a loop over rows reads something else")
 
-    given = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
+    operands = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
     one, other = (_closed(e.params["jaxpr"]) for e in (a, b))
     # Cotangents of one iteration are no sums over blocks, as those of `Whole` are elsewhere.
-    found = walk.without("custom_vjp_call").of_jaxprs(one, other, given)
+    results = walk.without("custom_vjp_call").of_jaxprs(one, other, operands)
 
     def stacked(relation: Relation) -> Relation:
         if relation == Whole():
             return Rows(0)
         return relation if isinstance(relation, Zero | Mixed) else mixed
 
-    carried = [x if isinstance(x, Mixed) else mixed for x in found[: len(carry)]]
-    return [*carried, *map(stacked, found[len(carry) :])]
+    carried = [x if isinstance(x, Mixed) else mixed for x in results[: len(carry)]]
+    return [*carried, *map(stacked, results[len(carry) :])]
 
 
 def _custom_jvp(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
 ) -> list[Relation]:
-    found = _without_zeros(walk, a, b, _call(walk, a, b, relations))
-    if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
-        return found
+    results = _without_zeros(walk, a, b, _call(walk, a, b, relations))
+    if any(isinstance(r, Mixed) for r in results) or not _any_inexact(a.invars):
+        return results
     tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
-    wanted = [r for r, x in zip(found, a.outvars, strict=True) if _is_inexact(x)]
-    got = walk.of_jaxprs(_jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents])
-    return _if_within(got, wanted, found, "the rule of a `custom_jvp` mixes rows")
+    required = [r for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
+    derivatives = walk.of_jaxprs(_jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents])
+    return _if_within(derivatives, required, results, "the rule of a `custom_jvp` mixes rows")
 
 
 def _custom_vjp(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
 ) -> list[Relation]:
-    found = _without_zeros(walk, a, b, _call(walk, a, b, relations))
-    if any(isinstance(r, Mixed) for r in found) or not _any_inexact(a.invars):
-        return found
-    cotangents = [dual(r) for r, x in zip(found, a.outvars, strict=True) if _is_inexact(x)]
-    wanted = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
-    got = walk.of_jaxprs(_vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents])
-    return _if_within(got, wanted, found, "the backward of a `custom_vjp` mixes rows")
+    results = _without_zeros(walk, a, b, _call(walk, a, b, relations))
+    if any(isinstance(r, Mixed) for r in results) or not _any_inexact(a.invars):
+        return results
+    cotangents = [dual(r) for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
+    required = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
+    derivatives = walk.of_jaxprs(
+        _vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents]
+    )
+    return _if_within(derivatives, required, results, "the backward of a `custom_vjp` mixes rows")
 
 
 def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]) -> list[Relation]:
@@ -198,14 +203,17 @@ def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]
 
 
 def _if_within(
-    got: Sequence[Relation], wanted: Sequence[Relation], found: list[Relation], reason: str
+    derivatives: Sequence[Relation],
+    required: Sequence[Relation],
+    results: list[Relation],
+    reason: str,
 ) -> list[Relation]:
-    pairs = list(zip(got, wanted, strict=True))
+    pairs = list(zip(derivatives, required, strict=True))
     # Zeros are constants, whose derivatives are not used.
     pairs = [(g, w) for g, w in pairs if not isinstance(w, Zero | RowIds)]
     if all(not isinstance(w, Mixed) and is_within(g, w) for g, w in pairs):
-        return found
-    return [Mixed(reason)] * len(found)
+        return results
+    return [Mixed(reason)] * len(results)
 
 
 def _is_inexact(x: Any) -> bool:
@@ -225,29 +233,18 @@ def _of_variables(equation: JaxprEqn, relations: Sequence[Relation]) -> list[Rel
     return [r for r, x in pairs if not isinstance(x, Literal)]
 
 
-def _as_function(equation: JaxprEqn) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns an equation as a function of its operands that are no literals, and their types."""
-    given = [x if isinstance(x, Literal) else Var(x.aval) for x in equation.invars]
-    inputs = [x for x in given if isinstance(x, Var)]
-    outputs = [Var(x.aval) for x in equation.outvars]
-    alone = equation.replace(invars=given, outvars=outputs)
-    jaxpr = _closed(equation.params["call_jaxpr"]).jaxpr.replace(
-        constvars=[], invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects
-    )
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ())), [_shape_of(x.aval) for x in inputs]
-
-
 def _differentiable(equation: JaxprEqn) -> tuple[Callable, list[Any], list[int]]:
     """Returns the inexact results as a function of inexact operands and of all operands."""
-    run, shapes = _as_function(equation)
+    run = bind(equation, jaxpr_of(equation.params["call_jaxpr"]))
+    shapes = [_shape_of(x.aval) for x in equation.invars if isinstance(x, Var)]
     at = [i for i, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
     kept = [i for i, x in enumerate(equation.outvars) if _is_inexact(x)]
 
     def of_inexact(operands: Sequence[Any], *inexact: Any) -> list[Any]:
-        given = list(operands)
+        merged = list(operands)
         for i, x in zip(at, inexact, strict=True):
-            given[i] = x
-        results = run(*given)
+            merged[i] = x
+        results = run(*merged)
         return [results[i] for i in kept]
 
     return of_inexact, shapes, at

@@ -56,9 +56,9 @@ def _reshape(step: EquationPair) -> list[Relation]:
     if isinstance(relation, Zero) or (whole == part and isinstance(relation, Whole | Sum)):
         return [relation]
     if isinstance(relation, Rows):
-        found = reshaped(relation, step.shape_in(0), whole, part, step.num_blocks)
-        if found is not None:
-            return [found]
+        rows = reshaped(relation, step.shape_in(0), whole, part, step.num_blocks)
+        if rows is not None:
+            return [rows]
     if isinstance(relation, RowIds) and relation.component is None:
         at, shape = row_dim(whole, part, step.num_blocks), step.shape_in(0)
         before = math.prod(shape[: relation.dim]), shape[relation.dim]
@@ -158,16 +158,16 @@ def _pad(step: EquationPair) -> list[Relation]:
     step.require_same()
     relation, value = step.relations
     dim = step.row_dim_out()
-    found = relation_of_sum(step.relations, dim=dim)
+    padded = relation_of_sum(step.relations, dim=dim)
     match relation:
         case Rows(at, is_squeezed=False):
             if at != dim or tuple(step.params["padding_config"][at]) != (0, 0, 0):
                 raise MixesRowsError("rows are padded")
-            if isinstance(value, Whole) and isinstance(found, Rows):
-                return [Rows(found.dim, found.scale, found.is_uniform)]
+            if isinstance(value, Whole) and isinstance(padded, Rows):
+                return [Rows(padded.dim, padded.scale, padded.is_uniform)]
         case Zero() if dim is not None and not isinstance(value, Zero):
             raise MixesRowsError("the number of rows decides how much is padded")
-    return [found]
+    return [padded]
 
 
 def _concatenate(step: EquationPair) -> list[Relation]:
@@ -178,9 +178,9 @@ def _concatenate(step: EquationPair) -> list[Relation]:
     counted = [i for i, r in enumerate(step.relations) if isinstance(r, RowIds)]
     if counted:
         return [_indices(step, counted, dim)]
-    wanted = Whole() if dim is None else Rows(dim, is_uniform=True)
+    zeros = Whole() if dim is None else Rows(dim, is_uniform=True)
     pairs = zip(step.relations, step.no_zeros(), strict=True)
-    if any(isinstance(r, Zero) and shaped != wanted for r, shaped in pairs):
+    if any(isinstance(r, Zero) and shaped != zeros for r, shaped in pairs):
         raise MixesRowsError("the number of rows decides how many zeros are concatenated")
     return [relation_of_sum(step.relations, dim=dim)]
 
@@ -334,10 +334,12 @@ def _is_without_row(step: EquationPair, dim: int, at: int, out: int) -> bool:
         for i, j in zip(a.operand_batching_dims, a.start_indices_batching_dims, strict=True)
         if i != dim
     ]
-    found = list(zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True))
+    batching_of_part = list(
+        zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True)
+    )
     return (
         step.row_dim_out() == out
-        and found == batching
+        and batching_of_part == batching
         and tuple(b.offset_dims) == tuple(sorted((*a.offset_dims, out)))
         and tuple(b.collapsed_slice_dims) == tuple(a.collapsed_slice_dims)
         and tuple(b.start_index_map) == tuple(a.start_index_map)
@@ -359,7 +361,9 @@ def _scatter(step: EquationPair) -> list[Relation]:
     step.require_same("update_jaxpr", "update_consts")
     operand = step.relations[0]
     _, indices, updates = step.no_zeros()
-    is_linear = step.name == "scatter-add" or step.params["update_jaxpr"] is None
+    is_linear = step.name == "scatter-add" or (
+        step.name == "scatter" and step.params["update_jaxpr"] is None
+    )
     numbers = step.params["dimension_numbers"]
     rank = len(step.shapes_out()[0])
     shape_updates = step.shape_in(2)
@@ -371,9 +375,9 @@ def _scatter(step: EquationPair) -> list[Relation]:
     if dim is None:
         match indices, updates:
             case Whole(0), _:
-                found = relation_of_sum((operand, updates), dim=None)
-                if found == Whole() or (is_linear and step.name in ("scatter", "scatter-add")):
-                    return [found]
+                total = relation_of_sum((operand, updates), dim=None)
+                if total == Whole() or is_linear:
+                    return [total]
             case Rows(at, 0, is_squeezed=False), Rows(up, scale, is_squeezed=False):
                 if step.name == "scatter-add" and at < len(batch) and batch[at] == up:
                     return [relation_of_sum((operand, Sum(scale)), dim=None)]

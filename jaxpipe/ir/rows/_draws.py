@@ -63,15 +63,15 @@ def _evaluate(
     closed: ClosedJaxpr, arguments: Sequence[Any], draws: Draws, own: OwnRows
 ) -> list[Any]:
     jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, arguments, strict=True))
+    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else known[x]
+        return x.val if isinstance(x, Literal) else env[x]
 
     for equation in jaxpr.eqns:
         results = _apply(equation, jaxpr, [*map(read, equation.invars)], draws, own)
-        known |= dict(zip(equation.outvars, results, strict=True))
+        env |= dict(zip(equation.outvars, results, strict=True))
     return [*map(read, jaxpr.outvars)]
 
 

@@ -142,13 +142,13 @@ def relation_of_sum(relations: Iterable[Relation], *, dim: int | None) -> Relati
     Raises:
         MixesRowsError: If it is none.
     """
-    found = [relation for relation in relations if not isinstance(relation, Zero)]
-    if not found:
+    terms = [relation for relation in relations if not isinstance(relation, Zero)]
+    if not terms:
         return Zero()
-    if any(isinstance(relation, Sum) for relation in found):
-        return _merge_sums(found)
+    if any(isinstance(relation, Sum) for relation in terms):
+        return _merge_sums(terms)
     scales, uniform = set(), True
-    for relation in found:
+    for relation in terms:
         match relation:
             case Whole(scale):
                 scales.add(scale)
@@ -200,9 +200,9 @@ def join(one: Relation, other: Relation) -> Relation:
     return Mixed("a value depends on rows in one way or another")
 
 
-def is_within(relation: Relation, wanted: Relation) -> bool:
+def is_within(relation: Relation, required: Relation) -> bool:
     """Returns whether a value with a relation also has a wanted one."""
-    return join(wanted, relation) == wanted
+    return join(required, relation) == required
 
 
 def dual(relation: Relation) -> Relation:

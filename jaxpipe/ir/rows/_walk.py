@@ -67,35 +67,37 @@ class Walk:
         counts = [(len(j.invars), len(j.constvars), len(j.outvars)) for j in (a, b)]
         if counts[0] != counts[1] or counts[0][0] != len(relations):
             return [Mixed(ANOTHER_PROGRAM)] * counts[0][2]
-        known: dict[Var, tuple[Var, Relation]] = {}
+        partners: dict[Var, tuple[Var, Relation]] = {}
         for x, y, relation in zip(a.invars, b.invars, relations, strict=True):
-            known[x] = y, self._checked(relation, x, y)
+            partners[x] = y, self._checked(relation, x, y)
         constants = zip(a.constvars, b.constvars, whole.consts, part.consts, strict=True)
         for x, y, one, other in constants:
-            known[x] = y, self._checked(self._of_constants(one, other), x, y)
-        reason = self._walk(a, b, known)
-        return [self._read(x, y, known, reason) for x, y in zip(a.outvars, b.outvars, strict=True)]
+            partners[x] = y, self._checked(self._of_constants(one, other), x, y)
+        reason = self._walk(a, b, partners)
+        return [
+            self._read(x, y, partners, reason) for x, y in zip(a.outvars, b.outvars, strict=True)
+        ]
 
-    def _walk(self, a: Jaxpr, b: Jaxpr, known: dict[Var, tuple[Var, Relation]]) -> Mixed:
+    def _walk(self, a: Jaxpr, b: Jaxpr, partners: dict[Var, tuple[Var, Relation]]) -> Mixed:
         """Adds the relations of all variables; returns that of those that have no partner."""
-        others = list(b.eqns)
+        equations = list(b.eqns)
         reason, i = Mixed(ANOTHER_PROGRAM), 0
         for equation in a.eqns:
-            other = others[i] if i < len(others) else None
-            if other is not None and self._are_partners(equation, other, known):
-                for x, y, relation in self._of_equations(equation, other, known):
-                    known[x] = y, self._checked(relation, x, y)
+            other = equations[i] if i < len(equations) else None
+            if other is not None and self._are_partners(equation, other, partners):
+                for x, y, relation in self._of_equations(equation, other, partners):
+                    partners[x] = y, self._checked(relation, x, y)
                 i += 1
                 continue
-            skipped = self._without_partner(equation, known)
+            skipped = self._without_partner(equation, partners)
             if skipped is None:
                 # What follows has no partners. Its results are unknown, whatever they are.
                 return Mixed(reason.reason, _line(equation))
-            known[equation.outvars[0]] = skipped
+            partners[equation.outvars[0]] = skipped
         return reason
 
     def _are_partners(
-        self, a: JaxprEqn, b: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
+        self, a: JaxprEqn, b: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
     ) -> bool:
         counts = [(len(e.invars), len(e.outvars), e.primitive.name) for e in (a, b)]
         if counts[0] != counts[1]:
@@ -104,20 +106,20 @@ class Walk:
             if isinstance(x, Literal) or isinstance(y, Literal):
                 if not (isinstance(x, Literal) and isinstance(y, Literal)):
                     return False
-            elif x not in known or known[x][0] is not y:
+            elif x not in partners or partners[x][0] is not y:
                 return False
         return True
 
     def _without_partner(
-        self, a: JaxprEqn, known: dict[Var, tuple[Var, Relation]]
+        self, a: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
     ) -> tuple[Var, Relation] | None:
         """Returns what an equation is in a block of one row, where it would change nothing.
 
         JAX leaves out a broadcast or a reshape to the shape that an array has.
         """
-        if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in known:
+        if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in partners:
             return None
-        partner, relation = known[a.invars[0]]
+        partner, relation = partners[a.invars[0]]
         shapes: list[Any] = [a.invars[0].aval, a.outvars[0].aval, partner.aval]
         before, shape, one = (aval.shape for aval in shapes)
         if (
@@ -125,8 +127,8 @@ class Walk:
             and isinstance(relation, Rows)
             and not a.params["dimensions"]
         ):
-            found = reshaped(relation, before, shape, one, self.num_blocks)
-            return None if found is None else (partner, found)
+            rows = reshaped(relation, before, shape, one, self.num_blocks)
+            return None if rows is None else (partner, rows)
         dim = row_dim(shape, one, self.num_blocks)
         if a.primitive.name != "broadcast_in_dim" or dim is None or one[dim] != 1:
             return None
@@ -143,15 +145,15 @@ class Walk:
         self,
         a: JaxprEqn,
         b: JaxprEqn,
-        known: dict[Var, tuple[Var, Relation]],
+        partners: dict[Var, tuple[Var, Relation]],
     ) -> list[tuple[Var, Var, Relation]]:
         relations = tuple(
-            self._read(x, y, known, Mixed(ANOTHER_PROGRAM))
+            self._read(x, y, partners, Mixed(ANOTHER_PROGRAM))
             for x, y in zip(a.invars, b.invars, strict=True)
         )
-        found = self._results(a, b, relations)
-        found = [at_source(relation, lambda: _line(a)) for relation in found]
-        return list(zip(a.outvars, b.outvars, found, strict=True))
+        results = self._results(a, b, relations)
+        results = [at_source(relation, lambda: _line(a)) for relation in results]
+        return list(zip(a.outvars, b.outvars, results, strict=True))
 
     def _results(
         self,
@@ -173,20 +175,18 @@ class Walk:
                 dim = step.row_dim_out()
                 self._draws.setdefault(tuple(b.params["shape"]), set()).add(dim)
                 return [Whole() if dim is None else Rows(dim)]
-            if name in _RULES:
-                return _RULES[name](step)
-            return _of_unknown(step)
+            return relations_of(step)
         except MixesRowsError as error:
             return [Mixed(str(error))] * count
 
     def _read(
-        self, x: Any, y: Any, known: dict[Var, tuple[Var, Relation]], otherwise: Mixed
+        self, x: Any, y: Any, partners: dict[Var, tuple[Var, Relation]], otherwise: Mixed
     ) -> Relation:
         if isinstance(x, Literal) and isinstance(y, Literal):
             return self._of_constants(x.val, y.val)
-        if isinstance(x, Literal) or isinstance(y, Literal) or x not in known:
+        if isinstance(x, Literal) or isinstance(y, Literal) or x not in partners:
             return otherwise
-        partner, relation = known[x]
+        partner, relation = partners[x]
         return relation if partner is y else otherwise
 
     def _checked(self, relation: Relation, x: Any, y: Any) -> Relation:
@@ -240,6 +240,21 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
         if abs(Fraction(a) / Fraction(b) / Fraction(num_blocks) ** scale - 1) <= error:
             return Whole(scale)
     return mixed
+
+
+def relations_of(pair: EquationPair) -> list[Relation]:
+    """Returns the relations of the results of an equation without inner programs.
+
+    Args:
+        pair: The equation in both programs.
+
+    Returns:
+        The relations.
+
+    Raises:
+        MixesRowsError: If a result has none.
+    """
+    return _RULES.get(pair.name, _of_unknown)(pair)
 
 
 def _of_unknown(step: EquationPair) -> list[Relation]:
