@@ -4,8 +4,8 @@ Each function is run on all rows and on n pieces of them, with the same input, a
 compared: outputs of the embedding and of layers row by row, scalars as means.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,9 +31,10 @@ _MAX_LAYERS = 12
 """Layers of a kind that are compared, from the first on."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UnlikeRows:
-    """A result of a function that is another one in pieces.
+    """A result of a function for all rows and for pieces; a pytree of scalars.
 
     Attributes:
         function: What the user calls the function, such as "layer" or "layer['encoder']".
@@ -46,14 +47,14 @@ class UnlikeRows:
         is_root: Whether the squares of pieces are averaged to that of the whole.
     """
 
-    function: str
-    layer: int | None
-    result: str
-    error: float
-    whole: float | None = None
-    pieces: float | None = None
-    is_sum: bool = False
-    is_root: bool = False
+    function: str = field(metadata={"static": True})
+    layer: int | None = field(metadata={"static": True})
+    result: str = field(metadata={"static": True})
+    error: Any
+    whole: Any = None
+    pieces: Any = None
+    is_sum: Any = False
+    is_root: Any = False
 
 
 def first_function_that_mixes(
@@ -79,120 +80,107 @@ def first_function_that_mixes(
     Returns:
         The first one, in the order in which functions run; None if there is none.
     """
-    names: list[UnlikeRows] = []
 
-    def differences(params: PyTree, batch: PyTree) -> list[Any]:
-        return list(_differences(model, params, batch, key, num_pieces, names.append))
+    def compare(params: PyTree, batch: PyTree) -> list[UnlikeRows]:
+        return list(_compared(model, params, batch, key, num_pieces, tolerance))
 
-    # The names are known when the function is traced.
-    found, _ = on_one_device(mesh, differences, params, batch)
-    for row, (error, *scalars) in zip(names, jax.device_get(found), strict=True):
-        if error <= tolerance:
-            continue
-        if not scalars:
-            return UnlikeRows(row.function, row.layer, row.result, float(error))
-        whole, joined = map(float, scalars[:2])
-        sum_of_pieces, root = map(float, scalars[2:])
-        return UnlikeRows(
-            row.function,
-            row.layer,
-            row.result,
-            float(error),
-            whole,
-            joined,
-            abs(sum_of_pieces - whole) <= tolerance * abs(whole),
-            abs(root - whole) <= tolerance * abs(whole),
-        )
+    comparisons, _ = on_one_device(mesh, compare, params, batch)
+    for comparison in jax.tree.map(lambda x: x.item(), jax.device_get(comparisons)):
+        if comparison.error > tolerance:
+            return comparison
     return None
 
 
-def _differences(
-    model: Model, params: PyTree, batch: PyTree, key: Any, n: int, note: Callable
-) -> list[tuple[Any, ...]]:
-    """Returns the error of every result, and notes what it is of."""
+def _compared(
+    model: Model, params: PyTree, batch: PyTree, key: Any, num_pieces: int, tolerance: float
+) -> Iterator[UnlikeRows]:
+    """Yields every result of every function without a key, in the order in which they run."""
     groups = model.to_groups(params)
-    pieces, found = jax.tree.map(lambda x: cut_rows(x, n), batch), []
-    embed_of: Any = model.embed
-    x = embed_of(groups["embed"], batch, embed_key(key, 0))
-    parts = _mapped(lambda rows: embed_of(groups["embed"], rows, embed_key(key, 0)), pieces)
-    if not embed_of.takes_key:
-        found += _compare_x("embed", None, x, parts, note)
-    divided = [_is_cut(a, b) for a, b in zip(*map(jax.tree.leaves, (x, parts)), strict=True)]
-    index = 0
-    for name, function, layers in _named_layers(model, groups):
+    batches = jax.tree.map(lambda leaf: cut_rows(leaf, num_pieces), batch)
+
+    def embed(rows: PyTree) -> PyTree:
+        return model.embed(groups["embed"], rows, embed_key(key, 0))
+
+    x = embed(batch)
+    xs = _of_pieces(embed, batches)
+    is_cut = jax.tree.map(_is_cut, x, xs)
+    if not _takes_key(model.embed):
+        yield _compare_x("embed", None, x, xs)
+
+    def cut(x: PyTree) -> PyTree:
+        """Returns the x of every piece, of leaves without rows the same for all."""
+        return jax.tree.map(
+            lambda leaf, is_cut: (
+                cut_rows(leaf, num_pieces)
+                if is_cut
+                else jnp.broadcast_to(leaf, (num_pieces, *leaf.shape))
+            ),
+            x,
+            is_cut,
+        )
+
+    for index, (name, function, weights, is_compared) in enumerate(_all_layers(model, groups)):
+        layer = _layer_function(function, weights, layer_key(key, index, 0))
+        y, aux = layer(x, batch)
+        if is_compared:
+            ys, auxes = _of_pieces(layer, cut(x), batches)
+            yield _compare_x(name, index, y, ys)
+            for metric, value in aux.items():
+                yield _compare_scalar(name, index, repr(metric), value, auxes[metric], tolerance)
+        x = y
+    if _takes_key(model.loss):
+        return
+    head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
+
+    def loss(x: PyTree, rows: PyTree) -> Any:
+        return taken_apart(model.loss(head, x, rows, loss_key(key, 0)))
+
+    total, weight, metrics = loss(x, batch)
+    totals, weights, metrics_of_pieces = _of_pieces(loss, cut(x), batches)
+    whole = total if weight is None else total / weight
+    yield _compare_scalar("loss", None, "loss", whole, totals, tolerance, weights)
+    for metric, value in metrics.items():
+        values = metrics_of_pieces[metric]
+        yield _compare_scalar("loss", None, repr(metric), value, values, tolerance)
+
+
+def _takes_key(function: Any) -> bool:
+    return function.takes_key
+
+
+def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, bool]]:
+    """Yields for every layer its name, function and weights, and whether it is to be compared."""
+    kinds = list(model.layer) if isinstance(model.layer, Mapping) else []
+    names = [f"layer[{kind!r}]" for kind in kinds] or ["layer"]
+    for name, (function, layers) in zip(names, layers_by_kind(model, groups), strict=True):
         for i in range(num_layers(layers)):
             weights = nth_layer(layers, i)
-            weights = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
-            layer_k = layer_key(key, index, 0)
-
-            def run(x: PyTree, rows: PyTree, w: Any = weights, k: Any = layer_k) -> Any:
-                return x_and_aux(function(w, x, rows, k), x)  # noqa: B023
-
-            y, aux = run(x, batch)
-            if i < _MAX_LAYERS and not function.takes_key:
-                parts, aux_parts = _mapped(run, _cut(x, divided, n), pieces)
-                found += _compare_x(name, index, y, parts, note)
-                for metric in aux:
-                    row = UnlikeRows(name, index, repr(metric), 0.0)
-                    found.append(_compare_scalar(row, aux[metric], aux_parts[metric], None, note))
-            x, index = y, index + 1
-    return found + _loss_differences(model, groups, x, batch, (divided, pieces, n), key, note)
+            if model.shared:
+                weights = {"layer": weights, "shared": groups["shared"]}
+            yield name, function, weights, i < _MAX_LAYERS and not _takes_key(function)
 
 
-def _loss_differences(
-    model: Model, groups: Any, x: PyTree, batch: PyTree, cut: Any, key: Any, note: Callable
-) -> list[tuple[Any, ...]]:
-    divided, pieces, n = cut
-    own = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
-    loss: Any = model.loss
-    if loss.takes_key:
-        return []
-
-    def run(x: PyTree, rows: PyTree) -> Any:
-        return taken_apart(loss(own, x, rows, loss_key(key, 0)))
-
-    total, weight, metrics = run(x, batch)
-    totals, weights, parts = _mapped(run, _cut(x, divided, n), pieces)
-    whole = total if weight is None else total / weight
-    row = UnlikeRows("loss", None, "loss", 0.0)
-    found = [_compare_scalar(row, whole, totals, weights, note)]
-    for name in metrics:
-        row = UnlikeRows("loss", None, repr(name), 0.0)
-        found.append(_compare_scalar(row, metrics[name], parts[name], None, note))
-    return found
+def _layer_function(function: Callable, weights: PyTree, key: Any) -> Callable[..., Any]:
+    """Returns `(x, rows) -> (x, auxiliary scalars)` of one layer."""
+    return lambda x, rows: x_and_aux(function(weights, x, rows, key), x)
 
 
-def _named_layers(model: Model, groups: Any) -> list[tuple[str, Any, PyTree]]:
-    is_named = isinstance(model.layer, Mapping)
-    names = [f"layer[{kind!r}]" for kind in model.layer] if is_named else ["layer"]  # pyright: ignore
-    pairs = zip(names, layers_by_kind(model, groups), strict=True)
-    return [(name, function, layers) for name, (function, layers) in pairs]
+def _of_pieces(function: Callable, *pieces: PyTree) -> Any:
+    """Returns the results [n, ...] of a function of pieces."""
+    return jax.lax.map(lambda arguments: function(*arguments), pieces)
 
 
-def _mapped(function: Callable, *pieces: PyTree) -> Any:
-    return jax.lax.map(lambda given: function(*given), pieces)
-
-
-def _is_cut(whole: Any, parts: Any) -> bool:
+def _is_cut(whole: Any, pieces: Any) -> bool:
     """Returns whether [n, rows, ...] are the pieces of [n * rows, ...]; else all have the whole."""
-    return parts.ndim > 1 and whole.shape == (parts.shape[0] * parts.shape[1], *parts.shape[2:])
-
-
-def _cut(x: PyTree, divided: list[bool], n: int) -> PyTree:
-    leaves, tree = jax.tree.flatten(x)
-    return tree.unflatten(
-        [
-            cut_rows(leaf, n) if is_cut else jnp.broadcast_to(leaf, (n, *leaf.shape))
-            for leaf, is_cut in zip(leaves, divided, strict=True)
-        ]
+    return pieces.ndim > 1 and whole.shape == (
+        pieces.shape[0] * pieces.shape[1],
+        *pieces.shape[2:],
     )
 
 
-def _compare_x(
-    name: str, layer: int | None, whole: PyTree, parts: PyTree, note: Callable
-) -> list[tuple[Any, ...]]:
+def _compare_x(name: str, layer: int | None, whole: PyTree, pieces: PyTree) -> UnlikeRows:
     errors = [jnp.zeros(())]
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         if _is_cut(a, b):
@@ -201,18 +189,27 @@ def _compare_x(
             errors.append(_error(jnp.broadcast_to(a, b.shape), b))
         else:
             errors.append(jnp.full((), jnp.inf))
-    note(UnlikeRows(name, layer, "x", 0.0))
-    return [(jnp.max(jnp.stack([e.astype(jnp.float32) for e in errors])),)]
+    error = jnp.max(jnp.stack([e.astype(jnp.float32) for e in errors]))
+    return UnlikeRows(name, layer, "x", error)
 
 
 def _compare_scalar(
-    row: UnlikeRows, whole: Any, parts: Any, weights: Any, note: Callable
-) -> tuple[Any, ...]:
-    note(row)
-    joined = jnp.mean(parts) if weights is None else jnp.sum(parts) / jnp.sum(weights)
-    root = jnp.sqrt(jnp.mean(jnp.abs(parts) ** 2))
-    real = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in (whole, joined, jnp.sum(parts), root)]
-    return _error(whole, joined), *real
+    function: str,
+    layer: int | None,
+    result: str,
+    whole: Any,
+    pieces: Any,
+    tolerance: float,
+    weights: Any = None,
+) -> UnlikeRows:
+    joined = jnp.mean(pieces) if weights is None else jnp.sum(pieces) / jnp.sum(weights)
+    error = _error(whole, joined)
+    root = jnp.sqrt(jnp.mean(jnp.abs(pieces) ** 2))
+    scalars = whole, joined, jnp.sum(pieces), root
+    whole, joined, total, root = (jnp.abs(x) if jnp.iscomplexobj(x) else x for x in scalars)
+    accepted = tolerance * jnp.abs(whole)
+    is_sum, is_root = jnp.abs(total - whole) <= accepted, jnp.abs(root - whole) <= accepted
+    return UnlikeRows(function, layer, result, error, whole, joined, is_sum, is_root)
 
 
 def _error(whole: Any, joined: Any) -> Any:

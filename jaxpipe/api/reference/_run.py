@@ -52,8 +52,8 @@ def _moved(device: Any, x: Any) -> Any:
 
 def narrowest_dtype(jaxpr: Jaxpr) -> Any:
     """Returns the narrowest dtype of floating-point numbers that a program computes."""
-    found = {x for x in _dtypes(jaxpr) if jnp.issubdtype(x, jnp.inexact)}
-    return min(found, key=lambda x: jnp.finfo(x).bits, default=jnp.dtype(jnp.float32))
+    dtypes = {x for x in _dtypes(jaxpr) if jnp.issubdtype(x, jnp.inexact)}
+    return min(dtypes, key=lambda x: jnp.finfo(x).bits, default=jnp.dtype(jnp.float32))
 
 
 def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
