@@ -8,7 +8,7 @@ from jaxpipe.data.batches import (
     Batch,
     Batches,
     Corpus,
-    Rows,
+    CorpusRows,
     SinglePassBatches,
     corpus_from_tokens,
     global_batch_size,
@@ -186,7 +186,7 @@ def test_the_global_batch_is_a_whole_number_of_rows():
 @settings(max_examples=20)
 @given(corpora, st.integers(1, 24), st.booleans())
 def test_targets_are_counted_without_their_tokens(lengths: list[int], length: int, packing: bool):
-    rows = Rows(numbered(lengths), length, packing)
+    rows = CorpusRows(numbered(lengths), length, packing)
     for i in range(len(rows)):
         assert rows.num_targets(i) == rows[i]["target_weights"].sum()
     batch_at = batches(lengths, rows=3, length=length, packing=packing, seed=5)
@@ -208,7 +208,7 @@ def test_some_rows_of_a_batch_are_those_of_the_whole_one(source: str):
 def test_all_rows_come_once_and_the_last_batch_is_filled_with_padding(
     lengths: list[int], length: int, batch_size: int, packing: bool
 ):
-    rows = Rows(numbered(lengths), length, packing)
+    rows = CorpusRows(numbered(lengths), length, packing)
     found = SinglePassBatches((rows, rows), batch_size)
     assert len(found) == len(list(found)) == -(-2 * len(rows) // batch_size)
     expected = 2 * [rows[i] for i in range(len(rows))]
@@ -232,7 +232,7 @@ def split(lengths: list[int], fraction: float, seed: int = 0) -> list[set[int]]:
     found = []
     for side in sides:
         assert len(side) == side.ends[-1] > 0
-        rows = Rows(side, 7, True)
+        rows = CorpusRows(side, 7, True)
         kept = [rows[i]["tokens"][rows[i]["segment_ids"] > 0] for i in range(len(rows))]
         found.append(np.concatenate(kept))
     assert len(set(found[0]) | set(found[1])) == len(found[0]) + len(found[1])
@@ -254,7 +254,7 @@ def test_documents_that_are_held_out_are_whole_and_training_never_sees_them():
     # Rows of documents that no longer lie side by side are those of a corpus without the others.
     kept, _ = split_held_out(numbered(lengths), fraction=0.25, seed=0)
     copied = corpus_from_tokens(kept.ids(np.arange(len(kept))), kept.ends)
-    rows, others = Rows(kept, 8, True), Rows(copied, 8, True)
+    rows, others = CorpusRows(kept, 8, True), CorpusRows(copied, 8, True)
     assert len(rows) == len(others)
     for i in range(len(rows)):
         for name, values in rows[i].items():

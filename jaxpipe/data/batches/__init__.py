@@ -17,4 +17,4 @@ from ._corpus import split_held_out as split_held_out
 from ._corpus import tokenize as tokenize
 from ._order import row_order as row_order
 from ._order import source_turns as source_turns
-from ._rows import Rows as Rows
+from ._rows import CorpusRows as CorpusRows

@@ -12,7 +12,7 @@ import numpy as np
 
 from ._corpus import Corpus, corpus_fingerprint
 from ._order import row_order
-from ._rows import Row, Rows, empty_row
+from ._rows import CorpusRows, Row, empty_row
 
 Batch = dict[str, np.ndarray]
 """The arrays of `Row`, [B, T]."""
@@ -156,11 +156,11 @@ def corpus_batches(
         >>> bytes(batches(0)["tokens"][0].tolist())
         b'first te'
     """
-    sources = [Rows(corpus, length, packing) for corpus in corpora]
+    sources = [CorpusRows(corpus, length, packing) for corpus in corpora]
     weights = weights or [1.0] * len(corpora)
     order = row_order(list(map(len, sources)), weights=weights, shuffle_seed=shuffle_seed)
 
-    def chosen(step: int, row_ids: Iterable[int]) -> Iterator[tuple[Rows, int]]:
+    def chosen(step: int, row_ids: Iterable[int]) -> Iterator[tuple[CorpusRows, int]]:
         for row_id in row_ids:
             source, row = order(step * batch_size + row_id)
             yield sources[source], row
@@ -233,7 +233,7 @@ class SinglePassBatches(FiniteBatches):
     The last batch is filled up with rows of padding, whose `target_weights` are 0.
     """
 
-    sources: tuple[Rows, ...]
+    sources: tuple[CorpusRows, ...]
     batch_size: int
 
     def __len__(self) -> int:
@@ -249,7 +249,7 @@ class SinglePassBatches(FiniteBatches):
         found = [self._found(first + row_id) for row_id in range(self.batch_size)]
         return sum(rows.num_targets(i) for rows, i in found if rows is not None)
 
-    def _found(self, row_id: int) -> tuple[Rows | None, int]:
+    def _found(self, row_id: int) -> tuple[CorpusRows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""
         for rows in self.sources:
             if row_id < len(rows):

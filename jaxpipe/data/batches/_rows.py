@@ -16,7 +16,7 @@ Row = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Rows:
+class CorpusRows:
     """The rows of a corpus. Each is made when it is indexed.
 
     With `packing` the stream is cut every T tokens. No row but the last is padded, no token is

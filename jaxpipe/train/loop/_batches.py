@@ -16,7 +16,7 @@ from ...data import (
 )
 from ...data.batches._batches import Batches, FiniteBatches, FirstBatches, SinglePassBatches
 from ...data.batches._corpus import Corpus, read_corpus, split_held_out
-from ...data.batches._rows import Rows
+from ...data.batches._rows import CorpusRows
 from ...data.sources._source_config import FIELD_READERS
 from ...data.sources._write import TokenFileSummary
 from ..config._config import Config
@@ -143,7 +143,7 @@ def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
         shuffle_seed=plan.seed if plan.is_shuffled else None,
     )
     decided_by = batches.decided_by | tokenizer_checksum(plan.tokenizer_path, plan.sources)
-    rows = tuple(Rows(corpus, batch.length, plan.packing) for corpus in held_out)
+    rows = tuple(CorpusRows(corpus, batch.length, plan.packing) for corpus in held_out)
     return RunData(
         dataclasses.replace(batches, decided_by=decided_by),
         SinglePassBatches(rows, batch.num_rows) if rows and plan.is_evaluated else None,
