@@ -93,8 +93,8 @@ def loss_parts(returned: Any) -> LossParts:
     for part in parts:
         if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
             raise ValueError(
-                f"`loss` returned {_described(returned)}. A loss is real: return such as its "
-                "`jnp.real` or `jnp.abs`."
+                f"`loss` returned {_described(returned)}. A loss is real, as gradients are of real "
+                "numbers: return `jnp.real(loss)` or `jnp.abs(loss)`."
             )
     check_metrics(metrics, "loss")
     return LossParts(parts[0], parts[1] if len(parts) == 2 else None, metrics)
@@ -123,7 +123,7 @@ def check_metrics(metrics: dict[str, Any], function: str) -> None:
         if not _is_scalar(value):
             raise ValueError(
                 f"`{function}` returned {_described(value)} as the metric {name!r}. Metrics are "
-                "scalars by name: return a mean, or what else is one number for a microbatch."
+                "scalars by name: return one number for a microbatch, such as `jnp.mean(value)`."
             )
 
 

@@ -22,9 +22,9 @@ InList = bool | tuple[bool, ...]
 """Whether the user's tree has a list of layers; or whether it has one for each kind."""
 
 
-PARAMETERS = "parameters, or their updates"
+PARAMETERS = "parameters of a pipeline, or their updates"
 GRADIENTS = (
-    "gradients: of a pipeline, give them to `pipe.optimizer(tx).update`, or combine them with "
+    "gradients of a pipeline: give them to `pipe.optimizer(tx).update`, or combine them with "
     "parameters by `pipe.tree_map`"
 )
 """The roles of stored layers. JAX prints them where trees of different roles meet."""

@@ -54,11 +54,10 @@ def check_effects(
             )
         effects = effects_of(closed, prints=engine.per_stage_state)
         if effects:
-            others = "`schedule=None`" if engine.per_stage_state else _OTHERS
+            reason, others = _MPMD if engine.per_stage_state else _ONE_PROGRAM
             raise ValueError(
-                f"`{name}` calls {', '.join(effects)}, and the engine {engine.name!r} cannot run "
-                f"it once for each microbatch. Return what it would show as a metric, or try it "
-                f"with {others}."
+                f"`{name}` calls {', '.join(effects)}, and the engine {engine.name!r} {reason}. "
+                f"Return as a metric what it would show, or try it with {others}."
             )
         is_manual = {*mesh.axis_names} == {"stage"}
         if not engine.per_stage_state and not is_manual and _has_pure_callback(closed.jaxpr):
@@ -70,7 +69,15 @@ def check_effects(
             )
 
 
-_OTHERS = "`engine='mpmd'` or `schedule=None`"
+_ONE_PROGRAM = (
+    "also runs the function on data of the bubble, which is dropped",
+    "`engine='mpmd'` or `schedule=None`",
+)
+_MPMD = (
+    "divides the function into a forward and a backward, which may compute parts of it again",
+    "`schedule=None`",
+)
+"""Why an engine cannot run side effects once for each microbatch, and what can."""
 
 
 def _functions(

@@ -204,11 +204,10 @@ def require(
     if worse or is_masked or is_coarse:
         reason = why(pipe, found, whole, batch, key, plain)
     if worse:
-        more = f" and {len(worse) - 1} others are" if len(worse) > 1 else " is"
         raise AssertionError(
-            f"{what} differs from the user's program: {worse[0]} (relative error "
-            f"{found.errors[worse[0]]:.1e}){more} above the tolerance {found.tolerance:.2g}.\n"
-            f"{reason}\n{found}"
+            f"{what} differs from the user's program in {len(worse)} of {len(found.errors)} "
+            f"results: the relative error {found.errors[worse[0]]:.1e} of {worse[0]} is above the "
+            f"tolerance {found.tolerance:.2g}.\n{reason}\n{found}"
         )
     if reason:
         raise AssertionError(f"{what} is not the user's program on the whole batch.\n{reason}")
