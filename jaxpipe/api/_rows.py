@@ -43,7 +43,7 @@ RowWise = bool | Mapping[str, bool] | None
 
 @dataclass(frozen=True)
 class FunctionRows:
-    """What is known of one function of a model.
+    """The result of the row analysis of one function of a model.
 
     Attributes:
         name: "embed", "layer" or the name of a kind of layers, or "loss".
@@ -61,7 +61,7 @@ class FunctionRows:
 
     @property
     def verdict(self) -> str:
-        """Returns what it does, in words."""
+        """The result in words."""
         if self.is_row_wise:
             return "row-wise"
         return "may mix rows" if self.draws is None else "draws for all rows"
@@ -69,7 +69,7 @@ class FunctionRows:
 
 @dataclass(frozen=True)
 class RowReport:
-    """What the functions of a model see, and why. It prints as a table.
+    """The rows that the functions of a model see, and why. It prints as a table.
 
     Attributes:
         functions: One entry for every function.
@@ -108,7 +108,7 @@ class RowReport:
 
     @property
     def draws(self) -> dict[str, Draws]:
-        """What functions draw that run on the rows of a device, out of the bits of all rows."""
+        """Random bits that functions draw for the rows of a device, out of those of all rows."""
         if self.is_divided or self.num_shards == 1:
             return {}
         return {f.name: dict(f.draws) for f in self.functions if f.draws is not None}
@@ -182,18 +182,7 @@ def function_names(model: Model) -> tuple[str, ...]:
 
 
 def check_row_wise(row_wise: RowWise, model: Model) -> dict[str, bool]:
-    """Returns what the user says of each function.
-
-    Args:
-        row_wise: The argument of `pipeline`.
-        model: The model.
-
-    Returns:
-        Booleans by name, for the functions of which something is said.
-
-    Raises:
-        ValueError: If a name is none of a function, or a value is no boolean.
-    """
+    """Checks `row_wise`, and returns it by name, for functions of which something is said."""
     names = function_names(model)
     if row_wise is None:
         return {}
@@ -215,7 +204,7 @@ def check_row_wise(row_wise: RowWise, model: Model) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class _Activations:
-    """What enters a function besides parameters and the batch.
+    """The x that enters a function, with the state of a slice.
 
     Attributes:
         shapes: x for all rows of a microbatch, and for those of a device.
@@ -460,12 +449,7 @@ def _compared(
     key: Any,
     num_blocks: int,
 ) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
-    """Compares `function(weights, x, batch, key)` of all rows with that of the rows of a device.
-
-    Returns:
-        The relation of every result, if a device draws what all rows would draw for it; the shapes
-        of results in both; and, if the results depend on the key, "own": `FunctionRows.draws`.
-    """
+    """Returns relations of results, their shapes in both programs, and what a device draws."""
     traced = [
         _traced(jax.make_jaxpr(function, return_shape=True), weights, shapes, batch, key)
         for shapes, batch in zip(x.shapes, batches, strict=True)

@@ -1,4 +1,4 @@
-"""Optimizers that see the user's tree, and their state as engines store it."""
+"""Runs optimizers that see the user's tree on stored parameters, and stores their state."""
 
 from ._convert import shard_state as shard_state
 from ._convert import unshard_state as unshard_state

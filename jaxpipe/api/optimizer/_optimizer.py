@@ -1,4 +1,4 @@
-"""An optimizer that sees the user's tree, whatever an engine stores.
+"""Runs an optimizer that sees the user's tree, whatever an engine stores.
 
 `update` of the optimizer is traced on the user's tree, with all L layers, as shapes. What it does
 to each layer alike runs once on stored layers: see `jaxpipe.ir.symmetry`.
@@ -176,20 +176,7 @@ class LiftedOptimizer:
 def stored_tree(
     model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
 ) -> StoredTree:
-    """Returns stored parameters with the user's tree that they are of.
-
-    Args:
-        model: The model.
-        engine: The engine.
-        plan: What the engine is told.
-        params: Stored parameters, arrays or shapes.
-
-    Returns:
-        The trainable parameters and their tree.
-
-    Raises:
-        ValueError: If some kinds of layers are lists and others are not.
-    """
+    """Returns stored parameters, arrays or shapes, with the user's tree that they are of."""
     params = partition(params)[0]
     layers = params["layers"]
     in_list = {layers.in_list} if isinstance(layers.in_list, bool) else {*layers.in_list}

@@ -19,13 +19,7 @@ PartsByName = Mapping[tuple[str, str], tuple[Any, ...]]
 def part_trees(stages: Any, num_layers: NumLayers) -> dict[str, list[PyTree]]:
     """Returns the trees of stacked layers of each kind.
 
-    Args:
-        stages: Stages as an engine stores them.
-        num_layers: L, or the layers of each kind.
-
-    Returns:
-        The trees, whose leaves are [v, S, n, ...], or for `mpmd` [n, ...] of every stage that has
-        layers of the kind.
+    Leaves are [v, S, n, ...], or for `mpmd` [n, ...] of every stage that has layers of the kind.
     """
     trees = stages if isinstance(stages, list) else [stages]
     if isinstance(num_layers, int):
@@ -39,16 +33,7 @@ def num_lead_dims(stages: Any) -> int:
 
 
 def replace_trees(stages: Any, num_layers: NumLayers, new: Callable[[str, int], PyTree]) -> Any:
-    """Returns stages with other trees of stacked layers.
-
-    Args:
-        stages: Stages as an engine stores them.
-        num_layers: L, or the layers of each kind.
-        new: `(kind, index of the part) -> tree`.
-
-    Returns:
-        The stages.
-    """
+    """Returns stages with the trees `new(kind, index of the part)` of stacked layers."""
     seen = dict.fromkeys(part_trees(stages, num_layers), 0)
 
     def next_of(kind: str) -> PyTree:

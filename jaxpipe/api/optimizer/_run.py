@@ -35,7 +35,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Results:
-    """What the traced function returned.
+    """The results of the traced function.
 
     Attributes:
         values: The results of no layer, in order.
@@ -59,22 +59,7 @@ def run_of_lists(
     layer_ids: LayerIds,
     replicate: Callable[[Any], Any],
 ) -> Results:
-    """Runs a function of lists of layers.
-
-    Args:
-        closed: The function.
-        arguments: Its arguments.
-        out_slots: For each result where it is stored.
-        counts: The number of layers of each kind.
-        layer_ids: Which layer is where.
-        replicate: Returns a small array on all devices.
-
-    Returns:
-        The results.
-
-    Raises:
-        ValueError: If the function treats layers differently, or combines whole arrays of them.
-    """
+    """Runs a function of lists of layers, with `counts` layers of each kind."""
 
     def layer_slot(slot: Slot | None) -> LayerSlot | None:
         if slot is None or slot.group != "stages":
@@ -96,22 +81,7 @@ def run_of_stacks(
     layer_ids: LayerIds,
     replicate: Callable[[Any], Any],
 ) -> Results:
-    """Runs a function of leaves [L, ...].
-
-    Args:
-        closed: The function.
-        of_one_layer: The same function of leaves [1, ...].
-        arguments: Its arguments.
-        out_slots: For each result where it is stored.
-        layer_ids: Which layer is where.
-        replicate: Returns a small array on all devices.
-
-    Returns:
-        The results.
-
-    Raises:
-        ValueError: If the function mixes whole arrays of layers.
-    """
+    """Runs a function of leaves [L, ...], which is also given for leaves [1, ...]."""
 
     def num_lead(kind: str) -> int:
         return layer_ids[kind][0].ndim

@@ -1,4 +1,4 @@
-"""Which array of the user's tree is which array of which layer.
+"""Says where every array of the user's tree is stored.
 
 An optimizer sees the user's tree and a state that it makes of it. Both are stored in the groups of
 engines: "embed", "stages", "head" and "shared". A slot says where an array of the user is stored.
@@ -16,7 +16,7 @@ from .._params import NumLayers
 
 
 class Slot(NamedTuple):
-    """Where an array of the user's tree is stored.
+    """The group, the layer and the name under which an array of the user's tree is stored.
 
     Attributes:
         group: "embed", "stages", "head" or "shared".
@@ -61,16 +61,7 @@ def layer_counts(num_layers: NumLayers) -> dict[str, int]:
 
 
 def slots_of_groups(groups: PyTree, num_layers: NumLayers, in_list: bool) -> list[Slot]:
-    """Returns the slot of every leaf of the groups of the user's tree.
-
-    Args:
-        groups: The groups, arrays or shapes.
-        num_layers: L, or the number of layers of each kind.
-        in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
-
-    Returns:
-        The slots, in order.
-    """
+    """Returns the slot of every leaf of the groups of the user's tree, arrays or shapes."""
     slots: list[Slot] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(groups):
         group, *rest = path
@@ -89,16 +80,7 @@ def slots_of_groups(groups: PyTree, num_layers: NumLayers, in_list: bool) -> lis
 def user_tree(
     from_groups: Callable[[dict[str, PyTree]], PyTree], groups: PyTree, slots: Sequence[Slot]
 ) -> UserTree:
-    """Finds out where the leaves of the user's tree are stored.
-
-    Args:
-        from_groups: From groups to the user's tree.
-        groups: The groups, as shapes.
-        slots: The slot of each leaf of `groups`.
-
-    Returns:
-        The user's tree. A leaf has the name of the array of its layer that it is made of.
-    """
+    """Returns the user's tree, whose leaves have the names of the arrays they are made of."""
     closed, shapes = jax.make_jaxpr(from_groups, return_shape=True)(groups)
     sources: dict[Any, frozenset[int]] = {
         var: frozenset({i}) for i, var in enumerate(closed.jaxpr.invars)

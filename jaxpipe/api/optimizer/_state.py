@@ -1,4 +1,4 @@
-"""The state of an optimizer as engines store it.
+"""Stores the state of an optimizer as engines store parameters.
 
 The state that an optimizer makes of the user's tree has trees like it, such as moments, and other
 arrays, such as a count. Of the former each is stored as parameters are; the latter are on all
@@ -84,20 +84,7 @@ class StateForm:
 
 
 def state_form(state: PyTree, of_one_layer: PyTree, tree: UserTree) -> StateForm:
-    """Finds the trees in a state that are like that of parameters.
-
-    Args:
-        state: The state in the user's form, as shapes.
-        of_one_layer: The same for leaves [1, ...] in place of [L, ...]; `state` for lists of
-            layers.
-        tree: The user's tree.
-
-    Returns:
-        The form of the state.
-
-    Raises:
-        ValueError: If a parameter has state and the same parameter of another layer has not.
-    """
+    """Returns the form of a state, given its shapes for L layers and for one layer of a stack."""
     nodes, outer = jax.tree.flatten(state, is_leaf=tree.is_like)
     if jax.tree.structure(of_one_layer) != jax.tree.structure(state):
         raise ValueError(_other_state("of one structure", "a model", "of another structure"))
@@ -169,17 +156,8 @@ def to_stored(
 ) -> PyTree:
     """Returns a state as engines store it.
 
-    Args:
-        form: The form of the state.
-        leaves: The leaves of the user's form that are of no layer, in order.
-        parts: For every node the arrays of its layers.
-        stages: Stages as the engine stores them, whose structure is read.
-        num_layers: L, or the layers of each kind.
-        layer_ids: The layer at every place of stages.
-        groups: The groups of the parameters besides "stages". A state may have "shared" too.
-
-    Returns:
-        The state.
+    It has the leaves of no layer, in order, and for each node the parts of its layers. `groups` are
+    those of the parameters besides "stages"; a state may have "shared" too.
     """
     rest = iter(leaves)
     nodes: list[Any] = []
@@ -199,15 +177,7 @@ def to_stored(
 
 
 def from_stored(state: PyTree, array_of: Callable[[StoredState, Slot], Any]) -> PyTree:
-    """Returns a state in the user's form.
-
-    Args:
-        state: The state as engines store it.
-        array_of: From a node and a slot of layers to the array of the user's form.
-
-    Returns:
-        The state that the optimizer has for the user's tree.
-    """
+    """Returns a state in the user's form, with `array_of(node, slot)` for slots of layers."""
 
     def whole(node: Any) -> Any:
         if not is_tree_of_state(node):
@@ -230,15 +200,9 @@ def node_values(node: Any) -> tuple[list[Any], PartsByName]:
 
 
 def specs_of_state(specs: ParamSpecs, params: Mapping[Slot, Any], node: StoredState) -> ParamSpecs:
-    """Returns the specs of the arrays of a node that have the shape of their parameter.
+    """Returns the specs, by path, of the arrays of a node that have the shape of their parameter.
 
-    Args:
-        specs: The specs of parameters.
-        params: The shape of each parameter by its slot, of one layer for layers.
-        node: A tree of the state, as shapes.
-
-    Returns:
-        The specs, by the path in the groups of the node.
+    `params` has the shape of each parameter by its slot, of one layer for layers.
     """
     table = dict(specs)
     specs_by_path: list[tuple[str, Any]] = []

@@ -89,7 +89,9 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
 def bind(
     equation: JaxprEqn, jaxpr: Jaxpr, *, with_literals: bool = False
 ) -> Callable[..., Sequence[Any]]:
-    """Returns an equation as a function of its inputs, each use of a variable an input of its own.
+    """Returns an equation as a function of its inputs, by default of those that are no literals.
+
+    A variable that the equation reads twice is two inputs.
 
     Args:
         equation: An equation of any jaxpr.

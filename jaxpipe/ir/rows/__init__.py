@@ -1,4 +1,4 @@
-"""Row analysis: whether a function of a batch is the same function of each of its rows."""
+"""Finds out whether a function of a batch is the same function of each of its rows."""
 
 from ._compare import compare as compare
 from ._draws import Draws as Draws

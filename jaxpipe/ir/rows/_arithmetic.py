@@ -1,4 +1,4 @@
-"""Rules of primitives that compute entry by entry, or over some dims of every entry of the others.
+"""Follows rows through primitives that compute entry by entry, or over some dims.
 
 A rule is `(pair of equations) -> relations of the results`. It raises `MixesRowsError` if they
 have none.
@@ -33,7 +33,7 @@ _ALONG = "cumsum cumprod cummax cummin cumlogsumexp sort top_k split"
 
 
 def _entrywise(step: EquationPair) -> list[Relation]:
-    """Any function of entries: it is only known to be the same for all rows."""
+    """Follows any function of entries, of which only is known that it is the same for all rows."""
     step.require_same()
     relations = step.no_zeros()
     first = step.relations[0]
@@ -58,7 +58,7 @@ def _out(
 
 
 def _linear(step: EquationPair) -> list[Relation]:
-    """A linear function of each entry of one operand."""
+    """Follows a linear function of each entry of one operand."""
     step.require_same("sharding", "dst_sharding", "layout", "devices", "srcs", "copy_semantics")
     if step.name in ("neg", "reduce_precision"):
         for relation in step.relations:
@@ -92,7 +92,7 @@ def _add(step: EquationPair) -> list[Relation]:
 
 
 def _select(step: EquationPair) -> list[Relation]:
-    """`select_n`: one of several cases, for every entry or for all."""
+    """Follows `select_n`, which selects one of several cases, for every entry or for all."""
     predicate, *cases = step.relations
     only_rows((predicate,), "a selection")
     dim = step.row_dim_out()
@@ -108,7 +108,7 @@ def _select(step: EquationPair) -> list[Relation]:
 
 
 def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> list[Relation]:
-    """A product of two operands, or a quotient if `sign` is -1."""
+    """Follows a product of two operands, or a quotient if `sign` is -1."""
     one, other = relations
     dim = step.row_dim_out()
     match one, other:
@@ -143,7 +143,7 @@ def _div(step: EquationPair) -> list[Relation]:
 
 
 def _power(step: EquationPair) -> list[Relation]:
-    """`square` and `integer_pow`."""
+    """Follows `square` and `integer_pow`."""
     step.require_same()
     power = step.params.get("y", 2)
     match step.no_zeros()[0]:
@@ -176,7 +176,7 @@ def _reduce_sum(step: EquationPair) -> list[Relation]:
 
 
 def _reduce(step: EquationPair) -> list[Relation]:
-    """Reductions that are no sums, and `argmax` and `argmin`."""
+    """Follows reductions other than sums, and `argmax` and `argmin`."""
     step.require_same("out_sharding")
     axes, relation = ints(step.params["axes"]), step.no_zeros()[0]
     dim = only_rows((relation,), f"`{step.name}`")
@@ -220,7 +220,7 @@ def _dot_general(step: EquationPair) -> list[Relation]:
 
 
 def _along(step: EquationPair) -> list[Relation]:
-    """Functions along one dim, which treat all others entry by entry."""
+    """Follows functions along one dim, which treat all other dims entry by entry."""
     step.require_same("out_sharding")
     names = ("axis", "dimension", "reduction_dimension")
     along = next(step.params[name] for name in names if name in step.params)
@@ -288,7 +288,7 @@ def _convolution(step: EquationPair) -> list[Relation]:
 
 
 def _windows(step: EquationPair) -> list[Relation]:
-    """Reductions over windows, of which each has one row."""
+    """Follows reductions over windows, each of which must have one row."""
     step.require_same()
     relations = step.no_zeros()
     dim = only_rows(relations, f"`{step.name}`")
@@ -308,7 +308,7 @@ def _windows(step: EquationPair) -> list[Relation]:
 
 
 def _random_bits(step: EquationPair) -> list[Relation]:
-    """Bits of one key, or of a key for each row."""
+    """Follows bits that are drawn by one key, or by a key for each row."""
     step.require_same("shape")
     relation = step.no_zeros()[0]
     dim = only_rows((relation,), f"`{step.name}`")

@@ -1,4 +1,4 @@
-"""Relations of what calls, branches, loops and functions with their own derivatives return.
+"""Follows rows through calls, branches, loops and functions with derivatives of their own.
 
 A rule is `(walk, equation of all rows, the same of a block, relations) -> relations`.
 """

@@ -1,4 +1,4 @@
-"""Rules of primitives that move entries: shapes, slices, gathers and scatters."""
+"""Follows rows through primitives that move entries: shapes, slices, gathers and scatters."""
 
 import math
 from collections.abc import Sequence
@@ -77,16 +77,7 @@ def reshaped(
     """Returns the relation of rows that are reshaped; None if they move behind another dim.
 
     A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
-
-    Args:
-        relation: The relation before.
-        shape: The shape of `whole` before.
-        whole: The shape of `whole` behind.
-        part: The shape of `part` behind.
-        num_blocks: D.
-
-    Returns:
-        The relation behind.
+    `shape` is that of `whole` before.
     """
     if relation.is_squeezed:
         return None

@@ -1,4 +1,4 @@
-"""One equation of the program of all rows, and the same equation of that of a block."""
+"""Pairs an equation of the program of all rows with the same equation of that of a block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

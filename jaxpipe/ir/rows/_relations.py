@@ -1,4 +1,4 @@
-"""How a value that a function computes of all rows is related to those that it computes of blocks.
+"""Relates a value that a function computes of all rows to those that it computes of blocks.
 
 A function is run on all n * D rows, and on each of D blocks of n consecutive rows. Every value that
 it computes has one of these relations, where `whole` is the value of all rows and `part` that of
@@ -130,18 +130,7 @@ def zero_as(whole: Sequence[int], part: Sequence[int], num_blocks: int) -> Relat
 
 
 def relation_of_sum(relations: Iterable[Relation], *, dim: int | None) -> Relation:
-    """Returns the relation of a sum, or of a selection, of values with these relations.
-
-    Args:
-        relations: The relations.
-        dim: The dim of rows of the result, None if it has none. A value without it is broadcast.
-
-    Returns:
-        The relation.
-
-    Raises:
-        MixesRowsError: If it is none.
-    """
+    """Returns the relation of a sum, or selection, of values; the result has rows in `dim`."""
     terms = [relation for relation in relations if not isinstance(relation, Zero)]
     if not terms:
         return Zero()
@@ -201,7 +190,7 @@ def join(one: Relation, other: Relation) -> Relation:
 
 
 def is_within(relation: Relation, required: Relation) -> bool:
-    """Returns whether a value with a relation also has a wanted one."""
+    """Returns whether a value with a relation also has the required one."""
     return join(required, relation) == required
 
 

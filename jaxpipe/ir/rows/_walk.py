@@ -113,7 +113,7 @@ class Walk:
     def _without_partner(
         self, a: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
     ) -> tuple[Var, Relation] | None:
-        """Returns what an equation is in a block of one row, where it would change nothing.
+        """Returns the partner of a result whose equation is left out of a block of one row.
 
         JAX leaves out a broadcast or a reshape to the shape that an array has.
         """
@@ -258,7 +258,7 @@ def relations_of(pair: EquationPair) -> list[Relation]:
 
 
 def _of_unknown(step: EquationPair) -> list[Relation]:
-    """A primitive without a rule: the same function of the same arguments, or nothing is known."""
+    """Follows a primitive without a rule, whose operands must be the same for all blocks."""
     effects = step.whole.effects
     relations = step.no_zeros()
     if any(relation != Whole() for relation in relations):

@@ -46,7 +46,7 @@ class PartnerCalls:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What runs in which order.
+    """The groups and single calls of a function, in an order in which they can run.
 
     Attributes:
         units: Groups and single calls, in an order in which they can run.
@@ -68,7 +68,7 @@ def sameness(same: Mapping[Var, int], atom: Atom) -> Hashable:
 
 
 class _Keys:
-    """Numbers for hashable values: equal values have equal numbers."""
+    """Returns equal numbers for equal hashable values."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -83,21 +83,7 @@ def assign(
     outputs: Collection[Var],
     counts: Mapping[str, int],
 ) -> Assignment:
-    """Groups the calls of a function of equal layers.
-
-    Args:
-        calls: The calls.
-        inputs: For every input that belongs to a layer that layer, and a name that partners share.
-        outputs: The results of the function.
-        counts: The number of layers of each kind.
-
-    Returns:
-        The assignment.
-
-    Raises:
-        ValueError: If a call combines whole arrays of several layers, or does something to one
-            layer that it does not do to the others.
-    """
+    """Groups calls, given the layer of each input, with a name that partners share."""
     single = {i for i, call in enumerate(calls) if _draws_otherwise_in_batches(call)}
     promoted: dict[int, LayerOf] = {}
     while True:
@@ -301,12 +287,12 @@ def _check_single(
         leaf += ", ".join(map(str, owners[:4])) + (", ..." if len(owners) > 4 else "")
         if len(owners) > 1:
             raise ValueError(
-                f"`{call.name}`{call.where} combines whole arrays of several layers, {leaf}. A "
-                "pipeline has them on different devices: it can only combine numbers of layers, "
-                "such as norms."
+                f"`{call.name}`{call.where} combines whole arrays of several layers, {leaf}, which "
+                "a pipeline has on different devices. Combine numbers of layers, such as norms, or "
+                "leave this transformation out of the optimizer."
             )
         raise ValueError(
-            f"`{call.name}`{call.where} is applied to {leaf} and not to all layers alike. The "
-            "layers of a pipeline are updated by one program: treat a parameter alike in all "
+            f"`{call.name}`{call.where} is applied to {leaf} and not to all layers alike, and the "
+            "layers of a pipeline are updated by one program. Treat a parameter alike in all "
             "layers, or freeze it."
         )

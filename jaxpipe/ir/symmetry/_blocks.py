@@ -107,7 +107,7 @@ def _shape(atom: Atom) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _BlocksRun:
-    """How layers are stored, from where single ones are read, and the jaxpr of all equations."""
+    """Runs graphs of all layers and of one in lock-step, on layers as they are stored."""
 
     layer_ids: LayerIds
     replicate: Callable[[Any], Any]

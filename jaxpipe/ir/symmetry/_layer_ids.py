@@ -12,7 +12,7 @@ LayerIds = Mapping[str, tuple[np.ndarray, ...]]
 
 
 def fill_padding(part: Any, ids: np.ndarray, value: Any = 0) -> Any:
-    """Returns a part [lead, ...] with a value at padding, except for keys: none is read there."""
+    """Returns a part [lead, ...] with `value` at padding; keys there are left as they are."""
     if (ids >= 0).all() or jnp.issubdtype(part.dtype, jax.dtypes.extended):
         return part
     is_layer = (ids >= 0).reshape(*ids.shape, *(1,) * (part.ndim - ids.ndim))

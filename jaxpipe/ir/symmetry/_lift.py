@@ -27,7 +27,7 @@ Parts = tuple[Any, ...]
 
 
 class LayerSlot(NamedTuple):
-    """Which array of which layer an input or an output is.
+    """The array and the layer that an input or an output is.
 
     Attributes:
         kind: The kind of layers.
@@ -48,8 +48,8 @@ class Lifted:
         inputs: The inputs that belong to no layer, in order.
         slots: The variable of each input of a layer, by kind and name; one of any layer.
         outputs: The results.
-        out_slots: Which array of which layer each result is; None: of no layer.
-        assignment: What runs in which order.
+        out_slots: The array and the layer that each result is; None for results of no layer.
+        assignment: The calls, in an order in which they can run.
     """
 
     inputs: tuple[Var, ...]
@@ -108,7 +108,7 @@ def lift(
 
     Args:
         closed: The function.
-        in_slots: Which array of which layer each input is; None: of no layer.
+        in_slots: The array and the layer that each input is; None for inputs of no layer.
         out_slots: The same for the results.
         counts: The number of layers of each kind.
 
@@ -138,7 +138,7 @@ class _LiftedRun:
     """The values of a run so far.
 
     Attributes:
-        assignment: What runs in which order.
+        assignment: The calls, in an order in which they can run.
         layer_ids: For every kind and part [lead] the layer at each position.
         replicate: Returns a small array on all devices.
         values: The value of every variable of no layer.
