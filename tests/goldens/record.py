@@ -24,6 +24,7 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from linen import test_pipeline as linen_pipeline
@@ -81,7 +82,7 @@ def digest(tree: Any) -> str:
     """Returns a hash of the bytes of all leaves, with their paths."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
         hashed.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
