@@ -229,7 +229,7 @@ def test_rows_of_a_device_that_are_said_to_be_enough_are_named():
     options = {"sizes": {"data": 2}, "microbatches": 1, "schedule": "gpipe"}
     assert pipeline(mixing, **options).check(params, batch).largest <= 1e-5
     with pytest.raises(
-        AssertionError, match=r"(?s)`layer` mixes rows.*row_wise=\{'layer': False\}"
+        AssertionError, match=r"(?s)`layer` of layer 0 mixes rows.*row_wise=\{'layer': False\}"
     ):
         pipeline(mixing, row_wise=True, **options).check(params, batch)
 

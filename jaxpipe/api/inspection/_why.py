@@ -121,7 +121,7 @@ def _plain_is_another(
 
 def _of_microbatches(unlike: UnlikeRows, num: int, rows: int) -> str:
     """Says what a function does that is another thing in a microbatch than in the batch."""
-    where = f"`{unlike.function}`" + ("" if unlike.layer is None else f" of layer {unlike.layer}")
+    where = unlike.where
     if unlike.result == "x":
         return (
             f"{where} mixes rows: in the whole batch a row becomes another x than in a microbatch "
@@ -161,22 +161,17 @@ def _of_microbatches(unlike: UnlikeRows, num: int, rows: int) -> str:
     )
 
 
-def _name(unlike: UnlikeRows) -> str:
-    """Returns the name of a function in `row_wise`."""
-    return unlike.function.removeprefix("layer[").removesuffix("]").strip("'")
-
-
 def _sees_rows_of_device(pipe: Any, unlike: UnlikeRows) -> bool:
     """Returns whether a function is given the rows of a device, as the last trace decided."""
     functions = pipe.last_rows[0].functions
-    return any(f.is_row_wise for f in functions if f.name == _name(unlike))
+    return any(f.is_row_wise for f in functions if f.name == unlike.function)
 
 
 def _of_row_shards(unlike: UnlikeRows, shards: int, rows: int) -> str:
     """Says what a function does that is another thing on the rows of a device."""
     return (
-        f"`{unlike.function}` mixes rows of a microbatch (relative error {unlike.error:.1e} in "
+        f"{unlike.where} mixes rows of a microbatch (relative error {unlike.error:.1e} in "
         f"{unlike.result}), and the pipeline gives it the {rows // shards} of {rows} rows that a "
         f"device has, as if it treated rows one by one. Say that it does not: "
-        f"`jp.pipeline(..., row_wise={{{_name(unlike)!r}: False}})`."
+        f"`jp.pipeline(..., row_wise={{{unlike.function!r}: False}})`."
     )

@@ -37,7 +37,7 @@ class UnlikeRows:
     """A result of a function for all rows and for pieces; a pytree of scalars.
 
     Attributes:
-        function: What the user calls the function, such as "layer" or "layer['encoder']".
+        function: The name of the function in `row_wise`, such as "layer" or a kind.
         layer: The index of the layer; None if it is none.
         result: The result: "x", "loss", or the name of a metric in quotes.
         error: The largest difference divided by the largest magnitude.
@@ -55,6 +55,15 @@ class UnlikeRows:
     pieces: Any = None
     is_sum: Any = False
     is_root: Any = False
+
+    @property
+    def where(self) -> str:
+        """The function as the user has it, such as "`layer['encoder']` of layer 2"."""
+        if self.layer is None or self.function == "layer":
+            name = f"`{self.function}`"
+        else:
+            name = f"`layer[{self.function!r}]`"
+        return name if self.layer is None else f"{name} of layer {self.layer}"
 
 
 def first_function_that_mixes(
@@ -150,8 +159,7 @@ def _takes_key(function: Any) -> bool:
 
 def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, bool]]:
     """Yields for every layer its name, function and weights, and whether it is to be compared."""
-    kinds = list(model.layer) if isinstance(model.layer, Mapping) else []
-    names = [f"layer[{kind!r}]" for kind in kinds] or ["layer"]
+    names = list(model.layer) if isinstance(model.layer, Mapping) else ["layer"]
     for name, (function, layers) in zip(names, layers_by_kind(model, groups), strict=True):
         for i in range(num_layers(layers)):
             weights = nth_layer(layers, i)
