@@ -1,14 +1,16 @@
 """Makes the pipeline of a model: selects the engine, and builds and checks the schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import schedules
-from ..autodiff import Remat, recompute
+from ..autodiff import Remat, recompute, remat_by_name
+from ..autodiff.backward import check_offload
 from ..engines import ENGINES, Engine
+from ..engines._engine import When
 from ..schedules import Schedule, builders, language
 from ..schedules.builders._require import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
@@ -28,7 +30,13 @@ def pipeline(
     slices: int | None = None,
     layers_per_stage: Sequence[int] | str | None = None,
     engine: str = "auto",
-    remat: Remat = recompute,
+    remat: Remat | str | None = None,
+    layer_remat: Remat | str | None = None,
+    gather: When | None = None,
+    zero1: bool = False,
+    forwarding_delay: bool = False,
+    accumulate: int = 1,
+    compiler_options: Mapping[str, str | bool | int] | None = None,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
     param_specs: SpecRule | None = None,
     memory_cap: float | None = None,
@@ -53,8 +61,23 @@ def pipeline(
             a layer of the last kind, "mtp". Default: as even as possible.
         engine: "unpipelined", "circular", "scheduled" (one program), "mpmd" (a program for each
             rank), or "auto": the first that can run the schedule.
-        remat: A wrapper of stages. The default stores the input of a stage and recomputes the rest
-            in its backward; `autodiff.remat_by_name` saves named tensors.
+        remat: What a stage stores for its backward: a wrapper of functions such as
+            `jax.checkpoint`, or the name of a policy of `autodiff.remat_by_name` that saves named
+            tensors, some of them in the host's memory. Default: "full", its input; the rest is
+            computed again.
+        layer_remat: The same for every layer, inside of what a stage stores. Default: "none".
+        gather: When parameters that are sharded over `fsdp` are gathered: for every action of the
+            schedule ("tick"), "once" in a step, once for all microbatches of a stage, ahead of them
+            ("repeat"), or by every "layer" that reads them, which holds one layer at a time. Of one
+            program; without a pipeline layers gather their own, and in programs of ranks XLA
+            decides. Default: "tick".
+        zero1: Whether gradients and the state of an optimizer are divided over `data` too, as
+            ZeRO-1 does: updates are gathered, not parameters.
+        forwarding_delay: Whether the engine "circular" hands x over one tick late, so that
+            communication runs beside a whole tick.
+        accumulate: A: a batch is cut into A * M microbatches, which run M at a time. Gradients are
+            summed.
+        compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
             `['layers'][0]['base']['up']`; or booleans in a tree that is a prefix of the user's
             tree. They get no gradients. Default: all are trained.
@@ -79,8 +102,9 @@ def pipeline(
 
     Raises:
         ValueError: If `model` is no `Model`, a name is unknown, the schedule does not take a count,
-            the mesh has no axis `stage`, the engine cannot run the schedule or keep the cap, the
-            schedule has slices and the model none, or `row_wise` names no function.
+            the mesh has no axis `stage`, the engine cannot run the schedule, keep the cap or has no
+            such option, the schedule has slices and the model none, or `row_wise` names no
+            function.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -98,15 +122,73 @@ def pipeline(
     """
     check_model(model)
     num_ranks = _num_ranks(mesh)
-    require_positive(microbatches=microbatches)
-    found = _schedule(schedule, num_ranks, microbatches, chunks, slices)
-    selected = _engine(engine, found, schedule)
-    as_run, ticks = selected.prepare(found, num_ranks, microbatches, None, memory_cap)
+    require_positive(microbatches=microbatches, accumulate=accumulate)
+    order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
+    selected = _engine(engine, order, schedule)
+    _check_options(
+        selected,
+        {
+            "remat": remat,
+            "gather": gather,
+            "zero1": zero1 or None,
+            "forwarding_delay": forwarding_delay or None,
+        },
+    )
+    as_run, ticks = selected.prepare(order, num_ranks, microbatches, None, memory_cap)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
-    settings = selected, mesh, microbatches, as_run, ticks, counts, remat, frozen, num_mtp
-    said = tuple(check_row_wise(row_wise, model).items())
-    return PipelinedModel(model, *settings, param_specs=param_specs, row_wise=said)
+    return PipelinedModel(
+        model,
+        selected,
+        mesh,
+        microbatches,
+        as_run,
+        ticks,
+        counts,
+        remat=_remat("remat", remat, mesh),
+        frozen=frozen,
+        num_mtp_layers=num_mtp,
+        param_specs=param_specs,
+        row_wise=tuple(check_row_wise(row_wise, model).items()),
+        layer_remat=_remat("layer_remat", "none" if layer_remat is None else layer_remat, mesh),
+        gather="tick" if gather is None else gather,
+        zero1=zero1,
+        forwarding_delay=forwarding_delay,
+        accumulate=accumulate,
+        compiler_options=tuple((compiler_options or {}).items()),
+    )
+
+
+_GATHERS = ("tick", "once", "repeat", "layer")
+
+
+def _check_options(engine: Engine, options: dict[str, Any]) -> None:
+    """Raises a `ValueError` if an option that is given, not None, is none of the engine."""
+    for name, value in options.items():
+        if value is None or name in engine.options:
+            continue
+        others = [repr(other.name) for other in ENGINES.values() if name in other.options]
+        raise ValueError(
+            f"`{name}` is {value!r}, and the engine {engine.name!r} has no such option. Leave it "
+            f"out, or give `engine={' or '.join(others)}`."
+        )
+    if options["gather"] not in (None, *_GATHERS):
+        raise ValueError(
+            f"`gather` is {options['gather']!r}. Give one of {', '.join(map(repr, _GATHERS))}."
+        )
+
+
+def _remat(name: str, value: Remat | str | None, mesh: Mesh) -> Remat:
+    """Returns a wrapper of functions, from a wrapper or the name of a policy."""
+    if value is None:
+        return recompute
+    if not isinstance(value, str):
+        return value
+    try:
+        check_offload(value, {}, mesh.devices.flat)
+        return remat_by_name(value)
+    except ValueError as error:
+        raise ValueError(f"`{name}` is {value!r}: {error}") from error
 
 
 def _layer_counts(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
-from ..autodiff import Remat, StagedModel
+from ..autodiff import Remat, StagedModel, keep
 from ..engines import Engine
-from ..engines._engine import PipelinePlan
-from ..engines._fsdp import num_row_shards
+from ..engines._engine import PipelinePlan, When
+from ..engines._fsdp import layer_specs, num_row_shards
 from ..schedules import Schedule, language
 from ..schedules.lock_step import Ticks
 from ._frozen import (
@@ -88,6 +88,12 @@ class PipelinedModel(InspectedModel):
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
         param_specs: How leaves of the user's tree are sharded over other axes than `stage`.
         row_wise: What the user says of functions by name: whether they treat rows one by one.
+        layer_remat: A wrapper of layers.
+        gather: When parameters that are sharded over `fsdp` are gathered.
+        zero1: Whether gradients and the state of optimizers are divided over `data` too.
+        forwarding_delay: Whether x is handed over one tick late.
+        accumulate: A, the number of times that M microbatches are run.
+        compiler_options: XLA's options for every program.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 
@@ -103,6 +109,12 @@ class PipelinedModel(InspectedModel):
     num_mtp_layers: int | None = None
     param_specs: SpecRule | None = None
     row_wise: tuple[tuple[str, bool], ...] = ()
+    layer_remat: Remat = keep
+    gather: When = "tick"
+    zero1: bool = False
+    forwarding_delay: bool = False
+    accumulate: int = 1
+    compiler_options: tuple[tuple[str, Any], ...] = ()
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
     def shard(self, params: PyTree, *, like: PyTree = None) -> StoredParams:
@@ -416,10 +428,21 @@ class PipelinedModel(InspectedModel):
             self.schedule,
             self.ticks,
             self.remat,
-            gather="once" if self.mesh.shape.get("fsdp", 1) == 1 else "tick",
+            forwarding_delay=self.forwarding_delay,
+            # Without shards there is nothing to gather.
+            gather=self.gather if self.mesh.shape.get("fsdp", 1) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
             param_specs=specs,
+            layer_remat=self.layer_remat,
+            zero1=self.zero1,
+            num_calls=self.accumulate,
+            compiler_options=self.compiler_options,
         )
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of microbatches of a batch, A * M."""
+        return self.accumulate * self.num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -476,7 +499,7 @@ class PipelinedModel(InspectedModel):
         inputs = make_inputs(
             self.model,
             self.mesh,
-            self.num_microbatches,
+            self.num_pieces,
             all_weights,
             batch,
             keys[0],
@@ -489,6 +512,8 @@ class PipelinedModel(InspectedModel):
         check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
+        if plan.gather == "layer":
+            plan = replace(plan, layer_specs=layer_specs(plan, weights["stages"]))
         layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
@@ -525,7 +550,7 @@ class PipelinedModel(InspectedModel):
         groups["layers"] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
         )
-        shapes_of = partial(piece_shapes, self.model, batch, self.num_microbatches)
+        shapes_of = partial(piece_shapes, self.model, batch, self.num_pieces)
         microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
         num_rows = jax.tree.leaves(microbatch)[0].shape[0]
         # Where no axis divides rows, the question is what would be if one did.
@@ -545,7 +570,7 @@ class PipelinedModel(InspectedModel):
 
     def _staged_model(self, of_user: Model, plan: PipelinePlan) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
-        num_pieces = self.num_microbatches * self.num_slices * num_shards
+        num_pieces = self.num_pieces * self.num_slices * num_shards
         divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
         stages_of = [partial(self.engine.stage, plan)]
         if self.num_slices > 1:

@@ -1,5 +1,6 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
+from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine
 from ._kinds import with_kinds as _with_kinds
@@ -8,6 +9,7 @@ from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
 
 ENGINES: dict[str, Engine] = {
-    engine.name: _with_kinds(engine) for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
+    engine.name: _with_calls(_with_kinds(engine))
+    for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
 }
 """Every engine by its name."""

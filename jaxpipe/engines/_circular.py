@@ -92,6 +92,7 @@ CIRCULAR = Engine(
     name="circular",
     pipelines=True,
     runs_schedules=False,
+    options=frozenset({"remat", "gather", "zero1", "forwarding_delay"}),
     per_stage_state=False,
     check_call=_stacked.check_call,
     prepare=_prepare,

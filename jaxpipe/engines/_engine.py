@@ -11,11 +11,14 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff import Remat, StagedModel, recompute
+from ..autodiff import Remat, StagedModel, keep, recompute
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd import Gather
+
+When = Literal["tick", "repeat", "once", "layer"]
+"""When parameters that are sharded over `fsdp` are gathered."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class PipelinePlan:
         remat: A wrapper of stages, which decides what a forward stores for the backward.
         forwarding_delay: Whether activations are handed over one tick late.
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
-            "tick", "once", or once per "repeat", ahead of it.
+            "tick", "once", once per "repeat", ahead of it, or by every "layer" that reads them.
         gathers: Returns the gather of a stage's weights and that of `{"embed": ..., "head": ...}`,
             for weights that are sharded by other rules than those of `Engine.put`. None for
             these.
@@ -45,6 +48,12 @@ class PipelinePlan:
             others are sharded over `fsdp`.
         whole_microbatches: Whether functions of the model are given whole microbatches, whose rows
             XLA divides over devices; false if each runs on the rows of a device.
+        layer_remat: A wrapper of layers, as `remat` is one of stages.
+        layer_specs: The spec of every trainable parameter of one layer, in a tree of these, by
+            kind if there are kinds; for `gather="layer"`.
+        zero1: Whether gradients, and the state of an optimizer, are divided over `data` too.
+        num_calls: A, the number of times that M microbatches are run, whose results are summed.
+        compiler_options: XLA's options for every program, by name.
     """
 
     mesh: Mesh
@@ -54,7 +63,7 @@ class PipelinePlan:
     ticks: Ticks | None = None
     remat: Remat = recompute
     forwarding_delay: bool = False
-    gather: Literal["tick", "repeat", "once"] = "tick"
+    gather: When = "tick"
     gathers: Callable[[], tuple[Gather, Gather]] | None = None
     vocab_parallel: bool = False
     scan_repeats: bool = True
@@ -62,6 +71,11 @@ class PipelinePlan:
     kinds: tuple[tuple[str, int], ...] = ()
     param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
     whole_microbatches: bool = False
+    layer_remat: Remat = keep
+    layer_specs: PyTree = None
+    zero1: bool = False
+    num_calls: int = 1
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,7 @@ class Engine:
         name: The name by which users select it.
         pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
         runs_schedules: Whether it runs any schedule that it is given.
+        options: The arguments of `pipeline` that this engine has, of those that not all have.
         per_stage_state: Whether every stage has its own tree of weights on the devices of its rank,
             and ranks run programs of their own. False if leaves stack all stages in one program.
         check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
@@ -99,9 +114,9 @@ class Engine:
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
         stage: `(plan, layer) -> stage`, which runs the layers of one stage.
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
-            `batch_inputs` are [M, D, ...], where D is the number of devices that divide the rows of
-            a microbatch, or 1 for whole microbatches. A function of `model` is given leaves [d,
-            ...], for the d of these devices that it computes for. The groups of `weights` are
+            `batch_inputs` are [A * M, D, ...], where D is the number of devices that divide the
+            rows of a microbatch, or 1 for whole microbatches. A function of `model` is given leaves
+            [d, ...], for the d of these devices that it computes for. The groups of `weights` are
             "embed", "stages", "head" and, if embedding and loss read constants, "constants", the
             argument of `model.bind`.
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
@@ -132,6 +147,7 @@ class Engine:
     name: str
     pipelines: bool
     runs_schedules: bool
+    options: frozenset[str]
     per_stage_state: bool
     check_call: Callable[[str], None]
     prepare: Callable[

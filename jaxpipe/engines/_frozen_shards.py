@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..autodiff import recompute
-from ..sharding.specs import only_axes
-from ..spmd.weight_gather import gather_by_specs, gathering_layer, unsharded_specs
+from ..sharding.specs import axes_of, only_axes
+from ..spmd.weight_gather import gathering_layer, layer_gather, unsharded_specs
 from ._engine import PipelinePlan
 from ._fsdp import manual_row_axes, param_spec_tree
 
@@ -41,7 +42,8 @@ def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
     Returns:
         `FrozenShards`; or `frozen`, which are then gathered whole.
     """
-    if plan.gather != "tick" or plan.remat is not recompute or not jax.tree.leaves(frozen):
+    by_layer = plan.gather == "layer" or (plan.gather == "tick" and plan.remat is recompute)
+    if not by_layer or not jax.tree.leaves(frozen):
         return frozen
     lead = (None,) * 3
     specs = param_spec_tree("stages", frozen, plan.mesh, plan.param_specs, lead)
@@ -63,7 +65,7 @@ def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
     def of_gathered(frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any) -> Any:
         return layer(weights, x, inputs, (key, frozen))
 
-    of_shards = gathering_layer(of_gathered, lambda shards, x: _gathered(plan, shards))
+    of_shards = gathering_layer(of_gathered, partial(_gathered, plan))
 
     def run(weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any]) -> Any:
         key, frozen = constants
@@ -73,14 +75,17 @@ def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
     return run
 
 
-def _gathered(plan: PipelinePlan, shards: FrozenShards) -> PyTree:
+def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
-    specs = list(shards.specs)
+    ids = [i for i, spec in enumerate(shards.specs) if "fsdp" in axes_of(spec)]
+    specs = [shards.specs[i] for i in ids]
     axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
-    gather = gather_by_specs(specs, unsharded_specs(specs, ("fsdp",)), batch_axes=axes)
-    return tree.unflatten(gather.unshard(leaves))
+    gather = layer_gather(specs, unsharded_specs(specs, ("fsdp",)), batch_axes=axes)
+    for i, whole in zip(ids, gather([leaves[i] for i in ids], x), strict=True):
+        leaves[i] = whole
+    return tree.unflatten(leaves)
 
 
 def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from ..sharding.specs import axes_of_dim
+from ._engine import PipelinePlan
 
 ROW_AXES = ("data", "fsdp")
 """Mesh axes that divide the rows of a microbatch."""
@@ -74,7 +75,7 @@ def param_spec(
     if given is None:
         return PartitionSpec(*lead, *fsdp_axes(shape, mesh))
     axes = (tuple(axes_of_dim(dim)) for dim in given)
-    dims = [names[0] if names else None for names in axes]
+    dims = [names if len(names) > 1 else names[0] if names else None for names in axes]
     return PartitionSpec(*lead, *dims, *(None,) * (len(shape) - len(dims)))
 
 
@@ -103,3 +104,53 @@ def param_spec_tree(
         return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
 
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)
+
+
+def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:
+    """Returns the spec of every parameter of one layer, from leaves [v, S, n, ...] of stages."""
+    lead = (None,) * 3
+    specs = param_spec_tree("stages", stages, plan.mesh, plan.param_specs, lead)
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs)
+
+
+def specs_over_data(
+    weights: dict[str, PyTree], mesh: Mesh, specs: ParamSpecs, num_stacked_dims: int
+) -> ParamSpecs:
+    """Returns the specs of gradients that ZeRO-1 divides over `data`, without stacked dims.
+
+    A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
+    divides and is whole. https://arxiv.org/abs/1910.02054
+
+    Args:
+        weights: Groups of parameters, or their shapes.
+        mesh: The mesh.
+        specs: The specs of the parameters that have one.
+        num_stacked_dims: Dims in front of those of one layer, in the group "stages".
+
+    Returns:
+        A spec for every parameter, by its path.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        name = jax.tree_util.keystr(path)
+        shape = jnp.shape(leaf)[num_stacked_dims if name.startswith("['stages']") else 0 :]
+        of_shape = jax.ShapeDtypeStruct(shape, leaf.dtype)
+        spec = param_spec(name, of_shape, mesh, specs)
+        found.append((name, _over_data(spec, shape, mesh)))
+    return tuple(found)
+
+
+def _over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Returns a spec with an entry for every dim, one of which is divided over `data` if it can."""
+    size = mesh.shape.get("data", 1)
+    axes = [tuple(axes_of_dim(dim)) for dim in spec]
+    shards = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
+    divides = [n % (size * k) == 0 for n, k in zip(shape, shards, strict=True)]
+    candidates = [i for i, names in enumerate(axes) if names == ("fsdp",) and divides[i]]
+    candidates = candidates or [i for i, names in enumerate(axes) if not names and divides[i]]
+    if size == 1 or not candidates:
+        return spec
+    largest = max(candidates, key=lambda i: shape[i])
+    return PartitionSpec(
+        *((*names, "data") if i == largest else names or None for i, names in enumerate(axes))
+    )

@@ -52,7 +52,8 @@ def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...])
     Returns:
         The compiled function.
     """
-    program = jax.jit(function, donate_argnums=donate_argnums)
+    options = dict(plan.compiler_options) or None
+    program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options)
     return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
 
 

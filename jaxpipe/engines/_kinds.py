@@ -91,7 +91,9 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
             for name, spec in plan.param_specs
             if name.startswith(start)
         )
-        plans[kind] = replace(plan, layout=layout, kinds=(), param_specs=specs)
+        of_layer = None if plan.layer_specs is None else plan.layer_specs[kind]
+        changes = {"layout": layout, "param_specs": specs, "layer_specs": of_layer}
+        plans[kind] = replace(plan, kinds=(), **changes)
         first = last
     return plans
 

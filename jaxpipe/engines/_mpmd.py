@@ -79,7 +79,7 @@ def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    del plan
+    layer = plan.layer_remat(layer)
 
     def stage(weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree) -> Any:
         num_layers = len(jax.tree.leaves((weights, keys))[0])
@@ -89,7 +89,7 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
 
 
 def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    del plan
+    layer = plan.layer_remat(layer)
 
     def stage(weights: PyTree, x: PyTree, inputs: PyTree, keys: PyTree, past: Past) -> Any:
         num_layers = len(jax.tree.leaves((weights, keys))[0])
@@ -244,7 +244,10 @@ def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
 
 def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    return mpmd.mpmd_jit_with_loop(function, mesh, donate_argnums=donate_argnums)
+    options = dict(plan.compiler_options) or None
+    return mpmd.mpmd_jit_with_loop(
+        function, mesh, donate_argnums=donate_argnums, compiler_options=options
+    )
 
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
@@ -256,6 +259,7 @@ MPMD = Engine(
     name="mpmd",
     pipelines=True,
     runs_schedules=True,
+    options=frozenset({"remat"}),
     per_stage_state=True,
     check_call=_check_call,
     prepare=_prepare,

@@ -120,6 +120,7 @@ SCHEDULED = Engine(
     name="scheduled",
     pipelines=True,
     runs_schedules=True,
+    options=frozenset({"remat", "gather", "zero1", "memory_cap"}),
     per_stage_state=False,
     check_call=_stacked.check_call,
     prepare=_prepare,

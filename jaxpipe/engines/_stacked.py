@@ -15,16 +15,22 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff import keep
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
 from ..sharding.specs import reshard
 from ..spmd import Gather
-from ..spmd.ranks import masked_layer, stages_on_ranks
-from ..spmd.weight_gather import gather_by_specs, unsharded_specs
+from ..spmd.ranks import is_spec, masked_layer, stages_on_ranks
+from ..spmd.weight_gather import (
+    gather_by_specs,
+    gather_in_layers,
+    gathering_layer,
+    join_gathers,
+    layer_gather,
+    unsharded_specs,
+)
 from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import ROW_AXES, manual_row_axes, param_spec_tree
+from ._fsdp import ROW_AXES, ParamSpecs, manual_row_axes, param_spec_tree, specs_over_data
 from ._layers import run_layers, run_sliced_layers
 
 
@@ -165,8 +171,7 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
     Returns:
         `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
     """
-    mask = masked_layer if plan.layout.counts else keep
-    return partial(run_layers, mask(gathering(plan, layer)), plan.layout.layers_per_stage)
+    return partial(run_layers, _wrapped(plan, layer), plan.layout.layers_per_stage)
 
 
 def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
@@ -179,9 +184,33 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
     Returns:
         `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
     """
-    mask = masked_layer if plan.layout.counts else keep
-    layer = mask(gathering(plan, layer))
-    return partial(run_sliced_layers, layer, plan.layout.layers_per_stage)
+    return partial(run_sliced_layers, _wrapped(plan, layer), plan.layout.layers_per_stage)
+
+
+def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
+    """Returns a layer, from outside in: rematerialised, masked if it is padding, and gathering.
+
+    The condition of a mask would return the weights that its backward reads, a copy of those of all
+    layers. Rematerialised too, it reads them again.
+    """
+    layer = gathering(plan, layer)
+    if plan.gather == "layer":
+        layer = gathering_layer(layer, _gather_of_layer(plan))
+    layer = plan.layer_remat(layer)
+    return plan.layer_remat(masked_layer(layer)) if plan.layout.counts else layer
+
+
+def _gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a function that gathers the weights of one layer over `fsdp`."""
+    stored, rows = plan.layer_specs, manual_row_axes(plan.mesh, plan.whole_microbatches)
+    gather = layer_gather(stored, unsharded_specs(stored, ("fsdp",)), batch_axes=rows)
+
+    def run(weights: PyTree, x: PyTree) -> PyTree:
+        # A program without ranks, such as that of shapes, has weights that are whole.
+        has_ranks = "stage" in jax.sharding.get_abstract_mesh().manual_axes
+        return gather(weights, x) if has_ranks else weights
+
+    return run
 
 
 def put(
@@ -305,20 +334,44 @@ def weight_gathers(
     if plan.gathers is not None:
         return plan.gathers()
 
-    def specs_of(group: str, skipped: int) -> PyTree:
-        lead = (None,) * skipped
-        specs = param_spec_tree(group, weights[group], plan.mesh, plan.param_specs, lead)
-        of_stage = max(0, skipped - 1)  # without dims of chunks and ranks
-        return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), specs)
+    rows = manual_row_axes(plan.mesh, plan.whole_microbatches)
+    divided = plan.param_specs
+    if plan.zero1:
+        groups = {name: weights[name] for name in ("embed", "stages", "head")}
+        divided = specs_over_data(groups, plan.mesh, plan.param_specs, 3)
 
-    def gather_of(specs: PyTree) -> Gather:
-        unsharded = unsharded_specs(specs, ("fsdp",))
-        rows = manual_row_axes(plan.mesh, plan.whole_microbatches)
-        return gather_by_specs(specs, unsharded, when=plan.gather, batch_axes=rows)
+    def specs_of(group: str, specs: ParamSpecs) -> PyTree:
+        lead = (None,) * 3 if group == "stages" else ()
+        of_stage = max(0, len(lead) - 1)  # without dims of chunks and ranks
+        found = param_spec_tree(group, weights[group], plan.mesh, specs, lead)
+        return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), found)
 
-    boundary = {name: specs_of(name, 0) for name in ("embed", "head")}
-    of_stage = gather_of(specs_of("stages", 3))
-    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of(boundary)
+    def gather_of(*groups: str) -> Gather:
+        stored, gradients = (
+            {name: specs_of(name, specs) for name in groups}
+            for specs in (plan.param_specs, divided)
+        )
+        if groups == ("stages",):
+            stored, gradients = stored["stages"], gradients["stages"]
+        unsharded = unsharded_specs(stored, ("fsdp",))
+        if plan.gather != "layer":
+            return gather_by_specs(stored, unsharded, gradients, when=plan.gather, batch_axes=rows)
+        if groups != ("stages",):
+            return gather_by_specs(stored, unsharded, gradients, when="once", batch_axes=rows)
+        of_layers = partial(gather_in_layers, batch_axes=rows)
+        if jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(stored):
+            return of_layers(stored, unsharded, gradients)
+        of_shared = partial(gather_by_specs, when="once", batch_axes=rows)
+        trees = stored, unsharded, gradients
+        return join_gathers(
+            {
+                name: gather(*(tree[name] for tree in trees))
+                for name, gather in {"layers": of_layers, "shared": of_shared}.items()
+            }
+        )
+
+    of_stage = gather_of("stages")
+    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of("embed", "head")
 
 
 def may_divide_rows(mesh: Mesh) -> bool:

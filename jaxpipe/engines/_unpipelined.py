@@ -17,7 +17,7 @@ from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import param_spec_tree
+from ._fsdp import param_spec_tree, specs_over_data
 from ._jit import jit
 from ._memory_cap import check_cap
 
@@ -63,7 +63,12 @@ def _value_and_grad(
     arguments = _without_repeats(weights, keys, batch_inputs)
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
     value, grads = unpipelined.value_and_grad(model, *arguments)
-    return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
+    grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
+    if plan.zero1:
+        divided = specs_over_data(grads, plan.mesh, plan.param_specs, 3)
+        plan = replace(plan, param_specs=divided)
+        grads = _stacked.put_like(plan, grads, grads, model.tied, stage_axis=None)
+    return value, grads
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
@@ -122,6 +127,7 @@ UNPIPELINED = Engine(
     name="unpipelined",
     pipelines=False,
     runs_schedules=False,
+    options=frozenset({"zero1"}),
     per_stage_state=False,
     check_call=_stacked.check_call,
     prepare=_prepare,

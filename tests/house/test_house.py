@@ -74,7 +74,9 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 100
 # An exception is a row here, with its reason.
 LARGER_FILES: dict[str, str] = {}
-LARGER_FUNCTIONS: dict[str, str] = {}
+LARGER_FUNCTIONS = {
+    "api/_pipeline.py:pipeline": "the one entry of all features: 110 lines say what arguments mean"
+}
 
 
 def files() -> list[Path]:

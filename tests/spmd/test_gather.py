@@ -11,10 +11,12 @@ import pytest
 from jax.extend.core import Literal
 
 from jaxpipe import sharding, spmd
+from jaxpipe.sharding._rules import gathered_rules
 from jaxpipe.spmd.weight_gather import (
     gather_by_specs,
     gather_in_layers,
     layer_gather,
+    specs_of,
     unsharded_specs,
 )
 
@@ -32,11 +34,14 @@ def gather_by_axes(batch_axes=("fsdp",)):
     return spmd.gather_weights(axes, sharding.DEFAULT_RULES, when="repeat", batch_axes=batch_axes)
 
 
-PER_LAYER: dict[str, Any] = {"rules": sharding.DEFAULT_RULES, "batch_axes": ("fsdp",)}
+STORED, UNSHARDED = (
+    specs_of(("embed", "mlp"), rules)
+    for rules in (sharding.DEFAULT_RULES, gathered_rules(sharding.DEFAULT_RULES))
+)
 
 
 def stage_that_gathers(w, x, batch_inputs, rng):
-    w = layer_gather(("embed", "mlp"), **PER_LAYER)(w, x)
+    w = layer_gather(STORED, UNSHARDED, batch_axes=("fsdp",))(w, x)
     return stage(w, x, batch_inputs, rng)
 
 
@@ -95,7 +100,8 @@ def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_what_tensor_shards_split_stays_split_where_fsdp_is_gathered(per_layer):
-    gather = gather_in_layers(("embed", "mlp"), **PER_LAYER) if per_layer else None
+    in_layers = gather_in_layers(STORED, UNSHARDED, batch_axes=("fsdp",))
+    gather = in_layers if per_layer else None
     run = stage_that_gathers if per_layer else stage
     gradient = jax.jit(jax.grad(partial(loss, gather=gather, stage=run, tensor=2)))
     mesh = sharding.make_mesh({"stage": RANKS, "fsdp": 2, "tensor": 2}, devices=jax.devices()[:8])

@@ -110,7 +110,7 @@ def reference_result(
         The results on the host, the dtype and what was run.
     """
     program, text = _program(pipe, whole, plain)
-    function, num = program.value_and_grad, pipe.num_microbatches
+    function, num = program.value_and_grad, pipe.num_pieces
     if pipe.takes_key and num > 1:
         function = partial(program.cut, num)
         text = (
@@ -128,7 +128,8 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
     trainable = trainable_leaves(pipe.frozen, whole)
     if plain is None:
         text = "reference: the functions of the model on the whole batch, on one device"
-        return program_of(pipe.model, trainable), text
+        per_call = pipe.num_microbatches if pipe.accumulate > 1 else None
+        return program_of(pipe.model, trainable, per_call), text
     if pipe.takes_key:
         raise ValueError(
             "`plain` is given, and a function of the model takes a dropout key, which draws for "
@@ -198,7 +199,7 @@ def require(
             or 16 bits have kept numbers from showing that a function mixes rows.
     """
     worse = found.worse
-    is_masked = pipe.takes_key and pipe.num_microbatches > 1
+    is_masked = pipe.takes_key and pipe.num_pieces > 1
     reason = ""
     is_coarse = jnp.finfo(found.dtype).bits < 32 and found.tolerance <= found.rounding
     if worse or is_masked or is_coarse:
@@ -247,8 +248,8 @@ def check_steps(
     stored, whole = stored_and_whole(pipe, params)
     program, _ = _program(pipe, whole, plain)
     keys = (key,) if pipe.takes_key else ()
-    is_cut = pipe.takes_key and pipe.num_microbatches > 1
-    gradients = partial(program.cut, pipe.num_microbatches) if is_cut else program.value_and_grad
+    is_cut = pipe.takes_key and pipe.num_pieces > 1
+    gradients = partial(program.cut, pipe.num_pieces) if is_cut else program.value_and_grad
 
     def all_steps(whole: PyTree, batch: PyTree, key: Any) -> list[Any]:
         trained = program.leaves(whole)

@@ -57,7 +57,7 @@ def why(
         if text:
             return text
     tolerance = tolerance_of_function(found.dtype)
-    num, rows = pipe.num_microbatches, jnp.shape(jax.tree.leaves(batch)[0])[0]
+    num, rows = pipe.num_pieces, jnp.shape(jax.tree.leaves(batch)[0])[0]
     of_model = partial(first_function_that_mixes, pipe.mesh, pipe.model, whole)
     if num > 1:
         unlike = of_model(batch, _key(pipe, key), num, tolerance)

@@ -17,10 +17,11 @@ from jaxtyping import PyTree
 from ..._input import clause
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
+from ...engines._fsdp import specs_over_data
 from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model
-from .._params import PARAMETERS, NumLayers, StoredLayers
+from .._params import PARAMETERS, NumLayers, StoredLayers, weights_of
 from ._parts import PartsByName, layer_ids, num_lead_dims, parts_by_name, stages_like
 from ._run import Argument, Results, is_of_layers, run_of_lists, run_of_stacks
 from ._slots import Slot, UserTree, layer_counts, slots_of_groups, user_tree
@@ -112,7 +113,19 @@ class LiftedOptimizer:
             updates, state = self.tx.update(user[0], state, *user[1:], **extra)
             return self.model.to_groups(updates), state
 
-        return self._run(update, stored, arguments)
+        updates, state = self._run(update, stored, arguments)
+        if not stored.plan.zero1:
+            return updates, state
+        # Each device has its part of the updates, and gathers the others'.
+        groups = weights_of(updates)
+        groups = self.engine.put_like(stored.plan, groups, groups, self.model.tied)
+        layers = replace(updates["layers"], stages=groups["stages"])
+        updates = {name: groups[name] for name in updates if name != "layers"} | {"layers": layers}
+        return updates, jax.tree.map(
+            lambda node: self._placed(stored, node) if is_tree_of_state(node) else node,
+            state,
+            is_leaf=is_tree_of_state,
+        )
 
     def shapes(self, params: dict[str, Any]) -> PyTree:
         """Returns the shapes of the first state, with the shardings of arrays like parameters."""
@@ -121,8 +134,7 @@ class LiftedOptimizer:
         def with_shardings(node: Any) -> Any:
             if not is_tree_of_state(node):
                 return node
-            plan = replace(stored.plan, param_specs=node.specs)
-            where = self.engine.shardings(plan, node.groups, self.model.tied)
+            where = self.engine.shardings(_plan_of(stored, node), node.groups, self.model.tied)
             groups = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node.groups, where
             )
@@ -137,8 +149,8 @@ class LiftedOptimizer:
         if not is_tree_of_state(node):
             return self.engine.gather(stored.plan, node)
         like = stored.params | {"stages": stored.layers.stages}
-        plan = replace(stored.plan, param_specs=node.specs)
-        return replace(node, groups=self.engine.put_like(plan, node.groups, like, self.model.tied))
+        plan, tied = _plan_of(stored, node), self.model.tied
+        return replace(node, groups=self.engine.put_like(plan, node.groups, like, tied))
 
     def _run(
         self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]
@@ -171,6 +183,15 @@ class LiftedOptimizer:
         updates = _updates(stored, groups, replace(results, values=results.values[:count]))
         rest = replace(results, values=results.values[count:])
         return updates, _stored_state(stored, form, rest)
+
+
+def _plan_of(stored: StoredTree, node: StoredState) -> PipelinePlan:
+    """Returns the plan for arrays of a state, which ZeRO-1 divides more than parameters."""
+    if not stored.plan.zero1:
+        return replace(stored.plan, param_specs=node.specs)
+    num_lead = num_lead_dims(node.groups["stages"])
+    specs = specs_over_data(node.groups, stored.plan.mesh, node.specs, num_lead)
+    return replace(stored.plan, param_specs=specs)
 
 
 def stored_tree(

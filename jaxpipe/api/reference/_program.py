@@ -129,21 +129,28 @@ class Contributions:
 jax.tree_util.register_dataclass(Contributions)
 
 
-def program_of(model: Model, trainable: tuple[bool, ...]) -> UserProgram:
+def program_of(
+    model: Model, trainable: tuple[bool, ...], pieces_per_call: int | None = None
+) -> UserProgram:
     """Returns the program of a model: its functions one after the other.
 
     Args:
         model: The model.
         trainable: For every leaf, whether it is trained.
+        pieces_per_call: M, if the pieces of a batch are run in several calls, whose numbers are
+            folded into the keys of layers; None for one call.
 
     Returns:
         The program.
     """
 
+    def pieces_of_call(piece: Any) -> tuple[Any, ...]:
+        return (piece,) if pieces_per_call is None else divmod(piece, pieces_per_call)
+
     def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
         groups = model.to_groups(params)
         x = model.embed(groups["embed"], rows, embed_key(key, piece))
-        x, sums = run_layers(model, groups, x, rows, piece, key)
+        x, sums = run_layers(model, groups, x, rows, pieces_of_call(piece), key)
         return with_loss(model, groups, x, rows, loss_key(key, piece), sums)
 
     return UserProgram(contributions, trainable)
@@ -154,7 +161,7 @@ _MAX_UNROLLED = 12
 
 
 def run_layers(
-    model: Model, groups: dict[str, Any], x: PyTree, rows: PyTree, piece: Any, key: Any
+    model: Model, groups: dict[str, Any], x: PyTree, rows: PyTree, pieces: tuple[Any, ...], key: Any
 ) -> tuple[PyTree, dict[str, Any]]:
     """Runs all layers; returns what leaves the last one, and the sums of what they return besides.
 
@@ -163,7 +170,7 @@ def run_layers(
         groups: The parameters.
         x: What enters the first layer.
         rows: Rows of the batch.
-        piece: The index of the microbatch.
+        pieces: The index of the microbatch, with that of its call in front if there are several.
         key: The dropout key, or None.
 
     Returns:
@@ -176,7 +183,7 @@ def run_layers(
         def step(x: PyTree, numbered: Any, function: Callable = function) -> tuple[PyTree, Any]:
             i, weights = numbered
             given = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
-            return x_and_aux(function(given, x, rows, layer_key(key, i, piece)), x)
+            return x_and_aux(function(given, x, rows, layer_key(key, i, *pieces)), x)
 
         count = num_layers(layers)
         if count > _MAX_UNROLLED:
@@ -293,9 +300,9 @@ def loss_key(key: Any, piece: Any) -> Any:
     return _folded(key, 0, piece, 1)
 
 
-def layer_key(key: Any, layer: int, piece: Any) -> Any:
+def layer_key(key: Any, layer: int, *pieces: Any) -> Any:
     """Returns the dropout key of a layer in a microbatch."""
-    return _folded(key, layer + 1, piece, 0)
+    return _folded(key, layer + 1, *pieces, 0)
 
 
 def _folded(key: Any, *indices: Any) -> Any:

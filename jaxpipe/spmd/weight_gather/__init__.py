@@ -5,13 +5,13 @@ from ._gather import Gather as Gather
 from ._gather import When as When
 from ._gather import gather_by_specs as gather_by_specs
 from ._gather import gather_weights as gather_weights
+from ._gather import join_gathers as join_gathers
 from ._gather import specs_of as specs_of
 from ._gather import unsharded_specs as unsharded_specs
 from ._per_layer import as_stored_on_gpus as as_stored_on_gpus
 from ._per_layer import gather_in_layers as gather_in_layers
 from ._per_layer import gathering_layer as gathering_layer
 from ._per_layer import layer_gather as layer_gather
-from ._per_layer import name_gathered as name_gathered
 from ._weight_gather import WeightGather as WeightGather
 from ._weight_gather import read_after as read_after
 from ._weight_gather import weight_gather as weight_gather

@@ -5,8 +5,8 @@ their gradients; `gather_weights` makes them from logical axes, `gather_by_specs
 `_weight_gather` makes of it what an engine does with the weights of a rank.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -77,6 +77,23 @@ class Gather:
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""
         return self.unshard(self.cast(weights))
+
+
+def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
+    """Returns the `Gather` of a dict of trees, each of which has its own; all are of one time."""
+    first = next(iter(gathers.values()))
+
+    def each(name: str) -> TreeFunction:
+        return lambda trees: {key: getattr(gathers[key], name)(tree) for key, tree in trees.items()}
+
+    functions = ("cast", "unshard", "constrain_unsharded", "reduce_scatter")
+    specs = ("weight_specs", "gradient_specs")
+    return replace(
+        first,
+        **{name: each(name) for name in functions},
+        **{name: {key: getattr(g, name) for key, g in gathers.items()} for name in specs},
+        divided_over=None,
+    )
 
 
 EACH_TICK = Gather()
@@ -168,6 +185,16 @@ def gather_by_specs(
         manual_stored if batch_axes else no_entries,
         manual_gradients if batch_axes else no_entries,
         divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
+    )
+
+
+def without_done(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` without the axes that `done` has in the same dim."""
+    return PartitionSpec(
+        *(
+            tuple(a for a in axes_of_dim(axes) if a not in axes_of_dim(before)) or None
+            for axes, before in zip(spec, done, strict=True)
+        )
     )
 
 

@@ -18,9 +18,7 @@ from jaxtyping import PyTree
 
 from ... import _compat
 from ...ir.graph import partitioned_axes, row_major
-from ...sharding import Rules
-from ...sharding._rules import gathered_rules
-from ...sharding.specs import axes_of, axes_of_dim, without_axes
+from ...sharding.specs import axes_of, without_axes
 from .._buffers import cast_like, to_accum_dtype
 from ._collectives import reduce_scatter_leaf
 from ._gather import (
@@ -32,45 +30,50 @@ from ._gather import (
     manual_specs,
     map_leaves,
     only_after,
-    specs_of,
+    without_done,
 )
 
 
 def gather_in_layers(
-    logical: PyTree,
-    rules: Rules,
+    stored: PyTree,
+    unsharded: PyTree,
+    gradients: PyTree | None = None,
     *,
     batch_axes: tuple[str, ...] = (),
-    gradient_rules: Rules | None = None,
 ) -> Gather:
     """Returns a `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
 
     The gradients of such a stage are sharded as its weights are stored. After the last tick they
     are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
-    arguments mean the same as in `gather_weights`.
+    arguments mean the same as in `gather_by_specs`.
     """
-    weights, gradients = (specs_of(logical, r) for r in (rules, gradient_rules or rules))
-    stored, grad_specs = (manual_specs(specs, batch_axes) for specs in (weights, gradients))
-    constrain_stored, constrain_gradients = constrain_by(weights), constrain_by(gradients)
-    unsharded = specs_of(logical, gathered_rules(rules))
+    gradients = stored if gradients is None else gradients
+    weight_specs, gradient_specs = (manual_specs(s, batch_axes) for s in (stored, gradients))
+    constrain_stored, constrain_gradients = constrain_by(stored), constrain_by(gradients)
 
     def reduce_leaf(
         x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
-    ):
-        axes = tuple(a for a in batch_axes if a not in axes_of(done))
-        return reduce_scatter_leaf(axes, x, _without(spec, done), unsharded)
+    ) -> jax.Array:
+        axes = tuple(axis for axis in batch_axes if axis not in axes_of(done))
+        return reduce_scatter_leaf(axes, x, without_done(spec, done), unsharded)
 
     def reduce_scatter(tree: PyTree) -> PyTree:
-        return constrain_gradients(map_leaves(reduce_leaf, tree, stored, grad_specs, unsharded))
+        specs = weight_specs, gradient_specs, unsharded
+        return constrain_gradients(map_leaves(reduce_leaf, tree, *specs))
 
     return Gather(
-        "once", identity, identity, constrain_stored, reduce_scatter, batch_axes, stored, grad_specs
+        "once",
+        constrain_unsharded=constrain_stored,
+        reduce_scatter=reduce_scatter,
+        batch_axes=batch_axes,
+        weight_specs=weight_specs,
+        gradient_specs=gradient_specs,
     )
 
 
 def layer_gather(
-    logical: PyTree,
-    rules: Rules,
+    stored: PyTree,
+    unsharded: PyTree,
     *,
     cast: TreeFunction = identity,
     batch_axes: tuple[str, ...] = (),
@@ -78,8 +81,8 @@ def layer_gather(
     """Returns a function that gathers the weights of one layer inside a stage.
 
     Args:
-        logical: A tuple of logical axes for every weight of a layer.
-        rules: From logical axes to mesh axes.
+        stored: The spec of every weight of a layer as it is stored.
+        unsharded: The spec of every gathered weight.
         cast: Casts the weights to the compute dtype before they are gathered.
         batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline.
 
@@ -87,10 +90,9 @@ def layer_gather(
         `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
         input is computed; their gradients are reduce-scattered in float32.
     """
-    weight_specs, unsharded = (specs_of(logical, r) for r in (rules, gathered_rules(rules)))
-    stored = manual_specs(weight_specs, batch_axes)
-    unshard = gather_by_specs(weight_specs, unsharded, batch_axes=batch_axes).unshard
-    constrain_stored = constrain_by(weight_specs)
+    manual = manual_specs(stored, batch_axes)
+    unshard = gather_by_specs(stored, unsharded, batch_axes=batch_axes).unshard
+    constrain_stored = constrain_by(stored)
 
     # The engine sums over axes that do not shard a weight, after the last tick.
     reduce_leaf = partial(reduce_scatter_leaf, ())
@@ -98,7 +100,7 @@ def layer_gather(
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
         weights = jax.tree.map(partial(only_after, layer_input), weights)
-        return unshard(cast(as_stored(weights, weight_specs)))
+        return unshard(_name_gathered(cast(as_stored(weights, stored))))
 
     def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
         # Residuals must be arrays: empty ones carry the dtypes.
@@ -107,7 +109,7 @@ def layer_gather(
 
     def backward(dtypes: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
         scattered = constrain_stored(
-            map_leaves(reduce_leaf, to_accum_dtype(gradients, apart=False), stored, unsharded)
+            map_leaves(reduce_leaf, to_accum_dtype(gradients, apart=False), manual, unsharded)
         )
         return cast_like(scattered, dtypes), None
 
@@ -127,7 +129,7 @@ def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree])
     """
 
     def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
-        return layer(name_gathered(gather(weights, x)), x, *arguments)
+        return layer(_name_gathered(gather(weights, x)), x, *arguments)
 
     return jax.checkpoint(gathered, prevent_cse=False, policy=_is_saveable)
 
@@ -135,7 +137,7 @@ def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree])
 _GATHERED = "gathered_weights"
 
 
-def name_gathered(weights: PyTree) -> PyTree:
+def _name_gathered(weights: PyTree) -> PyTree:
     """Returns `weights` with the name by which `gathering_layer` does not save them."""
     return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
 
@@ -193,13 +195,3 @@ def as_stored_on_gpus(weights: PyTree, specs: PyTree) -> PyTree:
     XLA:GPU wants the dim that it gathers in front, and holds a float32 transpose of all layers.
     """
     return as_stored(weights, specs) if _compat.platform() == "gpu" else weights
-
-
-def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` without the axes that `done` has in the same dim."""
-    return PartitionSpec(
-        *(
-            tuple(a for a in axes_of_dim(axes) if a not in axes_of_dim(before)) or None
-            for axes, before in zip(spec, done, strict=True)
-        )
-    )

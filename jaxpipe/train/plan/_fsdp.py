@@ -11,12 +11,12 @@ from jaxtyping import PyTree
 
 from ... import models, spmd
 from ...models.weights._abstract import is_weight, read_dtypes
+from ...sharding._rules import gathered_rules
 from ...spmd.weight_gather import (
     as_stored_on_gpus,
     gather_in_layers,
     gathering_layer,
     layer_gather,
-    name_gathered,
     specs_of,
 )
 from ._devices import DeviceLayout
@@ -71,10 +71,11 @@ def layer_gather_wrapper(weights: WeightPlan, gather: GatherPlan) -> Callable[[C
     """
     layer = weights.abstract_unstacked["layer"]
     cast = _cast_to_compute_dtype(gather, layer)
+    logical, rules = models.logical_axes(layer), weights.devices.rules
     gather_weights = layer_gather(
-        models.logical_axes(layer),
-        weights.devices.rules,
-        cast=lambda weights: name_gathered(cast(weights)),
+        specs_of(logical, rules),
+        specs_of(logical, gathered_rules(rules)),
+        cast=cast,
         batch_axes=weights.devices.batch_axes,
     )
 
@@ -126,12 +127,9 @@ def _weight_gather(devices: DeviceLayout, gather: GatherPlan, tree: PyTree) -> s
 
 
 def _per_layer_gather(devices: DeviceLayout, tree: PyTree) -> spmd.Gather:
-    return gather_in_layers(
-        models.logical_axes(tree),
-        devices.rules,
-        batch_axes=devices.batch_axes,
-        gradient_rules=devices.optimizer_rules,
-    )
+    rules = devices.rules, gathered_rules(devices.rules), devices.optimizer_rules
+    specs = (specs_of(models.logical_axes(tree), of_part) for of_part in rules)
+    return gather_in_layers(*specs, batch_axes=devices.batch_axes)
 
 
 def _cast_to_compute_dtype(gather: GatherPlan, tree: PyTree) -> Callable[[PyTree], PyTree]:

@@ -15,13 +15,13 @@ from jaxtyping import Array, Int, PyTree
 
 from ... import mpmd, schedules
 from ...autodiff import StagedModel
+from ...engines._accumulation import unrolled_gradient_accumulation
 from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
 from ..plan._model import build_model
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
-from ._gradient_accumulation import unrolled_gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
 from ._one_program import of_slices
 from ._optimizer_step import make_optimizer_step

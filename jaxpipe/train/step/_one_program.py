@@ -14,12 +14,12 @@ from jaxtyping import Array, Int, PyTree
 from ... import sharding
 from ...autodiff import StagedModel
 from ...autodiff.staged_model import slice_sequences
+from ...engines._accumulation import gradient_accumulation
 from ...sharding.layout import LayerLayout
 from ..optim._router_bias import drop_router_biases
 from ..plan._model import build_model
 from ..plan._setup import FlaxFrontend, StepPlan, import_flax_decoder
 from ..plan._weight_plan import WeightPlan
-from ._gradient_accumulation import gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
 from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings

@@ -4,13 +4,17 @@ A calls, M microbatches in each.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff.staged_model import fold_in_microbatch
+from ..autodiff import StagedModel
+from ..autodiff.staged_model import accum_dtype, fold_in_microbatch
+from ._engine import Engine, PipelinePlan
 
 Reshard = Callable[[PyTree], PyTree]
 
@@ -21,7 +25,7 @@ def gradient_accumulation(
     *,
     reshard: Reshard = lambda sums: sums,
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results in float32.
+    """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
     Every call has its own dropout masks.
 
@@ -45,7 +49,7 @@ def gradient_accumulation(
         parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
         first = jax.tree.map(lambda x: x[0], parts)
         found = jax.eval_shape(f, weights, first, keys)
-        zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
+        zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), found))
         sums, _ = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
         return jax.tree.map(lambda x, result: x.astype(result.dtype), sums, found)
 
@@ -55,7 +59,7 @@ def gradient_accumulation(
 def unrolled_gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree], num_steps: int
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Calls `f` on M microbatches at a time, unrolled, and sums its results in float32.
+    """Calls `f` on M microbatches at a time, unrolled, and sums its results.
 
     This is for MPMD, whose programs have no loops but those over microbatches.
 
@@ -79,7 +83,27 @@ def unrolled_gradient_accumulation(
         return jax.tree.map(sum_in_float32, *found)
 
     def sum_in_float32(*found: jax.Array) -> jax.Array:
-        first, *others = (x.astype(jnp.float32) for x in found)
+        first, *others = (x.astype(accum_dtype(x)) for x in found)
         return sum(others, start=first).astype(found[0].dtype)
 
     return run if num_steps > 1 else f
+
+
+def with_calls(engine: Engine) -> Engine:
+    """Returns an engine that runs M microbatches A times, if its plan says so, and sums results."""
+    accumulate = unrolled_gradient_accumulation if engine.per_stage_state else gradient_accumulation
+
+    def of_calls(run: Callable) -> Callable:
+        def run_calls(
+            plan: PipelinePlan, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
+        ) -> Any:
+            def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> Any:
+                return run(plan, model, weights, inputs, keys)
+
+            return accumulate(call, plan.num_calls)(weights, inputs, keys)
+
+        return run_calls
+
+    return replace(
+        engine, value=of_calls(engine.value), value_and_grad=of_calls(engine.value_and_grad)
+    )

@@ -1,0 +1,191 @@
+"""Options for speed and memory change no number, and each has an effect on the program."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxpipe as jp
+
+B, D, L = 16, 8, 8
+NAMES = ("embed", "layers", "head")
+
+
+def layer(w: Any, x: Any, batch: Any) -> Any:
+    hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "mlpwi_0")
+    return x + hidden @ w["down"]
+
+
+MODEL = jp.Model(
+    embed=lambda w, batch: batch["x"] @ w,
+    layer=layer,
+    loss=lambda w, x, batch: jp.Weighted(
+        jnp.sum(batch["mask"] * jnp.sum((x @ w - batch["y"]) ** 2, -1)), jnp.sum(batch["mask"])
+    ),
+)
+
+
+def params() -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 2 + 2 * L))
+
+    def matrix(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) / shape[0] ** 0.5 / 2
+
+    return {
+        "embed": matrix(D, D),
+        "layers": [{"up": matrix(D, 2 * D), "down": matrix(2 * D, D)} for _ in range(L)],
+        "head": matrix(D, 4),
+    }
+
+
+def batch() -> Any:
+    keys = jax.random.split(jax.random.key(1), 3)
+    return {
+        "x": jax.random.normal(keys[0], (B, D)),
+        "y": jax.random.normal(keys[1], (B, 4)),
+        "mask": jax.random.bernoulli(keys[2], 0.6, (B,)).astype(jnp.float32),
+    }
+
+
+def pipeline(sizes: dict[str, int], model: Any = MODEL, **options: Any) -> Any:
+    mesh = jp.make_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    return jp.pipeline(model, mesh=mesh, **{"microbatches": 4, "schedule": "1f1b"} | options)
+
+
+def text(pipe: Any) -> str:
+    """The program of loss and gradients."""
+    with jax.set_mesh(pipe.mesh):
+        return jax.jit(pipe.value_and_grad).lower(pipe.shard(params()), batch()).as_text()
+
+
+FSDP, DATA = {"stage": 2, "fsdp": 2}, {"stage": 2, "data": 2, "fsdp": 2}
+ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    f"{gather}, {schedule}": (FSDP, {"gather": gather, "schedule": schedule})
+    for gather in ("tick", "once", "repeat", "layer")
+    for schedule in ("1f1b", "circular", "looped_bfs")
+} | {
+    "layer, uneven": (FSDP, {"gather": "layer", "layers_per_stage": (3, 5)}),
+    "layer, uneven, circular": (
+        FSDP,
+        {"gather": "layer", "layers_per_stage": (3, 5), "schedule": "circular"},
+    ),
+    "layer, zero bubble": (FSDP, {"gather": "layer", "schedule": "zero_bubble_h1"}),
+    "layer, ZeRO-1": (DATA, {"gather": "layer", "zero1": True}),
+    "once, ZeRO-1, circular": (DATA, {"gather": "once", "zero1": True, "schedule": "circular"}),
+    "ZeRO-1 over data alone": ({"stage": 2, "data": 2}, {"zero1": True}),
+    "ZeRO-1, no pipeline": (
+        {"stage": 1, "data": 2, "fsdp": 2},
+        {"zero1": True, "schedule": None},
+    ),
+    "forwarding delay": ({"stage": 2}, {"forwarding_delay": True, "schedule": "circular"}),
+    "accumulate": ({"stage": 2}, {"accumulate": 2}),
+    "accumulate, circular, ZeRO-1": (
+        DATA,
+        {"accumulate": 2, "schedule": "circular", "microbatches": 2, "zero1": True},
+    ),
+    "accumulate, mpmd": ({"stage": 2}, {"accumulate": 2, "engine": "mpmd"}),
+    "accumulate, no pipeline": ({"stage": 1}, {"accumulate": 2, "schedule": None}),
+    "remat by name": ({"stage": 2}, {"remat": "minimal"}),
+    "remat of layers": (FSDP, {"remat": "none", "layer_remat": "full", "gather": "layer"}),
+    "remat of layers, mpmd": ({"stage": 2}, {"layer_remat": "full", "engine": "mpmd"}),
+    "remat of layers, no pipeline": ({"stage": 1}, {"layer_remat": "full", "schedule": None}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_numbers_are_those_of_the_plain_program(name: str):
+    sizes, options = ROWS[name]
+    pipe = pipeline(sizes, **options)
+    pipe.check(params(), batch(), optimizer=optax.adam(1e-3, eps=1e-4), steps=3)
+
+
+def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
+    pipe = pipeline(DATA, zero1=True)
+    stored, tx = pipe.shard(params()), pipe.optimizer(optax.adam(1e-3))
+    state = tx.init(stored)
+
+    @pipe.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        _, grads = pipe.value_and_grad(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    def num_shards(x: jax.Array) -> int:
+        return x.size // x.addressable_shards[0].data.size
+
+    before = jax.tree.map(num_shards, jax.tree.leaves(stored))
+    for _ in range(2):
+        stored, state, grads = step(stored, state, batch())
+        assert jax.tree.map(num_shards, jax.tree.leaves(stored)) == before
+        assert [2 * n for n in before] == jax.tree.map(num_shards, jax.tree.leaves(grads))
+        moments = [x for x in jax.tree.leaves(state) if x.ndim]
+        assert [2 * n for n in before] * 2 == jax.tree.map(num_shards, moments)
+
+
+EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "gather": lambda: (pipeline(FSDP), pipeline(FSDP, gather="layer")),
+    "once": lambda: (pipeline(FSDP), pipeline(FSDP, gather="once")),
+    "zero1": lambda: (pipeline(DATA), pipeline(DATA, zero1=True)),
+    "remat": lambda: (pipeline({"stage": 2}), pipeline({"stage": 2}, remat="minimal")),
+    "layer_remat": lambda: (
+        pipeline({"stage": 2}, remat="none"),
+        pipeline({"stage": 2}, remat="none", layer_remat="full"),
+    ),
+    "forwarding_delay": lambda: (
+        pipeline({"stage": 2}, schedule="circular"),
+        pipeline({"stage": 2}, schedule="circular", forwarding_delay=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_every_option_changes_the_program(name: str):
+    without, with_option = EFFECTS[name]()
+    assert text(without) != text(with_option)
+
+
+def test_layers_gather_one_at_a_time():
+    """One gather of two matrices in the loop over layers, and none of a stage."""
+    whole, by_layer = (text(pipeline(FSDP, gather=gather)) for gather in ("tick", "layer"))
+    assert f"tensor<4x{D}x{2 * D}xf32>" in whole  # a stage of 4 layers, gathered
+    assert f"tensor<4x{D}x{2 * D}xf32>" not in by_layer
+    assert f"tensor<4x{D}x{D}xf32>" in by_layer  # as it is stored
+
+
+def test_calls_have_dropout_masks_of_their_own():
+    def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
+        return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), layer(w, x, batch), 0)
+
+    model = dataclasses.replace(MODEL, layer=dropping)
+    for options in ({}, {"engine": "mpmd"}, {"schedule": "circular", "microbatches": 2}):
+        pipe = pipeline({"stage": 2}, model, accumulate=2, **options)
+        pipe.check(params(), batch(), jax.random.key(3))
+
+
+REFUSED = {
+    "gather of mpmd": ({"engine": "mpmd", "gather": "layer"}, "`gather` is 'layer', .*'mpmd'"),
+    "gather without a pipeline": ({"schedule": None, "gather": "once"}, "'unpipelined'"),
+    "an unknown gather": ({"gather": "never"}, "`gather` is 'never'. Give one of 'tick'"),
+    "delay of 1f1b": ({"forwarding_delay": True}, "`forwarding_delay` is True.*engine='circular'"),
+    "ZeRO-1 of mpmd": ({"engine": "mpmd", "zero1": True}, "`zero1` is True"),
+    "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
+    "remat without stages": ({"schedule": None, "remat": "full"}, "`remat` is 'full'"),
+    "no calls": ({"accumulate": 0}, "`accumulate`"),
+    "windows of split backwards": (
+        {"schedule": "zero_bubble_h1", "gather": "repeat"},
+        "'repeat'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_engine_has_not_is_refused_by_name(name: str):
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        pipeline(FSDP, **options).check(params(), batch())
