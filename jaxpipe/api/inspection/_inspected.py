@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
+from ...engines._fsdp import specs_over_data
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from ...xla.compile_report import CompileReport
@@ -139,18 +140,24 @@ class InspectedModel:
         key = _any_key() if self.takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
-        def rank_bytes(count: Callable, part: dict[str, Any]) -> tuple[int, ...]:
+        def rank_bytes(
+            count: Callable, part: dict[str, Any], plan: PipelinePlan = plan
+        ) -> tuple[int, ...]:
             return count(plan, weights_of(part), self.model.tied)
 
         sizes = stage_residual_bytes(self._arguments, stored, batch, key)
         carried = carried_bytes(self._arguments, stored, batch, key)
         stored_bytes = rank_residual_bytes(plan, sizes, self.engine.per_stage_state)
         trainable = self.partition(stored)[0]
+        divided = plan
+        if plan.zero1:
+            specs = specs_over_data(weights_of(trainable), plan.mesh, plan.param_specs, 3)
+            divided = replace(plan, param_specs=specs)
         return memory_table(
             device,
             rank_bytes(self.engine.step_bytes, unmark(stored)),
-            rank_bytes(self.engine.step_bytes, trainable),
-            rank_bytes(self.engine.rank_bytes, trainable),
+            rank_bytes(self.engine.step_bytes, trainable, divided),
+            rank_bytes(self.engine.rank_bytes, trainable, divided),
             [size + carried for size in stored_bytes],
             num_moments,
         )
