@@ -20,6 +20,7 @@ if typing.TYPE_CHECKING:
     from .api import PipelinedModel as PipelinedModel
     from .api import Weighted as Weighted
     from .api import pipeline as pipeline
+    from .api import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from .cli import emulate_devices as emulate_devices
     from .planner import plan as plan
     from .sharding import make_mesh as make_mesh
@@ -31,6 +32,7 @@ _LAZY = {
     "PipelinedModel": "api",
     "Weighted": "api",
     "pipeline": "api",
+    "vocab_parallel_cross_entropy": "api",
     "emulate_devices": "cli",
     "plan": "planner",
     "make_mesh": "sharding",

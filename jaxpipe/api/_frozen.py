@@ -215,6 +215,13 @@ def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return model.loss(join(weights, of_loss), x, batch, key)
 
+    vocab_parallel = given = model.vocab_parallel_loss
+    if given is not None:
+
+        def of_ranks(weights: PyTree, x: PyTree, batch: PyTree, axis: str) -> Any:
+            return given(join(weights, of_loss), x, batch, axis)
+
+        vocab_parallel = of_ranks
     setattr(embed, "takes_key", getattr(model.embed, "takes_key"))  # noqa: B009, B010
     setattr(loss, "takes_key", getattr(model.loss, "takes_key"))  # noqa: B009, B010
-    return replace(model, embed=embed, loss=loss)
+    return replace(model, embed=embed, loss=loss, vocab_parallel_loss=vocab_parallel)

@@ -54,6 +54,11 @@ class Model:
         shared: Whether all layers also read `params["shared"]`, parameters that they share. The
             first argument of `layer` is then `{"layer": params of one layer, "shared":
             params["shared"]}`.
+        vocab_parallel_loss: `(params["head"], x, batch, axis) -> loss`: the same loss, computed by
+            all ranks of the mesh axis `axis` together, each for its part of the vocabulary, for
+            `pipeline(vocab_parallel=True)`. Every rank is given the same arguments and returns the
+            same numbers: what is summed over the vocabulary is summed by `jax.lax.psum(..., axis)`,
+            as `vocab_parallel_cross_entropy` does.
         sliced_leaves: For schedules with slices of sequences: booleans in a tree that is a prefix
             of `batch`, true for leaves [B, T, ...] that are cut along T. Default: all leaves with
             at least two dims.
@@ -76,6 +81,7 @@ class Model:
     from_groups: Callable[[dict[str, PyTree]], PyTree] = _identity
     shared: bool = False
     sliced_leaves: PyTree = None
+    vocab_parallel_loss: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         layer = self.layer

@@ -35,6 +35,7 @@ def pipeline(
     gather: When | None = None,
     zero1: bool = False,
     forwarding_delay: bool = False,
+    vocab_parallel: bool = False,
     accumulate: int = 1,
     compiler_options: Mapping[str, str | bool | int] | None = None,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
@@ -75,6 +76,8 @@ def pipeline(
             ZeRO-1 does: updates are gathered, not parameters.
         forwarding_delay: Whether the engine "circular" hands x over one tick late, so that
             communication runs beside a whole tick.
+        vocab_parallel: Whether all ranks of the engine "scheduled" compute the loss together, by
+            `model.vocab_parallel_loss`. Otherwise the rank of the last stage computes it alone.
         accumulate: A: a batch is cut into A * M microbatches, which run M at a time. Gradients are
             summed.
         compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
@@ -132,8 +135,14 @@ def pipeline(
             "gather": gather,
             "zero1": zero1 or None,
             "forwarding_delay": forwarding_delay or None,
+            "vocab_parallel": vocab_parallel or None,
         },
     )
+    if vocab_parallel and model.vocab_parallel_loss is None:
+        raise ValueError(
+            "`vocab_parallel` is True, and the model has no `vocab_parallel_loss` that ranks can "
+            "compute together. Give `jp.Model(..., vocab_parallel_loss=...)`, or leave it out."
+        )
     as_run, ticks = selected.prepare(order, num_ranks, microbatches, None, memory_cap)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
@@ -154,6 +163,7 @@ def pipeline(
         gather="tick" if gather is None else gather,
         zero1=zero1,
         forwarding_delay=forwarding_delay,
+        vocab_parallel=vocab_parallel,
         accumulate=accumulate,
         compiler_options=tuple((compiler_options or {}).items()),
     )

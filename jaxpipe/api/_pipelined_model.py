@@ -92,6 +92,7 @@ class PipelinedModel(InspectedModel):
         gather: When parameters that are sharded over `fsdp` are gathered.
         zero1: Whether gradients and the state of optimizers are divided over `data` too.
         forwarding_delay: Whether x is handed over one tick late.
+        vocab_parallel: Whether all ranks compute the loss together.
         accumulate: A, the number of times that M microbatches are run.
         compiler_options: XLA's options for every program.
         last_rows: Holds the last report of `rows`, which `repr` shows.
@@ -113,6 +114,7 @@ class PipelinedModel(InspectedModel):
     gather: When = "tick"
     zero1: bool = False
     forwarding_delay: bool = False
+    vocab_parallel: bool = False
     accumulate: int = 1
     compiler_options: tuple[tuple[str, Any], ...] = ()
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
@@ -435,6 +437,7 @@ class PipelinedModel(InspectedModel):
             param_specs=specs,
             layer_remat=self.layer_remat,
             zero1=self.zero1,
+            vocab_parallel=self.vocab_parallel,
             num_calls=self.accumulate,
             compiler_options=self.compiler_options,
         )
@@ -492,6 +495,12 @@ class PipelinedModel(InspectedModel):
             report = self._row_report(plan, all_weights, batch, keys[0])
             report.check(self.mesh)
             names, draws = report.run_on_every_device, report.draws
+            if self.vocab_parallel and "loss" in {*names, *draws}:
+                raise ValueError(
+                    "`vocab_parallel` is True, and `loss` mixes rows, which axes of the mesh "
+                    "divide. Leave `vocab_parallel` out, or say `row_wise={'loss': True}` if it is "
+                    "a mean over rows."
+                )
             whole = report.whole_microbatches and not (names or draws)
             if names or draws:
                 model = on_all_rows(model, names, draws, self.mesh, report.x_dims)

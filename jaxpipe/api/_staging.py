@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past, accum_dtype
+from ..engines import loss_on_ranks
 from ..engines._fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
@@ -297,13 +298,28 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
     """
     mean = 1 / num_pieces
 
-    def loss(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
-        parts = _parts(model, boundary, x, inputs)
-        total = jnp.asarray(parts.total, inputs.scale.dtype)
-        return total * inputs.scale, _shares(parts.metrics, mean)
+    def loss(parts: Callable, boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
+        total, _, metrics = parts(boundary, x, inputs)
+        return jnp.asarray(total, inputs.scale.dtype) * inputs.scale, _shares(metrics, mean)
 
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
-        return sum_pieces(on_pieces(loss, 1, boundary, x, inputs))
+        of_piece = partial(loss, partial(_parts, model))
+        return sum_pieces(on_pieces(of_piece, 1, boundary, x, inputs))
+
+    def on_ranks(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs, axis: str) -> Any:
+        def parts(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> LossParts:
+            head = boundary if model.tied else boundary["head"]
+            assert model.vocab_parallel_loss is not None
+            own = loss_parts(model.vocab_parallel_loss(head, x, inputs.batch, axis))
+            shapes = jax.eval_shape(partial(_parts, model), boundary, x, inputs)
+            if jax.tree.structure(own) != jax.tree.structure(shapes):
+                raise ValueError(
+                    f"`vocab_parallel_loss` returns {_form(own)}, and `loss` {_form(shapes)}. "
+                    "Return the same."
+                )
+            return own
+
+        return sum_pieces(on_pieces(partial(loss, parts), 1, boundary, x, inputs))
 
     def embed(weights: Any, inputs: PieceInputs) -> PyTree:
         return divide(_embed(model, weights, inputs), inputs.batch)
@@ -313,7 +329,13 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
         stage=lambda weights, x, inputs, key: x,
         loss=sum_of_losses,
         tied=model.tied,
+        vocab_parallel_loss=None if model.vocab_parallel_loss is None else loss_on_ranks(on_ranks),
     )
+
+
+def _form(parts: LossParts) -> str:
+    name = "a scalar" if parts.weight is None else "a `Weighted`"
+    return f"{name} and the metrics {', '.join(parts.metrics)}" if parts.metrics else name
 
 
 def staged_model(

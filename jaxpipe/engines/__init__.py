@@ -1,5 +1,6 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
+from ..spmd._boundary import loss_on_ranks as loss_on_ranks
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine

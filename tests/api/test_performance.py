@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -105,6 +106,71 @@ def test_numbers_are_those_of_the_plain_program(name: str):
     pipe.check(params(), batch(), optimizer=optax.adam(1e-3, eps=1e-4), steps=3)
 
 
+V, T = 12, 3
+
+
+def cross_entropy(x: Any, weights: Any, targets: Any, axis: str) -> Any:
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ weights), targets[..., None], -1)[..., 0]
+
+
+def language_model(is_weighted: bool, *, tied: bool) -> Any:
+    """The same loss twice: of whole logits, and of those that ranks divide."""
+
+    def loss(cross_entropy: Any, head: Any, x: Any, batch: Any, axis: str = "") -> Any:
+        weights = head["embed"]["table"].T if tied else head
+        losses = cross_entropy(x, weights, batch["y"], axis)
+        metrics = {"largest": jnp.mean(jnp.square(losses))}
+        if not is_weighted:
+            return jnp.mean(losses), metrics
+        return jp.Weighted(jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])), metrics
+
+    return jp.Model(
+        embed=lambda w, batch: w["table"][batch["x"]],
+        layer=layer,
+        loss=partial(loss, cross_entropy),
+        vocab_parallel_loss=partial(loss, jp.vocab_parallel_cross_entropy),
+        tied=tied,
+    )
+
+
+def tokens() -> Any:
+    keys = jax.random.split(jax.random.key(5), 3)
+    x, y = (jax.random.randint(key, (B, T), 0, V) for key in keys[:2])
+    return {"x": x, "y": y, "mask": jax.random.bernoulli(keys[2], 0.5, (B, T)).astype(jnp.float32)}
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (FSDP, {"gather": "layer"}),
+        ({"stage": 4}, {"schedule": "zero_bubble_h1"}),
+        (DATA, {"schedule": "interleaved_1f1b", "zero1": True}),
+        ({"stage": 2}, {"schedule": "zbv", "accumulate": 2, "microbatches": 2}),
+    ],
+)
+def test_ranks_that_share_the_vocabulary_have_the_loss_of_whole_logits(
+    sizes: dict[str, int], options: dict[str, Any], tied: bool, is_weighted: bool
+):
+    table = jax.random.normal(jax.random.key(2), (V, D))
+    head = jax.random.normal(jax.random.key(3), (D, V))
+    pipe = pipeline(sizes, language_model(is_weighted, tied=tied), vocab_parallel=True, **options)
+    pipe.check(params() | {"embed": {"table": table}, "head": head}, tokens())
+
+
+def test_a_vocabulary_that_does_not_divide_and_other_numbers_are_refused():
+    given = params() | {"embed": {"table": jnp.ones((V, D))}, "head": jnp.ones((D, V - 1))}
+    pipe = pipeline(FSDP, language_model(False, tied=False), vocab_parallel=True)
+    with pytest.raises(ValueError, match="11 columns, which the 2 ranks of 'stage' do not divide"):
+        pipe.check(given, tokens())
+    given["head"] = jnp.ones((D, V))
+    model = language_model(False, tied=False)
+    own = dataclasses.replace(model, vocab_parallel_loss=lambda w, x, batch, axis: jnp.mean(x))
+    with pytest.raises(ValueError, match="returns a scalar, and `loss` a scalar and the metrics"):
+        pipeline(FSDP, own, vocab_parallel=True).check(given, tokens())
+
+
 def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
     pipe = pipeline(DATA, zero1=True)
     stored, tx = pipe.shard(params()), pipe.optimizer(optax.adam(1e-3))
@@ -173,6 +239,8 @@ REFUSED = {
     "gather without a pipeline": ({"schedule": None, "gather": "once"}, "'unpipelined'"),
     "an unknown gather": ({"gather": "never"}, "`gather` is 'never'. Give one of 'tick'"),
     "delay of 1f1b": ({"forwarding_delay": True}, "`forwarding_delay` is True.*engine='circular'"),
+    "no vocabulary": ({"vocab_parallel": True}, "the model has no `vocab_parallel_loss`"),
+    "ranks of mpmd": ({"engine": "mpmd", "vocab_parallel": True}, "engine='scheduled'"),
     "ZeRO-1 of mpmd": ({"engine": "mpmd", "zero1": True}, "`zero1` is True"),
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
     "remat without stages": ({"schedule": None, "remat": "full"}, "`remat` is 'full'"),
