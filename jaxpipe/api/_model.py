@@ -7,13 +7,14 @@ any pytree of arrays [B, ...].
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
+from ..engines._fsdp import cast_params
 
 
 def _identity(tree: Any) -> Any:
@@ -265,3 +266,26 @@ def check_sliced(model: Model, num_slices: int) -> None:
             "takes a dropout key. Masks that are drawn for slices are not those of whole "
             "sequences: give functions without dropout, or a schedule of whole microbatches."
         )
+
+
+def cast_model(model: Model, dtype: Any) -> Model:
+    """Returns a model whose functions are given parameters that are cast to `dtype`."""
+    if dtype is None:
+        return model
+
+    def casting(function: Any) -> Any:
+        @wraps(function)
+        def call(params: PyTree, *arguments: Any) -> Any:
+            return function(cast_params(dtype, params), *arguments)
+
+        return call
+
+    layers: Any = model.layer
+    by_kind = isinstance(layers, Mapping)
+    return replace(
+        model,
+        embed=casting(model.embed),
+        layer={k: casting(f) for k, f in layers.items()} if by_kind else casting(layers),
+        loss=casting(model.loss),
+        vocab_parallel_loss=model.vocab_parallel_loss and casting(model.vocab_parallel_loss),
+    )

@@ -14,7 +14,7 @@ from ..engines._engine import When
 from ..schedules import Schedule, builders, language
 from ..schedules.builders._require import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
-from ._model import Model, check_model, check_sliced
+from ._model import Model, cast_model, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
 from ._rows import RowWise, check_row_wise
 from ._specs import SpecRule
@@ -37,6 +37,7 @@ def pipeline(
     forwarding_delay: bool = False,
     vocab_parallel: bool = False,
     accumulate: int = 1,
+    compute_dtype: Any = None,
     compiler_options: Mapping[str, str | bool | int] | None = None,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
     param_specs: SpecRule | None = None,
@@ -80,6 +81,9 @@ def pipeline(
             `model.vocab_parallel_loss`. Otherwise the rank of the last stage computes it alone.
         accumulate: A: a batch is cut into A * M microbatches, which run M at a time. Gradients are
             summed.
+        compute_dtype: The dtype, such as `jnp.bfloat16`, to which floating-point parameters are
+            cast before they are gathered and a function of the model is given them. Gradients are
+            summed in float32, and are in the dtype of the parameters. Default: none.
         compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
             `['layers'][0]['base']['up']`; or booleans in a tree that is a prefix of the user's
@@ -147,7 +151,7 @@ def pipeline(
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
     return PipelinedModel(
-        model,
+        cast_model(model, compute_dtype),
         selected,
         mesh,
         microbatches,
@@ -165,6 +169,7 @@ def pipeline(
         forwarding_delay=forwarding_delay,
         vocab_parallel=vocab_parallel,
         accumulate=accumulate,
+        compute_dtype=compute_dtype,
         compiler_options=tuple((compiler_options or {}).items()),
     )
 

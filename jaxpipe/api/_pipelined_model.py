@@ -94,6 +94,7 @@ class PipelinedModel(InspectedModel):
         forwarding_delay: Whether x is handed over one tick late.
         vocab_parallel: Whether all ranks compute the loss together.
         accumulate: A, the number of times that M microbatches are run.
+        compute_dtype: The dtype to which parameters are cast before they are gathered.
         compiler_options: XLA's options for every program.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
@@ -116,6 +117,7 @@ class PipelinedModel(InspectedModel):
     forwarding_delay: bool = False
     vocab_parallel: bool = False
     accumulate: int = 1
+    compute_dtype: Any = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
@@ -439,6 +441,7 @@ class PipelinedModel(InspectedModel):
             zero1=self.zero1,
             vocab_parallel=self.vocab_parallel,
             num_calls=self.accumulate,
+            compute_dtype=self.compute_dtype,
             compiler_options=self.compiler_options,
         )
 

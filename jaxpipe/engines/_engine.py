@@ -54,6 +54,8 @@ class PipelinePlan:
         zero1: Whether gradients, and the state of an optimizer, are divided over `data` too.
         num_calls: A, the number of times that M microbatches are run, whose results are summed.
         compiler_options: XLA's options for every program, by name.
+        compute_dtype: The dtype to which parameters are cast before they are gathered. None: they
+            stay as they are.
     """
 
     mesh: Mesh
@@ -75,7 +77,8 @@ class PipelinePlan:
     layer_specs: PyTree = None
     zero1: bool = False
     num_calls: int = 1
-    compiler_options: tuple[tuple[str, str], ...] = ()
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    compute_dtype: Any = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..autodiff import recompute
 from ..sharding.specs import axes_of, only_axes
 from ..spmd.weight_gather import gathering_layer, layer_gather, unsharded_specs
 from ._engine import PipelinePlan
-from ._fsdp import manual_row_axes, param_spec_tree
+from ._fsdp import cast_params, manual_row_axes, param_spec_tree
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,8 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     ids = [i for i, spec in enumerate(shards.specs) if "fsdp" in axes_of(spec)]
     specs = [shards.specs[i] for i in ids]
     axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
-    gather = layer_gather(specs, unsharded_specs(specs, ("fsdp",)), batch_axes=axes)
+    unsharded, cast = unsharded_specs(specs, ("fsdp",)), partial(cast_params, plan.compute_dtype)
+    gather = layer_gather(specs, unsharded, cast=cast, batch_axes=axes)
     for i, whole in zip(ids, gather([leaves[i] for i in ids], x), strict=True):
         leaves[i] = whole
     return tree.unflatten(leaves)

@@ -106,6 +106,15 @@ def param_spec_tree(
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)
 
 
+def cast_params(dtype: Any, params: PyTree) -> PyTree:
+    """Returns parameters whose floating-point leaves are cast to `dtype`, if there is one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return params if dtype is None else jax.tree.map(cast, params)
+
+
 def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:
     """Returns the spec of every parameter of one layer, from leaves [v, S, n, ...] of stages."""
     lead = (None,) * 3

@@ -30,7 +30,14 @@ from ..spmd.weight_gather import (
 )
 from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import ROW_AXES, ParamSpecs, manual_row_axes, param_spec_tree, specs_over_data
+from ._fsdp import (
+    ROW_AXES,
+    ParamSpecs,
+    cast_params,
+    manual_row_axes,
+    param_spec_tree,
+    specs_over_data,
+)
 from ._layers import run_layers, run_sliced_layers
 
 
@@ -203,7 +210,8 @@ def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
 def _gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer over `fsdp`."""
     stored, rows = plan.layer_specs, manual_row_axes(plan.mesh, plan.whole_microbatches)
-    gather = layer_gather(stored, unsharded_specs(stored, ("fsdp",)), batch_axes=rows)
+    unsharded, cast = unsharded_specs(stored, ("fsdp",)), partial(cast_params, plan.compute_dtype)
+    gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
 
     def run(weights: PyTree, x: PyTree) -> PyTree:
         # A program without ranks, such as that of shapes, has weights that are whole.
@@ -354,14 +362,17 @@ def weight_gathers(
         if groups == ("stages",):
             stored, gradients = stored["stages"], gradients["stages"]
         unsharded = unsharded_specs(stored, ("fsdp",))
+        by_specs = partial(
+            gather_by_specs, batch_axes=rows, cast=partial(cast_params, plan.compute_dtype)
+        )
         if plan.gather != "layer":
-            return gather_by_specs(stored, unsharded, gradients, when=plan.gather, batch_axes=rows)
+            return by_specs(stored, unsharded, gradients, when=plan.gather)
         if groups != ("stages",):
-            return gather_by_specs(stored, unsharded, gradients, when="once", batch_axes=rows)
+            return by_specs(stored, unsharded, gradients, when="once")
         of_layers = partial(gather_in_layers, batch_axes=rows)
         if jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(stored):
             return of_layers(stored, unsharded, gradients)
-        of_shared = partial(gather_by_specs, when="once", batch_axes=rows)
+        of_shared = partial(by_specs, when="once")
         trees = stored, unsharded, gradients
         return join_gathers(
             {

@@ -17,7 +17,7 @@ from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import param_spec_tree, specs_over_data
+from ._fsdp import cast_params, param_spec_tree, specs_over_data
 from ._jit import jit
 from ._memory_cap import check_cap
 
@@ -100,7 +100,7 @@ def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
     rows, and copy them whole to every device to come back to rows. On a mesh with explicit axes
     the functions of the user decide.
     """
-    mesh = plan.mesh
+    mesh, weights = plan.mesh, cast_params(plan.compute_dtype, weights)
     if mesh.shape.get("fsdp", 1) == 1 or AxisType.Explicit in mesh.axis_types:
         return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)

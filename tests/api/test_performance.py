@@ -224,6 +224,45 @@ def test_layers_gather_one_at_a_time():
     assert f"tensor<4x{D}x{D}xf32>" in by_layer  # as it is stored
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gather": "layer"},
+        {"schedule": "circular"},
+        {"schedule": None},
+        {"engine": "mpmd"},
+        {"gather": "layer", "frozen": lambda path, leaf: "up" in path},
+    ],
+    ids=str,
+)
+def test_parameters_are_cast_before_they_are_gathered(options: dict[str, Any]):
+    def layer(w: Any, x: Any, batch: Any) -> Any:
+        assert {leaf.dtype for leaf in jax.tree.leaves(w)} == {jnp.dtype(jnp.bfloat16)}
+        y = jnp.tanh(x.astype(jnp.bfloat16) @ w["up"]) @ w["down"]
+        return x + y.astype(jnp.float32)
+
+    def loss(w: Any, x: Any, batch: Any) -> Any:
+        return jnp.mean((x @ w.astype(jnp.float32) - batch["y"]) ** 2)
+
+    model = jp.Model(lambda w, batch: batch["x"] @ w.astype(jnp.float32), layer, loss)
+    pipe = pipeline(FSDP, model, compute_dtype=jnp.bfloat16, **options)
+
+    def plain(params: Any, batch: Any) -> Any:
+        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+        x = model.embed(low["embed"], batch, None)
+        for w in low["layers"]:
+            x = layer(w, x, batch)
+        return loss(low["head"], x, batch)
+
+    pipe.check(params(), batch(), plain=plain)
+    value = pipe.jit(pipe.value_and_grad)
+    _, grads = value(pipe.shard(params()), batch())
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    if options.get("engine") != "mpmd" and options.get("schedule", "") is not None:
+        gathers = [line for line in text(pipe).splitlines() if "all_gather" in line]
+        assert gathers and all("bf16" in line for line in gathers)
+
+
 def test_calls_have_dropout_masks_of_their_own():
     def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
         return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), layer(w, x, batch), 0)
