@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import schedules
-from ..autodiff import Remat, recompute, remat_by_name
+from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
 from ..engines import ENGINES, Engine
 from ..engines._engine import When
@@ -65,8 +65,8 @@ def pipeline(
             rank), or "auto": the first that can run the schedule.
         remat: What a stage stores for its backward: a wrapper of functions such as
             `jax.checkpoint`, or the name of a policy of `autodiff.remat_by_name` that saves named
-            tensors, some of them in the host's memory. Default: "full", its input; the rest is
-            computed again.
+            tensors, some of them in the host's memory. Default: "full", its input, and the rest is
+            computed again; without a pipeline "none".
         layer_remat: The same for every layer, inside of what a stage stores. Default: "none".
         gather: When parameters that are sharded over `fsdp` are gathered: for every action of the
             schedule ("tick"), "once" in a step, once for all microbatches of a stage, ahead of them
@@ -135,7 +135,6 @@ def pipeline(
     _check_options(
         selected,
         {
-            "remat": remat,
             "gather": gather,
             "zero1": zero1 or None,
             "forwarding_delay": forwarding_delay or None,
@@ -158,12 +157,12 @@ def pipeline(
         as_run,
         ticks,
         counts,
-        remat=_remat("remat", remat, mesh),
+        remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
         frozen=frozen,
         num_mtp_layers=num_mtp,
         param_specs=param_specs,
         row_wise=tuple(check_row_wise(row_wise, model).items()),
-        layer_remat=_remat("layer_remat", "none" if layer_remat is None else layer_remat, mesh),
+        layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
         gather="tick" if gather is None else gather,
         zero1=zero1,
         forwarding_delay=forwarding_delay,
@@ -193,10 +192,8 @@ def _check_options(engine: Engine, options: dict[str, Any]) -> None:
         )
 
 
-def _remat(name: str, value: Remat | str | None, mesh: Mesh) -> Remat:
+def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:
     """Returns a wrapper of functions, from a wrapper or the name of a policy."""
-    if value is None:
-        return recompute
     if not isinstance(value, str):
         return value
     try:

@@ -445,10 +445,25 @@ def _sliced_layer(
 def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """Returns what a layer returned as (x, auxiliary losses and metrics), given the x before it."""
     if not _is_pair(returned, x):
+        if jax.tree.structure(returned) != jax.tree.structure(x):
+            shapes = (str(jax.tree.map(jnp.shape, tree)) for tree in (returned, x))
+            raise ValueError(
+                f"`layer` returned {next(shapes)} and was given {next(shapes)} (shapes). "
+                f"{_LAYER_FORMS}"
+            )
         return returned, {}
     y, aux = returned
-    check_metrics(aux or {}, "layer")
-    return y, dict(aux or {})
+    if not isinstance(aux, Mapping | None):
+        raise ValueError(f"`layer` returned {type(aux).__name__} behind x. {_LAYER_FORMS}")
+    scalars = dict(aux or {})
+    check_metrics(scalars, "layer")
+    return y, scalars
+
+
+_LAYER_FORMS = (
+    "Return x, of the same structure and shapes, or (x, aux) with a dict of scalars by name: "
+    "auxiliary losses and metrics."
+)
 
 
 def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def _value_and_grad(
 ) -> Any:
     arguments = _without_repeats(weights, keys, batch_inputs)
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
+    model = replace(model, stage=plan.remat(model.stage))
     value, grads = unpipelined.value_and_grad(model, *arguments)
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
     if plan.zero1:

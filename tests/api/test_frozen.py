@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxpipe as jp
+from jaxpipe._compat import scan_sizes
 
 D, F, V, L, B, T, RANK = 8, 24, 12, 5, 8, 4, 2
 
@@ -190,7 +191,7 @@ def of_frozen_shape(pipe: Any) -> tuple[int, int]:
         if eqn.primitive.name in COMPUTED:
             computed += sum(v.aval.shape[-2:] in FROZEN_SHAPES for v in eqn.outvars)
         if eqn.primitive.name == "scan":
-            carry = eqn.outvars[: eqn.params["num_carry"]]
+            carry = eqn.outvars[: scan_sizes(eqn.params)[1]]
             carried += sum(v.aval.shape[-2:] in FROZEN_SHAPES for v in carry)
     return computed, carried
 

@@ -95,6 +95,7 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "remat by name": ({"stage": 2}, {"remat": "minimal"}),
     "remat of layers": (FSDP, {"remat": "none", "layer_remat": "full", "gather": "layer"}),
     "remat of layers, mpmd": ({"stage": 2}, {"layer_remat": "full", "engine": "mpmd"}),
+    "remat, no pipeline": ({"stage": 1}, {"remat": "full", "schedule": None}),
     "remat of layers, no pipeline": ({"stage": 1}, {"layer_remat": "full", "schedule": None}),
 }
 
@@ -194,11 +195,16 @@ def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
         assert [2 * n for n in before] * 2 == jax.tree.map(num_shards, moments)
 
 
+ALONE = {"stage": 1}
 EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gather": lambda: (pipeline(FSDP), pipeline(FSDP, gather="layer")),
     "once": lambda: (pipeline(FSDP), pipeline(FSDP, gather="once")),
     "zero1": lambda: (pipeline(DATA), pipeline(DATA, zero1=True)),
     "remat": lambda: (pipeline({"stage": 2}), pipeline({"stage": 2}, remat="minimal")),
+    "remat without a pipeline": lambda: (
+        pipeline(ALONE, schedule=None),
+        pipeline(ALONE, schedule=None, remat="full"),
+    ),
     "layer_remat": lambda: (
         pipeline({"stage": 2}, remat="none"),
         pipeline({"stage": 2}, remat="none", layer_remat="full"),
@@ -233,7 +239,7 @@ def test_layers_gather_one_at_a_time():
         {"engine": "mpmd"},
         {"gather": "layer", "frozen": lambda path, leaf: "up" in path},
     ],
-    ids=str,
+    ids=["by layer", "circular", "no pipeline", "mpmd", "frozen"],
 )
 def test_parameters_are_cast_before_they_are_gathered(options: dict[str, Any]):
     def layer(w: Any, x: Any, batch: Any) -> Any:
@@ -282,7 +288,6 @@ REFUSED = {
     "ranks of mpmd": ({"engine": "mpmd", "vocab_parallel": True}, "engine='scheduled'"),
     "ZeRO-1 of mpmd": ({"engine": "mpmd", "zero1": True}, "`zero1` is True"),
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
-    "remat without stages": ({"schedule": None, "remat": "full"}, "`remat` is 'full'"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),
     "windows of split backwards": (
         {"schedule": "zero_bubble_h1", "gather": "repeat"},

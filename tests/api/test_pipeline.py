@@ -174,6 +174,21 @@ def refused(match: str, model: Any = MEAN, params: Any = None, **options: Any) -
         jax.eval_shape(pipe.value, pipe.shard(init() if params is None else params), batch())
 
 
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (lambda x: None, "returned None and was given"),
+        (lambda x: (x, jnp.ones(3)), r"behind x.*\(x, aux\) with a dict"),
+        (lambda x: (x, jnp.ones(())), r"behind x.*\(x, aux\) with a dict"),
+        (lambda x: (x, {}, {}), "`layer` returned"),
+    ],
+)
+def test_what_a_layer_may_return_is_said(returned: Any, match: str):
+    model = dataclasses.replace(MEAN, layer=lambda w, x, batch: returned(x))
+    for schedule in ("1f1b", "circular", None):
+        refused(match, model=model, schedule=schedule)
+
+
 def test_bad_input_is_refused_before_anything_compiles():
     params = init()
     refused("`microbatches` = 5", microbatches=5, schedule="gpipe")

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import PyTree
 
+from ..._compat import scan_sizes
 from ...ir.graph import bind
 from .._dependence import dependent_inputs, pruned
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
@@ -54,11 +55,11 @@ class _ScannedCall:
 
     @property
     def num_consts(self) -> int:
-        return self.scan.params["num_consts"]
+        return scan_sizes(self.scan.params)[0]
 
     @property
     def num_carry(self) -> int:
-        return self.scan.params["num_carry"]
+        return scan_sizes(self.scan.params)[1]
 
     @property
     def inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -205,7 +206,7 @@ class ScanParts(Parts):
                 f"one `scan` over all layers: it is read by {', '.join(found) or 'nothing'}. Run "
                 "it by `nn.scan`, `nnx.scan` or `jax.lax.scan`, or give the layers as a list."
             )
-        first_x = eqn.params["num_consts"] + eqn.params["num_carry"]
+        first_x = sum(scan_sizes(eqn.params))
         taken = eqn.invars[first_x:]
         if (
             eqn.params["reverse"]
