@@ -234,6 +234,36 @@ def test_rows_of_a_device_that_are_said_to_be_enough_are_named():
         pipeline(mixing, row_wise=True, **options).check(params, batch)
 
 
+def attending(w: Any, x: Any, batch: Any, wrong: float = 0.0) -> Any:
+    """Attention over the entries of a row. A bias of its keys changes no weight."""
+    q, k = x[:, :, None] * w["q"], x[:, :, None] * w["k"] + w["bias"]
+    weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
+    return x + (weights @ x[:, :, None])[:, :, 0] + wrong * jnp.mean(w["bias"] * w["q"])
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "circular"}, {"engine": "mpmd"}])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(options: dict[str, Any]):
+    params, batch = example()
+    keys = iter(jax.random.split(jax.random.key(4), 6))
+    layers = [
+        {n: jax.random.normal(next(keys), (D,)) for n in ("q", "k", "bias")} for _ in range(2)
+    ]
+    params = params | {"layers": layers}
+    pipe = pipeline(dataclasses.replace(PLAIN, layer=attending), **options)
+    found = pipe.check(params, batch)
+    assert found.noise == {f"gradients['layers'][{i}]['bias']" for i in range(2)}
+    assert found.largest <= 1e-5 and "(rounding)" in str(found)
+
+    def plain(params: Any, batch: Any) -> Any:  # a gradient that is not zero is no noise
+        x = batch["x"] @ params["embed"]
+        for w in params["layers"]:
+            x = attending(w, x, batch, 1e-3)
+        return mean(params["head"], x, batch)
+
+    with pytest.raises(AssertionError, match="`plain` is another program"):
+        pipe.check(params, batch, plain=plain)
+
+
 def test_rounding_is_not_taken_for_a_function_that_sees_all_rows():
     params, batch = example()
     mixing = dataclasses.replace(

@@ -23,7 +23,13 @@ from ..reference import (
     program_of,
     program_of_plain,
 )
-from ._comparison import Comparison, compare, compare_leaves, default_tolerance
+from ._comparison import (
+    Comparison,
+    compare,
+    compare_leaves,
+    default_tolerance,
+    noise,
+)
 from ._compile import train_step
 from ._why import why
 
@@ -75,8 +81,41 @@ def check(
     got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
     reference = reference_result(pipe, whole, batch, key, plain=plain)
     found = compared(got, reference, tolerance, plain is not None)
+    if found.worse and tolerance is None and not pipe.takes_key:
+        names = _noise(pipe, found, got, reference, whole, batch, plain)
+        found = replace(found, noise=names)
     require(pipe, found, whole, batch, key, plain=plain)
     return found
+
+
+def _noise(
+    pipe: Any,
+    found: Comparison,
+    got: Result,
+    reference: Reference,
+    whole: PyTree,
+    batch: PyTree,
+    plain: Callable | None,
+) -> frozenset[str]:
+    """Returns the names of results that are rounding, by the user's program in float64."""
+    program, _ = _program(pipe, whole, plain)
+    try:
+        with jax.enable_x64(True):
+            wide = jax.tree.map(_in_float64, (whole, batch))
+            value, dtype = on_one_device(pipe.mesh, program.value_and_grad, *wide, None)
+            (loss, metrics), grads = jax.tree.map(np.asarray, value)
+    except Exception:  # functions of the user may say float32, and then there is no such program
+        return frozenset()
+    if dtype != jnp.float64:
+        return frozenset()
+    exact = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
+    return noise(got, reference.result, exact, found.tolerance) & set(found.worse)
+
+
+def _in_float64(x: Any) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    x = x if is_key else np.asarray(x)
+    return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
 def stored_and_whole(pipe: Any, params: PyTree) -> tuple[Any, PyTree]:
