@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from _published import TORCHTITAN, Case
 
-from jaxpipe.cost.devices import Efficiency, efficiency
+from jaxpipe.cost.training_step import Efficiency, efficiency
 
 _LEAST, _MOST = 0.05, 1.0
 

@@ -22,7 +22,7 @@ from _published import (
     table_5,
 )
 
-from jaxpipe.cost.devices import Efficiency, efficiency
+from jaxpipe.cost.training_step import Efficiency, efficiency
 
 PAGE = Path(__file__).parent / "predictions.md"
 

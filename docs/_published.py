@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from jaxpipe.cost.devices import HARDWARE, Efficiency, Hardware, hardware
 from jaxpipe.cost.training_step import (
+    Efficiency,
     Layout,
     Remat,
     StageSeconds,
@@ -22,6 +22,7 @@ from jaxpipe.cost.work import (
     flops_per_token,
     transformer,
 )
+from jaxpipe.devices import HARDWARE, Hardware, hardware
 from jaxpipe.schedules import Costs, Schedule, search
 from jaxpipe.schedules.analysis.search import ActivationMemory
 

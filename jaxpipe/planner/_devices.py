@@ -12,29 +12,8 @@ from typing import Any
 
 import jax
 
-from ..cost.devices import HARDWARE, Hardware
+from ..devices import HARDWARE, Hardware, find_hardware, generation_of
 from ..train.estimate._fits import host_bytes
-from ..xla._device_memory import DEVICE_BYTES, GENERATIONS, device_bytes
-
-_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
-"""TensorCores of a chip, for generations whose names count them; the others count chips."""
-
-_DEVICES_PER_CHIP = {"tpu7x": 2}
-
-_ALIASES = {"v5litepod": "v5e", "v6litepod": "v6e", "tpu7x": "tpu7x", "v7x": "tpu7x"}
-
-_KINDS = {
-    "v4": "TPU v4",
-    "v5e": "TPU v5 lite",
-    "v5p": "TPU v5",
-    "v6e": "TPU v6 lite",
-    "tpu7x": "TPU7x",
-}
-_FLAT = ("v5e", "v6e")
-"""Generations whose chips are joined in two dims, not three."""
-
-_CHIPS_PER_HOST = 4
-_GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -67,13 +46,18 @@ class Devices:
     @property
     def devices_per_slice(self) -> int:
         """Returns the number of devices of a slice."""
-        per_chip = 1 if self.are_here else _DEVICES_PER_CHIP.get(self.generation, 1)
-        return math.prod(self.shape) * per_chip
+        chips = math.prod(self.shape)
+        return chips if self.are_here else chips * HARDWARE[self.generation].devices_per_chip
 
     @property
     def devices_per_domain(self) -> int:
-        """Returns how many devices fast links join: a host of GPUs, or a slice of TPUs."""
-        return self.shape[-1] if self.is_gpu else self.devices_per_slice
+        """Returns how many devices fast links join: a host or rack of GPUs, or a slice of TPUs."""
+        if not self.is_gpu:
+            return self.devices_per_slice
+        row = device_hardware(self)
+        if row.link_domain == row.devices_per_host:
+            return self.shape[-1]
+        return min(row.link_domain, self.num_devices)
 
     @property
     def topology(self) -> str:
@@ -102,34 +86,39 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
     if name == "here":
         return _devices_here()
     found = re.fullmatch(r"([a-z][\w]*(?:-\d+gb)?)(?:([-:])(\d{1,6}(?:x\d{1,4}){0,2}))", name)
-    generation = _ALIASES.get(found[1], found[1]) if found else ""
-    if found is None or generation not in DEVICE_BYTES or num_slices < 1:
+    generation = generation_of(found[1]) if found else None
+    if found is None or generation is None or num_slices < 1:
         raise ValueError(_no_devices(name, num_slices))
+    row = HARDWARE[generation]
     sizes = tuple(map(int, found[3].split("x")))
-    is_gpu = generation not in _KINDS
-    if is_gpu:
-        shape, fits = _gpu_shape(sizes), found[2] == ":" and len(sizes) <= 2 and num_slices == 1
+    if row.is_gpu:
+        shape, fits = (
+            _gpu_shape(sizes, row.devices_per_host),
+            found[2] == ":" and len(sizes) <= 2 and num_slices == 1,
+        )
     elif found[2] == "-":
-        shape, fits = _slice_shape(generation, sizes[0]), len(sizes) == 1
+        shape, fits = _slice_shape(row, sizes[0]), len(sizes) == 1
     else:
-        shape, fits = sizes, len(sizes) == (2 if generation in _FLAT else 3)
+        shape, fits = sizes, len(sizes) == row.torus_axes
     if not fits or 0 in shape:
         raise ValueError(_no_devices(name, num_slices))
-    return Devices(name, generation, shape, num_slices, device_bytes(generation), is_gpu)
+    return Devices(name, generation, shape, num_slices, row.memory_bytes, row.is_gpu)
 
 
 def _devices_here() -> Devices:
     """Returns the devices of this process and of those that it has joined."""
     devices = jax.devices()
     kind = devices[0].device_kind
-    generation = "cpu" if devices[0].platform == "cpu" else GENERATIONS.get(kind)
-    if generation is None:
+    row, on_cpu = find_hardware(kind), devices[0].platform == "cpu"
+    if row is None and not on_cpu:
         raise ValueError(f"`devices` is 'here', and no figures of a {kind} are known. Name others.")
     count = len(devices)
-    memory = host_bytes() // count if generation == "cpu" else device_bytes(generation)
     per_host = jax.local_device_count()
     shape = (count // per_host, per_host)
-    return Devices("here", generation, shape, 1, memory, generation not in _KINDS, are_here=True)
+    if row is None:
+        memory = host_bytes() // count
+        return Devices("here", "cpu", shape, 1, memory, is_gpu=True, are_here=True)
+    return Devices("here", row.kind, shape, 1, row.memory_bytes, row.is_gpu, are_here=True)
 
 
 def _no_devices(name: str, num_slices: int) -> str:
@@ -137,27 +126,26 @@ def _no_devices(name: str, num_slices: int) -> str:
         f"`devices` is {name!r} and `num_slices` {num_slices}. Give an accelerator such as v5p-64 "
         "(which counts TensorCores) or v6e-16, chips such as v5p:4x4x2 or v6e:4x4, or GPUs such as "
         f"h100:8 or h100:2x8 (hosts and devices of each, without slices), of the generations "
-        f"{', '.join(DEVICE_BYTES)}."
+        f"{', '.join(HARDWARE)}."
     )
 
 
-def _gpu_shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _gpu_shape(sizes: tuple[int, ...], per_host: int) -> tuple[int, ...]:
     """Returns hosts and devices of each; devices alone are of full hosts."""
     if len(sizes) != 1:
         return sizes
     count = sizes[0]
-    return (1, count) if count % _GPUS_PER_HOST else (count // _GPUS_PER_HOST, _GPUS_PER_HOST)
+    return (1, count) if count % per_host else (count // per_host, per_host)
 
 
-def _slice_shape(generation: str, count: int) -> tuple[int, ...]:
+def _slice_shape(row: Hardware, count: int) -> tuple[int, ...]:
     """Returns the chips along each dim of the slice with this name, the most cubic there is."""
-    per_chip = _CORES_PER_CHIP.get(generation, 1)
-    chips, rest = divmod(count, per_chip)
+    chips, rest = divmod(count, row.cores_per_chip)
     if rest or not chips:
         return (0,)
-    if generation in _FLAT:
+    if row.torus_axes == 2:
         return next((a, chips // a) for a in range(math.isqrt(chips), 0, -1) if chips % a == 0)
-    if chips == _CHIPS_PER_HOST:
+    if chips * row.devices_per_chip == row.devices_per_host:
         return (2, 2, 1)
     shapes = (
         (a, b, chips // a // b)
@@ -183,7 +171,21 @@ def device_hardware(devices: Devices) -> Hardware:
     count = devices.num_devices
     # A core, and copies in memory: they rank plans, and are no measurement.
     return Hardware(
-        *("cpu", 0.05, devices.memory_bytes, 1e10, 2e9, 2e9, count, count, 1e-4, 1e-4, 0, ()),
+        *(
+            "cpu",
+            ("cpu",),
+            0.05,
+            devices.memory_bytes,
+            1e10,
+            2e9,
+            2e9,
+            count,
+            count,
+            1e-4,
+            1e-4,
+            0,
+            (),
+        ),
         "ours",
     )
 
@@ -233,22 +235,22 @@ def absent_devices(devices: Devices) -> Sequence[Any]:
     """
     if devices.are_here:
         return jax.devices()
+    row = HARDWARE[devices.generation]
+    kind = row.device_kinds[0]
     if devices.is_gpu:
         per_host = devices.shape[-1]
         return [
-            AbsentDevice(i, "gpu", f"NVIDIA {devices.generation.upper()}", i // per_host, (), None)
+            AbsentDevice(i, "gpu", kind, i // per_host, (), None)
             for i in range(devices.num_devices)
         ]
     dims = (*devices.shape, 1)[:3]
-    cores = _DEVICES_PER_CHIP.get(devices.generation, 1)
     found: list[AbsentDevice] = []
     for part in range(devices.num_slices):
         for chip in range(math.prod(dims)):
             x, y, z = chip % dims[0], chip // dims[0] % dims[1], chip // (dims[0] * dims[1])
-            for core in range(cores):
+            for core in range(row.devices_per_chip):
                 index = len(found)
-                host = index // (_CHIPS_PER_HOST * cores)
-                kind = _KINDS[devices.generation]
+                host = index // row.devices_per_host
                 slice_index = part if devices.num_slices > 1 else None
                 found.append(AbsentDevice(index, "tpu", kind, host, (x, y, z), slice_index, core))
     return found

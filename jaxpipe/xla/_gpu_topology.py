@@ -6,46 +6,15 @@ collectives, their order and buffers are those of the real program, the choice o
 
 import importlib.util
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 from .._input import clause
+from ..devices import HARDWARE, GpuTarget
 
-
-@dataclass(frozen=True)
-class _Gpu:
-    """What XLA:GPU asks about a device; the names are those of its text, but for the first."""
-
-    description: str
-    capability: int
-    core_count: int
-    fpus_per_core: int
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
-    clock_rate_ghz: float
-    memory_bandwidth: int
-    l2_cache_size: int
-    device_memory_size: int
-
-
-# As XLA has them in xla/backends/gpu/target_config/specs, where it has read them from devices.
-_HOPPER = (9, 132, 128, 233_472, 232_448, 1.98)
-_AMPERE = (8, 108, 64, 167_936, 166_912, 1.41)
-_GPUS = {
-    "a100-40gb": _Gpu(
-        "NVIDIA A100-SXM4-40GB", *_AMPERE, 1_555_200_000_000, 41_943_040, 42_331_013_120
-    ),
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", *_AMPERE, 2_039_040_000_000, 41_943_040, 85_100_068_864),
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", *_HOPPER, 3_352_320_000_000, 52_428_800, 84_942_979_072),
-    "h200": _Gpu("NVIDIA H200", *_HOPPER, 4_800_000_000_000, 52_428_800, 151_397_597_184),
-    "b200": _Gpu(
-        *("NVIDIA B200", 10, 148, 128, 233_472, 232_448, 1.965),
-        *(7_672_320_000_000, 132_644_864, 191_514_411_008),
-    ),
-}
+_GPUS = {kind: row for kind, row in HARDWARE.items() if row.gpu_target}
 
 
 def gpu_topology(name: str) -> list[Any]:
@@ -69,11 +38,13 @@ def gpu_topology(name: str) -> list[Any]:
             f"The topology {name!r} needs XLA:GPU, which is in JAX's CUDA plugin and is not "
             'installed. Run `pip install "jaxpipe[aot-gpu]"`.'
         )
+    row = _GPUS[generation]
+    assert row.gpu_target is not None
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology=f"1x{hosts}x{devices}",
-            target_config=_target_config(_GPUS[generation]),
+            target_config=_target_config(row.device_kinds[0], row.gpu_target),
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"XLA:GPU does not take the topology {name!r}: {clause(error)}") from None
@@ -107,10 +78,9 @@ def _parsed(name: str) -> tuple[str, int, int]:
     return found[1], int(found[2] or 1), int(found[3])
 
 
-def _target_config(gpu: _Gpu) -> str:
+def _target_config(description: str, gpu: GpuTarget) -> str:
     """Returns the text of a `GpuTargetConfigProto`."""
-    facts = {name: value for name, value in vars(gpu).items() if name not in _NOT_FACTS}
-    facts |= {
+    facts = vars(gpu) | {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "threads_per_core_limit": 2048,
@@ -121,8 +91,9 @@ def _target_config(gpu: _Gpu) -> str:
         "block_dim_limit_y": 65_535,
         "block_dim_limit_z": 65_535,
     }
+    major = facts.pop("cuda_capability")
     lines = [f"  {name}: {value}" for name, value in facts.items()]
-    capability = f"  cuda_compute_capability {{ major: {gpu.capability} }}"
+    capability = f"  cuda_compute_capability {{ major: {major} }}"
     return "\n".join(
         [
             "gpu_device_info {",
@@ -131,9 +102,6 @@ def _target_config(gpu: _Gpu) -> str:
             "}",
             'platform_name: "CUDA"',
             "dnn_version_info { major: 9 minor: 10 }",
-            f'device_description_str: "{gpu.description}"',
+            f'device_description_str: "{description}"',
         ]
     )
-
-
-_NOT_FACTS = ("description", "capability")

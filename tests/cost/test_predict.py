@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpipe.cost.devices import HARDWARE, hardware
 from jaxpipe.cost.training_step import Layout, build_schedule, predict
 from jaxpipe.cost.work import ModelWork, flops_per_token, transformer
-from jaxpipe.xla.step_time import device_rates
+from jaxpipe.devices import HARDWARE, hardware
 
 
 def small() -> ModelWork:
@@ -72,18 +71,6 @@ def test_unknown_names_are_told():
 
 def test_every_device_has_a_source():
     assert all(device.source for device in HARDWARE.values())
-
-
-@pytest.mark.parametrize(
-    "kind, name", [("v4", "TPU v4"), ("v5e", "TPU v5e"), ("v5p", "TPU v5p"), ("v6e", "TPU v6e")]
-)
-def test_tpus_have_the_rates_that_compiled_programs_are_timed_with(kind: str, name: str):
-    """`jaxpipe.xla` has a table of its own, of one link and one direction."""
-    device, rates = hardware(kind), device_rates(name)
-    assert rates is not None
-    assert device.peak_tflops == rates.peak_tflops
-    assert device.link_bandwidth == 2e9 * rates.link_gb
-    assert device.network_bandwidth == 1e9 * rates.network_gb
 
 
 def test_importing_the_cost_needs_no_jax():

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.cost.devices import hardware
 from jaxpipe.cost.training_step import predict
+from jaxpipe.devices import hardware
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -13,9 +13,9 @@ from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Past
+from ...devices import hardware
 from ...engines._engine import PipelinePlan
 from ...schedules import activation_bytes, language, lock_step
-from ...xla._device_memory import device_bytes
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -95,7 +95,7 @@ def memory_table(
     """
     return MemoryTable(
         device,
-        device_bytes(device),
+        hardware(device).memory_bytes,
         tuple(parameters),
         tuple(gradients),
         tuple(num_moments * size for size in trainable),

@@ -1,5 +1,7 @@
 """The time of a training step of a model, laid out over devices of a kind."""
 
+from ._efficiency import Efficiency as Efficiency
+from ._efficiency import efficiency as efficiency
 from ._layout import Layout as Layout
 from ._layout import Remat as Remat
 from ._predict import Prediction as Prediction

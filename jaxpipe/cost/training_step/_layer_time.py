@@ -6,9 +6,10 @@ T tokens of a microbatch on a device.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..devices import Efficiency, Hardware
+from ...devices import Hardware
 from ..work import LayerWork, Product
 from ..work._layer_work import attention_flops
+from ._efficiency import Efficiency
 from ._layout import Layout
 from ._network import (
     Group,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import ceil, log, log2, prod
 
-from ..devices import Efficiency, Hardware
+from ...devices import Hardware
+from ._efficiency import Efficiency
 from ._layout import Layout
 
 _TORUS_SIDE = 16

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from ...devices import Hardware
 from ...schedules import Schedule
-from ..devices import Efficiency, Hardware, efficiency
 from ..work import LayerWork, ModelWork, flops_per_token
+from ._efficiency import Efficiency, efficiency
 from ._layer_time import ActionSeconds, Device, Seconds, add
 from ._layout import Layout
 from ._network import all_gather_seconds, make_group, make_network, send_seconds

@@ -5,7 +5,8 @@ The time of writing is what makes products with a short contracted dimension ine
 
 from math import ceil
 
-from ..devices import Efficiency, Hardware
+from ...devices import Hardware
+from ._efficiency import Efficiency
 
 Size = int | float
 

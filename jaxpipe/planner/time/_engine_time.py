@@ -3,7 +3,7 @@
 S ranks, v stages on each, M microbatches.
 """
 
-from ...cost.devices import efficiency
+from ...cost.training_step import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import gathered_parameters, stored_parameters

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import models
-from ...xla._device_peaks import PEAK_TFLOPS
+from ...devices import find_peak_tflops
 from ..plan._devices import BatchPlan
 from ..plan._family import ModelConfig
 
@@ -19,7 +19,7 @@ def peak_tflops(device: Any, given: float) -> float | None:
     Returns:
         `given` if it is not 0; else the published peak, or None if the device is not in the table.
     """
-    return given or PEAK_TFLOPS.get(device.device_kind)
+    return given or find_peak_tflops(device.device_kind)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._device_memory import kind_bytes
+from ...devices import find_hardware
 from ..hlo import (
     Audit,
     CollectiveSite,
@@ -60,11 +60,17 @@ class CompileReport:
     @property
     def fits(self) -> bool | None:
         """True if the peak is within the memory of a device; None if that is not known."""
-        capacity = kind_bytes(self.platform)
+        capacity = _capacity(self.platform)
         return None if capacity is None else self.memory.peak_bytes <= capacity
 
     def __str__(self) -> str:
         return report_text(self)
+
+
+def _capacity(platform: str) -> int | None:
+    """Returns the bytes of memory of a device of `platform`, or None if they are not known."""
+    row = find_hardware(platform)
+    return None if row is None else row.memory_bytes
 
 
 def _compiler_versions(platform: str) -> dict[str, str]:
@@ -122,7 +128,7 @@ def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
         JSON text.
     """
     values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(report, step_time=None))
-    values["device_bytes"] = kind_bytes(report.platform)
+    values["device_bytes"] = _capacity(report.platform)
     if report.step_time is not None:
         values["step_time"] = time_json(report.step_time, _rates(report), num_dearest)
     totals_by_kind = totals(report.audit).items()
@@ -168,7 +174,7 @@ def _memory(report: CompileReport) -> Iterator[str]:
     yield "memory per device      MB"
     for name, size in dataclasses.asdict(report.memory).items():
         yield f"  {name.removesuffix('_bytes'):<10} {size / 1e6:>12,.1f}"
-    capacity = kind_bytes(report.platform)
+    capacity = _capacity(report.platform)
     if capacity:
         share = report.memory.peak_bytes / capacity
         yield f"  {'capacity':<10} {capacity / 1e6:>12,.1f}; the peak is {share:.0%} of it"

@@ -5,14 +5,17 @@ and not worse in memory. The other rows are candidates: `jaxpipe compile --probe
 they do to a step. `compile_xla_flags` wins over the table.
 """
 
+from ...devices import HARDWARE
 from ._flag import CompilerFlag, StepTraits, never
 
 # Versions of JAX whose XLA:CPU or XLA:GPU took the option, and versions of libtpu, each on v4, v5e,
 # v5p, v6e and tpu7x.
 _JAX = ("0.10.2", "0.11.2", "0.12.0.1")
 _LIBTPU = ("0.0.42.1", "0.0.48.1", "0.0.50.1")
-_V5E = ("TPU v5 lite", "TPU v5e")
-_WITH_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+_V5E = HARDWARE["v5e"].device_kinds
+_WITH_SPARSE_CORES = tuple(
+    name for kind in ("v5p", "v6e", "tpu7x") for name in HARDWARE[kind].device_kinds
+)
 
 
 def _is_mpmd(traits: StepTraits) -> bool:

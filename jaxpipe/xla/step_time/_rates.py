@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .._device_peaks import PEAK_TFLOPS
+from ...devices import find_hardware
 from ..hlo._groups import device_groups
 
 
@@ -24,23 +24,6 @@ class DeviceRates:
     network_gb: float
 
 
-_RATES = {
-    # Clock, link and network. Bidirectional bandwidth of a chip's links (v4, v5p and tpu7x have 6
-    # links, v5e and v6e 4) and of the data centre's network: docs.cloud.google.com/tpu/docs/v4,
-    # v5e, v5p, v6e, tpu7x. Where that page has no figure of the network, a v5e has half of a v5p's,
-    # the others have it.
-    "TPU v4": (1.05, 50.0, 6.25),
-    "TPU v5 lite": (1.5, 50.0, 3.125),
-    "TPU v5e": (1.5, 50.0, 3.125),
-    "TPU v5": (1.75, 100.0, 6.25),
-    "TPU v5p": (1.75, 100.0, 6.25),
-    "TPU v6 lite": (1.75, 100.0, 6.25),
-    "TPU v6e": (1.75, 100.0, 6.25),
-    # A chip is two devices, which share its links.
-    "TPU7x": (2.2, 50.0, 6.25),
-}
-
-
 def device_rates(device_kind: str) -> DeviceRates | None:
     """Returns the rates of a kind of device by its name in JAX, or None if it is not a TPU.
 
@@ -54,10 +37,11 @@ def device_rates(device_kind: str) -> DeviceRates | None:
         >>> device_rates("TPU v5").clock_ghz
         1.75
     """
-    if device_kind not in _RATES:
+    row = find_hardware(device_kind)
+    if row is None or row.is_gpu:
         return None
-    clock_ghz, link_gb, network_gb = _RATES[device_kind]
-    return DeviceRates(clock_ghz, PEAK_TFLOPS[device_kind], link_gb, network_gb)
+    link_gb = row.link_bandwidth / 2e9  # an axis of the torus is two links
+    return DeviceRates(row.clock_ghz, row.peak_tflops, link_gb, row.network_bandwidth / 1e9)
 
 
 def transfer_seconds(

@@ -7,7 +7,7 @@ round numbers that nobody fitted.
 
 from dataclasses import dataclass
 
-from ._hardware import Hardware
+from ...devices import Hardware
 
 # Of the peak in large products, in bfloat16 on A100 and TPUs, in fp8 on the others.
 PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89, "v6e": 0.59}
@@ -15,7 +15,6 @@ PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89,
 DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.95}
 # Of what equally large products reach.
 EXPERTS = {"h100": 0.31, "b200": 0.32, "b300": 0.25, "gb200": 0.71, "gb300": 0.94, "v5p": 0.34}
-_CHIPS = {"gb200": "b200", "gb300": "b300", "h200": "h100", "a100-40gb": "a100"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
         The fractions.
     """
     device.peak_flops(dtype)  # checks the dtype
-    chip = _CHIPS.get(device.kind, device.kind)
+    chip = device.chip
     if device.torus_axes and chip not in PRODUCTS:
         chip = "v5p"
     wide = PRODUCTS[chip if device.torus_axes else "a100"]

@@ -1,0 +1,327 @@
+"""Kinds of devices: names, peaks, memory and networks, each with the page that says so.
+
+Bandwidths are of one direction, in bytes a second, of one device as JAX counts devices.
+"""
+
+from dataclasses import dataclass
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """The description of a GPU that XLA:GPU compiles by; the names are those of its text.
+
+    As drivers report them: their memory and bandwidth are not those of the data sheet.
+    """
+
+    cuda_capability: int
+    core_count: int
+    fpus_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
+    l2_cache_size: int
+    device_memory_size: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of device, and how devices of that kind are joined.
+
+    Attributes:
+        kind: The name of the kind, such as "v5p" or "h100".
+        device_kinds: Its names in JAX; the first is that of devices which are absent.
+        peak_tflops: 1e12 operations a second of dense matrix products in bfloat16 that accumulate
+            in float32.
+        memory_bytes: Bytes of the memory of a device.
+        memory_bandwidth: Bytes a second that a device reads or writes.
+        link_bandwidth: Bytes a second that a device sends to devices that links join it with: over
+            NVLink to all others of its domain; on TPUs over one of the axes of the torus, both
+            ways round.
+        network_bandwidth: Bytes a second that a device sends to other hosts or slices.
+        devices_per_host: Devices of one host.
+        link_domain: The most devices that links join: a host or rack with NVLink, a slice of TPUs.
+        link_latency: Seconds until the first byte of a message between linked devices arrives.
+        network_latency: The same between hosts or slices.
+        torus_axes: Axes of the torus that links make; 0 where a switch joins all with all.
+        peak_factors: The peak of other dtypes as multiples of that of bfloat16.
+        source: Where these figures are from.
+        chip: The kind that first had this chip: other memory or another host does not change what
+            fraction of its peak a program reaches.
+        aliases: Other names of the kind.
+        devices_per_chip: Devices of a chip.
+        cores_per_chip: TensorCores of a chip, which the names of slices, such as `v5p-64`, count.
+        clock_ghz: 1e9 cycles a second of a TensorCore: the peak divided by two operations for every
+            multiplier of its matrix units; 0 for GPUs.
+        peaks_of_boards: Names in JAX of other boards with this chip, and their peaks. Only their
+            peaks are known: their memory and links differ.
+        gpu_target: The description that XLA:GPU compiles by; None if there is none.
+    """
+
+    kind: str
+    device_kinds: tuple[str, ...]
+    peak_tflops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    devices_per_host: int
+    link_domain: int
+    link_latency: float
+    network_latency: float
+    torus_axes: int
+    peak_factors: tuple[tuple[str, float], ...]
+    source: str
+    chip: str = ""
+    aliases: tuple[str, ...] = ()
+    devices_per_chip: int = 1
+    cores_per_chip: int = 1
+    clock_ghz: float = 0.0
+    peaks_of_boards: tuple[tuple[str, float], ...] = ()
+    gpu_target: GpuTarget | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Tells whether it is a GPU; the others are TPUs."""
+        return not self.torus_axes
+
+    def peak_flops(self, dtype: str) -> float:
+        """Returns the operations a second of dense matrix products in a dtype.
+
+        Args:
+            dtype: "bf16", "fp8", "mxfp8", "int8" or "nvfp4".
+
+        Returns:
+            Operations a second.
+
+        Raises:
+            ValueError: If the device has no peak for that dtype.
+        """
+        factors = {"bf16": 1.0, **dict(self.peak_factors)}
+        if dtype not in factors:
+            raise ValueError(
+                f"`dtype` is {dtype!r}, for which {self.kind} has no peak. "
+                f"Give one of {', '.join(factors)}."
+            )
+        return 1e12 * self.peak_tflops * factors[dtype]
+
+
+_INT8 = (("int8", 2.0),)
+_HOPPER = (("int8", 2.0), ("fp8", 2.0))
+_BLACKWELL = (("int8", 2.0), ("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 4.0))
+_BLACKWELL_ULTRA = (("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 6.0))  # few units for int8
+_TPU_LATENCY = (1e-6, 2e-5)
+_GPU_LATENCY = (3e-6, 1e-5)
+_CHIPS_PER_TPU_HOST = 4
+
+
+def _tpu(
+    kind: str,
+    device_kinds: tuple[str, ...],
+    peak_tflops: float,
+    memory_gib: int,
+    memory_gb: float,
+    link_gb: float,
+    network_gb: float,
+    slice_devices: int,
+    torus_axes: int,
+    clock_ghz: float,
+    *,
+    cores_per_chip: int = 1,
+    devices_per_chip: int = 1,
+    factors: tuple[tuple[str, float], ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> Hardware:
+    """Returns a TPU; the page of its kind has all figures but latencies, which are ours."""
+    return Hardware(
+        kind,
+        device_kinds,
+        peak_tflops,
+        memory_gib * _GIB,
+        1e9 * memory_gb,
+        1e9 * link_gb,
+        1e9 * network_gb,
+        _CHIPS_PER_TPU_HOST * devices_per_chip,
+        slice_devices,
+        *_TPU_LATENCY,
+        torus_axes,
+        factors,
+        f"docs.cloud.google.com/tpu/docs/{kind}",
+        kind,
+        aliases,
+        devices_per_chip,
+        cores_per_chip,
+        clock_ghz,
+    )
+
+
+def _gpu(
+    kind: str,
+    device_kind: str,
+    peak_tflops: float,
+    memory_gib: int,
+    memory_gb: float,
+    link_gb: float,
+    network_gb: float,
+    domain: int,
+    factors: tuple[tuple[str, float], ...],
+    page: str,
+    *,
+    chip: str = "",
+    boards: tuple[tuple[str, float], ...] = (),
+    target: GpuTarget | None = None,
+) -> Hardware:
+    """Returns a GPU; latencies are those of a small NCCL message, which are ours."""
+    return Hardware(
+        kind,
+        (device_kind,),
+        peak_tflops,
+        memory_gib * _GIB,
+        1e9 * memory_gb,
+        1e9 * link_gb,
+        1e9 * network_gb,
+        8 if domain == 8 else 4,  # DGX and HGX; trays of a rack have 4
+        domain,
+        *_GPU_LATENCY,
+        0,
+        factors,
+        f"nvidia.com/en-us/data-center/{page}",
+        chip or kind,
+        peaks_of_boards=boards,
+        gpu_target=target,
+    )
+
+
+# As XLA has them in xla/backends/gpu/target_config/specs, where it has read them from devices.
+_AMPERE_TARGET = (8, 108, 64, 167_936, 166_912, 1.41)
+_HOPPER_TARGET = (9, 132, 128, 233_472, 232_448, 1.98)
+_A100_40_TARGET = GpuTarget(*_AMPERE_TARGET, 1_555_200_000_000, 41_943_040, 42_331_013_120)
+_A100_TARGET = GpuTarget(*_AMPERE_TARGET, 2_039_040_000_000, 41_943_040, 85_100_068_864)
+_H100_TARGET = GpuTarget(*_HOPPER_TARGET, 3_352_320_000_000, 52_428_800, 84_942_979_072)
+_H200_TARGET = GpuTarget(*_HOPPER_TARGET, 4_800_000_000_000, 52_428_800, 151_397_597_184)
+_B200_TARGET = GpuTarget(
+    *(10, 148, 128, 233_472, 232_448, 1.965),
+    *(7_672_320_000_000, 132_644_864, 191_514_411_008),
+)
+
+# fmt: off
+_TPUS = (
+    # Names, peak, GiB, GB/s of memory, GB/s of links along one axis of the torus (two links, one
+    # direction each), GB/s of the data centre's network, devices of the largest slice, axes of the
+    # torus, clock. Where a page has no figure of the network, a v5e has half of a v5p's, the others
+    # have it.
+    _tpu("v4", ("TPU v4",), 275.0, 32, 1228.0, 100.0, 6.25, 4096, 3, 1.05, cores_per_chip=2),
+    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16, 819.0, 100.0, 3.125, 256, 2, 1.5,
+         factors=_INT8, aliases=("v5litepod",)),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), 459.0, 95, 2765.0, 200.0, 6.25, 6144, 3, 1.75,
+         factors=_INT8, cores_per_chip=2),
+    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32, 1638.0, 200.0, 6.25, 256, 2, 1.75,
+         factors=_INT8, aliases=("v6litepod",)),
+    # A chip is two devices, which share its links and its network: its page has 2307 and 192 GiB.
+    _tpu("tpu7x", ("TPU7x",), 1153.5, 96, 3690.0, 100.0, 6.25, 18432, 3, 2.2,
+         factors=(("fp8", 2.0),), cores_per_chip=2, devices_per_chip=2, aliases=("v7x",)),
+)
+_GPUS = (
+    # Name, peak without sparsity, GiB, GB/s of memory, of NVLink and of the host's adapters per
+    # GPU, GPUs that NVLink joins. The GB of data sheets are nearly the GiB of nvidia-smi; H200 and
+    # B200 have a little less.
+    _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 312.0, 40, 1555.0, 300.0, 25.0, 8, _INT8, "a100",
+         chip="a100", boards=(("NVIDIA A100-PCIE-40GB", 312.0),), target=_A100_40_TARGET),
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312.0, 80, 2039.0, 300.0, 25.0, 8, _INT8,
+         "a100, dgx-a100", boards=(("NVIDIA A100 80GB PCIe", 312.0),), target=_A100_TARGET),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 989.0, 80, 3350.0, 450.0, 50.0, 8, _HOPPER,
+         "h100, dgx-h100", boards=(("NVIDIA H100 PCIe", 756.0),), target=_H100_TARGET),
+    _gpu("h200", "NVIDIA H200", 989.0, 140, 4800.0, 450.0, 50.0, 8, _HOPPER, "h200, dgx-h200",
+         chip="h100", target=_H200_TARGET),
+    _gpu("b200", "NVIDIA B200", 2250.0, 179, 8000.0, 900.0, 50.0, 8, _BLACKWELL, "dgx-b200, hgx",
+         target=_B200_TARGET),
+    _gpu("b300", "NVIDIA B300", 2250.0, 268, 8000.0, 900.0, 100.0, 8, _BLACKWELL_ULTRA,
+         "dgx-b300, hgx"),
+    _gpu("gb200", "NVIDIA GB200", 2500.0, 185, 8000.0, 900.0, 50.0, 72, _BLACKWELL, "gb200-nvl72",
+         chip="b200"),
+    _gpu("gb300", "NVIDIA GB300", 2500.0, 277, 8000.0, 900.0, 100.0, 72, _BLACKWELL_ULTRA,
+         "gb300-nvl72", chip="b300"),
+)
+# fmt: on
+
+HARDWARE: dict[str, Hardware] = {row.kind: row for row in (*_TPUS, *_GPUS)}
+"""The kinds of devices by name."""
+
+_BY_DEVICE_KIND = {name: row for row in HARDWARE.values() for name in row.device_kinds}
+_BOARDS = {name: peak for row in HARDWARE.values() for name, peak in row.peaks_of_boards}
+_KIND_OF_ALIAS = {alias: row.kind for row in HARDWARE.values() for alias in row.aliases}
+
+
+def generation_of(name: str) -> str | None:
+    """Returns the kind that a name or an alias means, or None if it is not in the table.
+
+    Args:
+        name: A name, such as "v5p" or "v5litepod".
+
+    Returns:
+        The kind.
+
+    Example:
+        >>> generation_of("v5litepod"), generation_of("v5")
+        ('v5e', None)
+    """
+    kind = _KIND_OF_ALIAS.get(name, name)
+    return kind if kind in HARDWARE else None
+
+
+def hardware(device: str) -> Hardware:
+    """Returns a kind of device by its name.
+
+    Args:
+        device: The generation, such as "v5p" or "h100", or an alias of it.
+
+    Returns:
+        Its figures.
+
+    Raises:
+        ValueError: If the kind is not in the table. The message lists those that are.
+
+    Example:
+        >>> hardware("v5p").peak_tflops
+        459.0
+    """
+    kind = generation_of(device)
+    if kind is None:
+        raise ValueError(f"`device` is {device!r}. Give one of {', '.join(HARDWARE)}.")
+    return HARDWARE[kind]
+
+
+def find_hardware(device_kind: str) -> Hardware | None:
+    """Returns a kind of device by its name in JAX, or None if it is not in the table.
+
+    Args:
+        device_kind: The `device_kind` of a device, such as "TPU v5".
+
+    Returns:
+        Its figures.
+
+    Example:
+        >>> found = find_hardware("TPU v5")
+        >>> found and found.kind
+        'v5p'
+    """
+    return _BY_DEVICE_KIND.get(device_kind)
+
+
+def find_peak_tflops(device_kind: str) -> float | None:
+    """Returns the peak of a device by its name in JAX, or None if it is not known.
+
+    Args:
+        device_kind: The `device_kind` of a device, such as "TPU v5" or "NVIDIA H100 PCIe".
+
+    Returns:
+        1e12 operations a second of dense matrix products in bfloat16.
+
+    Example:
+        >>> find_peak_tflops("NVIDIA H100 PCIe")
+        756.0
+    """
+    row = find_hardware(device_kind)
+    return _BOARDS.get(device_kind) if row is None else row.peak_tflops
