@@ -3,13 +3,13 @@
 Times are in the unit of the costs. Where they are integers or fractions, every time is exact.
 """
 
-import importlib
 from dataclasses import dataclass
 from numbers import Real
 
 from ..._input import short_repr
 from ..language._action import FusedPair, Op, ScheduleStep, actions_of
 from ..language._dependencies import ResultKey, walk_topologically
+from ..language._picture import draw
 from ..language._schedule import Schedule, describe, without_fused_pairs
 
 _MIN_TIME, _MAX_TIME = 1e-9, 1e15  # sums of such times keep their digits
@@ -73,9 +73,7 @@ class Timeline:
         return f"Timeline({describe(self.schedule)}; makespan {end:g})"
 
     def _repr_svg_(self) -> str | None:
-        # Drawing builds on this module, so it is imported when a notebook asks.
-        drawing = importlib.import_module("jaxpipe.schedules.io._svg")
-        return drawing.to_svg(self) if any(self.rows) else None
+        return draw(self)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

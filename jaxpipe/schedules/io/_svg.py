@@ -15,6 +15,7 @@ from html import escape
 from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
 from ..analysis._simulate import Costs, Time, TimedStep, Timeline, simulate
 from ..language._action import Action, Op, actions_of
+from ..language._picture import draw
 from ..language._schedule import Schedule, describe, stages_of_rank
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
@@ -88,20 +89,19 @@ def to_svg(timeline: Timeline, title: str = "") -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def schedule_svg(schedule: Schedule) -> str | None:
-    """Draws a schedule with equal times of F, I and W.
+@draw.register
+def _draw_timeline(timeline: Timeline) -> str | None:
+    """Draws a timeline; None if it has no actions."""
+    return to_svg(timeline) if any(timeline.rows) else None
 
-    Args:
-        schedule: Any schedule.
 
-    Returns:
-        The text of an SVG file, or None if it cannot run or has no actions.
-    """
+@draw.register
+def _draw_schedule(schedule: Schedule) -> str | None:
+    """Draws a schedule with equal times of F, I and W; None if it cannot run or has no actions."""
     try:
-        timeline = simulate(schedule, Costs())
+        return draw(simulate(schedule, Costs()))
     except ValueError:
         return None
-    return to_svg(timeline) if any(timeline.rows) else None
 
 
 def _text(x: Time, y: Time, text: str, kind: str = "", anchor: str = "start") -> str:

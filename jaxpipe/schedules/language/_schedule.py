@@ -4,11 +4,11 @@ Two copies of the weights, as in DualPipe, need no notation: the same stage is o
 with different microbatches.
 """
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._action import Action, Op, ScheduleStep, actions_of, parse_step
+from ._picture import draw
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Schedule:
         return f"Schedule({describe(self)})"
 
     def _repr_svg_(self) -> str | None:
-        # Drawing builds on this module, so it is imported when a notebook asks.
-        return importlib.import_module("jaxpipe.schedules.io._svg").schedule_svg(self)
+        return draw(self)
 
 
 def describe(schedule: Schedule) -> str:
