@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import StagedModel, unpipelined
-from ..schedules import Costs, Schedule, Timeline
+from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import unsharded_specs
@@ -120,7 +120,7 @@ def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> t
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     """Returns one row, of the program that every rank runs."""
-    one = schedules.build("1f1b", ranks=1, microbatches=plan.num_microbatches)
+    one = builders.one_f_one_b(1, plan.num_microbatches)
     return schedules.simulate(one, costs)
 
 

@@ -97,7 +97,7 @@ class Live(NamedTuple):
 
 def splits_backward(candidate: StepLayout) -> bool:
     """Returns whether the schedule of a layout has backwards in two halves."""
-    return candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
+    return candidate.schedule in FAMILIES and FAMILIES[candidate.schedule].splits_backward
 
 
 def live_at_most(candidate: StepLayout) -> Live:
@@ -110,16 +110,12 @@ def live_at_most(candidate: StepLayout) -> Live:
         The counts of the fullest rank, in lock-step.
     """
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
-    most, in_flight = M * v, 2 * S - 1
-    match candidate.schedule:
-        case "interleaved_1f1b" | "kimi_k2" | "interleaved_zero_bubble":
-            in_flight += (v - 1) * (M // max(1, M // S))
-        case "zbv" | "v_half" | "v_min" | "dualpipev":
-            in_flight = 3 * S - 1
-        case "gpipe" | "looped_bfs" | "interleaved_gpipe":
-            in_flight = most
-    waiting = 2 * M - S + 1 if candidate.schedule == "looped_bfs" else 2
-    return Live(min(most, in_flight), min(most, S) if splits_backward(candidate) else 0, waiting)
+    family = FAMILIES.get(candidate.schedule)
+    if family is None:  # a file, whose order is taken for that of 1F1B
+        return Live(min(M * v, 2 * S - 1), 0, 2)
+    waiting = 2 * M - S + 1 if family.is_breadth_first else 2
+    deferred = min(M * v, S) if family.splits_backward else 0
+    return Live(family.most_live(S, M, v), deferred, waiting)
 
 
 def row_shards(sizes: Sizes) -> int:
@@ -269,14 +265,15 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
 
 def _schedules(ranks: int) -> tuple[str, ...]:
     """Returns the schedules to choose from."""
-    return ("1f1b",) if ranks == 1 else ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv")
+    usual = tuple(name for name, family in FAMILIES.items() if family.is_usual)
+    return usual[:1] if ranks == 1 else usual
 
 
 def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) -> Sequence[int]:
     if schedule not in FAMILIES:
         return (fixed.get("chunks", 1),)
     if "chunks" not in FAMILIES[schedule].takes:
-        return (2,) if "2 chunks" in FAMILIES[schedule].constraints else (1,)
+        return (FAMILIES[schedule].default_chunks,)
     if "counts" in fixed:
         return _choices(fixed, "chunks", [len(fixed["counts"]) // ranks])
     usual = [
@@ -340,7 +337,8 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
         gathers = ("once", "layer", "tick", "repeat")
         if one_layer:
             gathers = ("once", "tick", "repeat")
-        if first.engine == "scheduled" and first.schedule != "looped_bfs":
+        family = FAMILIES.get(first.schedule)
+        if first.engine == "scheduled" and not (family and family.is_breadth_first):
             gathers = ("once", "layer")
     gathers = [gather for gather in gathers if gather not in space.without]
     for policy in _choices(fixed, "policy", space.policies):

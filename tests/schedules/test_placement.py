@@ -7,8 +7,6 @@ from jaxpipe.schedules.language import (
     loop_rank_and_chunk,
     loop_stage,
     stages_of_rank,
-    straight_rank_and_chunk,
-    straight_stage,
     v_rank_and_chunk,
     v_stage,
 )
@@ -22,10 +20,6 @@ def test_every_stage_has_one_place(stage_of, inverse):
     places = {stage_of(rank, chunk, 4): (rank, chunk) for rank in range(4) for chunk in range(3)}
     assert sorted(places) == list(range(12))
     assert all(inverse(stage, 4) == place for stage, place in places.items())
-
-
-def test_a_straight_stage_is_its_rank():
-    assert all(straight_rank_and_chunk(straight_stage(rank)) == (rank, 0) for rank in range(4))
 
 
 def test_a_loop_goes_round_and_a_v_turns_back():

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ...cost.training_step import Layout, Prediction, predict
 from ...schedules import Costs, makespan
-from .._candidates import StepLayout
+from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import PlannedModel
 from .._own_model import PreparedPipeline
@@ -92,7 +92,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     if candidate.engine == "none":
         return seconds + sums
     waiting = (S - 1) / (M * v)
-    if candidate.schedule in ("zero_bubble_h1", "zbv"):
+    if splits_backward(candidate):
         waiting *= 0.6
     padded = max(candidate.counts) * len(candidate.counts) / sum(candidate.counts)
     return seconds * (1 + waiting) * padded + sums

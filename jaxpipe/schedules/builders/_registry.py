@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ..._input import short_repr
+from ..language._placement import Placement
 from ..language._schedule import Schedule
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
@@ -24,10 +25,31 @@ from ._seq1f1b import seq1f1b
 from ._zbv import zbv
 from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
 
+Live = Callable[[int, int, int], int]
+"""From ranks S, microbatches M and chunks v to residuals of stages that a rank stores at a time."""
+
+
+def _live_of_1f1b(S: int, M: int, v: int) -> int:
+    return 2 * S - 1
+
+
+def _live_of_groups(S: int, M: int, v: int) -> int:
+    """Every chunk but the last is ahead by one group, which has `even_group_size` microbatches."""
+    return 2 * S - 1 + (v - 1) * (M // max(1, M // S))
+
+
+def _live_in_a_v(S: int, M: int, v: int) -> int:
+    """With few microbatches every forward can be run before its rank has the first backward."""
+    return 2 * M if M < 2 * S else 3 * S - 1
+
+
+def _live_of_all(S: int, M: int, v: int) -> int:
+    return M * v
+
 
 @dataclass(frozen=True)
 class Family:
-    """A builder, with its arguments and constraints.
+    """A builder, with its arguments and constraints, and what is true of all its schedules.
 
     Attributes:
         builder: Builds a schedule from ranks, microbatches and keyword arguments.
@@ -36,6 +58,16 @@ class Family:
         paper: The source.
         default_group_size: From ranks and microbatches to the usual group size; None for families
             without groups.
+        placement: Which rank has which stage.
+        default_chunks: Stages per rank, unless `build` is told; 1 if every stage is on two ranks.
+        splits_backward: Whether W runs apart from I.
+        fuses_pairs: Whether a forward and a backward may be one step.
+        is_breadth_first: Whether all microbatches pass a chunk before the next chunk begins, so
+            that a rank needs the weights of each chunk once per direction.
+        live: Closed form of `most_live`, without its cap.
+        is_live_exact: Whether `most_live` is what lock-step makes of it, for usual counts; a bound
+            where the order has no closed form.
+        is_usual: Whether planners try it unless they are told what to try.
     """
 
     builder: Callable[..., Schedule]
@@ -43,6 +75,34 @@ class Family:
     constraints: str
     paper: str
     default_group_size: Callable[[int, int], int] | None = None
+    placement: Placement = "straight"
+    default_chunks: int = 1
+    splits_backward: bool = False
+    fuses_pairs: bool = False
+    is_breadth_first: bool = False
+    live: Live = _live_of_1f1b
+    is_live_exact: bool = True
+    is_usual: bool = False
+
+    def most_live(self, ranks: int, microbatches: int, chunks: int) -> int:
+        """Returns how many (stage, microbatch) residuals the fullest rank stores in lock-step.
+
+        Lock-step runs forwards and backwards in the same ticks, so early ranks store more than
+        `peak_activations`.
+
+        Args:
+            ranks: S.
+            microbatches: M.
+            chunks: v, the stages per rank.
+
+        Returns:
+            The number, at most M v; of a sequence that is not sliced.
+
+        Example:
+            >>> FAMILIES["1f1b"].most_live(4, 8, 1)
+            7
+        """
+        return min(microbatches * chunks, self.live(ranks, microbatches, chunks))
 
 
 def _half(num_ranks: int, num_microbatches: int) -> int:
@@ -53,51 +113,105 @@ _GROUPS = ("chunks", "group")
 _FULL_GROUPS = "microbatches % max(1, microbatches // ranks) == 0, or a group >= ranks"
 _CROSSING = "microbatches >= 2 ranks"
 
+
+def _interleaved(
+    builder: Callable[..., Schedule],
+    paper: str,
+    live: Live = _live_of_groups,
+    *,
+    splits_backward: bool = False,
+    is_usual: bool = False,
+) -> Family:
+    """Returns a family whose chunks take turns after groups of about as many microbatches."""
+    return Family(
+        *(builder, _GROUPS, _FULL_GROUPS, paper, even_group_size, "loop", 2),
+        splits_backward=splits_backward,
+        live=live,
+        is_usual=is_usual,
+    )
+
+
+def _in_a_v(
+    builder: Callable[..., Schedule],
+    paper: str,
+    *,
+    constraints: str = "2 chunks in a V",
+    fuses_pairs: bool = False,
+    live: Live = _live_in_a_v,
+    is_live_exact: bool = True,
+    is_usual: bool = False,
+) -> Family:
+    """Returns a family with two chunks per rank in a V, and with split backwards."""
+    return Family(
+        *(builder, (), constraints, paper, None, "v", 2),
+        splits_backward=True,
+        fuses_pairs=fuses_pairs,
+        live=live,
+        is_live_exact=is_live_exact,
+        is_usual=is_usual,
+    )
+
+
 FAMILIES: dict[str, Family] = {
-    "gpipe": Family(gpipe, (), "", "Huang et al., 2019, arXiv 1811.06965"),
-    "1f1b": Family(one_f_one_b, (), "", "Narayanan et al., 2021, arXiv 2104.04473"),
+    "gpipe": Family(gpipe, (), "", "Huang et al., 2019, arXiv 1811.06965", live=_live_of_all),
+    "1f1b": Family(one_f_one_b, (), "", "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True),
     "eager_1f1b": Family(eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322"),
-    "interleaved_1f1b": Family(
-        interleaved_one_f_one_b,
-        _GROUPS,
-        _FULL_GROUPS,
-        "Narayanan et al., 2021, arXiv 2104.04473",
-        even_group_size,
+    "interleaved_1f1b": _interleaved(
+        interleaved_one_f_one_b, "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True
     ),
-    "kimi_k2": Family(
-        kimi_k2, _GROUPS, _FULL_GROUPS, "Kimi K2, 2025, arXiv 2507.20534", even_group_size
+    "kimi_k2": _interleaved(
+        kimi_k2,
+        "Kimi K2, 2025, arXiv 2507.20534",
+        lambda S, M, v: _live_of_groups(S, M, v) + 1,  # its warmup is longer by one
     ),
-    "looped_bfs": Family(looped_bfs, ("chunks",), "", "Lamy-Poirier, 2023, arXiv 2211.05953"),
-    "interleaved_gpipe": Family(
-        interleaved_gpipe, _GROUPS, _FULL_GROUPS, "NVIDIA JaxPP, 2025", even_group_size
+    "looped_bfs": Family(
+        looped_bfs,
+        ("chunks",),
+        "",
+        "Lamy-Poirier, 2023, arXiv 2211.05953",
+        placement="loop",
+        default_chunks=2,
+        is_breadth_first=True,
+        live=_live_of_all,
     ),
+    "interleaved_gpipe": _interleaved(interleaved_gpipe, "NVIDIA JaxPP, 2025", _live_of_all),
     "zero_bubble_h1": Family(
-        zero_bubble_h1, (), "microbatches >= ranks", "Qi et al., 2023, arXiv 2401.10241"
+        zero_bubble_h1,
+        (),
+        "microbatches >= ranks",
+        "Qi et al., 2023, arXiv 2401.10241",
+        splits_backward=True,
+        is_usual=True,
     ),
     "zero_bubble_h2": Family(
         zero_bubble_h2,
         ("latency", "spare"),
         "microbatches >= 2 ranks - 1, and more with latency",
         "Qi et al., 2023, arXiv 2401.10241",
+        splits_backward=True,
     ),
-    "interleaved_zero_bubble": Family(
-        interleaved_zero_bubble,
-        _GROUPS,
-        _FULL_GROUPS,
-        "Qi et al., 2023, arXiv 2401.10241",
-        even_group_size,
+    "interleaved_zero_bubble": _interleaved(
+        interleaved_zero_bubble, "Qi et al., 2023, arXiv 2401.10241", splits_backward=True
     ),
-    "zbv": Family(zbv, (), "2 chunks in a V", "Qi et al., 2023, arXiv 2401.10241"),
-    "v_half": Family(v_half, (), "2 chunks in a V", "Qi et al., 2024, arXiv 2405.15362"),
-    "v_min": Family(v_min, (), "2 chunks in a V", "Qi et al., 2024, arXiv 2405.15362"),
+    "zbv": _in_a_v(zbv, "Qi et al., 2023, arXiv 2401.10241", is_usual=True),
+    "v_half": _in_a_v(v_half, "Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
+    "v_min": _in_a_v(v_min, "Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
     "dualpipe": Family(
         dualpipe,
         (),
         f"ranks and microbatches even; {_CROSSING}",
         "DeepSeek-V3, 2024, arXiv 2412.19437",
+        placement="both_ways",
+        splits_backward=True,
+        fuses_pairs=True,
+        live=lambda S, M, v: S + 1,
     ),
-    "dualpipev": Family(
-        dualpipev, (), f"2 chunks in a V; {_CROSSING}", "DeepSeek-V3, 2024, arXiv 2412.19437"
+    "dualpipev": _in_a_v(
+        dualpipev,
+        "DeepSeek-V3, 2024, arXiv 2412.19437",
+        constraints=f"2 chunks in a V; {_CROSSING}",
+        fuses_pairs=True,
+        live=lambda S, M, v: 2 * S + 1,
     ),
     "seq1f1b": Family(
         seq1f1b, ("slices",), "causal attention", "Sun et al., 2024, arXiv 2406.03488"
@@ -108,9 +222,21 @@ FAMILIES: dict[str, Family] = {
         "ranks / 2 <= group <= ranks",
         "Wan et al., 2025, arXiv 2503.01328",
         _half,
+        placement="loop",
+        default_chunks=2,
+        splits_backward=True,
+        live=lambda S, M, v: (2 * S - 1) * v,
+        is_live_exact=False,
     ),
     "circular": Family(
-        circular, ("chunks",), "microbatches % ranks == 0", "Xu et al., 2021, arXiv 2105.04663"
+        circular,
+        ("chunks",),
+        "microbatches % ranks == 0",
+        "Xu et al., 2021, arXiv 2105.04663",
+        placement="loop",
+        default_chunks=2,
+        is_breadth_first=True,
+        live=_live_of_all,
     ),
 }
 

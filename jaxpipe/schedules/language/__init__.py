@@ -13,8 +13,7 @@ from ._owners import rank_by_microbatch as rank_by_microbatch
 from ._owners import stored_stages as stored_stages
 from ._placement import loop_rank_and_chunk as loop_rank_and_chunk
 from ._placement import loop_stage as loop_stage
-from ._placement import straight_rank_and_chunk as straight_rank_and_chunk
-from ._placement import straight_stage as straight_stage
+from ._placement import rank_of_each_stage as rank_of_each_stage
 from ._placement import v_rank_and_chunk as v_rank_and_chunk
 from ._placement import v_stage as v_stage
 from ._schedule import describe as describe

@@ -5,31 +5,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...builders._registry import FAMILIES, build
+from ...language._placement import rank_of_each_stage
 from ...language._schedule import Schedule
 from .._measure import busy_times, makespan, parallelogram_bubble
 from .._simulate import Costs, Time, simulate
 from ._bounds import lower_bound
 from ._fill import run_words
-from ._placements import rank_of_each_stage
 from ._problem import Problem, words_of
 
 Arguments = tuple[tuple[str, int], ...]
-
-_UNSPLIT = (
-    "gpipe",
-    "1f1b",
-    "eager_1f1b",
-    "interleaved_1f1b",
-    "kimi_k2",
-    "looped_bfs",
-    "interleaved_gpipe",
-    "circular",
-)
-"""Families with whole backwards, each stage on one rank."""
-
-_IN_A_V = ("zbv", "v_half", "v_min", "dualpipev")
-_ON_TWO_RANKS = ("dualpipe",)
-_WITH_PAIRS = ("dualpipe", "dualpipev")
 
 _MANY_GROUPS = 1 << 8
 
@@ -69,25 +53,27 @@ def named_candidates(
         usual_groups: Whether to leave out groups but the family's own. Of a large problem all but
             three are left out.
     """
-    straight = rank_of_each_stage("straight", ranks)
     for name in names:
-        takes = FAMILIES[name].takes
+        family = FAMILIES[name]
+        takes, placed_by = family.takes, family.placement
         if "slices" in takes:
             yield from (Named(name, (("slices", s),), None) for s in range(1, max_slices + 1))
         elif "chunks" in takes:
             has_groups = "group" in takes and not usual_groups
             for chunks in range(2, max_chunks + 1):  # one chunk is another family
-                loop = rank_of_each_stage("loop", ranks, chunks)
+                rank_of = rank_of_each_stage(placed_by, ranks, chunks)
                 for group in _groups(ranks, microbatches) if has_groups else (None,):
                     of_group = () if group is None else (("group", group),)
-                    yield Named(name, (("chunks", chunks), *of_group), loop)
-        elif "spare" in takes:
-            yield from (Named(name, (("spare", spare),), straight) for spare in (0, 1))
-        elif name not in (*_IN_A_V, *_ON_TWO_RANKS):
-            yield Named(name, (), straight)
-        elif max_chunks >= 2:
-            in_a_v = name in _IN_A_V
-            yield Named(name, (), rank_of_each_stage("v", ranks, 2) if in_a_v else None)
+                    yield Named(name, (("chunks", chunks), *of_group), rank_of)
+        elif placed_by == "both_ways":
+            if max_chunks >= 2:  # two copies of a stage take the memory of two chunks
+                yield Named(name, (), None)
+        elif family.default_chunks <= max_chunks:
+            rank_of = rank_of_each_stage(placed_by, ranks, family.default_chunks)
+            if "spare" in takes:
+                yield from (Named(name, (("spare", spare),), rank_of) for spare in (0, 1))
+            else:
+                yield Named(name, (), rank_of)
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
@@ -130,7 +116,7 @@ def named_time(named: Named, schedule: Schedule, problem: Problem, costs: Costs)
         problem: The problem of its placement.
         costs: The costs of the problem, with those of fused pairs.
     """
-    if named.rank_of is not None and named.name not in _WITH_PAIRS:
+    if named.rank_of is not None and not FAMILIES[named.name].fuses_pairs:
         return run_words(_as_named(named, problem), words_of(schedule))
     timeline = simulate(schedule, costs)
     if problem.synchronous:
@@ -140,7 +126,7 @@ def named_time(named: Named, schedule: Schedule, problem: Problem, costs: Costs)
 
 def _as_named(named: Named, problem: Problem) -> Problem:
     """Returns a problem; with whole backwards, if a family has them: with W's that take no time."""
-    if named.name not in _UNSPLIT:
+    if FAMILIES[named.name].splits_backward:
         return problem
     f, i, w = problem.times
     whole = tuple(a + b for a, b in zip(i, w, strict=True))
