@@ -16,7 +16,7 @@ from _drawing import WIDTH, Picture
 from jaxpipe import mpmd, schedules
 from jaxpipe.schedules import builders, lock_step
 from jaxpipe.sharding import make_mesh
-from jaxpipe.spmd import circular_engine, stepwise
+from jaxpipe.spmd import stepwise
 from jaxpipe.train.checkpoint import _digests, _sealing
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "pictures"
 def circular_ticks() -> str:
     """Draws three ticks of a circular pipeline with S = 3, R = 2, M = 6."""
     S, R, M = 3, 2, 6
-    ticks = circular_engine.num_ticks(S, R, M, delay=False)
+    ticks = builders.circular_ticks(S, R, M)
     picture = Picture(f"circular: {S} ranks, {R} repeats, {M} microbatches, {ticks} ticks", 792)
     left, cell = 90, 60
     for t in range(ticks):
@@ -67,7 +67,7 @@ def _visit(t: int, rank: int, sizes: tuple[int, int, int]) -> tuple[int, int] | 
 def _stream(until: int, sizes: tuple[int, int, int]) -> list[list[str]]:
     """Returns the stream of every rank before a tick: `in m`, `out m`, or "" if it is used."""
     S, _, M = sizes
-    n, end = M // S, circular_engine.num_ticks(*sizes, delay=False)
+    n, end = M // S, builders.circular_ticks(*sizes)
     stream = [[f"in {rank * n + i}" for i in range(n)] for rank in range(S)]
     for t in range(until):
         if M <= t < end - M:
@@ -84,7 +84,7 @@ def _stream(until: int, sizes: tuple[int, int, int]) -> list[list[str]]:
 def _circular_tick(picture: Picture, y: float, t: int, sizes: tuple[int, int, int]) -> None:
     """Draws the ranks in tick `t`: what they run, and what moves at the end of it."""
     S, _, M = sizes
-    enters, leaves = t < M, t >= circular_engine.num_ticks(*sizes, delay=False) - M
+    enters, leaves = t < M, t >= builders.circular_ticks(*sizes) - M
     moves = enters or leaves
     stream, wide = _stream(t, sizes), 190
     for rank in range(S):

@@ -5,6 +5,7 @@ from typing import Any
 from .. import schedules
 from ..autodiff import StagedModel
 from ..schedules import Costs, Schedule, Timeline, lock_step
+from ..schedules.builders import circular_ticks
 from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
@@ -30,7 +31,7 @@ def _prepare(
             "`schedule` is not the circular one, and `engine` is 'circular', which runs no other. "
             "Give `engine='scheduled'`, which runs any schedule in one program, or leave it out."
         )
-    stored = circular_engine.num_ticks(num_ranks, chunks, num_microbatches, delay=False) / chunks
+    stored = circular_ticks(num_ranks, chunks, num_microbatches) / chunks
     check_cap(
         memory_cap,
         stored,

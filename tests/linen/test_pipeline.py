@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from harness import frontends
 from harness.frontends import Row
 from jaxpipe import linen
-from jaxpipe.spmd import circular_engine
+from jaxpipe.schedules.builders import circular_ticks
 
 
 def dense(width: int, name: str, axes: tuple[str, str]) -> nn.Dense:
@@ -108,9 +108,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
     bound = pipeline.bind(variables, rngs=dropout)
     weights, state, M = bound.layer_variables(), bound.init_states(xs), row.microbatches
     in_use = weights
-    for t in range(
-        circular_engine.num_ticks(row.ranks, row.repeats, M, delay="delay" in row.fields)
-    ):
+    for t in range(circular_ticks(row.ranks, row.repeats, M, 1 + ("delay" in row.fields))):
         if "repeat" in row.fields and t % M == 0:
             in_use = bound.weight_prefetching(weights, None, t - 1)
         state = step(state, in_use)

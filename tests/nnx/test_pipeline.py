@@ -11,7 +11,8 @@ from flax import nnx
 from harness import frontends
 from harness.frontends import Row
 from jaxpipe import nnx as frontend
-from jaxpipe.spmd import circular_engine, stepwise
+from jaxpipe.schedules.builders import circular_ticks
+from jaxpipe.spmd import stepwise
 
 # Layers may sow without `nnx.capture`, as before Flax 0.12.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")
@@ -110,9 +111,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
     weights, state = pipeline.layer_variables(), pipeline.init_states(xs)
     step = jax.jit(lambda state, w: pipeline.run_one_iteration(state, w, pos, seg, False, "train"))
     in_use = weights
-    for t in range(
-        circular_engine.num_ticks(row.ranks, row.repeats, M, delay="delay" in row.fields)
-    ):
+    for t in range(circular_ticks(row.ranks, row.repeats, M, 1 + ("delay" in row.fields))):
         if "repeat" in row.fields and t % M == 0:
             in_use = pipeline.weight_prefetching(weights, None, t - 1)
         state = step(state, in_use)

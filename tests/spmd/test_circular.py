@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from harness.contract import Row, circular, make_case, mesh_of, parameters, placed
 from jaxpipe import sharding, spmd
 from jaxpipe.autodiff import StagedModel, keep
-from jaxpipe.spmd import circular_engine
+from jaxpipe.schedules.builders import circular_ticks
 from jaxpipe.spmd.circular_engine import (
     PipelineShape,
     State,
@@ -207,7 +207,7 @@ def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leav
         return spmd.circular(stage, weights, inputs, batch_inputs, mesh=mesh)[0]
 
     jaxpr = jax.make_jaxpr(layer)(weights, inputs, batch_inputs).jaxpr
-    assert count(jaxpr, "ppermute") == circular_engine.num_ticks(4, repeats, 8, delay=False) + moves
+    assert count(jaxpr, "ppermute") == circular_ticks(4, repeats, 8) + moves
 
 
 def test_gradients_of_what_ranks_share_are_summed_once_and_not_in_every_microbatch():

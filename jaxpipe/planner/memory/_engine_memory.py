@@ -8,6 +8,7 @@ tokens of a microbatch on a device.
 
 from dataclasses import dataclass, fields
 
+from ...schedules.builders import circular_ticks
 from .._candidates import Live, StepLayout
 from .._model import PlannedModel
 from ._parts import Parts, step_parts
@@ -182,7 +183,7 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
     grad = parts.of_layers.gradient
     weights, optimizer = _state(parts)
     halves = v >= 8  # two sets of buffers, each with an entry that ticks of the other write
-    ticks = M * v + S - 1 + 2 * halves
+    ticks = circular_ticks(S, v, M) + 2 * halves
     kept = ticks * _residuals(candidate, parts)
     every, gradients = kept, grad * parts.stored
     if halves:  # residuals of the later half are freed before gradients of the earlier half exist

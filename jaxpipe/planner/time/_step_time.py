@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from ...cost.training_step import Layout, Prediction, predict
 from ...schedules import Costs, makespan
+from ...schedules.builders import circular_ticks
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import PlannedModel
@@ -161,9 +162,9 @@ def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
 def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
     if candidate.engine == "circular":
-        ticks = candidate.microbatches * candidate.chunks + candidate.num_ranks - 1
+        counts = candidate.num_ranks, candidate.chunks, candidate.microbatches
         both = map(sum, zip(found.input, found.weight, strict=True))
-        return ticks * (max(found.forward) + max(both))
+        return circular_ticks(*counts) * (max(found.forward) + max(both))
     if candidate.engine == "scheduled":
         costs = Costs(found.forward, found.input, found.weight, found.transfer)
         return float(makespan(run.engine.timeline(run.pipeline, costs)))

@@ -11,6 +11,7 @@ from ._interleaved import interleaved_one_f_one_b as interleaved_one_f_one_b
 from ._interleaved import interleaved_zero_bubble as interleaved_zero_bubble
 from ._interleaved import kimi_k2 as kimi_k2
 from ._looped_bfs import circular as circular
+from ._looped_bfs import circular_ticks as circular_ticks
 from ._looped_bfs import looped_bfs as looped_bfs
 from ._one_f_one_b import eager_one_f_one_b as eager_one_f_one_b
 from ._one_f_one_b import one_f_one_b as one_f_one_b

@@ -67,3 +67,24 @@ def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> S
         f"Give {max(1, num_microbatches // num_ranks) * num_ranks}, or choose looped_bfs.",
     )
     return looped_bfs(num_ranks, num_microbatches, num_chunks=num_chunks)
+
+
+def circular_ticks(
+    num_ranks: int, num_chunks: int, num_microbatches: int, forwarding_delay: int = 1
+) -> int:
+    """Returns the ticks of a circular pipeline: M * R of work and d * (S - 1) of bubble.
+
+    Args:
+        num_ranks: S.
+        num_chunks: R, the repeats.
+        num_microbatches: M.
+        forwarding_delay: d, ticks of a hand-over: 1, or 2 if it is delayed.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> circular_ticks(4, 2, 8)
+        19
+    """
+    return num_microbatches * num_chunks + forwarding_delay * (num_ranks - 1)

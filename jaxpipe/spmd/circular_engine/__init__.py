@@ -14,7 +14,6 @@ from ._shape import first_exit as first_exit
 from ._shape import first_state as first_state
 from ._shape import hand_over as hand_over
 from ._shape import next_input as next_input
-from ._shape import num_ticks as num_ticks
 from ._shape import roll_slots as roll_slots
 from ._shape import stream_move as stream_move
 from ._shape import take_back as take_back

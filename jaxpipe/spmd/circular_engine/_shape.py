@@ -30,6 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
+from ...schedules.builders import circular_ticks
 from .._buffers import put
 from ..ranks import AXIS, execution_count_hint, poison
 from ._stream import (
@@ -68,9 +69,8 @@ class PipelineShape:
     @property
     def num_ticks(self) -> int:
         """Number of ticks of the whole pipeline, M * R + d * (S - 1)."""
-        return self.num_microbatches * self.num_repeats + self.forwarding_delay * (
-            self.num_ranks - 1
-        )
+        counts = self.num_ranks, self.num_repeats, self.num_microbatches
+        return circular_ticks(*counts, self.forwarding_delay)
 
 
 class State(NamedTuple):
@@ -109,26 +109,6 @@ class TickWork(NamedTuple):
     microbatch: Int[Array, "*ranks"]
     busy: Bool[Array, "*ranks"]
     from_stream: Bool[Array, "*ranks"]
-
-
-def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
-    """Returns the ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble.
-
-    Args:
-        num_ranks: S.
-        num_repeats: R.
-        num_microbatches: M.
-        delay: Whether a hand-over takes two ticks, d = 2, instead of one.
-
-    Returns:
-        The number.
-
-    Example:
-        >>> num_ticks(4, 2, 8, delay=False)
-        19
-    """
-    shape = PipelineShape(num_ranks, num_repeats, num_microbatches, 2 if delay else 1)
-    return shape.num_ticks
 
 
 def work_at(t: TickIndex, shape: PipelineShape) -> TickWork:

@@ -18,7 +18,7 @@ from ... import schedules
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
 from ...models import LlamaConfig
-from ...schedules import Schedule, language, lock_step
+from ...schedules import Schedule, builders, language, lock_step
 from ..plan._setup import StepPlan
 from ..step._state import gradient_shardings, state_shapes, state_shardings
 
@@ -211,4 +211,5 @@ def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...
         return (layout.num_layers,)
     handover = 2 if plan.forwarding_delay else 1
     # The loop keeps the stage input of every tick, also of those in a bubble.
-    return (plan.num_microbatches * layout.num_repeats + (layout.num_ranks - 1) * handover,)
+    counts = layout.num_ranks, layout.num_repeats, plan.num_microbatches
+    return (builders.circular_ticks(*counts, handover),)

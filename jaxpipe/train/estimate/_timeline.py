@@ -41,8 +41,7 @@ def _circular_timeline(
     schedule = builders.circular(num_ranks, num_microbatches, num_chunks=num_repeats)
     first, last = schedule.programs[0][0], schedule.programs[0][-1]
     forward, backward = analysis.duration(first, costs), analysis.duration(last, costs)
-    num_ticks = num_microbatches * num_repeats + (num_ranks - 1) * handover
-    turn = num_ticks * forward
+    turn = forward * builders.circular_ticks(num_ranks, num_repeats, num_microbatches, handover)
 
     def timed(rank: int, program: tuple[language.ScheduleStep, ...]) -> tuple[TimedStep, ...]:
         found = []
