@@ -68,7 +68,9 @@ def test_shards_divide_and_an_unpipelined_program_has_everything():
     assert found.activations == (3 * INPUT // 2,) * 2
     found = pipeline(None).memory(PARAMS, BATCH)
     assert found.parameters == (L * LAYER + EMBED + HEAD,) * 2
-    assert found.activations == (INPUT,) * 2
+    assert found.activations == (3 * L * INPUT,) * 2  # x, and two residuals of tanh, of each layer
+    for options, count in (({"remat": "full"}, 1), ({"layer_remat": "full"}, L)):
+        assert pipeline(None, **options).memory(PARAMS, BATCH).activations == (count * INPUT,) * 2
 
 
 def test_residuals_are_stored_without_recomputation():
