@@ -1,7 +1,7 @@
 """Makes the pipeline of a model: selects the engine, and builds and checks the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -173,9 +173,6 @@ def pipeline(
     )
 
 
-_GATHERS = ("tick", "once", "repeat", "layer")
-
-
 def _check_options(engine: Engine, options: dict[str, Any]) -> None:
     """Raises a `ValueError` if an option that is given, not None, is none of the engine."""
     for name, value in options.items():
@@ -186,10 +183,9 @@ def _check_options(engine: Engine, options: dict[str, Any]) -> None:
             f"`{name}` is {value!r}, and the engine {engine.name!r} has no such option. Leave it "
             f"out, or give `engine={' or '.join(others)}`."
         )
-    if options["gather"] not in (None, *_GATHERS):
-        raise ValueError(
-            f"`gather` is {options['gather']!r}. Give one of {', '.join(map(repr, _GATHERS))}."
-        )
+    if options["gather"] not in (None, *get_args(When)):
+        names = ", ".join(map(repr, get_args(When)))
+        raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")
 
 
 def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:

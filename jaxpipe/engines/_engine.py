@@ -16,8 +16,9 @@ from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd import Gather
+from ..spmd.weight_gather import When as WhenOfStage
 
-When = Literal["tick", "repeat", "once", "layer"]
+When = Literal[WhenOfStage, "layer"]
 """When parameters that are sharded over `fsdp` are gathered."""
 
 

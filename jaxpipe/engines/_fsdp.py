@@ -1,6 +1,7 @@
 """Parameters that are sharded over the axis `fsdp`, and rows that are divided over devices."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -122,31 +123,29 @@ def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs)
 
 
-def specs_over_data(
-    weights: dict[str, PyTree], mesh: Mesh, specs: ParamSpecs, num_stacked_dims: int
-) -> ParamSpecs:
-    """Returns the specs of gradients that ZeRO-1 divides over `data`, without stacked dims.
+def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+    """Returns the plan of gradients and state, which ZeRO-1 divides over `data` too.
 
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
 
     Args:
-        weights: Groups of parameters, or their shapes.
-        mesh: The mesh.
-        specs: The specs of the parameters that have one.
-        num_stacked_dims: Dims in front of those of one layer, in the group "stages".
+        plan: The plan of parameters.
+        weights: Groups of engines that are like parameters, or their shapes.
 
     Returns:
-        A spec for every parameter, by its path.
+        The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
-    found = []
+    if not plan.zero1:
+        return plan
+    num_stacked, specs = (1 if isinstance(weights["stages"], list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)
-        shape = jnp.shape(leaf)[num_stacked_dims if name.startswith("['stages']") else 0 :]
+        shape = jnp.shape(leaf)[num_stacked if name.startswith("['stages']") else 0 :]
         of_shape = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        spec = param_spec(name, of_shape, mesh, specs)
-        found.append((name, _over_data(spec, shape, mesh)))
-    return tuple(found)
+        spec = param_spec(name, of_shape, plan.mesh, plan.param_specs)
+        specs.append((name, _over_data(spec, shape, plan.mesh)))
+    return replace(plan, param_specs=tuple(specs))
 
 
 def _over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

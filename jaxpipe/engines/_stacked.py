@@ -32,11 +32,10 @@ from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
 from ._fsdp import (
     ROW_AXES,
-    ParamSpecs,
     cast_params,
     manual_row_axes,
+    over_data,
     param_spec_tree,
-    specs_over_data,
 )
 from ._layers import run_layers, run_sliced_layers
 
@@ -342,47 +341,37 @@ def weight_gathers(
     if plan.gathers is not None:
         return plan.gathers()
 
+    groups = {name: weights[name] for name in ("embed", "stages", "head")}
+    divided = over_data(plan, groups)
     rows = manual_row_axes(plan.mesh, plan.whole_microbatches)
-    divided = plan.param_specs
-    if plan.zero1:
-        groups = {name: weights[name] for name in ("embed", "stages", "head")}
-        divided = specs_over_data(groups, plan.mesh, plan.param_specs, 3)
 
-    def specs_of(group: str, specs: ParamSpecs) -> PyTree:
+    def specs_of(group: str) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns specs of stored and of gathered weights, and of stored gradients."""
         lead = (None,) * 3 if group == "stages" else ()
         of_stage = max(0, len(lead) - 1)  # without dims of chunks and ranks
-        found = param_spec_tree(group, weights[group], plan.mesh, specs, lead)
-        return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), found)
 
-    def gather_of(*groups: str) -> Gather:
-        stored, gradients = (
-            {name: specs_of(name, specs) for name in groups}
-            for specs in (plan.param_specs, divided)
-        )
-        if groups == ("stages",):
-            stored, gradients = stored["stages"], gradients["stages"]
-        unsharded = unsharded_specs(stored, ("fsdp",))
-        by_specs = partial(
-            gather_by_specs, batch_axes=rows, cast=partial(cast_params, plan.compute_dtype)
-        )
-        if plan.gather != "layer":
-            return by_specs(stored, unsharded, gradients, when=plan.gather)
-        if groups != ("stages",):
-            return by_specs(stored, unsharded, gradients, when="once")
+        def specs(plan: PipelinePlan) -> PyTree:
+            tree = param_spec_tree(group, weights[group], plan.mesh, plan.param_specs, lead)
+            return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), tree)
+
+        return specs(plan), unsharded_specs(specs(plan), ("fsdp",)), specs(divided)
+
+    def gather_of(*specs: PyTree) -> Gather:
+        cast = partial(cast_params, plan.compute_dtype)
+        when = "once" if plan.gather == "layer" else plan.gather
+        return gather_by_specs(*specs, when=when, cast=cast, batch_axes=rows)
+
+    def gather_of_layers(*specs: PyTree) -> Gather:
         of_layers = partial(gather_in_layers, batch_axes=rows)
-        if jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(stored):
-            return of_layers(stored, unsharded, gradients)
-        of_shared = partial(by_specs, when="once")
-        trees = stored, unsharded, gradients
-        return join_gathers(
-            {
-                name: gather(*(tree[name] for tree in trees))
-                for name, gather in {"layers": of_layers, "shared": of_shared}.items()
-            }
-        )
+        if jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
+            return of_layers(*specs)
+        functions = {"layers": of_layers, "shared": gather_of}  # as `share` returns stages
+        return join_gathers({k: f(*(tree[k] for tree in specs)) for k, f in functions.items()})
 
-    of_stage = gather_of("stages")
-    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of("embed", "head")
+    embed, stages, head = map(specs_of, groups)
+    boundary = ({"embed": a, "head": b} for a, b in zip(embed, head, strict=True))
+    of_stage = (gather_of_layers if plan.gather == "layer" else gather_of)(*stages)
+    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of(*boundary)
 
 
 def may_divide_rows(mesh: Mesh) -> bool:

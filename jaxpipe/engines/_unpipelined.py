@@ -17,7 +17,7 @@ from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import cast_params, param_spec_tree, specs_over_data
+from ._fsdp import cast_params, over_data, param_spec_tree
 from ._jit import jit
 from ._memory_cap import check_cap
 
@@ -66,9 +66,8 @@ def _value_and_grad(
     value, grads = unpipelined.value_and_grad(model, *arguments)
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
     if plan.zero1:
-        divided = specs_over_data(grads, plan.mesh, plan.param_specs, 3)
-        plan = replace(plan, param_specs=divided)
-        grads = _stacked.put_like(plan, grads, grads, model.tied, stage_axis=None)
+        divided = over_data(plan, grads)
+        grads = _stacked.put_like(divided, grads, grads, model.tied, stage_axis=None)
     return value, grads
 
 

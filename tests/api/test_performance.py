@@ -172,6 +172,44 @@ def test_a_vocabulary_that_does_not_divide_and_other_numbers_are_refused():
         pipeline(FSDP, own, vocab_parallel=True).check(given, tokens())
 
 
+def layer_of_shared(w: Any, x: Any, batch: Any) -> Any:
+    own, shared = w["layer"], w["shared"]["up"]
+    return x + jnp.tanh(x @ own["up"] + x @ shared) @ own["down"]
+
+
+OTHERS = {
+    "kinds": (
+        jp.Model(MODEL.embed, {"first": layer, "last": lambda w, x, batch: x + x @ w}, MODEL.loss),
+        lambda given: (
+            given | {"layers": {"first": given["layers"][:4], "last": [jnp.eye(D) / 9] * 4}}
+        ),
+    ),
+    "shared": (
+        jp.Model(MODEL.embed, layer_of_shared, MODEL.loss, shared=True),
+        lambda given: given | {"shared": {"up": given["layers"][0]["up"] / 2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (FSDP, {"gather": "layer", "schedule": "circular"}),
+        (FSDP, {"gather": "layer", "layers_per_stage": (3, 5)}),
+        (DATA, {"gather": "layer", "zero1": True, "accumulate": 2, "microbatches": 2}),
+        ({"stage": 1, "data": 2, "fsdp": 2}, {"zero1": True, "schedule": None}),
+        ({"stage": 2}, {"accumulate": 2, "engine": "mpmd"}),
+    ],
+)
+def test_layers_of_kinds_and_layers_that_share_have_them_too(
+    name: str, sizes: dict[str, int], options: dict[str, Any]
+):
+    model, change = OTHERS[name]
+    pipe = pipeline(sizes, model, **options)
+    pipe.check(change(params()), batch(), optimizer=optax.adam(1e-3, eps=1e-4), steps=3)
+
+
 def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
     pipe = pipeline(DATA, zero1=True)
     stored, tx = pipe.shard(params()), pipe.optimizer(optax.adam(1e-3))

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
-from ...engines._fsdp import specs_over_data
+from ...engines._fsdp import over_data
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from ...xla.compile_report import CompileReport
@@ -149,10 +149,7 @@ class InspectedModel:
         carried = carried_bytes(self._arguments, stored, batch, key)
         stored_bytes = rank_residual_bytes(plan, sizes, self.engine.per_stage_state)
         trainable = self.partition(stored)[0]
-        divided = plan
-        if plan.zero1:
-            specs = specs_over_data(weights_of(trainable), plan.mesh, plan.param_specs, 3)
-            divided = replace(plan, param_specs=specs)
+        divided = over_data(plan, weights_of(trainable))
         return memory_table(
             device,
             rank_bytes(self.engine.step_bytes, unmark(stored)),

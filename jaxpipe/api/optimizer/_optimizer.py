@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from ..._input import clause
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
-from ...engines._fsdp import specs_over_data
+from ...engines._fsdp import over_data
 from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model
@@ -186,12 +186,8 @@ class LiftedOptimizer:
 
 
 def _plan_of(stored: StoredTree, node: StoredState) -> PipelinePlan:
-    """Returns the plan for arrays of a state, which ZeRO-1 divides more than parameters."""
-    if not stored.plan.zero1:
-        return replace(stored.plan, param_specs=node.specs)
-    num_lead = num_lead_dims(node.groups["stages"])
-    specs = specs_over_data(node.groups, stored.plan.mesh, node.specs, num_lead)
-    return replace(stored.plan, param_specs=specs)
+    """Returns the plan for arrays of a state."""
+    return over_data(replace(stored.plan, param_specs=node.specs), node.groups)
 
 
 def stored_tree(

@@ -124,7 +124,13 @@ def _interleaved(
 ) -> Family:
     """Returns a family whose chunks take turns after groups of about as many microbatches."""
     return Family(
-        *(builder, _GROUPS, _FULL_GROUPS, paper, even_group_size, "loop", 2),
+        builder,
+        takes=_GROUPS,
+        constraints=_FULL_GROUPS,
+        paper=paper,
+        default_group_size=even_group_size,
+        placement="loop",
+        default_chunks=2,
         splits_backward=splits_backward,
         live=live,
         is_usual=is_usual,
@@ -143,7 +149,12 @@ def _in_a_v(
 ) -> Family:
     """Returns a family with two chunks per rank in a V, and with split backwards."""
     return Family(
-        *(builder, (), constraints, paper, None, "v", 2),
+        builder,
+        takes=(),
+        constraints=constraints,
+        paper=paper,
+        placement="v",
+        default_chunks=2,
         splits_backward=True,
         fuses_pairs=fuses_pairs,
         live=live,
