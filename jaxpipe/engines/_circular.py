@@ -41,40 +41,40 @@ def _prepare(
     return found, None
 
 
+def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
+    """Returns what the circular pipeline is told; raises a `ValueError` if it cannot run it."""
+    layout = plan.layout
+    circular_engine.check_circular(
+        layout.num_ranks,
+        layout.num_repeats,
+        plan.num_microbatches,
+        delay=plan.forwarding_delay,
+        names=("`microbatches`", "`forwarding_delay`"),
+    )
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
+    return {
+        "mesh": plan.mesh,
+        "delay": plan.forwarding_delay,
+        "gather": gather,
+        "boundary_gather": boundary_gather,
+        "scan_repeats": plan.scan_repeats,
+        "scan_ticks": plan.scan_ticks,
+    }
+
+
 def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
-    return circular_engine.circular_value(
-        model,
-        weights,
-        batch_inputs,
-        keys,
-        mesh=plan.mesh,
-        delay=plan.forwarding_delay,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        scan_repeats=plan.scan_repeats,
-        scan_ticks=plan.scan_ticks,
-    )
+    options = _options(plan, weights, keys)
+    return circular_engine.circular_value(model, weights, batch_inputs, keys, **options)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
+    options = _options(plan, weights, keys)
     return circular_engine.circular_value_and_grad(
-        model,
-        weights,
-        batch_inputs,
-        keys,
-        mesh=plan.mesh,
-        delay=plan.forwarding_delay,
-        remat=plan.remat,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        scan_repeats=plan.scan_repeats,
-        scan_ticks=plan.scan_ticks,
+        model, weights, batch_inputs, keys, remat=plan.remat, **options
     )
 
 

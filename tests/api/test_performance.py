@@ -325,6 +325,10 @@ REFUSED = {
     "no vocabulary": ({"vocab_parallel": True}, "the model has no `vocab_parallel_loss`"),
     "ranks of mpmd": ({"engine": "mpmd", "vocab_parallel": True}, "engine='scheduled'"),
     "ZeRO-1 of mpmd": ({"engine": "mpmd", "zero1": True}, "`zero1` is True"),
+    "too few microbatches for a delay": (
+        {"forwarding_delay": True, "schedule": "circular", "microbatches": 2, "chunks": 2},
+        "Make `microbatches` at least 4, or `forwarding_delay` False",
+    ),
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),
     "windows of split backwards": (
