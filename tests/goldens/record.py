@@ -59,6 +59,8 @@ LOOPS: dict[str, tuple[int, runs.Settings]] = {
     "no scan": (2, CIRCULAR | {"scan_pipeline_iterations": False}),
     "no scan of repeats": (2, CIRCULAR | {"scan_pipeline_repeats": False}),
     "vocabulary parallel": (2, CIRCULAR | {"pipeline_vocab_parallel": True}),
+    "no pipeline": (2, FSDP_2),
+    "no pipeline, accumulated": (2, FSDP_2 | {"gradient_accumulation_steps": 2}),
     "accumulated": (2, CIRCULAR | {"gradient_accumulation_steps": 2}),
 }
 CHECKPOINT = {

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.train import Config, read_metrics, set_up, train
 from jaxpipe.train.plan import AttentionPlan
-from jaxpipe.train.step import state_shardings
+from jaxpipe.train.step import make_train_step, state_shapes, state_shardings
 
 TINY: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -205,6 +205,14 @@ def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
 
 
 @pytest.mark.slow
+def test_without_a_pipeline_layers_run_forward_once_and_again_once_in_the_backward():
+    setup = set_up(config_of(PLAIN), jax.devices())
+    with jax.set_mesh(setup.mesh):
+        lowered = make_train_step(setup.step).lower(state_shapes(setup.state), setup.batch.shapes)
+    norms_of_layer, norms_of_head = 2, 1
+    assert lowered.as_text().count("stablehlo.rsqrt") == 2 * norms_of_layer + norms_of_head
+
+
 def test_without_rematerialisation_the_losses_are_the_same(tmp_path, uninterrupted):
     settings = {**CIRCULAR, "dataset_type": "text", "remat_policy": "none"}
     np.testing.assert_allclose(losses(run(tmp_path, **settings)), uninterrupted, rtol=1e-5)

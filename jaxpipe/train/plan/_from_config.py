@@ -256,8 +256,8 @@ def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
         remat=RematPlan(
             config.remat_policy,
             {tensor: getattr(config, tensor) for tensor in TENSORS},
-            on_ticks=config.set_remat_policy_on_pipeline_iterations,
             # Without a pipeline there is no tick.
+            on_ticks=config.engine.pipelines and config.set_remat_policy_on_pipeline_iterations,
             on_layers=config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines,
         ),
     )
