@@ -65,13 +65,6 @@ def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
 
     XLA:GPU cannot split an unfilled array over automatic axes: every device would have all of it.
     There the values are zeros.
-
-    Args:
-        shape: The shape.
-        dtype: The dtype.
-
-    Returns:
-        The array.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() == "gpu" and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
@@ -106,10 +99,6 @@ def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
 
     JAX returns no `NamedSharding` if it cannot tell which mesh the compiler's choice is for.
 
-    Args:
-        sharding: The sharding.
-        mesh: The mesh that the program was compiled for.
-
     Returns:
         The spec, whose axes are those of `mesh`.
     """
@@ -123,12 +112,6 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the numbers of consts and carries among the inputs of a `lax.scan` equation.
 
     The other inputs are the xs. jax 0.12 stores trees of the inputs instead of these numbers.
-
-    Args:
-        params: The parameters of the equation.
-
-    Returns:
-        (number of consts, number of carries), counted in leaves.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -146,11 +129,6 @@ def load_on_devices(
     its persistent cache cannot be saved again on CPU (`Function wrapped_broadcast not found` when
     it runs). So with a cache the function returns None, and another compilation finds its program
     in the cache.
-
-    Args:
-        compiled: The compiled program.
-        source_devices: The devices that it was compiled for.
-        target_devices: The devices to load it on, in the same order.
 
     Returns:
         The compiled program on `target_devices`, or None if the program cannot be loaded on them.
@@ -189,12 +167,6 @@ def batched_device_put(
 
     It takes a third of the time of `jax.device_put`, because it omits the checks. If this version
     of JAX does not support that, it calls `jax.device_put`.
-
-    Args:
-        shardings: The sharding of each array. It must divide the array as it is divided already.
-
-    Returns:
-        A function from arrays to the arrays with these shardings.
     """
     try:
         copy = xla_client.batched_copy_array_to_devices_with_sharding
@@ -245,9 +217,6 @@ def translated_shardings(
             needs no translation.
         nest: Replaces `jax.shard_map` with a mesh. It takes the function, JAX's own result for it,
             and the arguments of `jax.shard_map` except `check_vma`. None does not replace it.
-
-    Yields:
-        None.
     """
     global _patched
     with _patching:

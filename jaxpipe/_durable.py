@@ -34,10 +34,6 @@ class DiskError(RuntimeError):
 def failed_write(message: str, error: OSError) -> ValueError | DiskError:
     """Returns the error to raise for a file that could not be written.
 
-    Args:
-        message: The message of the error.
-        error: The error of the operating system.
-
     Returns:
         A `ValueError` if the path is wrong, else a `DiskError`.
     """
@@ -46,13 +42,6 @@ def failed_write(message: str, error: OSError) -> ValueError | DiskError:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes a whole file, and replaces a file of this name.
-
-    Args:
-        path: The file.
-        content: The new content. Text is written as UTF-8.
-
-    Returns:
-        None.
 
     Raises:
         OSError: If the file cannot be written. The error names `path`, not the temporary file. The
@@ -82,13 +71,6 @@ def write_output(path: Path, content: str) -> None:
 
     A regular file is written whole, by `write_file`.
 
-    Args:
-        path: The file, device or pipe. Links are followed.
-        content: The content, written as UTF-8.
-
-    Returns:
-        None.
-
     Raises:
         OSError: If it cannot be written, or `path` is a pipe without a reader. A file then has its
             old content.
@@ -111,13 +93,6 @@ def rename(source: Path, destination: Path) -> None:
 
     The content must be on the disk already.
 
-    Args:
-        source: The file or folder.
-        destination: The new path.
-
-    Returns:
-        None.
-
     Raises:
         OSError: If the system refuses to rename it, or the disk fails while the folder is flushed.
             In the second case it has been renamed.
@@ -132,9 +107,6 @@ def fsync(path: Path) -> None:
     Args:
         path: The file or folder. A folder that this user may write to but not read is skipped: only
             a user who can open it can flush it.
-
-    Returns:
-        None.
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails. The error names `path`.
@@ -164,12 +136,6 @@ def _force(descriptor: int) -> None:
 
 def fsync_tree(folder: Path) -> None:
     """Flushes a folder and all its files and folders to the disk.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        None.
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails.

@@ -14,14 +14,7 @@ _abort_callbacks: list[Callable[[], None]] = []
 
 
 def exit_immediately(code: int = EXIT_CODE) -> NoReturn:
-    """Ends the process without waiting for threads, other processes or JAX's exit handlers.
-
-    Args:
-        code: The exit code.
-
-    Returns:
-        Never.
-    """
+    """Ends the process without waiting for threads, other processes or JAX's exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -35,9 +28,6 @@ def on_abort(say: Callable[[], None]) -> None:
 
     Args:
         say: The function. It runs after all functions that were registered before it.
-
-    Returns:
-        None.
     """
     _abort_callbacks.append(say)
     if len(_abort_callbacks) > 1:

@@ -24,12 +24,8 @@ def short_repr(value: object, most: int = 160) -> str:
     """Returns the `repr` of a value, shortened if it is long.
 
     Args:
-        value: The value.
         most: The largest number of characters of a string in it. The whole text has at most about
             four times as many.
-
-    Returns:
-        The text.
     """
     short = _Repr()
     short.maxstring = short.maxother = short.maxlong = most
@@ -44,15 +40,7 @@ def short_list(names: Iterable[str]) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """Returns a text, without its middle if it is long.
-
-    Args:
-        text: The text.
-        most: The number of characters beyond which the middle is left out.
-
-    Returns:
-        The text.
-    """
+    """Returns a text, without its middle if it is long."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -63,7 +51,6 @@ def clause(error: object, most: int = 500) -> str:
     """Returns the message of another library's error as a part of a sentence of ours.
 
     Args:
-        error: The error, or its message.
         most: The number of characters beyond which the middle of the message is left out.
 
     Returns:
@@ -74,9 +61,6 @@ def clause(error: object, most: int = 500) -> str:
 
 def plain_text(value: str) -> str:
     """Returns a name or path unchanged, if it is plain text.
-
-    Args:
-        value: The name or path.
 
     Returns:
         `value`.
@@ -97,13 +81,6 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
     """Returns the content of a regular file.
-
-    Args:
-        path: The file. Links are followed.
-        most_bytes: The size beyond which the file is refused.
-
-    Returns:
-        The content.
 
     Raises:
         ValueError: If it does not exist, cannot be read, is a folder, a device or a pipe, or is
@@ -133,13 +110,6 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
 def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
     """Returns the text of a regular file that holds UTF-8. A byte order mark is left out.
 
-    Args:
-        path: The file.
-        most_bytes: The size beyond which the file is refused.
-
-    Returns:
-        The text.
-
     Raises:
         ValueError: If the file does not exist, cannot be read, is a folder, a device or a pipe, is
             too large, or is not UTF-8; the message begins with the file's name.
@@ -157,13 +127,6 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
 
 def parse_json(text: str, where: str) -> Any:
     """Returns the value of a JSON text.
-
-    Args:
-        text: The text.
-        where: The beginning of errors: the file, and the line if each line is a JSON text.
-
-    Returns:
-        The value.
 
     Raises:
         ValueError: If it is not JSON, nests too deeply, or has a number of more than 4300 digits.

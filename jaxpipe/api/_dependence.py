@@ -13,7 +13,6 @@ def dependent_inputs(function: Callable, *arguments: PyTree) -> tuple[list[PyTre
     """Finds the inputs that each output of a function depends on.
 
     Args:
-        function: A function of pytrees of arrays.
         *arguments: Its arguments; arrays may be given as shapes and dtypes.
 
     Returns:
@@ -33,8 +32,6 @@ def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) ->
     """Returns the part of a function that computes some leaves of its output.
 
     Args:
-        function: A function of pytrees of arrays.
-        wanted: Indices of leaves of the output.
         *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
 
     Returns:
@@ -57,7 +54,6 @@ def pruned(function: Callable, *arguments: PyTree) -> tuple[Callable, PyTree]:
     """Returns a function without the equations that its output does not depend on.
 
     Args:
-        function: A function of pytrees of arrays.
         *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
 
     Returns:

@@ -51,16 +51,6 @@ def mark_frozen(
 ) -> dict[str, PyTree]:
     """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf.
 
-    Args:
-        rule: Says which leaves of `params` are frozen.
-        params: The user's tree.
-        to_groups: From `params` to its groups. A leaf of a group is frozen if it is computed from
-            frozen leaves.
-        has_kinds: Whether the model has several kinds of layers.
-
-    Returns:
-        The groups.
-
     Raises:
         ValueError: If all leaves are frozen or none is, if layers differ in what is frozen, or if a
             leaf of a group is computed from frozen and other leaves.
@@ -85,13 +75,6 @@ def mark_frozen(
 
 def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
     """Checks that trainable parameters are numbers by which a loss can be differentiated.
-
-    Args:
-        rule: Says which leaves are frozen. None: none is.
-        params: The user's tree.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If one is an integer, a boolean or a random key. It names the leaf.
@@ -197,10 +180,6 @@ def join(trainable: PyTree, frozen: PyTree) -> PyTree:
 
 def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
     """Returns a model whose embedding and loss are given trainable parameters only.
-
-    Args:
-        model: The model.
-        frozen: The frozen leaves of "embed" and "head".
 
     Returns:
         A model of which `embed` and `loss` read `frozen` as well.

@@ -20,7 +20,6 @@ def check_all(layer: Any, layers: PyTree) -> tuple[NumLayers, InList]:
     """Checks that the layers of each kind of the user's tree are alike.
 
     Args:
-        layer: The function of a layer, or functions by kind.
         layers: A list of L trees or one tree of leaves [L, ...]; a dict of them if there are kinds.
 
     Returns:
@@ -54,11 +53,6 @@ def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTre
 
     Args:
         layers: [L, ...] leaves, or these by kind.
-        num_layers: L, or the layers of each kind.
-        in_list: Whether the user's tree has a list, or whether it has for each kind.
-
-    Returns:
-        The layers.
     """
     if isinstance(num_layers, int) or isinstance(in_list, bool):
         return unstack_layers(layers, total_layers(num_layers)) if in_list else layers
@@ -70,13 +64,6 @@ def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTre
 
 def check_mtp(num_layers: NumLayers, num_mtp: int) -> None:
     """Checks that the letters m of a layout string are the layers of the last kind.
-
-    Args:
-        num_layers: L, or the layers of each kind.
-        num_mtp: The number of letters m, which are behind all t.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If they are not.

@@ -4,10 +4,6 @@
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Spreads layers over stages as evenly as possible.
 
-    Args:
-        num_layers: L.
-        num_stages: Number of stages.
-
     Returns:
         Layers of every stage. If they do not divide, the stages after the first have one more, and
         the last ones have it last: the first and the last also run embedding and loss.

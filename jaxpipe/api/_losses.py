@@ -68,12 +68,6 @@ _FORMS = (
 def loss_parts(returned: Any) -> LossParts:
     """Takes apart what a loss function returned.
 
-    Args:
-        returned: `loss` or `(loss, metrics)`, where the loss is a scalar or a `Weighted`.
-
-    Returns:
-        The parts.
-
     Raises:
         ValueError: If it has another form, or a part is not a scalar.
     """
@@ -102,13 +96,6 @@ def loss_parts(returned: Any) -> LossParts:
 
 def check_metrics(metrics: dict[str, Any], function: str) -> None:
     """Checks that metrics are scalars.
-
-    Args:
-        metrics: The metrics that a function of the model returned.
-        function: Its name, for errors.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If one is a tree, an array with dims, or no number. It names the metric.
@@ -151,8 +138,6 @@ def batch_divisor(
 
     Args:
         loss: `(boundary, x, inputs of a microbatch) -> LossParts`.
-        boundary: The parameters that the loss reads, or their shapes.
-        x: The shape and dtype of what leaves the last layer.
         batch_inputs: [M, ...] leaves.
 
     Returns:

@@ -115,7 +115,6 @@ def with_past(function: Callable, name: str) -> Callable:
 
     Args:
         function: A layer, with a fourth parameter `past` if it can run slices.
-        name: Its name, for errors.
 
     Returns:
         A function of `(params, x, batch, key)`, with the attributes `takes_key` and `takes_past`.
@@ -172,11 +171,6 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
 def with_key(function: Callable, name: str, count: int) -> Callable:
     """Returns a function that takes a key behind its `count` arguments, needed or not.
 
-    Args:
-        function: Takes `count` arguments, or a key as one more.
-        name: Its name, for errors.
-        count: The number of arguments without the key.
-
     Returns:
         A function of `count` arguments and a key, whose attribute `takes_key` says whether
         `function` reads the key.
@@ -220,12 +214,6 @@ def _takes_one_more(function: Callable, name: str, count: int) -> bool:
 def check_model(model: Any) -> None:
     """Checks that a model is one.
 
-    Args:
-        model: What the user gave.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If it is another object, such as a module of Flax.
     """
@@ -239,13 +227,6 @@ def check_model(model: Any) -> None:
 
 def check_sliced(model: Model, num_slices: int) -> None:
     """Checks that a model can run slices of sequences.
-
-    Args:
-        model: The model.
-        num_slices: Slices of each sequence in the schedule.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a layer takes no `past`, or a function takes a dropout key.

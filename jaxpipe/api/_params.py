@@ -71,12 +71,6 @@ def is_stored(params: PyTree) -> bool:
 def check_stored(params: PyTree) -> None:
     """Checks that parameters are as `shard` returns them.
 
-    Args:
-        params: What the user gave.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If they are not, such as those in the user's own tree.
     """
@@ -96,13 +90,6 @@ def weights_of(params: dict[str, Any]) -> dict[str, Any]:
 def check_groups(groups: Any, shared: bool) -> None:
     """Checks that parameters are in the groups of a model.
 
-    Args:
-        groups: What `model.to_groups` returned.
-        shared: Whether there are parameters that all layers share.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If a group is missing or there is another one.
     """
@@ -121,7 +108,6 @@ def check_layers(layers: PyTree, name: str = "params['layers']") -> tuple[int, b
 
     Args:
         layers: A list or tuple of L trees, or one tree of leaves [L, ...]; or shapes of these.
-        name: What the user calls it, for errors.
 
     Returns:
         (L, whether `layers` is a list).

@@ -23,8 +23,6 @@ def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
 
     Args:
         batch: [B, ...] leaves.
-        num_microbatches: M.
-        num_shards: D.
 
     Returns:
         [M, D, B / (M * D), ...] leaves.
@@ -61,8 +59,6 @@ def on_pieces(function: Callable, num_shared: int, *arguments: PyTree) -> PyTree
     """Runs a function on each of d pieces.
 
     Args:
-        function: A function of one piece.
-        num_shared: The number of first arguments that all pieces share.
         *arguments: The arguments; leaves of those behind the shared ones are [d, ...].
 
     Returns:
@@ -86,8 +82,6 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
 
     Args:
         pieces: [M, D, rows, ...] leaves.
-        num_slices: s.
-        sliced_leaves: `Model.sliced_leaves`.
 
     Returns:
         [M * s, D, rows, ...] leaves, the slices of a microbatch in order. Leaves without a sequence
@@ -139,10 +133,6 @@ def check_appended(new: PyTree, piece: PyTree, sliced_leaves: PyTree) -> None:
     Args:
         new: [rows, t, ...] leaves, what the layer has given to `past.append`.
         piece: [rows, ...] leaves of the batch that the layer was given.
-        sliced_leaves: `Model.sliced_leaves`.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a leaf has another number of positions.

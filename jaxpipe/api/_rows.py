@@ -146,12 +146,6 @@ class RowReport:
     def check(self, mesh: Mesh) -> None:
         """Checks that functions can be given whole microbatches, if they are to be.
 
-        Args:
-            mesh: The mesh.
-
-        Returns:
-            None.
-
         Raises:
             ValueError: If axes that divide rows are explicit, or x is not known well enough.
         """
@@ -229,18 +223,8 @@ def row_report(
     """Traces the functions of a model and says which of them treat rows one by one.
 
     Args:
-        model: The model.
         weights: Shapes of the groups "embed", "layers", "head" and, if there is one, "shared".
             Those of layers are of one layer; or a dict with one of each kind.
-        batches: Shapes of a microbatch, or of a slice of one, and of a block of its rows.
-        key: The shape of a dropout key; () without dropout.
-        given: What the user says of functions by name.
-        num_shards: D, for the report.
-        is_divided: Whether XLA divides functions that mix rows, for the report.
-        num_slices: Slices of each sequence.
-
-    Returns:
-        The report.
     """
     names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
     num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()

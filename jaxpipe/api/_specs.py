@@ -30,17 +30,6 @@ def param_specs(
 ) -> ParamSpecs:
     """Returns the specs of the parameters that have one.
 
-    Args:
-        rule: The user's specs. None: there are none.
-        params: The user's tree, or its shapes.
-        to_groups: From `params` to its groups.
-        mesh: The mesh.
-        has_kinds: Whether layers are of several kinds.
-        shared: Whether layers share parameters.
-
-    Returns:
-        The specs. They are of a size that divides.
-
     Raises:
         ValueError: If a spec names an axis that is not in the mesh or is not for parameters, or
             dims do not divide; if layers differ in their specs.

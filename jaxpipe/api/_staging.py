@@ -63,19 +63,7 @@ def make_inputs(
     """Cuts a batch into pieces, and adds keys and the scale of losses.
 
     Args:
-        model: The model.
-        mesh: The mesh.
-        num_microbatches: M.
-        weights: The parameters in the groups of engines.
         batch: [B, ...] leaves.
-        key: The dropout key of embedding and loss, or () without dropout.
-        num_slices: Slices of each sequence. Each is a microbatch in the result.
-        whole_microbatches: Whether a piece is a whole microbatch, whose rows XLA divides.
-        same_draws: Whether all pieces of a microbatch are given the same keys.
-        loss_of_all_rows: Whether each device computes the loss of all rows.
-
-    Returns:
-        The inputs.
 
     Raises:
         ValueError: If rows or sequences do not divide, or the loss has another form than `Model`
@@ -155,9 +143,6 @@ def rows_divided(mesh: Mesh) -> DivideRows:
 
     Left to itself, XLA may copy activations whole to every device, or divide another dim.
 
-    Args:
-        mesh: The mesh.
-
     Returns:
         `(x, batch) -> x`, where leaves of x with as many rows as those of the batch are divided.
     """
@@ -185,16 +170,11 @@ def on_all_rows(
     Each function gathers the rows of the other devices, and returns those of its own.
 
     Args:
-        model: The model.
         names: The names of the functions: "embed", "layer" or kinds of layers, and "loss".
         draws: The names of functions that run on the rows of a device, but draw random numbers out
             of those of all rows; with the shapes that they draw.
-        mesh: The mesh, whose axes for rows are manual where the functions are called.
         x_dims: The dim of rows of every leaf of x. A leaf without, None, is the same on all
             devices, or a mean over rows.
-
-    Returns:
-        The model, whose functions are given the rows of a device.
     """
     axes = row_axes(mesh)
 
@@ -288,11 +268,6 @@ def _own_rows(axes: tuple[str, ...], num_shards: int, leaf: Any, dim: int | None
 def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided) -> StagedModel:
     """Returns the model as engines run it, without its layers.
 
-    Args:
-        model: The model.
-        num_pieces: M * D.
-        divide: `rows_divided` if pieces are whole microbatches.
-
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
     """
@@ -349,14 +324,8 @@ def staged_model(
     """Returns the model as engines run it.
 
     Args:
-        model: The model.
-        num_pieces: M * D, times the slices of a sequence.
-        own_copy: From the weights of a stage to those that all layers share.
         stage_of: From a layer, or layers by kind, to the stage that runs layers. A layer is given
             the dropout key and the frozen leaves of `Engine.layer_keys`.
-        sliced_stage_of: The same for layers that run slices, `Engine.sliced_stage`. None without
-            slices.
-        divide: `rows_divided` if pieces are whole microbatches.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.

@@ -25,7 +25,6 @@ def value_and_grad(
     """Returns loss, metrics and gradients of a batch, without a pipeline.
 
     Args:
-        model: The model.
         weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
         batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
         keys: Pytree of [num_stages, ...] leaves, or () without dropout.
@@ -65,13 +64,9 @@ def value(
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
 
     Args:
-        model: The model.
         weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
         batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
         keys: Pytree of [num_stages, ...] leaves, or () without dropout.
-
-    Returns:
-        (loss, metrics).
 
     Example:
         >>> model = StagedModel(

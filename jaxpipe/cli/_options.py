@@ -20,14 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Adds `--verbose`, which is also looked for before JAX is imported.
-
-    Args:
-        parser: The parser of a command that uses JAX.
-
-    Returns:
-        None.
-    """
+    """Adds `--verbose`, which is also looked for before JAX is imported."""
     parser.add_argument(
         "--verbose", action="store_true", help="show also what libraries log: XLA, libtpu, orbax"
     )
@@ -35,10 +28,6 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 def bounded_integer(least: int, most: int) -> Callable[[str], int]:
     """Returns a function that parses an option, an integer from `least` to `most`.
-
-    Args:
-        least: The smallest valid value.
-        most: The largest valid value.
 
     Returns:
         A function for the argument `type` of `add_argument`.
@@ -49,10 +38,6 @@ def bounded_integer(least: int, most: int) -> Callable[[str], int]:
 def bounded_float(least: float, most: float) -> Callable[[str], float]:
     """Returns a function that parses an option, a number from `least` to `most`.
 
-    Args:
-        least: The smallest valid value.
-        most: The largest valid value.
-
     Returns:
         A function for the argument `type` of `add_argument`.
     """
@@ -61,12 +46,6 @@ def bounded_float(least: float, most: float) -> Callable[[str], float]:
 
 def text(value: str) -> str:
     """Reads an option that is a name.
-
-    Args:
-        value: The option as given.
-
-    Returns:
-        The name, unchanged.
 
     Raises:
         ArgumentTypeError: If it is empty, too long, or not printable.
@@ -78,12 +57,6 @@ def text(value: str) -> str:
 
 def path(value: str) -> Path:
     """Reads an option that is a path.
-
-    Args:
-        value: The option as given.
-
-    Returns:
-        The path.
 
     Raises:
         ArgumentTypeError: If it is empty, is not UTF-8, or has a null character.

@@ -22,12 +22,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def read_settings(settings: list[str]) -> "Config":
     """Reads settings; pairs win over files.
 
-    Args:
-        settings: Names of files, and pairs `key=value`.
-
-    Returns:
-        The config.
-
     Raises:
         ValueError: If one of them is wrong.
     """
@@ -40,14 +34,7 @@ def read_settings(settings: list[str]) -> "Config":
 
 
 def is_config_file(text: str) -> bool:
-    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not.
-
-    Args:
-        text: The argument.
-
-    Returns:
-        True for a file.
-    """
+    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not."""
     from ..train import Config
 
     key, equals, _ = text.partition("=")

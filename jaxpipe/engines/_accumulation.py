@@ -31,8 +31,6 @@ def gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
-        num_steps: A.
-        reshard: Shards the sums.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].
@@ -65,7 +63,6 @@ def unrolled_gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
-        num_steps: A.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].

@@ -36,7 +36,6 @@ def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
     Stages that store more than their input would store gathered parameters for each microbatch.
 
     Args:
-        plan: The pipeline.
         frozen: [v, S, n, ...] leaves.
 
     Returns:
@@ -55,7 +54,6 @@ def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
     Args:
-        plan: The pipeline.
         layer: `(weights, x, inputs, (dropout key, frozen parameters)) -> result`.
 
     Returns:

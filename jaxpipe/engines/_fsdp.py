@@ -37,10 +37,6 @@ def num_row_shards(mesh: Mesh) -> int:
 def fsdp_axes(shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
     """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides.
 
-    Args:
-        shape: The shape of the parameter.
-        mesh: The mesh.
-
     Returns:
         [dims] "fsdp" or None.
     """
@@ -63,13 +59,6 @@ def param_spec(
 
     Args:
         name: The path of the parameter, from its group on. A frozen one may have `.value` behind.
-        leaf: The parameter, with the dims of `lead` in front.
-        mesh: The mesh.
-        specs: The user's specs of parameters, without the dims of `lead`.
-        lead: The axes of dims in front of those of one layer.
-
-    Returns:
-        The spec, with an entry for every dim.
     """
     shape, table = jnp.shape(leaf)[len(lead) :], dict(specs)
     given = table.get(name, table.get(name.removesuffix(".value")))
@@ -88,13 +77,6 @@ def param_spec_tree(
     lead: tuple[str | None, ...] = (),
 ) -> PyTree:
     """Returns the specs of a tree of stored parameters; None where it has None.
-
-    Args:
-        group: The group that the tree is of, such as "stages".
-        tree: The parameters, with the dims of `lead` in front.
-        mesh: The mesh.
-        specs: The user's specs.
-        lead: The axes of dims in front of those of one layer.
 
     Returns:
         A tree of `PartitionSpec`.
@@ -130,7 +112,6 @@ def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
     divides and is whole. https://arxiv.org/abs/1910.02054
 
     Args:
-        plan: The plan of parameters.
         weights: Groups of engines that are like parameters, or their shapes.
 
     Returns:

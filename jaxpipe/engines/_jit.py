@@ -42,16 +42,7 @@ class OneProgram:
 
 
 def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
-    """Compiles a function to one program.
-
-    Args:
-        plan: The pipeline.
-        function: The function.
-        donate_argnums: Arguments whose memory the results may take.
-
-    Returns:
-        The compiled function.
-    """
+    """Compiles a function to one program."""
     options = dict(plan.compiler_options) or None
     program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options)
     return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))

@@ -20,9 +20,6 @@ from ._engine import Engine, PipelinePlan
 def with_kinds(engine: Engine) -> Engine:
     """Returns an engine that also runs models whose layers are of several kinds.
 
-    Args:
-        engine: An engine for layers of one kind.
-
     Returns:
         The engine. If the plan has kinds, its functions take trees and layers by kind, and its
         stages are trees by kind; in a list of stages each has the kinds that it runs. Random keys

@@ -18,14 +18,8 @@ def run_layers(
 
     Args:
         layer: `(weights, x, inputs_m, key) -> (x, aux)`, or `-> x`.
-        num_layers: n.
         weights: [n, ...] leaves.
-        x: The input of the first layer.
-        inputs_m: The inputs of the microbatch, which every layer may read.
         keys: [n, ...] leaves, or ().
-
-    Returns:
-        (output of the last layer, aux summed over layers).
     """
     layer = with_aux(layer)
     if num_layers == 1:  # a loop would only copy
@@ -52,10 +46,7 @@ def run_sliced_layers(
 
     Args:
         layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))`.
-        num_layers: n.
         weights: [n, ...] leaves.
-        x: The input of the first layer.
-        inputs_m: The inputs of the slice, which every layer may read.
         keys: [n, ...] leaves, or ().
         past: The state of all layers, [n, ...] leaves.
 

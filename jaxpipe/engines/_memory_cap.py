@@ -16,13 +16,6 @@ _ROUNDING = 1e-9
 def activation_cap(schedule: Schedule, memory_cap: float | None) -> int | None:
     """Returns the most activations that a rank may store.
 
-    Args:
-        schedule: A schedule that passes `check`.
-        memory_cap: The most microbatches of a whole rank, or None.
-
-    Returns:
-        The number; None without a cap.
-
     Raises:
         ValueError: If the order of the schedule stores more on a rank.
     """
@@ -44,10 +37,7 @@ def check_cap(memory_cap: float | None, least: float, reason: str, instead: str)
     """Checks that an engine can keep a cap.
 
     Args:
-        memory_cap: The most microbatches of a whole rank, or None.
         least: The microbatches of a whole rank that the engine stores at least.
-        reason: What stores them, with `{}` for their number.
-        instead: What the caller may give in place of a larger cap.
 
     Raises:
         ValueError: If it cannot.

@@ -51,12 +51,7 @@ def round_robin_layout(
     """Assigns stage `repeat * num_ranks + rank` to each rank.
 
     Args:
-        schedule: Not read.
-        num_ranks: S.
         counts: [v * S] layers of every stage.
-
-    Returns:
-        The layout.
     """
     del schedule
     uneven = counts if len(set(counts)) > 1 else None
@@ -69,12 +64,7 @@ def layout_of_schedule(
     """Assigns stages to the ranks that run them by the schedule.
 
     Args:
-        schedule: The schedule.
-        num_ranks: S.
         counts: [num_stages] layers of every stage.
-
-    Returns:
-        The layout.
     """
     assert schedule is not None
     stages = stages_on_ranks(schedule)
@@ -86,7 +76,6 @@ def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
     """Stacks layers as ranks hold them.
 
     Args:
-        plan: The pipeline.
         layers: [L, ...] leaves.
 
     Returns:
@@ -108,7 +97,6 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     """Returns layers in forward order: the inverse of `stack`.
 
     Args:
-        plan: The pipeline.
         stages: [v, S, n, ...] leaves.
 
     Returns:
@@ -125,9 +113,7 @@ def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTre
     """Gives every stage a copy of what all layers share.
 
     Args:
-        plan: The pipeline.
         stages: [v, S, n, ...] leaves.
-        shared: Leaves of any shape.
 
     Returns:
         "layers", the stages; and "shared", copies [v, S, 1, ...], of which a rank has its own.
@@ -153,7 +139,6 @@ def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
     """Returns what layers are given besides weights and inputs, with the layer mask if needed.
 
     Args:
-        plan: The pipeline.
         dropout: [L, ...] dropout keys, or ().
         frozen: [v, S, n, ...] leaves of frozen parameters.
 
@@ -171,7 +156,6 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
     """Returns a stage that runs its layers one after the other, and skips padding layers.
 
     Args:
-        plan: The pipeline.
         layer: `(weights, x, inputs_m, key) -> (x, aux)` of one layer.
 
     Returns:
@@ -184,7 +168,6 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
     """Returns a stage that runs its layers on one slice of each sequence.
 
     Args:
-        plan: The pipeline.
         layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))` of one layer.
 
     Returns:
@@ -223,17 +206,7 @@ def _gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
 def put(
     plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
-    """Moves weights to the devices that hold them.
-
-    Args:
-        plan: The pipeline.
-        weights: The groups "embed", "stages" and "head".
-        tied: Not read: every rank has the weights of embedding and head.
-        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
-
-    Returns:
-        The weights, sharded over the mesh.
-    """
+    """Moves weights to the devices that hold them."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
     here = jax.tree.map(_from_other_devices, weights, where)
     return jax.jit(lambda tree: tree, out_shardings=where)(here)
@@ -255,13 +228,7 @@ def init(
     """Makes weights on the devices that hold them; no device has more than its own shards.
 
     Args:
-        plan: The pipeline.
-        make: Returns the groups "embed", "stages" and "head".
         tied: Not read: every rank has the weights of embedding and head.
-        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
-
-    Returns:
-        The weights, sharded over the mesh.
     """
     where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
     return jax.jit(make, out_shardings=where)()
@@ -283,17 +250,7 @@ def put_like(
 def shardings(
     plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
-    """Returns where stored weights are.
-
-    Args:
-        plan: The pipeline.
-        weights: The groups "embed", "stages" and "head", or their shapes.
-        tied: Not read: every rank has the weights of embedding and head.
-        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
-
-    Returns:
-        The sharding of every leaf.
-    """
+    """Returns where stored weights are."""
     del tied
 
     stage = None, stage_axis, None
@@ -310,12 +267,6 @@ def rank_bytes(
 ) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank.
 
-    Args:
-        plan: The pipeline.
-        weights: The groups "embed", "stages" and "head", or their shapes.
-        tied: Not read: every rank has the weights of embedding and head.
-        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
-
     Returns:
         [S] the same number for all.
     """
@@ -329,11 +280,6 @@ def weight_gathers(
     plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
 ) -> tuple[Gather, Gather]:
     """Returns how weights are gathered over `fsdp`, and gradients summed over devices with rows.
-
-    Args:
-        plan: The pipeline.
-        weights: The groups "embed", "stages" and "head".
-        keys: What layers are given besides weights and inputs.
 
     Returns:
         The gather of a stage, and that of `{"embed": ..., "head": ...}`.

@@ -32,14 +32,6 @@ _MAX_RUNS = 100
 def copy_from_hugging_face(source: Path, config: dict[str, Any], folder: Path) -> list[str]:
     """Copies the tokenizer and the generation settings of a model into a converted checkpoint.
 
-    Args:
-        source: The folder of Hugging Face.
-        config: Its config.json.
-        folder: The converted checkpoint.
-
-    Returns:
-        The names of the copied files.
-
     Raises:
         ValueError: If a file has more than 128 MiB.
     """
@@ -61,12 +53,6 @@ def files_to_hugging_face(source: Path) -> tuple[dict[str, bytes], dict[str, Any
 
     They are those of the converted checkpoint that the run began with. If the run has a tokenizer
     of its own (`tokenizer_path`), that one is returned alone: nothing else fits its ids.
-
-    Args:
-        source: The folder of a run, or a converted checkpoint.
-
-    Returns:
-        The contents of the files by name, and the fields of config.json.
 
     Raises:
         ValueError: If a file is too large, or no YAML or JSON.

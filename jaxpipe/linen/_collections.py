@@ -43,10 +43,6 @@ def stored(variables: dict[str, Any]) -> dict[str, Any]:
 def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
     """Returns the filter of the collections that a layer may write.
 
-    Args:
-        mutable: The filter of the pipeline's own mutable collections.
-        variables: The variables of the pipeline, by collection.
-
     Returns:
         `mutable` without the collections of weights.
 

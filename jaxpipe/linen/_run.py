@@ -31,8 +31,6 @@ def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *opt
         layer: A module; its call is `(inputs, segment_ids, positions, deterministic, model_mode)`,
             and it returns the outputs, or (outputs, None).
         rules: Logical axis rules to run it under, without "stage", or None for those in context.
-        mutable: The filter of collections that it may write.
-        options: `deterministic` and `model_mode`.
 
     Returns:
         The function. It raises a `ValueError` if the layer writes a collection that it may not.

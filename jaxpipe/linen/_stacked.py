@@ -88,7 +88,6 @@ def stack_repeats(init_all: Callable, dims: tuple[int, int, int]) -> Callable:
 
     Args:
         init_all: A function of [S, L] keys by random stream and of a layer's arguments.
-        dims: (R, S, L).
 
     Returns:
         A function of [R, S, L] keys by random stream and of a layer's arguments. It returns

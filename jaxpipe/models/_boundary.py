@@ -20,12 +20,6 @@ _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 def boundary_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
     """Returns the abstract weights of embedding and head.
 
-    Args:
-        embed_dim: D.
-        vocab_size: V.
-        tied: Whether the logits are computed with the embedding's table.
-        dtype: The dtype in which weights are stored.
-
     Returns:
         `{"embed": {"table"}, "head": {"norm", "logits"}}`. If `tied`, the head has no "logits".
     """
@@ -61,10 +55,7 @@ def next_token_loss(
     Args:
         boundary: `{"head"}`, and also `"embed"` if the logits are computed with the embedding's
             table.
-        x: The output of the last layer.
         batch_inputs: `targets` and `target_weights` [b, T].
-        epsilon: Added to the mean square in the last norm.
-        constrain: Shards an activation by its logical axes.
         num_chunks: The number of chunks of tokens whose logits are computed one chunk after the
             other. 1 computes all logits at once.
         z_loss_multiplier: If it is not 0, the loss also contains this factor times the weighted

@@ -22,10 +22,6 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
     The forward pass computes the gradients together with the loss, so logits are computed once. The
     gradients of the weights are accumulated in float32.
 
-    Args:
-        loss: The loss of all tokens.
-        num_chunks: n.
-
     Returns:
         A function with the contract of `loss`. It raises a `ValueError` if n does not divide T.
     """

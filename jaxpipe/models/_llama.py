@@ -251,7 +251,6 @@ def _of_slices_too(run: Callable, attention: Attention) -> Callable:
 
     Args:
         run: `(weights, x, batch_inputs, key, attend) -> y` with `attend(q, k, v, segment_ids)`.
-        attention: The attention of whole sequences.
 
     Returns:
         `(weights, x, batch_inputs, key) -> (y, {})`; of a slice `-> (y, ({}, past))`.

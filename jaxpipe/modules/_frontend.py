@@ -40,7 +40,6 @@ def split_batch(
     """Returns inputs and batch inputs as [M, rows, ...] leaves.
 
     Args:
-        settings: The settings of the pipeline.
         inputs: [batch, ...] leaves.
         batch_inputs: [batch, ...] leaves by name.
         microbatched: Whether all leaves are [M, rows, ...] already.
@@ -77,13 +76,9 @@ def run_batch(
     Args:
         layer: `(weights, x, batch_inputs, rng) -> (y, records)`.
         weights: A dict with [R, S, L, ...] leaves.
-        names: Logical specs of the weights.
         inputs: [batch, ...] leaves.
         batch_inputs: [batch, ...] leaves by name, which every stage may read.
         draw_keys: Function that returns [R, S, L] dropout keys, or ().
-        pipeline: The module, with settings, axis rules and mesh.
-        overwritten: Entries of `weights` that a step overwrites with their gradient.
-        options: (deterministic, model_mode), which the methods pass on.
         microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
             Outputs then are too.
 
@@ -169,9 +164,7 @@ def first_microbatch(
     """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized.
 
     Args:
-        settings: The settings of the pipeline.
         inputs: [batch, ...] leaves, or [M, rows, ...] if `microbatched`.
-        batch_inputs: Leaves of the same dims, by name.
         microbatched: Whether all leaves are [M, rows, ...] already.
 
     Returns:

@@ -33,12 +33,9 @@ def gather_of_names(
 
     Args:
         weights: [R, S, L, ...] leaves.
-        names: Their logical specs.
         specs: Their physical specs. Dims beyond the end of a spec are not sharded.
-        mesh: The mesh, or None.
         when: "tick", "once" or "repeat": whether weights are gathered in every tick, once per step,
             or once per repeat.
-        batch_axes: Mesh axes that shard the rows and are manual in the pipeline.
 
     Returns:
         The `Gather`.

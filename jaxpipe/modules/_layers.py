@@ -44,10 +44,6 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
     The index counts layers in forward order, so the keys of a layer do not depend on the layout.
 
-    Args:
-        key: A key, typed or as raw key data.
-        dims: (R, S, L).
-
     Returns:
         [R, S, L] typed keys.
     """
@@ -62,7 +58,6 @@ def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = N
 
     Args:
         x: [batch, ...] leaves.
-        num_microbatches: M.
         batch_size: The rows that every leaf must have, or None if any multiple of M is allowed.
 
     Returns:
@@ -94,8 +89,6 @@ def check_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None 
 
     Args:
         x: [M, rows, ...] leaves.
-        num_microbatches: M.
-        batch_size: M * rows, or None if any number of rows is allowed.
 
     Returns:
         `x`.
@@ -135,11 +128,6 @@ def outputs_of(y: PyTree, x: PyTree) -> PyTree:
 
 def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
     """Returns a stage that runs L layers one after the other.
-
-    Args:
-        layer: The layer.
-        scan: Whether the layers run in a `lax.scan`. If not, they are unrolled.
-        remat: Wraps the layer, as `jax.checkpoint` does.
 
     Returns:
         A function with the contract of a layer, whose weights, keys and records are [L, ...]
@@ -199,14 +187,10 @@ def pipeline_layers(
     """Runs every microbatch through all layers.
 
     Args:
-        engine: `circular`, or a function with its contract, with its options bound.
-        layer: The layer.
         weights: [R, S, L, ...] leaves.
         inputs: [M, ...] leaves.
         batch_inputs: [M, ...] leaves, which every stage may read.
         keys: [R, S, L] leaves, or ().
-        settings: The settings of the pipeline.
-        mesh: The mesh of `engine`.
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves). Records that p devices
@@ -272,13 +256,10 @@ def layer_shapes(
     """Returns shapes and dtypes of a layer's records.
 
     Args:
-        layer: The layer.
         weights: [R, S, L, ...] leaves.
         inputs: [M, ...] leaves.
         batch_inputs: [M, ...] leaves.
         keys: [R, S, L] leaves, or ().
-        mesh: The mesh, or None.
-        batch_axes: Mesh axes that shard the rows and are manual where the layer runs.
 
     Returns:
         A `jax.ShapeDtypeStruct` for every record of one layer and microbatch.

@@ -56,11 +56,6 @@ def check_methods_can_run(
 ) -> None:
     """Checks that the loop of methods can run the pipeline.
 
-    Args:
-        pipeline: The module.
-        overridden: The methods that are overridden.
-        slots: Weights that a step overwrites with their gradient.
-
     Raises:
         ValueError: If devices have their own rows, or there are such weights.
     """
@@ -84,10 +79,7 @@ def loop_of_methods(
     """Returns an engine, with the contract of `spmd.circular`, that calls the methods.
 
     Args:
-        pipeline: The module.
-        state: What `init_states` has returned, with the dropout keys of the call.
         names: Logical specs of the [R, S, ...] weights.
-        options: (deterministic, model_mode).
 
     Returns:
         A function of a stage, weights, inputs, batch inputs and keys. It ignores the stage and the

@@ -43,7 +43,6 @@ def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
 
     Args:
         overwritten: [R, S, L, ...] weights that layers overwrite.
-        num_slots: M * p.
 
     Returns:
         [R, S, L, M * p, ...] slots.

@@ -80,9 +80,6 @@ def read_keys(config: Any) -> PipelineKeys:
         config: Any object whose attributes are the fields of `PipelineKeys`, and for the policy
             "custom" the tensors of `autodiff.TENSORS`. Values may be Enums.
 
-    Returns:
-        The keys.
-
     Raises:
         ValueError: If `config` is a mapping, or a flag or a number has another type.
     """

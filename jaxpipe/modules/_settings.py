@@ -79,14 +79,6 @@ class PipelineSettings:
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
     """Reads the settings of a pipeline from `config` and checks them.
 
-    Args:
-        config: Any object. `PipelineKeys` has its fields and their defaults.
-        mesh: A mesh with an axis `stage` of size S, or None.
-        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
-
-    Returns:
-        The checked settings.
-
     Raises:
         ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
     """
@@ -156,13 +148,6 @@ def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
 
 def _pipelined_layers(pipelined: int | None, model: int | None) -> tuple[int | None, str]:
     """Returns the number of layers in the pipeline and the name of the key that sets it.
-
-    Args:
-        pipelined: `pipeline_parallel_layers`, or None for all layers.
-        model: `num_decoder_layers`, or None if it is unknown.
-
-    Returns:
-        The number of layers, None if it is unknown, and the name of the key.
 
     Raises:
         ValueError: If the number is below 1 or above the number of layers of the model.

@@ -27,14 +27,10 @@ def physical_spec(
     """Returns the mesh axes that each dim is sharded over.
 
     Args:
-        names: A logical spec.
         rules: Logical axis rules. If a name has several rules, the first whose mesh axes no earlier
             dim uses applies. Axes that the mesh does not have are ignored.
         mesh_axes: The axes of the mesh. A name without a rule stands for the mesh axis of that
             name, if the mesh has one. Otherwise its dim is not sharded, as in Flax.
-
-    Returns:
-        The physical spec.
     """
     used: set[str] = set()
 
@@ -86,16 +82,6 @@ def reshard_weight(
 ) -> jax.Array:
     """Returns `w`, sharded over `mesh` by the logical names of its dims.
 
-    Args:
-        w: The weight.
-        names: Its logical spec.
-        rules: Logical axis rules.
-        mesh: The mesh. If it is None, `w` is returned as it is.
-        path: The path of the weight, for errors.
-
-    Returns:
-        The sharded weight.
-
     Raises:
         ValueError: If the size of a dim is not a multiple of its number of shards. It names `path`.
     """
@@ -117,16 +103,10 @@ def shard_dim_by_stages(
     """Returns `x` with dim `dim` sharded over the mesh axis `stage`.
 
     Args:
-        x: An array.
-        dim: The dim with one entry per rank.
         spec: The physical spec of `x`, whose other dims are sharded by it. Dims beyond its end keep
             their sharding.
-        mesh: The mesh. If it is None, `x` is returned as it is.
         is_weight: Whether `x` is a weight in use. Then it is gathered over fsdp, context and
             expert.
-
-    Returns:
-        The sharded array.
     """
     if mesh is None:
         return x
@@ -143,13 +123,8 @@ def reshard_microbatches(
 
     Args:
         x: [M, rows, ...] leaves.
-        rules: Logical axis rules. The rule of "activation_batch" gives the axes of the rows.
-        mesh: The mesh. If it is None, `x` is returned as it is.
         batch_axes: Mesh axes that shard the rows in place of the rule. Without them, a mesh with
             explicit axes leaves `x` as the caller has sharded it.
-
-    Returns:
-        The sharded leaves.
 
     Raises:
         ValueError: If the rows of a microbatch are not a multiple of the number of their shards.
@@ -176,10 +151,6 @@ def unshard_arrays(
     """Returns whole arrays gathered over mesh axes.
 
     Args:
-        weights: The arrays.
-        specs: Their physical specs.
-        mesh: The mesh. If it is None, `weights` are returned as they are.
-        axes: The mesh axes to gather over.
         use_shardmap: Whether to gather by `lax.all_gather`. If not, a sharding constraint gathers.
 
     Returns:

@@ -36,13 +36,11 @@ def mpmd_value_and_grad(
     Code that uses the results, such as a weight update, runs on the groups that hold them.
 
     Args:
-        model: The model.
         weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
             with the weights of each stage, in forward order: each stage has its own arrays, which
             are held by the group of that stage.
         batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read;
             for a schedule with s slices [M * s, ...], the slices of a microbatch in order.
-        keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
         remat: A function that wraps the stage. The default stores the input of the stage and
             recomputes the rest in the backward.
@@ -70,15 +68,8 @@ def mpmd_value(
     """Computes loss and metrics: only the forwards of the schedule run, and store no residuals.
 
     Args:
-        model: The model.
-        weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
-            with the weights of each stage, in forward order.
         batch_inputs: A pytree of [M, ...] arrays, or [M * s, ...] for a schedule with s slices.
-        keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-
-    Returns:
-        (loss, metrics), summed over microbatches.
     """
     if is_sliced(schedule):
         loss = _loss_of_slices(model, keep, keys)

@@ -26,14 +26,8 @@ def lower(
     """Applies the passes in order, and checks the result of each.
 
     Args:
-        traced: The whole traced function.
-        options: What the caller asks of it.
-        passes: The passes. The last one returns a program.
         observe: A function that is called with the name and the result of every pass, for dumps
             and tests.
-
-    Returns:
-        The instructions of all ranks.
 
     Raises:
         AssertionError: If a pass returns a graph or a program that breaks a rule of the IR.

@@ -28,12 +28,7 @@ def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[i
     """Traces a stage to find the dim of positions in every leaf of the state that slices carry.
 
     Args:
-        model: The model.
-        num_slices: Slices of a sequence.
         *examples: Weights, activation, inputs and keys of one slice; only types are read.
-
-    Returns:
-        The dim of each leaf.
 
     Raises:
         ValueError: If the model cannot be sliced, or slices carry parts of several lengths.
@@ -65,9 +60,7 @@ def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) ->
     """Returns the stage as a function of what the slices before have appended to the state.
 
     Args:
-        model: The model.
         num_slices: Slices of a sequence. The last appends nothing, as no slice would read it.
-        dims: The dim of positions of every leaf.
 
     Returns:
         `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.

@@ -56,8 +56,6 @@ def layer_function(
         layers: The stacked module. Its call is `(inputs, segment_ids, positions, deterministic,
             model_mode)`, and it returns the outputs, or (outputs, None).
         rules: Logical axis rules to run it under, without "stage", or None for those in context.
-        records: Whether to return the values that it sows.
-        options: `deterministic` and `model_mode`.
 
     Returns:
         The function. It raises a `ValueError` if the layer changes a variable by other means than
@@ -106,7 +104,6 @@ def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
     """Returns [R, S, L] keys of all random streams of all layers, or () if they have none.
 
     Args:
-        layers: The stacked module.
         advance: Whether to increment the streams' counts, so that the next call draws other keys.
 
     Returns:

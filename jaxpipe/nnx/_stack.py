@@ -16,12 +16,7 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     """Returns the module and its stack of layers, for a cut at the scan over them.
 
     Args:
-        module: The module.
-        layers: The attribute with the stack.
         call: `(module, batch) -> output`.
-
-    Returns:
-        The module to cut.
 
     Raises:
         ValueError: If variables other than parameters and random streams are in the stack, or

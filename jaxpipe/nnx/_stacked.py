@@ -46,11 +46,9 @@ def stacked_module(
     """Returns the module that `factory` creates, with the variables of all layers.
 
     Args:
-        factory: Creates a layer.
         init_stages: Initializes all layers of a repeat: from [S, L] keys by random stream to a
             state with [S, L, ...] leaves, see `init_stages`.
         rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
-        dims: (R, S, L).
         reshard: Function `(array, logical spec, path=name) -> array` that shards a variable.
 
     Returns:

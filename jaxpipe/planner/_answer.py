@@ -46,12 +46,6 @@ class Plans:
     def yaml(self, index: int = 0) -> str:
         """Returns the settings of a run by a plan, for `jaxpipe train`.
 
-        Args:
-            index: Which of the plans.
-
-        Returns:
-            A YAML text.
-
         Raises:
             ValueError: If the model is not the trainer's.
         """
@@ -75,9 +69,6 @@ class Plans:
 
         As many devices are taken as the plan has, of whatever kind: a plan for GPUs can be tried on
         emulated CPUs.
-
-        Args:
-            index: Which of the plans.
 
         Returns:
             What `jaxpipe.pipeline` returns for the `settings` of the plan.
@@ -105,9 +96,6 @@ class Plans:
 
         A model of your own is trained with AdamW of optax.
 
-        Args:
-            index: Which of the plans.
-
         Returns:
             What is predicted beside what the compiler says, which prints as a line.
 
@@ -118,11 +106,7 @@ class Plans:
         return verify(self.plans[index], self.request)
 
     def record(self) -> dict[str, Any]:
-        """Returns the plans as plain data, for JSON.
-
-        Returns:
-            The plans, and what they are for.
-        """
+        """Returns the plans as plain data, for JSON."""
         request = self.request
         return {
             "model": request.model.name,
@@ -219,9 +203,6 @@ def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
 def unit_of_bytes(largest: float) -> tuple[str, float]:
     """Returns the unit in which memory is printed, and its bytes.
 
-    Args:
-        largest: The bytes of the largest value.
-
     Returns:
         "MB" if that is less than a tenth of a GB, else "GB".
     """
@@ -240,14 +221,7 @@ def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
 
 
 def describe(candidate: StepLayout) -> str:
-    """Returns a layout in one line.
-
-    Args:
-        candidate: The layout.
-
-    Returns:
-        The line.
-    """
+    """Returns a layout in one line."""
     mesh = zip(AXES, candidate.mesh, strict=True)
     words = [f"{_NAMES[axis]} {size}" for axis, size in mesh if size > 1]
     if candidate.across:
@@ -267,14 +241,7 @@ def describe(candidate: StepLayout) -> str:
 
 
 def binding(plans: Plans) -> str:
-    """Returns what keeps the best plan from being faster.
-
-    Args:
-        plans: The plans.
-
-    Returns:
-        A sentence.
-    """
+    """Returns what keeps the best plan from being faster."""
     best, limit = plans.best, plans.request.limit
     beyond = plans.found.beyond
     if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
@@ -292,14 +259,7 @@ def binding(plans: Plans) -> str:
 
 
 def runner_up(plans: Plans) -> str:
-    """Returns why the second plan is not the first.
-
-    Args:
-        plans: The plans.
-
-    Returns:
-        A sentence; "" if there is one plan.
-    """
+    """Returns why the second plan is not the first."""
     if len(plans.plans) < 2:
         return ""
     first, second = plans.plans[:2]

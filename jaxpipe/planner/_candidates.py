@@ -101,14 +101,7 @@ def splits_backward(candidate: StepLayout) -> bool:
 
 
 def live_at_most(candidate: StepLayout) -> Live:
-    """Returns the counts by closed forms, near those of the schedule's tables.
-
-    Args:
-        candidate: The layout.
-
-    Returns:
-        The counts of the fullest rank, in lock-step.
-    """
+    """Returns the counts by closed forms, near those of the schedule's tables."""
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     family = FAMILIES.get(candidate.schedule)
     if family is None:  # a file, whose order is taken for that of 1F1B
@@ -155,14 +148,7 @@ class Space:
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
-    """Yields the candidates.
-
-    Args:
-        space: What they are made from.
-
-    Yields:
-        Candidates whose sizes divide.
-    """
+    """Yields the candidates."""
     for mesh, across in _meshes(space):
         sizes = mesh_sizes(mesh)
         accumulation = space.fixed.get("accumulation", 1)

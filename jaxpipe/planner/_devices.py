@@ -73,9 +73,6 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
             (`h100:8`, `h100:2x8`), or `here`.
         num_slices: The number of such slices, joined by the data centre's network.
 
-    Returns:
-        The devices.
-
     Raises:
         ValueError: If the name is none of these.
 
@@ -160,9 +157,6 @@ def _slice_shape(row: Hardware, count: int) -> tuple[int, ...]:
 def device_hardware(devices: Devices) -> Hardware:
     """Returns what devices and the networks between them do in a second.
 
-    Args:
-        devices: The devices.
-
     Returns:
         The figures of their generation; rough ones for emulated devices on CPUs.
     """
@@ -225,14 +219,7 @@ class AbsentDevice:
 
 
 def absent_devices(devices: Devices) -> Sequence[Any]:
-    """Returns stand-ins for devices: a mesh can be made of them, a program cannot.
-
-    Args:
-        devices: The devices.
-
-    Returns:
-        One for each device, in the order of JAX; the devices themselves if they are here.
-    """
+    """Returns stand-ins for devices: a mesh can be made of them, a program cannot."""
     if devices.are_here:
         return jax.devices()
     row = HARDWARE[devices.generation]

@@ -14,10 +14,6 @@ from ._request import AXIS_KEYS, GATHER_KEYS, Request, Values, base_values, layo
 def keys(candidate: StepLayout, request: Request) -> Values:
     """Returns the keys of a run with this layout.
 
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
     Returns:
         Values by key: those that the request passes on, and those that the layout decides. For
         a model of plain functions the arguments of `jaxpipe.pipeline`.
@@ -65,14 +61,6 @@ def checked_run(
 ) -> PreparedPipeline:
     """Sets up the run of a candidate, by the checks of the trainer and no others.
 
-    Args:
-        candidate: The layout.
-        request: What it is for.
-        devices: The devices, or stand-ins for them.
-
-    Returns:
-        Its engine and its pipeline.
-
     Raises:
         ValueError: If the run would be refused.
     """
@@ -84,13 +72,6 @@ def checked_run(
 
 def checked_setup(settings: Values, devices: Sequence[Any]) -> Setup:
     """Sets up a run by its keys.
-
-    Args:
-        settings: Values by key; others have their defaults.
-        devices: The devices, or stand-ins for them.
-
-    Returns:
-        The setup.
 
     Raises:
         ValueError: If the run would be refused.

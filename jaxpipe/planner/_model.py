@@ -165,28 +165,14 @@ class PlannedModel:
         return tuple(tensor for tensor in self.saved(policy) if not tensor.all_rows)
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
-        """Returns what a layer keeps for its backward beside its input.
-
-        Args:
-            policy: The name of a policy of rematerialization.
-
-        Returns:
-            The tensors, without scores.
-        """
+        """Returns what a layer keeps for its backward beside its input."""
         if policy == "none":
             return (*(tensor for _, tensor in self.tensors), *self.unnamed)
         names, _ = saved_names(policy)
         return tuple(tensor for name, tensor in self.read if name in names)
 
     def passed_on(self, policy: str) -> tuple[Tensor, ...]:
-        """Returns what a layer keeps, beside `saved`, for the next one to be computed again.
-
-        Args:
-            policy: The name of a policy of rematerialization, of a stage of several layers.
-
-        Returns:
-            The tensors that are only added to what layers hand on.
-        """
+        """Returns what a layer keeps, beside `saved`, for the next one to be computed again."""
         if policy == "none":
             return ()
         names, _ = saved_names(policy)
@@ -247,18 +233,7 @@ def planned_model(
     """Returns a model of the trainer as a planner sees it.
 
     Args:
-        name: Its name.
-        block: The family, a value of `decoder_block`.
-        sizes: Its sizes.
-        num_pipelined: The layers of the pipeline; others run after it.
-        dtypes: The dtypes of weights and of activations.
         scores_length: Tokens of a sequence if attention stores its scores; 0 if it does not.
-        on_cpu: Whether the devices are CPUs.
-        on_gpu: Whether they are GPUs.
-        grouped_kernel: Whether a kernel multiplies rows with the weights of their experts.
-
-    Returns:
-        The model.
     """
     uniform = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     tree = MODEL_FAMILIES[block].weights(sizes, layers_after=uniform - num_pipelined)

@@ -54,17 +54,6 @@ def own_request(
 ) -> Request:
     """Returns a request for a model of plain functions.
 
-    Args:
-        model: The model, such as a `jaxpipe.Model`.
-        params: Its parameters, or their shapes.
-        example: A batch of one row or more, or its shapes.
-        devices: The devices.
-        batch: Rows of a step.
-        limit: Bytes of memory that a plan may use on a device.
-
-    Returns:
-        The request.
-
     Raises:
         ValueError: If its layers are of several kinds.
     """
@@ -157,14 +146,7 @@ def fix_space(
     """Returns a request whose plans have at most so many ranks, and what is given.
 
     Args:
-        request: The request.
-        max_stages: The most ranks; None for any number.
-        schedule: The schedule; None for any.
         mesh: The sizes of its axes; axes that are left out have one device. None for any mesh.
-        counts: Values of `microbatches` and `chunks`, if they are given.
-
-    Returns:
-        The request.
 
     Raises:
         ValueError: If the mesh has another number of devices, or an axis over which the planner
@@ -193,9 +175,6 @@ def fix_space(
 def own_settings(candidate: StepLayout) -> Values:
     """Returns the arguments of `jaxpipe.pipeline` for a layout.
 
-    Args:
-        candidate: The layout.
-
     Returns:
         Arguments by name; `mesh` has the sizes of `jaxpipe.make_mesh`, and `remat` says whether the
         backward computes a stage again.
@@ -218,13 +197,6 @@ def own_settings(candidate: StepLayout) -> Values:
 
 def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
     """Returns the pipeline of a layout as its engine would run it.
-
-    Args:
-        candidate: The layout.
-        devices: The devices, or stand-ins for them.
-
-    Returns:
-        The pipeline.
 
     Raises:
         ValueError: If the engine cannot run it.

@@ -122,13 +122,6 @@ class OwnInputs(NamedTuple):
 def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:
     """Returns the keys that files and pairs give; later ones win.
 
-    Args:
-        files: Texts of YAML files.
-        overrides: Pairs `key=value`.
-
-    Returns:
-        Values by key.
-
     Raises:
         ValueError: If one of them cannot be read.
     """
@@ -148,18 +141,6 @@ def make_request(
     schedule: str | None = None,
 ) -> Request:
     """Reads what a plan is for.
-
-    Args:
-        given: Values of keys of a run.
-        devices: The devices.
-        batch: Sequences of a step; None for `per_device_batch_size` times the devices.
-        sequence: Tokens of a sequence; None for `max_target_length`.
-        memory_gb: The memory of a device that may be used, in 1e9 bytes; None for all of it.
-        max_stages: The most ranks of a pipeline; None for any number.
-        schedule: The schedule; None for any.
-
-    Returns:
-        The request.
 
     Raises:
         ValueError: If a value is wrong.
@@ -220,15 +201,7 @@ def make_request(
 
 
 def usable_bytes(devices: Devices, memory_gb: float | None) -> float:
-    """Returns the bytes of memory that a plan may use on a device.
-
-    Args:
-        devices: The devices.
-        memory_gb: The memory that is given, in 1e9 bytes; None for all but a margin.
-
-    Returns:
-        The bytes.
-    """
+    """Returns the bytes of memory that a plan may use on a device."""
     return memory_gb * 1e9 if memory_gb else _USABLE * devices.memory_bytes
 
 
@@ -248,14 +221,7 @@ def _checked(values: Values) -> Config:
 
 
 def base_values(values: Mapping[str, Any]) -> Values:
-    """Returns the values of all keys: defaults, the model's preset, and those given.
-
-    Args:
-        values: Those given.
-
-    Returns:
-        Values by key.
-    """
+    """Returns the values of all keys: defaults, the model's preset, and those given."""
     base = _base()
     preset = PRESETS[values.get("model_name", base["model_name"])]
     return {**base, **preset, **values}
@@ -300,12 +266,6 @@ def _fixed(given: Mapping[str, Any]) -> tuple[Values, set[str]]:
 
 def layout_text(counts: Sequence[int]) -> str:
     """Returns the layers of every stage as the value of `pipeline_layout`.
-
-    Args:
-        counts: Layers of every stage.
-
-    Returns:
-        The text.
 
     Example:
         >>> layout_text((1, 2, 1))

@@ -66,15 +66,7 @@ class BestPlans:
 
 
 def search(request: Request, num_plans: int) -> BestPlans:
-    """Returns the fastest plans.
-
-    Args:
-        request: What a plan is for.
-        num_plans: How many plans to return at most.
-
-    Returns:
-        The plans, and what else was seen on the way.
-    """
+    """Returns the fastest plans."""
     count, leanest, beyond, fitting = 0, None, None, []
     for candidate in candidates(request.space):
         count += 1
@@ -93,15 +85,7 @@ def search(request: Request, num_plans: int) -> BestPlans:
 
 
 def microbatch_tokens(candidate: StepLayout, request: Request) -> float:
-    """Returns the tokens of a microbatch on a device.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        The tokens.
-    """
+    """Returns the tokens of a microbatch on a device."""
     rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
     return rows * request.sequence / candidate.sizes["context"]
 
@@ -163,15 +147,7 @@ def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
 
 
 def live_exactly(candidate: StepLayout, run: PreparedPipeline) -> Live:
-    """Returns how many microbatches a rank stores at a time, by the tables of its schedule.
-
-    Args:
-        candidate: The layout.
-        run: Its engine and its pipeline.
-
-    Returns:
-        The counts.
-    """
+    """Returns how many microbatches a rank stores at a time, by the tables of its schedule."""
     if run.pipeline.ticks is None:
         return live_at_most(candidate)
     slots = lock_step.tick_tables(run.pipeline.ticks).num_slots

@@ -40,11 +40,7 @@ class VerifiedPlan:
     compile_seconds: float
 
     def record(self) -> dict[str, Any]:
-        """Returns what the compiler says as plain data, for JSON.
-
-        Returns:
-            The figures by name.
-        """
+        """Returns what the compiler says as plain data, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     def __repr__(self) -> str:
@@ -63,13 +59,6 @@ class VerifiedPlan:
 
 def verify(plan: Plan, request: Request) -> VerifiedPlan:
     """Compiles the train step of a plan for its devices, which need not be there.
-
-    Args:
-        plan: The plan.
-        request: What it is for.
-
-    Returns:
-        What the compiler says.
 
     Raises:
         ValueError: If the compiler is not installed, or the step is refused.
@@ -97,14 +86,6 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
 
 def own_pipeline(plan: Plan, own: OwnInputs, devices: Sequence[Any]) -> PipelinedModel:
     """Returns the pipeline of a plan for a model of plain functions.
-
-    Args:
-        plan: The plan.
-        own: The model.
-        devices: As many as the mesh of the plan has.
-
-    Returns:
-        The pipeline.
 
     Raises:
         ValueError: If `jaxpipe.pipeline` refuses the settings.

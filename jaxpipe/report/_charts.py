@@ -39,10 +39,6 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
 
     Curves of equal steps share them: `charts[i].series[j].steps` is an index into `steps`.
 
-    Args:
-        run: A run.
-        found: The findings about it, of which bad steps are marked.
-
     Returns:
         A dictionary of lists, numbers and strings; None stands for values that are not finite.
     """
@@ -98,9 +94,6 @@ def _said_beside_speed(run: RunRecord) -> list[str]:
 
 def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """Returns the indices of the main charts, and those of the others.
-
-    Args:
-        charts: The charts of `chart_data`.
 
     Returns:
         Two lists of indices into `charts`.

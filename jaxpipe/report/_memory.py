@@ -60,14 +60,7 @@ _NAMES = {
 
 
 def memory_table(plan: StepPlan) -> StepMemory:
-    """Computes the memory of a step from shapes.
-
-    Args:
-        plan: The step of a run.
-
-    Returns:
-        A table with one column, or one for each rank if they differ.
-    """
+    """Computes the memory of a step from shapes."""
     found = estimate_memory(plan)
     totals = [each.total for each in found]
     largest = max(totals)
@@ -82,14 +75,7 @@ def memory_table(plan: StepPlan) -> StepMemory:
 
 
 def remarks(plan: StepPlan) -> list[str]:
-    """Returns sentences about memory that the arithmetic leaves out.
-
-    Args:
-        plan: The step of a run.
-
-    Returns:
-        Sentences for the page.
-    """
+    """Returns sentences about memory that the arithmetic leaves out."""
     remat = plan.model.remat
     found = [
         "By arithmetic of shapes: the least a step needs. What runs inside a stage, logits, "

@@ -82,11 +82,7 @@ def render(
 
 
 def environment() -> jinja2.Environment:
-    """Returns an environment of templates that escapes all values except the package's own files.
-
-    Returns:
-        The environment.
-    """
+    """Returns an environment that escapes all values except the package's own files."""
     made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -102,14 +98,7 @@ def _file(name: str) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """Formats a size such as `12.3 MB`; units are powers of 1000.
-
-    Args:
-        count: A number of bytes.
-
-    Returns:
-        The size with three digits and its unit.
-    """
+    """Formats a size such as `12.3 MB`; units are powers of 1000."""
     size, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(size) < 1000 or unit == "TB":
@@ -119,14 +108,7 @@ def in_bytes(count: int) -> str:
 
 
 def with_code(text: object) -> Markup:
-    """Escapes text and sets `names` in backticks as code.
-
-    Args:
-        text: Any object, which is printed.
-
-    Returns:
-        HTML.
-    """
+    """Escapes text and sets `names` in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -31,15 +31,7 @@ class Picture:
 
 
 def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
-    """Draws the schedule of a run with its predicted costs.
-
-    Args:
-        plan: The step of the run.
-        name: The name of its schedule.
-
-    Returns:
-        The drawing; None without a pipeline.
-    """
+    """Draws the schedule of a run with its predicted costs."""
     timeline = _predicted(plan)
     return None if timeline is None else _drawn("Predicted", name, timeline)
 
@@ -49,15 +41,7 @@ def _predicted(plan: StepPlan) -> Timeline | None:
 
 
 def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
-    """Returns the figures of a run's schedule.
-
-    Args:
-        plan: The step of the run.
-        name: The name of its schedule.
-
-    Returns:
-        Names and values; empty without a pipeline.
-    """
+    """Returns the figures of a run's schedule."""
     timeline = _predicted(plan)
     if timeline is None:
         return []
@@ -78,12 +62,6 @@ def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
 
 def traced_step_pictures(file: Path) -> list[Picture]:
     """Draws a traced step as it ran, and as its schedule predicts it with the measured durations.
-
-    Args:
-        file: A trace in Perfetto's JSON; the drawings are in milliseconds.
-
-    Returns:
-        One drawing for each timeline in the trace.
 
     Raises:
         ValueError: If it is no trace of `mpmd_trace_step`.

@@ -33,9 +33,6 @@ class Setting:
 def settings(values: Mapping[str, Any]) -> list[Setting]:
     """Compares the settings of a run with the defaults.
 
-    Args:
-        values: The values of a `config.yml`.
-
     Returns:
         Every key, in the order of `values`.
     """

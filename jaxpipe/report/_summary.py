@@ -29,16 +29,7 @@ class Card:
 
 
 def facts(run: RunRecord, devices: int | None, plan: StepPlan | None) -> list[tuple[str, str]]:
-    """Returns the model, the devices and the sizes of a run.
-
-    Args:
-        run: The run.
-        devices: The number of devices, if known.
-        plan: The step of the run, if it can be planned.
-
-    Returns:
-        Names and values.
-    """
+    """Returns the model, the devices and the sizes of a run."""
     values, last = run.values, run.starts[-1] if run.starts else {}
     kind = last.get("device_kind", "")
     found = [
@@ -94,9 +85,6 @@ def cards(run: RunRecord, status: Status) -> Iterator[Card]:
 
 def metric_rows(run: RunRecord) -> list[tuple[str, ...]]:
     """Returns a row for each metric of a run.
-
-    Args:
-        run: The run.
 
     Returns:
         Rows of name, first, last, least, median and largest value, and number of values.

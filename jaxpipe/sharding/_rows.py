@@ -41,10 +41,6 @@ def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, .
 
     Random numbers are thereby the same on any mesh.
 
-    Args:
-        make: From a shape to an array; dim 0 are rows.
-        shape: The shape of this device's share.
-
     Returns:
         [*shape] an array.
     """

@@ -215,6 +215,14 @@ def zero1_rules(rules: Rules) -> Rules:
 
 
 def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """Returns `x` unchanged: the constraint of a model that runs on one device."""
+    """Returns `x` unchanged: the constraint of a model that runs on one device.
+
+    Args:
+        x: An activation.
+        axes: Its logical axes, which are not read.
+
+    Returns:
+        `x`.
+    """
     del axes
     return x

@@ -19,12 +19,6 @@ def loss_and_gradients(
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of a microbatch together with its gradients, so logits are computed once.
 
-    Args:
-        model: The model.
-        boundary: Weights of embedding and head, gathered.
-        y: What the last stage returns for the microbatch.
-        batch_inputs: The inputs of the microbatch.
-
     Returns:
         ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient of
         `y`)). The latter has the structure of `floating(y)`.
@@ -73,10 +67,6 @@ def _sum_over(axis: str, x: jax.Array) -> jax.Array:
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
     """Adds gradients of a microbatch to those of embedding and head, in float32.
-
-    Args:
-        gradients: The sums so far, of all groups.
-        new: Gradients of any of the groups.
 
     Returns:
         The sums, with the groups of `new` added.

@@ -56,12 +56,8 @@ def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
     """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches.
 
     Args:
-        tree: Gradients.
         apart: Whether the casts are operations of their own (`cast_apart`), as is best if sums are
             added to next. If not, a product may write float32 at once.
-
-    Returns:
-        The gradients, in float32 or wider.
     """
 
     def widen(x: jax.Array) -> jax.Array:

@@ -57,9 +57,6 @@ def is_gpu_topology(name: str) -> bool:
     Args:
         name: A topology, such as `h100:8` or `v5p:2x2x1`.
 
-    Returns:
-        True for GPUs.
-
     Example:
         >>> is_gpu_topology("h100:4x8"), is_gpu_topology("v5p:2x2x1")
         (True, False)

@@ -43,10 +43,6 @@ def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
 
     Args:
         name: Generation and chips, such as `v5p:2x2x1`, `v5e:4x4`, `v6e:2x4` or `tpu7x:2x2x1`.
-        num_slices: The number of slices of that size.
-
-    Returns:
-        The devices of all slices.
 
     Raises:
         ValueError: If libtpu is missing or does not know the topology.

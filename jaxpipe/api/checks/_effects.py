@@ -28,17 +28,6 @@ def check_effects(
     noise; JAX runs no callback where some axes of the mesh are automatic. A program for each rank
     prints.
 
-    Args:
-        model: The model.
-        engine: The engine.
-        mesh: The mesh.
-        weights: The parameters in the groups of engines, or their shapes.
-        batch: Shapes of the rows of a microbatch.
-        key: The dropout key of the step, or ().
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If one has. It names the function and the effect.
     """

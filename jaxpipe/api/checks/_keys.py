@@ -13,12 +13,6 @@ _MESH_DEPENDENT = ("key<rbg>", "key<urbg>")
 def check_key(key: Any) -> Array:
     """Checks the dropout key of a step.
 
-    Args:
-        key: What the user gave.
-
-    Returns:
-        The key.
-
     Raises:
         ValueError: If it is None, no typed key, several keys, or of an implementation whose draws
             depend on the mesh.

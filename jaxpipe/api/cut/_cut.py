@@ -38,15 +38,10 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     """Makes the model of a module.
 
     Args:
-        cut: The module.
         loss: `(output of the module, batch) -> loss` of `Model.loss`.
         batch: An example of a batch, arrays or shapes. With it parameters outside of layers are
             divided into those of the embedding and those of the loss, and everything is checked
             at once; without it both parts have all of them, and the first batch is checked.
-        stacked: Whether the module runs its layers in a `lax.scan` over a stack of them.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: If layers do not form a chain of equal programs.

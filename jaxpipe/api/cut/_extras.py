@@ -28,11 +28,6 @@ def weights_of_extras(
         parts: `(extras, *others) -> ({"loss": scalar, name of a metric: scalar}, whether the loss
             is a mean)`.
         extras: Shapes of what layers return besides x, with the layers in dim `axis`.
-        others: Shapes of the other arguments.
-        axis: The dim of layers.
-
-    Returns:
-        The factors of each extra of one layer, by the names of scalars that depend on one.
 
     Raises:
         ValueError: If a scalar depends on extras by other means than a sum of them times constants

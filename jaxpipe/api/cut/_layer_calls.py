@@ -58,16 +58,7 @@ class LayerArguments:
         return [i for i in ids if _is_array(self.leaves[i]) and not self._is_key(i)]
 
     def replace(self, x: PyTree, arrays: dict[int, Any], key: Any) -> tuple[tuple, dict[str, Any]]:
-        """Returns the arguments of another call of the layer.
-
-        Args:
-            x: The first argument.
-            arrays: New leaves, by index.
-            key: What replaces every key, or None to leave them.
-
-        Returns:
-            (positional arguments, arguments by name).
-        """
+        """Returns the arguments of another call of the layer."""
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         if key is not None:
             leaves = [key if self._is_key(i) else leaf for i, leaf in enumerate(leaves)]
@@ -83,12 +74,6 @@ class LayerArguments:
 
 def arguments_of(call: LayerCall) -> LayerArguments:
     """Takes the arguments of a layer apart.
-
-    Args:
-        call: The call.
-
-    Returns:
-        The arguments.
 
     Raises:
         ValueError: If the layer has no arguments.
@@ -112,13 +97,6 @@ def check_chain(
     calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
 ) -> None:
     """Checks that layers run one after the other on equal arguments.
-
-    Args:
-        calls: Every call in the order of the program, with its arguments and its result.
-        names: The names of the layers.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a layer is not called exactly once and in order, if something runs between

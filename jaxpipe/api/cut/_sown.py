@@ -16,10 +16,6 @@ Factors = Mapping[str, float | None]
 def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
     """Adds up what layers have sown.
 
-    Args:
-        collections: Trees of scalars, by the name of the collection.
-        factors: The factor of each collection.
-
     Returns:
         "loss", the sum of all collections times their factors, and the sum of each collection;
         nothing of empty ones.
@@ -61,7 +57,6 @@ def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
 
     Args:
         loss: `(output, batch) -> loss` of the user.
-        factors: The factor of each collection.
 
     Returns:
         `((output, trees of [L] values by collection), batch) -> loss`.

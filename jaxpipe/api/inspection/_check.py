@@ -63,15 +63,7 @@ def check(
     """Compares loss, metrics and gradients of a pipeline with those of the user's program.
 
     Args:
-        pipe: A `PipelinedModel`.
-        params: Parameters from `pipe.shard`, or the user's tree.
         batch: [B, ...] leaves.
-        key: The dropout key of the step, or None.
-        plain: The user's program. None: the functions of the model.
-        tolerance: The largest relative error that is accepted. None: by dtype.
-
-    Returns:
-        The relative errors.
 
     Raises:
         AssertionError: If an error is larger. It says why.
@@ -138,15 +130,9 @@ def reference_result(
     """Runs the user's program on one device.
 
     Args:
-        pipe: The pipeline.
-        whole: The user's tree.
         batch: [B, ...] leaves.
-        key: The dropout key of the step, or None.
         plain: The user's program. None: the functions of the model, on the whole batch; with
             dropout on microbatches, each of which has masks of its own.
-
-    Returns:
-        The results on the host, the dtype and what was run.
     """
     program, text = _program(pipe, whole, plain)
     function, num = program.value_and_grad, pipe.num_pieces
@@ -182,15 +168,6 @@ def compared(
 ) -> Comparison:
     """Compares results with a reference.
 
-    Args:
-        got: The results of a pipeline.
-        reference: Those of the user's program.
-        tolerance: The largest relative error that is accepted. None: by dtype.
-        is_plain: Whether the reference may have other metrics; those that both have are compared.
-
-    Returns:
-        The relative errors.
-
     Raises:
         AssertionError: If the results differ in structure or shape.
     """
@@ -222,16 +199,7 @@ def require(
     """Raises an error if a result is not close enough, which says why.
 
     Args:
-        pipe: The pipeline.
-        found: The relative errors.
-        whole: The user's tree.
         batch: [B, ...] leaves.
-        key: The dropout key of the step, or None.
-        plain: The user's program, or None.
-        what: What was compared, the subject of the message.
-
-    Returns:
-        None.
 
     Raises:
         AssertionError: If an error is larger than the tolerance, or NaN; or if masks of dropout
@@ -268,18 +236,7 @@ def check_steps(
     """Runs steps of an optimizer on both sides, and compares the parameters after them.
 
     Args:
-        pipe: The pipeline.
-        lifted: The optimizer for stored parameters, `pipe.optimizer(optimizer)`.
-        optimizer: The optimizer for the user's tree.
-        steps: The number of steps, all with the same batch and key.
-        params: Parameters from `pipe.shard`, or the user's tree.
         batch: [B, ...] leaves.
-        key: The dropout key of the step, or None.
-        found: The errors of loss and gradients.
-        plain: The user's program. None: the functions of the model.
-
-    Returns:
-        These errors, and those of parameters after the last step.
 
     Raises:
         AssertionError: If an error is larger than the tolerance.

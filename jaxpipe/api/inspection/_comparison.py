@@ -76,13 +76,6 @@ def largest_error(errors: dict[str, float]) -> str:
 def compare(got: Result, wanted: Result) -> dict[str, float]:
     """Compares two results of a program.
 
-    Args:
-        got: Those of the pipeline.
-        wanted: Those of the user's program.
-
-    Returns:
-        The relative errors by name.
-
     Raises:
         AssertionError: If the results differ in metrics, in leaves with gradients, or in shape.
     """
@@ -115,12 +108,6 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
 
     The user's program misses the tolerance itself, and the pipeline by four times as much, or four
     roundings of the largest gradient, at most.
-
-    Args:
-        got: What the pipeline computes, in float32.
-        wanted: What the user's program computes, in float32.
-        exact: What the user's program computes in float64.
-        tolerance: The largest relative error.
 
     Returns:
         The names, those of `compare`.
@@ -158,10 +145,6 @@ ROUNDINGS_PER_LAYER = 32
 
 def default_tolerance(dtype: Any, num_layers: int) -> tuple[float, str]:
     """Returns the largest relative error that rounding explains, and what it is for.
-
-    Args:
-        dtype: The narrowest dtype that the user's program computes with.
-        num_layers: L.
 
     Returns:
         (tolerance, text). For float32 1e-5, for float64 1e-12. Of 16 bits so many are lost in every

@@ -18,11 +18,7 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
     """Returns a mesh of the same sizes over the devices of a topology.
 
     Args:
-        mesh: The mesh.
         topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
-
-    Returns:
-        The mesh, for compiling only.
 
     Raises:
         ValueError: If the topology is unknown or has another number of devices.
@@ -42,10 +38,6 @@ def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
 
     Args:
         topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
-        num_slices: The number of slices of TPUs.
-
-    Returns:
-        The devices, for compiling only.
 
     Raises:
         ValueError: If the topology is unknown.
@@ -58,10 +50,6 @@ def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
 
 def train_step(pipe: Any, optimizer: Any) -> Callable:
     """Returns the function that trains a pipeline for one step.
-
-    Args:
-        pipe: The pipeline.
-        optimizer: The optimizer, from `pipe.optimizer`.
 
     Returns:
         `(params, state, batch, *key) -> (params, state, loss)`, not compiled.
@@ -81,13 +69,7 @@ def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: An
     """Compiles a function and reports what the program needs.
 
     Args:
-        function: A function from `jax.jit`.
-        mesh: The mesh that it runs on.
         bubble: The share of the pipeline's time in which a device waits, by the schedule.
-        *arguments: The shapes of its arguments, with shardings.
-
-    Returns:
-        The report, without the FLOPs of the model.
     """
     started = time.perf_counter()
     compiled = function.lower(*arguments).compile()

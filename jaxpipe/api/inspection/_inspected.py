@@ -71,16 +71,13 @@ class InspectedModel:
         each of which has masks of its own, it is the same for the microbatches one by one.
 
         Args:
-            params: Parameters from `shard`, or the user's tree.
             batch: [B, ...] leaves.
-            key: The dropout key of the step. None if no function of the model takes one.
             plain: The user's program, to be compared with in place of the model's functions:
                 `(params, batch) -> loss` or `-> (loss, metrics)`, where `params` is the user's tree
                 and the loss a scalar or `jp.Weighted`.
             optimizer: An optimizer of optax, or one alike. With it the parameters after some steps
                 are compared too: those of `pipe.optimizer(optimizer)`, and those of `optimizer` on
                 the user's tree.
-            steps: The number of these steps.
             tolerance: The largest relative error that is accepted: the largest difference divided
                 by the largest magnitude of the leaf. Default: by the narrowest dtype that the
                 program computes with, 1e-5 for float32, 1e-12 for float64; for 16 bits by their
@@ -127,7 +124,6 @@ class InspectedModel:
             params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
             batch: [B, ...] leaves; shapes and dtypes are enough.
             device: The generation of the devices, such as "v5p", "v5e" or "h100".
-            num_moments: Copies of the trainable parameters that the optimizer has; 2 for Adam.
 
         Returns:
             The bytes on one device of every rank, which print as a table. They are a lower bound:

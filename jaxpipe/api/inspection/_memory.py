@@ -80,15 +80,10 @@ def memory_table(
     """Makes the table.
 
     Args:
-        device: The generation of the devices.
         parameters: [S] bytes of parameters.
         gradients: [S] bytes of gradients.
         trainable: [S] bytes of the stored parameters that have gradients.
         activations: [S] bytes of stored activations.
-        num_moments: How many copies of the trainable parameters an optimizer has.
-
-    Returns:
-        The table.
 
     Raises:
         ValueError: If the device is unknown.
@@ -105,10 +100,6 @@ def memory_table(
 
 def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
     """Returns the bytes that each stage stores for a microbatch, on one device.
-
-    Args:
-        arguments: From `given` to the arguments of `Engine.value_and_grad`.
-        *given: Shapes of parameters, batch and key.
 
     Returns:
         [num_stages] bytes, in forward order; those of all slices, if sequences are sliced.
@@ -136,15 +127,7 @@ def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
 
 
 def carried_bytes(arguments: Callable, *given: PyTree) -> int:
-    """Returns the bytes of the state that slices of sequences carry, at the peak of the schedule.
-
-    Args:
-        arguments: From `given` to the arguments of `Engine.value_and_grad`.
-        *given: Shapes of parameters, batch and key.
-
-    Returns:
-        The bytes on one device: of states and of their cotangents; 0 without slices.
-    """
+    """Returns the bytes of state that slices of sequences carry at the peak of the schedule."""
     sizes: list[int] = []
 
     def measure(*given: PyTree) -> None:
@@ -176,9 +159,7 @@ def rank_residual_bytes(plan: PipelinePlan, sizes: Sequence[int], differ: bool) 
     """Returns the bytes that each rank stores at the peak of the schedule, on one device.
 
     Args:
-        plan: The pipeline.
         sizes: [num_stages] bytes that a stage stores for a microbatch.
-        differ: Whether ranks differ; in one program all have the buffers of the fullest.
 
     Returns:
         [S] bytes.
@@ -194,12 +175,7 @@ def _residual_bytes(stage: Callable, weights: PyTree, x: PyTree, *others: PyTree
 
     Args:
         stage: `(weights, x, *others) -> (x, aux)`.
-        weights: The weights of the stage, or their shapes; they are not counted.
-        x: The input of the stage, or its shape.
         *others: Its other arguments, or their shapes; they are not counted.
-
-    Returns:
-        The bytes for one microbatch on one device.
     """
 
     def residuals(weights: PyTree, others: PyTree, x: PyTree) -> list[Any]:

@@ -40,12 +40,7 @@ def why(
     every function is run on all rows and on pieces of them.
 
     Args:
-        pipe: The pipeline.
-        found: The relative errors.
-        whole: The user's tree.
         batch: [B, ...] leaves.
-        key: The dropout key of the step, or None.
-        plain: The user's program; None if it is that of the model.
 
     Returns:
         Sentences that name the cause and what to write; "" if nothing was found.

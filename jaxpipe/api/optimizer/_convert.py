@@ -18,11 +18,6 @@ from ._state import StoredState, from_stored, is_tree_of_state
 def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelinePlan], state: PyTree) -> PyTree:
     """Returns a stored state as the optimizer has it for the user's tree.
 
-    Args:
-        engine: The engine.
-        plan_of: From a part of the state to what the engine is told.
-        state: The stored state.
-
     Returns:
         The state, whole on every device; for `mpmd` on the first device.
     """
@@ -51,16 +46,6 @@ def shard_state(
     tied: bool,
 ) -> PyTree:
     """Stores the state that an optimizer has for the user's tree.
-
-    Args:
-        engine: The engine.
-        plan_of: From a part of the state to what the engine is told.
-        state: The state.
-        like: A stored state of the same optimizer, or its shapes.
-        tied: Whether the loss reads the parameters of the embedding.
-
-    Returns:
-        The state, on the devices that hold the parameters.
 
     Raises:
         ValueError: If `state` has another structure than `unshard` gives `like`.

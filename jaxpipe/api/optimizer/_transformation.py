@@ -41,18 +41,7 @@ def transformation(
     plan_of: Callable[[dict[str, Any]], PipelinePlan],
     jit: Callable[[Callable], Callable],
 ) -> Any:
-    """Returns an optimizer for stored parameters, of the class of the user's optimizer.
-
-    Args:
-        tx: The user's optimizer.
-        model: The model.
-        engine: The engine.
-        plan_of: From stored parameters to what the engine is told.
-        jit: Compiles a function as the engine does.
-
-    Returns:
-        The optimizer. Outside of a compiled function it compiles its own.
-    """
+    """Returns an optimizer for stored parameters, of the class of the user's optimizer."""
     lifted = LiftedOptimizer(tx, model, engine, plan_of)
 
     def update_all(grads: Any, state: PyTree, params: Any, extra: dict[str, Any]) -> Any:

@@ -75,20 +75,7 @@ def first_function_that_mixes(
     num_pieces: int,
     tolerance: float,
 ) -> UnlikeRows | None:
-    """Finds the first function whose result of n pieces is not that of all rows.
-
-    Args:
-        mesh: The mesh of the pipeline.
-        model: The model.
-        params: The user's tree.
-        batch: All rows, which n divides.
-        key: The dropout key, or None. Functions that take one are not compared.
-        num_pieces: n.
-        tolerance: The largest relative error of equal results.
-
-    Returns:
-        The first one, in the order in which functions run; None if there is none.
-    """
+    """Finds the first function whose result of n pieces is not that of all rows."""
 
     def compare(params: PyTree, batch: PyTree) -> list[UnlikeRows]:
         return list(_compared(model, params, batch, key, num_pieces, tolerance))

@@ -135,13 +135,8 @@ def program_of(
     """Returns the program of a model: its functions one after the other.
 
     Args:
-        model: The model.
-        trainable: For every leaf, whether it is trained.
         pieces_per_call: M, if the pieces of a batch are run in several calls, whose numbers are
             folded into the keys of layers; None for one call.
-
-    Returns:
-        The program.
     """
 
     def pieces_of_call(piece: Any) -> tuple[Any, ...]:
@@ -166,15 +161,7 @@ def run_layers(
     """Runs all layers; returns what leaves the last one, and the sums of what they return besides.
 
     Args:
-        model: The model.
-        groups: The parameters.
-        x: What enters the first layer.
-        rows: Rows of the batch.
         pieces: The index of the microbatch, with that of its call in front if there are several.
-        key: The dropout key, or None.
-
-    Returns:
-        (x, scalars by name).
     """
     sums: dict[str, Any] = {}
     first = 0
@@ -214,15 +201,7 @@ def with_loss(
 
 
 def program_of_plain(plain: Callable, trainable: tuple[bool, ...]) -> UserProgram:
-    """Returns the program of a function `(params, batch) -> loss` or `-> (loss, metrics)`.
-
-    Args:
-        plain: The user's function.
-        trainable: For every leaf, whether it is trained.
-
-    Returns:
-        The program.
-    """
+    """Returns the program of a function `(params, batch) -> loss` or `-> (loss, metrics)`."""
 
     def contributions(params: PyTree, rows: PyTree, piece: Any, key: Any) -> Contributions:
         del piece, key

@@ -19,11 +19,6 @@ def on_one_device(mesh: Mesh, function: Callable, *arguments: PyTree) -> tuple[A
 
     Sharding constraints of the function are those of a mesh with the same axes and one device.
 
-    Args:
-        mesh: The mesh of the pipeline.
-        function: A function of pytrees of arrays.
-        *arguments: Its arguments.
-
     Returns:
         (the result, the narrowest dtype of floating-point numbers that it computes with).
     """

@@ -57,7 +57,6 @@ def pullback(
     Args:
         f: A function of arrays. It closes over no array that is differentiated.
         weights: Example weights: only shapes, dtypes and varying manual axes are read.
-        x: Example input of the stage; only types are read.
         batch_inputs: Example inputs of one microbatch that every stage may read; only types are
             read.
         rng: Example random keys and other inputs without derivative; only types are read.

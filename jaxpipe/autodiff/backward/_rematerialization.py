@@ -69,7 +69,14 @@ recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
 
 
 def keep(work: Callable) -> Callable:
-    """Returns `work` unchanged: the backward finds all values it needs, and recomputes none."""
+    """Returns `work` unchanged: the backward finds all values it needs, and recomputes none.
+
+    Args:
+        work: A stage or a layer.
+
+    Returns:
+        `work`.
+    """
     return work
 
 
@@ -115,13 +122,6 @@ def saved_names(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the tensors that a policy saves on the device, and those that it offloads.
 
-    Args:
-        policy: One of `POLICIES`.
-        locations: For `custom`: the location of each tensor of `TENSORS`.
-
-    Returns:
-        The names saved on the device, and the names saved in host memory.
-
     Raises:
         ValueError: If the policy, a tensor or a location is unknown.
     """
@@ -149,14 +149,6 @@ def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Ite
 
     Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
     ignores memory kinds, because host memory is the only memory.
-
-    Args:
-        policy: One of `POLICIES`.
-        locations: For `custom`: the location of each tensor of `TENSORS`.
-        devices: The devices of the mesh. Only the first one is checked.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If the policy offloads tensors and the devices have no pinned host memory.

@@ -59,7 +59,6 @@ def split_backward(
     Args:
         f: A pure function of arrays. It closes over no array that is differentiated.
         weights: Example weights: only shapes, dtypes and varying manual axes are read.
-        x: Example input of the stage; only types are read.
         batch_inputs: Example inputs of one microbatch that every stage may read; only types are
             read.
         rng: Example random keys and other inputs without derivative; only types are read.
@@ -128,12 +127,7 @@ def _run(program: Graph, *arguments: PyTree, into: Iterable[tuple[int, Any]]) ->
     """Runs a program on leaves, which may vary over fewer manual axes than the examples did.
 
     Args:
-        program: The program.
-        *arguments: Its inputs: trees of arrays and entries.
         into: Indices of outputs, and the entry to which each is written, or anything else.
-
-    Returns:
-        The outputs.
     """
     inputs = [
         x if isinstance(x, Entry) else pvary_like(value.aval, x)

@@ -24,7 +24,6 @@ def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     Args:
         keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged, and so are all
             of a node `SameForAllMicrobatches`.
-        microbatch: Index of the microbatch, a scalar.
 
     Returns:
         Pytree with the structure and the shapes of `keys`.
@@ -55,8 +54,6 @@ def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
 
     Args:
         tree: Leaves [M, ...] with T positions in `dim`; T is a multiple of `num_slices`.
-        num_slices: s.
-        dim: The dim of positions, at least 1.
 
     Returns:
         Leaves [M * s, ...] with T / s positions, the slices of a microbatch in order.
@@ -85,13 +82,8 @@ def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Sca
     """Combines the results of the loss function and of the stages into one loss and its metrics.
 
     Args:
-        loss: The loss of the batch that `model.loss` has summed up.
-        loss_metrics: The metrics of the batch that `model.loss` has returned.
         stage_aux: The auxiliary losses and metrics of `model.stage`, summed over stages and
             microbatches. The entry "loss", if present, is added to `loss`.
-
-    Returns:
-        (loss, metrics) of the batch.
 
     Raises:
         ValueError: If `loss` and `stage` use the same name for a metric.

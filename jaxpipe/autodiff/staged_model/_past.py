@@ -89,9 +89,6 @@ class Past:
     def causal_mask(self, num_queries: int) -> Bool[Array, "t T"]:
         """Returns which positions each token of the slice may attend to: its own and earlier ones.
 
-        Args:
-            num_queries: t, the tokens of the slice.
-
         Returns:
             [t, T] booleans.
         """

@@ -128,10 +128,6 @@ def _outputs(returned: Any, x: Any) -> tuple[Any, Aux]:
 def like_input(y: Any, x: Any) -> Any:
     """Returns the result `y` of a stage, typed as its input.
 
-    Args:
-        y: The result of a stage or a layer.
-        x: Its input.
-
     Returns:
         `y`, on a mesh with explicit axes resharded to the type of `x`.
 

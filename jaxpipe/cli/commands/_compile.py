@@ -59,12 +59,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles the train step and prints a report.
 
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code.
-
     Raises:
         ValueError: If the settings are wrong, or the step does not fit.
     """

@@ -51,12 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints how to use the result.
 
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code.
-
     Raises:
         ValueError: If the folder or an option is wrong.
     """
@@ -90,12 +84,6 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_size(size_text: str) -> int:
     """Parses a size such as `5GB`, `200MB` or a number of bytes; units are powers of 1000.
-
-    Args:
-        size_text: The size.
-
-    Returns:
-        The size in bytes.
 
     Raises:
         ValueError: If it is no size.

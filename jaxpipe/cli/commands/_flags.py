@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
 
 def print_flags(config: "Config", device: Any) -> int:
-    """Prints which flags a step is compiled with, and which not, with the reasons.
-
-    Args:
-        config: The config of the run.
-        device: One of its devices.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Prints which flags a step is compiled with, and which not, with the reasons."""
     from ...train.config import parse_xla_flags
     from ...train.plan import step_traits
     from ...xla.compiler_flags import FLAGS, flags_text
@@ -37,14 +29,6 @@ def probe_flags(
     """Compiles a step without flags, with the defaults and with each group, and compares them.
 
     Flags of `compile_xla_flags` are in all of them.
-
-    Args:
-        setup: The run.
-        compile_step: Compiles a step, and reports about it.
-        as_json: Whether to print one JSON object in place of a table.
-
-    Returns:
-        The exit code: 1 if the compiler has refused the step without flags, else 0.
     """
     import jax
 

@@ -51,12 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
     Process 0 has the terminal; lines of the others are printed with their number, on standard
     error. The signals that end a run reach all processes once. No process outlives this one.
-
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code of the process that failed first, or 0.
     """
     read_settings(args.settings)  # so that an error in them is printed once
     for restart in range(1, args.max_restarts + 2):

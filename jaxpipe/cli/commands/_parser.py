@@ -32,9 +32,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the parsed arguments. Settings may come before, between and after options.
 
-    Args:
-        argv: The words after `jaxpipe`, or None for those of this process.
-
     Returns:
         The arguments; `func` is the function to call with them.
 

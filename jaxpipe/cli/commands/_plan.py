@@ -74,12 +74,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, and prints a table.
 
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code.
-
     Raises:
         ValueError: If the settings are wrong, or nothing fits.
     """

@@ -45,12 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
     A single run is planned again on emulated devices.
 
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code.
-
     Raises:
         ValueError: If an option or the folder is wrong.
     """

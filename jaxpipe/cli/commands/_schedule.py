@@ -312,10 +312,6 @@ def parse_costs(costs: str, transfer: str) -> Costs:
 
     Args:
         costs: `F,I,W`, each a number, or numbers per stage with `/` between them.
-        transfer: The cost of a transfer between ranks.
-
-    Returns:
-        The costs.
 
     Raises:
         ValueError: If a cost is missing or is no number.

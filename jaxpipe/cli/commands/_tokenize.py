@@ -21,14 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the file, and prints the settings with which a run reads it.
-
-    Args:
-        args: The parsed arguments.
-
-    Returns:
-        The exit code.
-    """
+    """Writes the file, and prints the settings with which a run reads it."""
     from ...train.loop._batches import data_plan, write_corpus
 
     with unwinding():

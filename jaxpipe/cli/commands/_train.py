@@ -31,9 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains. Processes join and devices are emulated before JAX looks for devices.
 
-    Args:
-        args: The parsed arguments.
-
     Returns:
         The exit code: 0, or 143 if SIGTERM has ended the run before its last step, 130 if SIGINT
         and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.

@@ -33,9 +33,6 @@ def join_processes(*, detect: bool) -> None:
         detect: Whether to join a job of SLURM, Kubernetes, Open MPI or a TPU pod if these variables
             are not set. JAX reads everything about it from the environment.
 
-    Returns:
-        None.
-
     Raises:
         ValueError: If a variable of the environment is missing or has a wrong value.
     """
@@ -77,12 +74,6 @@ def join_processes(*, detect: bool) -> None:
 
 def check_address(address: str) -> None:
     """Checks the address of process 0.
-
-    Args:
-        address: The value of `JAX_COORDINATOR_ADDRESS`.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If it is not host:port.
@@ -142,9 +133,6 @@ def leaving_on_error() -> Iterator[None]:
 
     The others wait for this process in a collective, so it must not wait for them, as JAX does at
     exit.
-
-    Yields:
-        None.
     """
     try:
         yield

@@ -36,15 +36,6 @@ class Lifelines:
     ) -> subprocess.Popen:
         """Starts a process with a pipe to it.
 
-        Args:
-            process: Its index.
-            command: The command and its arguments.
-            environment: The environment of the process.
-            options: Further arguments of `subprocess.Popen`.
-
-        Returns:
-            The process.
-
         Raises:
             OSError: If the process cannot be started.
         """
@@ -57,15 +48,7 @@ class Lifelines:
             os.close(reader)
 
     def notify_others(self, ended: int, how: str) -> None:
-        """Tells every other process that one has ended, and how.
-
-        Args:
-            ended: The index of the process that has ended.
-            how: How it has ended, such as "with code 1".
-
-        Returns:
-            None.
-        """
+        """Tells every other process that one has ended, and how."""
         for process, writer in self._writers.items():
             if process != ended:
                 with contextlib.suppress(BrokenPipeError):  # it has ended too
@@ -85,10 +68,6 @@ def follow_launcher(name: str, grace_seconds: float = GRACE_SECONDS) -> None:
 
     Args:
         name: The name of this process in its last message, such as "process 1".
-        grace_seconds: How long it runs after that message.
-
-    Returns:
-        None.
     """
     reader = os.environ.pop(LIFELINE, None)  # not for the children of this process
     if reader is None:

@@ -70,12 +70,6 @@ def started_processes(commands: Sequence[tuple[list[str], dict[str, str]]]) -> I
 
     Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
     from the terminal: a second signal ends a process at once.
-
-    Args:
-        commands: The arguments and the environment of every process.
-
-    Yields:
-        The started processes.
     """
     job, lifelines = Job([]), Lifelines()
 
@@ -133,11 +127,7 @@ def first_failure(job: Job, grace: float) -> int:
     """Waits until all processes have ended or their time is up, and prints which one failed first.
 
     Args:
-        job: The processes.
         grace: How many seconds the others may run when one has failed.
-
-    Returns:
-        The exit code of the job.
     """
     first: tuple[int, int] | None = None
     deadline = notify_at = math.inf

@@ -15,9 +15,6 @@ def keep_freed_memory() -> bool:
     kernel for large ones, and returns them: every call then takes a page fault for each 4 KiB. Of a
     step of matrix products with 40 MB of temporaries that was a tenth of the CPU time. In exchange
     the process holds some more memory, which is why a library does not do it on its own.
-
-    Returns:
-        Whether the C library has done so; False without glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -9,9 +9,6 @@ def use_compile_cache() -> Path | None:
     """Turns on JAX's persistent compilation cache, unless the user has set it for JAX.
 
     `JAX_COMPILATION_CACHE_DIR` sets it, and turns it off if it is empty.
-
-    Returns:
-        The folder of compiled programs, or None if this function has changed nothing.
     """
     import jax
 
@@ -28,9 +25,6 @@ def use_compile_cache() -> Path | None:
 
 def user_cache_folder(environment: Mapping[str, str]) -> Path:
     """Returns the folder in which jaxpipe may keep what it can make again.
-
-    Args:
-        environment: The environment variables.
 
     Returns:
         `jaxpipe` in `XDG_CACHE_HOME`, or in the folder `.cache` of the user's home.

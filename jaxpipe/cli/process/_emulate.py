@@ -23,7 +23,6 @@ def emulation_environment(num_devices: int, given: Mapping[str, str]) -> dict[st
     """Returns the environment variables that make a process see emulated devices.
 
     Args:
-        num_devices: The number of emulated devices.
         given: The environment so far. Its flags for XLA are kept, and win.
 
     Returns:

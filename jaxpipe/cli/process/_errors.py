@@ -67,15 +67,7 @@ def is_run_error(error: BaseException) -> bool:
 
 
 def report_error(error: BaseException, command: str) -> int:
-    """Prints one message for an error that has ended a command, and returns the exit code.
-
-    Args:
-        error: The exception.
-        command: The command, such as `train`.
-
-    Returns:
-        2 if the user has to change something, else 1.
-    """
+    """Prints one message for an error that has ended a command, and returns the exit code."""
     if isinstance(error, ValueError):
         return _fail(str(error))
     if isinstance(error, OSError) and error.strerror:
@@ -96,15 +88,7 @@ def _fail(message: str, *, code: int = 2) -> int:
 
 
 def _tell_unexpected(error: BaseException, command: str) -> int:
-    """Prints one line that reports a bug of jaxpipe and names the file with the traceback.
-
-    Args:
-        error: The exception.
-        command: The command, such as `train`.
-
-    Returns:
-        The exit code 1.
-    """
+    """Prints one line that reports a bug of jaxpipe and names the file with the traceback."""
     if os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error)
     what = clause(f"{type(error).__name__}: {error}")

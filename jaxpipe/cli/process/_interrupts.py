@@ -41,9 +41,6 @@ def unwinding() -> Iterator[None]:
 
     An error that the interrupt causes becomes KeyboardInterrupt too.
 
-    Yields:
-        None.
-
     Raises:
         KeyboardInterrupt: If SIGINT has come.
     """

@@ -15,14 +15,7 @@ _LOG_LEVELS = {
 
 
 def set_log_levels(environment: MutableMapping[str, str]) -> None:
-    """Lets compilers and runtimes report errors alone. Call it before JAX is imported.
-
-    Args:
-        environment: The environment variables; those that it has already win.
-
-    Returns:
-        None.
-    """
+    """Lets compilers and runtimes report errors alone. Call it before JAX is imported."""
     for name, level in _LOG_LEVELS.items():
         environment.setdefault(name, level)
 
@@ -33,12 +26,6 @@ def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
 
     libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
     does not know.
-
-    Args:
-        verbose: Whether to hide nothing.
-
-    Yields:
-        None.
 
     Raises:
         ValueError: If the code inside does. It is a user's mistake and says itself what is wrong,

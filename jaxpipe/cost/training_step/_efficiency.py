@@ -48,11 +48,7 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
     Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
 
     Args:
-        device: The kind of device.
         dtype: The dtype of matrix products, such as "bf16" or "fp8".
-
-    Returns:
-        The fractions.
     """
     device.peak_flops(dtype)  # checks the dtype
     chip = device.chip

@@ -51,14 +51,7 @@ class Device:
 
 
 def add(*terms: Seconds) -> Seconds:
-    """Returns the sum of seconds, kind by kind.
-
-    Args:
-        *terms: What to add.
-
-    Returns:
-        The sums.
-    """
+    """Returns the sum of seconds, kind by kind."""
     total: Seconds = {}
     for term in terms:
         for kind, seconds in term.items():
@@ -67,16 +60,7 @@ def add(*terms: Seconds) -> Seconds:
 
 
 def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSeconds:
-    """Returns the seconds of a layer for one microbatch, without gathers of its weights.
-
-    Args:
-        layer: The layer.
-        layout: The layout.
-        device: The device.
-
-    Returns:
-        Seconds by kind.
-    """
+    """Returns the seconds of a layer for one microbatch, without gathers of its weights."""
     products = sum(_products(layer, layout, device))
     attention, moved_scores = _attention(layer, layout, device)
     divided = layout.tensor if layout.sequence_parallel else 1

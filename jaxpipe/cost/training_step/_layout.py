@@ -109,23 +109,9 @@ class Layout:
         return self.rows * self.sequence / self.context
 
     def size(self, axis: str) -> int:
-        """Returns the size of a mesh axis.
-
-        Args:
-            axis: Its name.
-
-        Returns:
-            The number of devices along it.
-        """
+        """Returns the size of a mesh axis."""
         return getattr(self, axis)
 
     def stride(self, axis: str) -> int:
-        """Returns how far apart neighbours along an axis are, in devices.
-
-        Args:
-            axis: Its name.
-
-        Returns:
-            The product of the sizes of the nearer axes.
-        """
+        """Returns how far apart neighbours along an axis are, in devices."""
         return prod(self.size(nearer) for nearer in self.order[self.order.index(axis) + 1 :])

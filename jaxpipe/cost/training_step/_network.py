@@ -40,16 +40,7 @@ class Group:
 
 
 def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Network:
-    """Returns the network of a layout.
-
-    Args:
-        layout: The layout, for the size of a domain.
-        hardware: The peaks.
-        reached: The fractions of the peaks.
-
-    Returns:
-        The rates that collectives have.
-    """
+    """Returns the network of a layout."""
     domain = min(hardware.link_domain, layout.devices)
     if layout.hosts:
         domain = max(1, min(domain, layout.devices // layout.hosts))
@@ -64,16 +55,7 @@ def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Net
 
 
 def make_group(layout: Layout, network: Network, *axes: str) -> Group:
-    """Returns the devices along mesh axes.
-
-    Args:
-        layout: The layout.
-        network: The network, for the size of a domain.
-        *axes: The axes.
-
-    Returns:
-        The group.
-    """
+    """Returns the devices along mesh axes."""
     sizes = [layout.size(axis) for axis in axes]
     linked = [
         max(1, min(size, network.domain // layout.stride(axis)))
@@ -87,11 +69,6 @@ def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> fl
 
     Args:
         total_bytes: Bytes of the whole array, as one device has it at the end.
-        group: The devices.
-        network: The network.
-
-    Returns:
-        Seconds.
     """
     if group.size == 1:
         return 0.0
@@ -101,16 +78,7 @@ def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> fl
 
 
 def all_reduce_seconds(total_bytes: float, group: Group, network: Network) -> float:
-    """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather.
-
-    Args:
-        total_bytes: Bytes of the array.
-        group: The devices.
-        network: The network.
-
-    Returns:
-        Seconds.
-    """
+    """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather_seconds(total_bytes, group, network)
 
 
@@ -120,14 +88,8 @@ def all_to_all_seconds(
     """Returns the seconds of an all-to-all.
 
     Args:
-        sent_bytes: Bytes that a device has to send, with those to itself.
-        group: The devices.
-        network: The network.
         outside_share: The part of what leaves a domain that is sent: less than 1 where what goes
             to several of its devices is sent once.
-
-    Returns:
-        Seconds.
     """
     if group.size == 1:
         return 0.0
@@ -142,11 +104,6 @@ def all_to_all_seconds(
 
 def send_seconds(sent_bytes: float, layout: Layout, network: Network) -> float:
     """Returns the seconds of a transfer to the next rank of the pipeline.
-
-    Args:
-        sent_bytes: Bytes of one device.
-        layout: The layout.
-        network: The network.
 
     Returns:
         Seconds: over the network if any pair of neighbours is in two domains.

@@ -70,14 +70,8 @@ def predict(
     """Predicts the time of a training step.
 
     Args:
-        work: The model.
-        layout: How it is spread over devices.
-        hardware: The kind of device.
         reached: The fractions of the peaks that programs reach; None for the fitted ones of the
             kind and the layout's dtype.
-
-    Returns:
-        The time and its parts.
 
     Raises:
         ValueError: If the layers per stage do not fit the model, or the schedule cannot run.

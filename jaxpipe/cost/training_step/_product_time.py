@@ -16,19 +16,7 @@ _TILE = 128  # rows and columns of the tiles that matrix units compute
 def product_seconds(
     m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
 ) -> float:
-    """Returns the seconds of a product of [m, k] by [k, n].
-
-    Args:
-        m: Rows, usually tokens.
-        k: The contracted size.
-        n: Columns.
-        peak_flops: Operations a second that a large product reaches.
-        hardware: The device.
-        reached: The fractions of its peaks.
-
-    Returns:
-        Seconds.
-    """
+    """Returns the seconds of a product of [m, k] by [k, n]."""
     operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
     memory_rate = hardware.memory_bandwidth * reached.memory
     return max(operations, 2.0 * (m * k + k * n) / memory_rate) + 2.0 * m * n / memory_rate

@@ -28,12 +28,6 @@ class ScheduleTime:
 def build_schedule(layout: Layout) -> Schedule | None:
     """Returns the schedule of a layout.
 
-    Args:
-        layout: The layout.
-
-    Returns:
-        The schedule; None without a pipeline.
-
     Raises:
         ValueError: If no schedule has the layout's name, or it cannot run the layout's counts.
     """
@@ -55,9 +49,6 @@ def shorter(layout: Layout) -> tuple[Layout, Layout] | None:
     """Returns a layout with so few microbatches twice that the time of more follows from it.
 
     Between the warmup and the drain a schedule repeats itself every `stage` microbatches.
-
-    Args:
-        layout: A layout whose schedule is a name.
 
     Returns:
         Two layouts that differ by `stage` microbatches; None if the layout has few itself.
@@ -91,13 +82,8 @@ class StageSeconds:
         """Returns the time of a schedule.
 
         Args:
-            schedule: The schedule; None to run microbatches one after the other.
-            num_microbatches: Microbatches, without a schedule.
             barrier: Whether ranks wait for each other between steps. If not, a step takes the
                 longest time from a rank's first to its last action, as in zero-bubble papers.
-
-        Returns:
-            Its time.
         """
         if schedule is None:
             each = sum((*self.forward, *self.input, *self.weight))
@@ -113,17 +99,7 @@ class StageSeconds:
 def extrapolate(
     first: ScheduleTime, second: ScheduleTime, counted: tuple[Layout, Layout], layout: Layout
 ) -> ScheduleTime:
-    """Returns the time of a layout's microbatches from those of two shorter ones.
-
-    Args:
-        first: The time of the shorter one.
-        second: The time of the longer one.
-        counted: The two layouts.
-        layout: The layout.
-
-    Returns:
-        The time, which grows by the same for every microbatch.
-    """
+    """Returns the time of a layout's microbatches from those of two shorter ones."""
     few, more = (one.microbatches for one in counted)
     rounds = (layout.microbatches - more) / (more - few)
 
@@ -137,15 +113,7 @@ def extrapolate(
 
 
 def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
-    """Returns the stages of a rank.
-
-    Args:
-        schedule: The schedule; None for one stage.
-        rank: The rank.
-
-    Returns:
-        Their numbers, in forward order.
-    """
+    """Returns the stages of a rank."""
     if schedule is None:
         return [0]
     return sorted({a.stage for step in schedule.programs[rank] for a in actions_of(step)})
@@ -155,9 +123,6 @@ def num_transfers(schedule: Schedule) -> tuple[int, ...]:
     """Returns how many hand-overs an F, or an I, of every stage receives and sends.
 
     A device that neither computes beside a transfer nor buffers it waits for each of them.
-
-    Args:
-        schedule: The schedule.
 
     Returns:
         [stages] counts: 2, 1 for the first and the last stage, 0 towards stages of the same rank.

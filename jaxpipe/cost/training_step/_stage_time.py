@@ -12,11 +12,6 @@ _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradien
 def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple[LayerWork, ...]]:
     """Returns the layers of every stage.
 
-    Args:
-        work: The model.
-        num_stages: Stages, with those that share a rank.
-        layout: The layout, for its layers per stage.
-
     Returns:
         [num_stages] kinds of the layers, in forward order.
 
@@ -41,10 +36,6 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
     The last stage has fewer first, as it has the head too, then the first, then those beside them.
 
-    Args:
-        num_layers: Layers of the model.
-        num_stages: Stages.
-
     Returns:
         [num_stages] layers.
     """
@@ -62,10 +53,7 @@ def stage_seconds(
     """Returns the seconds of every stage for one microbatch, with embedding and head.
 
     Args:
-        work: The model.
         layers: [stages] the layers of every stage.
-        layout: The layout.
-        device: The device.
 
     Returns:
         [stages] seconds of F, I and W by kind.
@@ -126,16 +114,7 @@ def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> f
 
 
 def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
-    """Returns the seconds of one gather of layers' weights over `fsdp`.
-
-    Args:
-        layers: The layers.
-        layout: The layout.
-        device: The device.
-
-    Returns:
-        Seconds, not hidden by anything.
-    """
+    """Returns the seconds of one gather of layers' weights over `fsdp`."""
     group = make_group(layout, device.network, "fsdp")
     if not layout.experts_gather:
         return all_gather_seconds(
@@ -151,28 +130,12 @@ def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device
 
 
 def device_parameters(layer: LayerWork, layout: Layout) -> float:
-    """Returns the weights of a layer on a device, before `fsdp` divides them.
-
-    Args:
-        layer: The layer.
-        layout: The layout.
-
-    Returns:
-        Parameters.
-    """
+    """Returns the weights of a layer on a device, before `fsdp` divides them."""
     return layer.dense_parameters / layout.tensor + expert_parameters(layer, layout)
 
 
 def expert_parameters(layer: LayerWork, layout: Layout) -> float:
-    """Returns the weights of a layer's experts on a device, before `fsdp` divides them.
-
-    Args:
-        layer: The layer.
-        layout: The layout.
-
-    Returns:
-        Parameters.
-    """
+    """Returns the weights of a layer's experts on a device, before `fsdp` divides them."""
     return layer.expert_parameters / (layout.expert * layout.tensor)
 
 

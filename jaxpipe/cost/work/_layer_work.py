@@ -49,14 +49,7 @@ class Attention:
     whole_square: bool = False
 
     def positions(self, length: int) -> float:
-        """Returns the positions that a token attends to, on average.
-
-        Args:
-            length: Tokens of a sequence.
-
-        Returns:
-            Positions.
-        """
+        """Returns the positions that a token attends to, on average."""
         if self.window and self.window < length:
             return self.window - self.window**2 / (2 * length)
         return length / 2
@@ -167,12 +160,7 @@ def flops_per_token(work: ModelWork, length: int, *, whole_square: bool = False)
     token; rematerialization counts nothing.
 
     Args:
-        work: The model.
-        length: Tokens of a sequence.
         whole_square: Whether attention counts all positions, as Megatron's formula does.
-
-    Returns:
-        Operations per token.
     """
     total = 6.0 * work.hidden * work.vocab
     for layer in work.layers:
@@ -185,14 +173,6 @@ def flops_per_token(work: ModelWork, length: int, *, whole_square: bool = False)
 
 
 def attention_flops(attention: Attention, positions: int | float) -> float:
-    """Returns the operations of the scores and sums of a token's forward.
-
-    Args:
-        attention: The attention.
-        positions: Positions that the token attends to.
-
-    Returns:
-        Operations.
-    """
+    """Returns the operations of the scores and sums of a token's forward."""
     channels = attention.qk_channels + attention.v_channels
     return 2.0 * attention.heads * channels * positions

@@ -59,23 +59,7 @@ def transformer(
     """Returns the work of a transformer.
 
     Args:
-        layers: Number of layers.
-        hidden: Channels between layers.
-        heads: Query heads.
-        vocab: Size of the vocabulary.
-        mlp: Width of the MLP of layers without experts.
-        kv_heads: Heads of keys and values; as many as `heads` if None.
-        head_channels: Channels of a head; hidden / heads if None.
         gated: Whether an MLP has three weights, as in llama, not two, as in GPT.
-        tied: Whether the head's weight is the embedding's.
-        dropout: Whether layers have dropout, as GPT's.
-        fused_attention: Whether scores stay on the chip.
-        window: The positions that a token attends to at most; 0 for all before it.
-        latent: DeepSeek's attention instead.
-        experts: The experts of its layers, if any.
-
-    Returns:
-        The work.
 
     Example:
         >>> llama = transformer(

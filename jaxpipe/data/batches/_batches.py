@@ -58,10 +58,6 @@ def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
 
     Args:
         per_device_batch_size: Rows of one device; may be a fraction if a row is split over devices.
-        num_devices: The number of devices.
-
-    Returns:
-        The product of both.
 
     Raises:
         ValueError: If the product is not a whole number above 0.

@@ -57,9 +57,6 @@ def corpus_from_tokens(
         tokens: [N] ids, each document with its end of document.
         ends: [D] offsets, each one after the last token of a document.
 
-    Returns:
-        The corpus.
-
     Example:
         >>> len(corpus_from_tokens(np.asarray([5, 6, 0, 7, 0]), np.asarray([3, 5])))
         5
@@ -69,13 +66,6 @@ def corpus_from_tokens(
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     """Tokenizes documents and joins them to one stream, in order.
-
-    Args:
-        documents: At least one text.
-        tokenizer: Its end-of-document id is added after each document.
-
-    Returns:
-        The corpus, in memory: 4 bytes a token.
 
     Example:
         >>> from jaxpipe.data.sources import ByteTokenizer
@@ -93,15 +83,6 @@ def read_corpus(
     """Reads the documents of a source.
 
     Text is tokenized and held in memory, 4 bytes a token. Files of tokens are mapped into memory.
-
-    Args:
-        source: The source, of any type.
-        tokenizer: The tokenizer; not used if the type is `tokens`.
-        vocab_size: The number of rows of the model's embedding.
-        key: The config key that errors name.
-
-    Returns:
-        The corpus.
 
     Raises:
         ValueError: If a file does not exist, or its content is not of the type of the source.
@@ -141,14 +122,6 @@ def split_held_out(
 
     Each document is held out with probability `fraction`, which depends on its index and the seed
     alone: appending documents does not change the side of the earlier ones.
-
-    Args:
-        corpus: The corpus.
-        fraction: The probability, above 0 and below 1.
-        seed: The seed.
-
-    Returns:
-        The corpus that stays, and the corpus that is held out.
 
     Raises:
         ValueError: If either has no document.

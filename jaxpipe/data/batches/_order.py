@@ -24,7 +24,6 @@ def row_order(
     Args:
         sizes: [K] the number of rows of each source.
         weights: [K] the relative share of each source.
-        shuffle_seed: 0 to 2**32 - 1, or None to keep the order of each source in every epoch.
 
     Returns:
         A function from the index of a row to `(source, index in the source)`.

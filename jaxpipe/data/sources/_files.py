@@ -25,11 +25,6 @@ def resolve_files(path: str, kind: SourceType, *, key: str) -> list[Path] | list
     Args:
         path: A file; a folder, for all its files of the kind at any depth in sorted order; or a
             text that ships with the package, such as `builtin:sonnets`.
-        kind: The type of the files.
-        key: The config key that errors name.
-
-    Returns:
-        The files, in sorted order.
 
     Raises:
         ValueError: If the path does not exist, or names a device or a folder without such files.

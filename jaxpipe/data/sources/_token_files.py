@@ -77,11 +77,6 @@ def open_token_files(
     bytes for each document. A file that does not end with an end of document ends with a document
     all the same.
 
-    Args:
-        source: The source, of the type `tokens`.
-        vocab_size: The number of rows of the model's embedding.
-        key: The config key that errors name.
-
     Returns:
         The files, and [D] the offsets at which documents end, exclusive.
 

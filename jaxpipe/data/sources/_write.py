@@ -54,7 +54,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_tokens(Path(folder, "corpus.bin"), ["ab", "c"], ByteTokenizer())
         TokenFileSummary(num_tokens=5, num_documents=2, token_dtype='uint16', token_eod=256)
-    """  # noqa: DOC501 - `failed_write` is a function that returns one of the two
+    """
     if file.suffix != ".bin":
         raise ValueError(f"{str(file)!r} does not end with .bin, by which it is read. Rename it.")
     partial = file.with_name(file.name + ".partial")

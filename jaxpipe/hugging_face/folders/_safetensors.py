@@ -112,14 +112,6 @@ def create_files(
 ) -> dict[str, StoredTensor]:
     """Makes files with room for tensors, to fill through `map_tensor`, and an index of several.
 
-    Args:
-        folder: Where.
-        wanted: Dtype and shape of every tensor by its name.
-        max_shard_bytes: What the tensors of a file take at most, if it has more than one.
-
-    Returns:
-        The tensors, by name.
-
     Raises:
         OSError: If the disk has no room; before anything is written into a tensor.
     """

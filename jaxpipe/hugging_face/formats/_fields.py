@@ -77,16 +77,6 @@ def read_rope(
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
 
-    Args:
-        theta: The field `rope_theta` of a config.json, or None.
-        parameters: The field `rope_parameters`, or None.
-        scaling: The field `rope_scaling`, or None.
-        defaults: Of `rope_theta`, and of others that may be missing.
-        types: From a `rope_type` to the fields that it has.
-
-    Returns:
-        The fields.
-
     Raises:
         ValueError: Naming what is unknown or missing.
     """

@@ -10,7 +10,6 @@ def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:
     """Returns the names of the functions that give a program side effects.
 
     Args:
-        closed: The program.
         prints: Whether to leave out `jax.debug.print` and `jax.debug.callback` that are unordered.
 
     Returns:

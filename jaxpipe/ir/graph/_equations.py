@@ -20,9 +20,6 @@ def pvary_like(aval: Any, x: Any) -> Any:
 def has_plain_slices(aval: Any) -> bool:
     """Returns whether a loop can write slices of an array to a stack or a buffer of its own.
 
-    Args:
-        aval: The abstract value of a slice or of the stack.
-
     Returns:
         False if it is sharded over explicit axes, in host memory, or of keys.
     """
@@ -33,10 +30,6 @@ def has_plain_slices(aval: Any) -> bool:
 
 def empty_stack(aval: Any, length: int) -> jax.Array | None:
     """Returns an array of arbitrary values for the slices that a loop writes.
-
-    Args:
-        aval: The abstract value of a slice.
-        length: The number of slices.
 
     Returns:
         An array [length, ...] that varies over the manual axes of `aval`; None if it has no plain
@@ -92,11 +85,6 @@ def bind(
     """Returns an equation as a function of its inputs, by default of those that are no literals.
 
     A variable that the equation reads twice is two inputs.
-
-    Args:
-        equation: An equation of any jaxpr.
-        jaxpr: The jaxpr that contains it.
-        with_literals: Whether inputs that are literals are inputs of the function too.
 
     Returns:
         `(inputs) -> outputs`.

@@ -220,13 +220,8 @@ def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = Fal
     """Returns the equations of a jaxpr that its outputs depend on.
 
     Args:
-        closed: The jaxpr.
-        keep_dead: Whether to keep all other equations too.
         prints: Whether to allow unordered prints and callbacks, and to keep them. The last output
             of an equation that prints is a token, a zero: a program that returns it runs the print.
-
-    Returns:
-        The graph.
 
     Raises:
         ValueError: If the jaxpr has side effects.
@@ -241,13 +236,6 @@ def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = Fal
 
 def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
     """Checks that a program only computes its outputs.
-
-    Args:
-        closed: The program.
-        prints: Whether to allow unordered prints and callbacks.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If the program has other side effects, naming the functions that have them.

@@ -25,14 +25,9 @@ def run_once_if(predicate: Any, update: Callable, state: Any, *, hint: str = "")
     What a loop carries it changes in place.
 
     Args:
-        predicate: A boolean scalar.
-        update: A function of `state`, with results of the same shapes and dtypes.
         state: A tree of arrays. The results vary over the same manual axes.
         hint: A name scope that says how often the predicate is true, such as `taken_3_of_10`.
             Empty for always.
-
-    Returns:
-        The new state.
     """
     types = jax.tree.map(jax.typeof, state)
 
@@ -51,14 +46,7 @@ def switch_in_place(
     """Returns the outputs of the chosen branch, which changes the last of its inputs in place.
 
     Args:
-        index: The index of the branch.
         branches: `(inputs, sums) -> (outputs, new sums)`.
-        inputs: The inputs of every branch.
-        avals: The abstract values of the outputs.
-        sums: What the branches change.
-
-    Returns:
-        The outputs, then the new sums.
     """
     outputs = [pvary_like(aval, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
     state = [*outputs, *sums]

@@ -9,22 +9,12 @@ def row_major(x: jax.Array) -> jax.Array:
 
     XLA's partitioner gathers what such a constraint reads, if it divides that: where axes are
     `partitioned_axes`, apply it to the shard of every device.
-
-    Args:
-        x: The array.
-
-    Returns:
-        The array in that layout.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def partitioned_axes() -> frozenset[str]:
-    """Returns the mesh axes over which XLA's partitioner may divide arrays here.
-
-    Returns:
-        The axes of several devices that are not manual in this context.
-    """
+    """Returns the mesh axes over which XLA's partitioner may divide arrays here."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     return frozenset(axes) - frozenset(mesh.manual_axes)

@@ -21,12 +21,6 @@ def origin(
 ) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
     """Returns the equation that computes a value, apart from some equations after it.
 
-    Args:
-        output: The value.
-        makers: The equation that computes each variable.
-        uses: How often each variable is read.
-        is_passed: Whether to go on from an equation to its only input.
-
     Returns:
         The equation, its output, and the equations from there to `output`. The first is None if the
         value is an input of the program or if it is read elsewhere too.

@@ -21,16 +21,9 @@ def compare(
     """Returns the relations of the results of a function.
 
     Args:
-        whole: The function of n * D rows.
-        part: The function of n rows.
-        relations: The relations of its arguments.
-        num_blocks: D, at least 2.
         draws: Noted here are the shapes of random bits that a block draws by one key, with their
             dims of rows, None for none. The relations are those of a function that draws for the
             block what all rows would draw for it. None: it does not.
-
-    Returns:
-        The relation of every result. They hold for whatever values the arguments have.
     """
     used_outputs = [True] * len(whole.jaxpr.outvars)
     if len(used_outputs) != len(part.jaxpr.outvars):

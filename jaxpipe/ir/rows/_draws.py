@@ -23,15 +23,7 @@ _REMATERIALIZATIONS = {"remat2", "checkpoint", "remat"}
 
 
 def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
-    """Returns whether all draws with rows are where `with_own_draws` can replace them.
-
-    Args:
-        closed: The program of a block.
-        draws: The draws with rows.
-
-    Returns:
-        False if one is in a loop, a branch or a function with a derivative of its own.
-    """
+    """Returns whether all draws with rows are where `with_own_draws` can replace them."""
 
     def is_replaceable(equation: JaxprEqn) -> bool:
         if equation.primitive.name in (*_CALLS, *_REMATERIALIZATIONS):
@@ -42,16 +34,7 @@ def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
 
 
 def with_own_draws(closed: ClosedJaxpr, draws: Draws, own: OwnRows) -> Callable[..., list[Any]]:
-    """Returns the program of a block, which draws what all rows would draw for it.
-
-    Args:
-        closed: The program of a block.
-        draws: The draws with rows.
-        own: Returns the bits of the block.
-
-    Returns:
-        A function of the arguments of the program.
-    """
+    """Returns the program of a block, which draws what all rows would draw for it."""
 
     def run(*arguments: Any) -> list[Any]:
         return _evaluate(closed, arguments, draws, own)

@@ -245,12 +245,6 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
 def relations_of(pair: EquationPair) -> list[Relation]:
     """Returns the relations of the results of an equation without inner programs.
 
-    Args:
-        pair: The equation in both programs.
-
-    Returns:
-        The relations.
-
     Raises:
         MixesRowsError: If a result has none.
     """

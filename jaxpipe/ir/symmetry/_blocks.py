@@ -76,10 +76,6 @@ def run_blocks(
     """Runs a function of stacked layers.
 
     Args:
-        whole: The function of all layers.
-        part: The function of one layer of each kind.
-        inputs: For each argument an array, or `Blocks` if it has a dim of layers.
-        out_kinds: The kind of layers of each result that has a dim of them, None for others.
         layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
         replicate: Returns a small array on all devices, from which single layers are read.
 

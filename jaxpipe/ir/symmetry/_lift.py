@@ -68,7 +68,6 @@ class Lifted:
         """Runs the function.
 
         Args:
-            values: The inputs that belong to no layer.
             parts: The arrays [lead, ...] of each input of layers, by kind and name.
             layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
             replicate: Returns a small array on all devices, from which single layers are read.
@@ -105,15 +104,6 @@ def lift(
     counts: Mapping[str, int],
 ) -> Lifted:
     """Returns a traced function of equal layers as a function of parts.
-
-    Args:
-        closed: The function.
-        in_slots: The array and the layer that each input is; None for inputs of no layer.
-        out_slots: The same for the results.
-        counts: The number of layers of each kind.
-
-    Returns:
-        The function.
 
     Raises:
         ValueError: If it combines whole arrays of several layers, or does something to one layer

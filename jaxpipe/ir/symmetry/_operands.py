@@ -71,14 +71,6 @@ def calls_of(closed: ClosedJaxpr, graph: Graph, layer_of: Mapping[Var, Hashable]
     A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
     each of them. Both branches are then computed, and the result of one is selected. A loop over
     all layers at once, as in `optax.lbfgs`, is written out.
-
-    Args:
-        closed: The jaxpr.
-        graph: Its graph.
-        layer_of: The layer of each input that belongs to one.
-
-    Returns:
-        The calls.
     """
     owners, eqns = dict(layer_of), list[Eqn]()
     for eqn in graph.eqns:

@@ -101,10 +101,6 @@ def cast_apart(x: jax.Array, dtype: Any) -> jax.Array:
     Otherwise XLA:TPU computes a product, its cast and its addition to a float32 sum in one fusion,
     which takes a third longer than the product and the addition one after the other.
 
-    Args:
-        x: An array.
-        dtype: The dtype.
-
     Returns:
         `x` in that dtype; `x` itself if it has it.
     """
@@ -248,7 +244,6 @@ def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]
 
     Args:
         f: A function that returns a pytree of gradients: arrays, and None where a leaf has none.
-        arguments: The arrays on which `f` is traced and called.
 
     Returns:
         `(sums) -> sums + f(*arguments)`, for sums with the structure of the gradients.

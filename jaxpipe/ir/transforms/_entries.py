@@ -92,13 +92,8 @@ def _summing(
     """Makes loops add to sums in entries of buffers.
 
     Args:
-        program: The program.
         sums: The inputs whose new values are outputs, by the index of the output: both are in one
             entry. A loop may replace a slice of such an input in each iteration.
-        targets: The entries to which outputs are written.
-
-    Returns:
-        The program, and the entries to which its other outputs are yet to be written.
     """
     uses = count_uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
@@ -216,17 +211,7 @@ def _with_entries(
     targets: Mapping[Var, tuple[Entry, Var]] = {},
     sums: Mapping[Var, tuple[Entry, Var]] = {},
 ) -> Eqn:
-    """Returns a loop that reads stacks from entries of buffers, and writes others to entries.
-
-    Args:
-        eqn: An equation, of a loop if anything is read or written.
-        entries: The entry for each input that is read from one.
-        targets: For each output that is written the entry, and the buffer after the loop.
-        sums: The same for each input of which slices are replaced.
-
-    Returns:
-        The equation. Buffers that are read are constants of the loop; the others are carried.
-    """
+    """Returns a loop that reads stacks from entries of buffers, and writes others to entries."""
     if not (entries or targets or sums):
         return eqn
     loop = eqn.operation

@@ -25,13 +25,8 @@ def minimal_cut(
     """Finds the values to keep so that `needs` can be computed from them.
 
     Args:
-        needs: The values that are needed.
         parents: For each value that may be recomputed, the values from which it is computed, each
             once.
-        cost: The cost of keeping a value, above 0.
-
-    Returns:
-        The values to keep, with the smallest total cost.
     """
     children = _children(needs, parents)
     flow: defaultdict[tuple[Node, Node], int] = defaultdict(int)

@@ -36,14 +36,10 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
     """Partitions a program into two halves.
 
     Args:
-        program: The program to partition.
         first: [num_outputs] whether the first half computes each output. It computes nothing else
             but residuals.
         kinds: [num_inputs] how each input is available to the second half. An input that is
             "saved" until the second half runs weighs as much as a residual.
-
-    Returns:
-        The two halves.
     """
     halves = partition_eqns(program, first, kinds)
     others = select(program.outputs, [not is_first for is_first in first])
@@ -67,12 +63,8 @@ def partition_eqns(
     """Partitions a program into the equations that the wanted outputs need, and the others.
 
     Args:
-        program: The program to partition.
         wanted: [num_outputs] whether the first half computes each output.
         kinds: [num_inputs] how each input is available to the second half.
-
-    Returns:
-        The equations of both halves, and the residuals between them.
     """
     by_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
     recomputable = _recomputable(program, by_kind["recomputable"])
@@ -128,9 +120,6 @@ def _early(second: Sequence[Eqn], deferred: set[Var]) -> tuple[list[Eqn], list[E
 
     It must if it costs much, if it depends on an equation that costs much, or if it reads an input
     that only the second half has (`deferred`).
-
-    Returns:
-        The equations that may run in the first half, and all others.
     """
     late_values = set(deferred)
     early: list[Eqn] = []

@@ -68,13 +68,8 @@ def split_eqn(
     """Partitions an equation: its first half may compute more outputs than are wanted.
 
     Args:
-        eqn: An equation some of whose outputs are wanted.
         wanted: [num_outputs] whether the first half needs each output.
         recomputable: Values that the second half has, or can compute at little cost.
-        partition_eqns: The function of `_partition`, for the programs inside.
-
-    Returns:
-        The equations of the first half and those of the second.
     """
     kinds: list[InputKind] = [
         "recomputable" if isinstance(atom, Literal) or atom in recomputable else "saved"

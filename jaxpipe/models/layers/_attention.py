@@ -38,12 +38,6 @@ def dot_product_attention(
 
     It is grouped-query attention if K < H. Scores are divided by sqrt(C).
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values; V is at most C.
-        segment_ids: The document of each token.
-
     Returns:
         [b, T, H, V] outputs.
     """
@@ -59,14 +53,6 @@ def attend_to_past(
     mask: Bool[Array, "t T"],
 ) -> Float[Array, "b t H V"]:
     """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`.
-
-    Args:
-        q: Queries of the slice.
-        k: Keys of all slices; later ones are masked.
-        v: Values of all slices.
-        key_segment_ids: The document of each key.
-        segment_ids: The document of each query.
-        mask: Which positions each query may attend to, if they are in its document.
 
     Returns:
         [b, t, H, V] outputs.
@@ -88,7 +74,6 @@ def attention_on_shards(local: Local, rules: Rules, name: str) -> Attention:
     Args:
         local: `((q, k, v), segment_ids) -> out` for the arrays of one device.
         rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        name: The value of the key `attention`, for errors.
 
     Returns:
         A function with the contract of `dot_product_attention`. It raises a `ValueError` if the

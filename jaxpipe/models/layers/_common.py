@@ -30,11 +30,6 @@ def rms_norm(
 ) -> Float[Array, "... D"]:
     """Normalizes by the root mean square, in float32 (Zhang and Sennrich, 2019, arXiv 1910.07467).
 
-    Args:
-        x: Activations.
-        scale: A factor for each channel.
-        epsilon: Added to the mean square.
-
     Returns:
         [..., D] normalized activations, in the dtype of `x`.
     """
@@ -49,8 +44,6 @@ def rope_frequencies(
     """Returns the rotary angles per position of each pair of channels, in radians.
 
     Args:
-        head_dim: The number of channels of a head.
-        max_timescale: The base, 10,000 in the paper.
         llama31_factor: The factor by which wavelengths beyond the 8,192 tokens of Llama 3's
             training are stretched: 8 in Llama 3.1 and 32 in 3.2. 1 stretches none.
 
@@ -77,8 +70,6 @@ def rope(
     """Rotates the two halves of each head's channels against each other by an angle per position.
 
     Args:
-        x: Queries or keys.
-        positions: The position of each token in its document.
         frequencies: [C / 2] angles per position, in radians.
 
     Returns:
@@ -102,8 +93,6 @@ def rope_by_product(
     single 1 or -1, so the product is exact.
 
     Args:
-        x: Queries or keys.
-        positions: The position of each token in its document.
         frequencies: [C / 2] angles per position, in radians.
 
     Returns:
@@ -134,9 +123,6 @@ def swiglu(
 
     Args:
         w: `gate` and `up` [D, F], and `down` [F, D].
-        x: Activations.
-        constrain: Shards an activation by its logical axes.
-        project: Multiplies activations by a weight.
 
     Returns:
         [b, T, D] outputs.
@@ -152,7 +138,6 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
     Args:
         layer: `(weights, x, batch_inputs, key) -> (y, aux)`. If it can run slices, `(weights, x,
             (batch_inputs, past), key) -> (y, (aux, past))` too.
-        scan: Whether the layers run in a loop. If not, they are unrolled.
 
     Returns:
         A function with the contract of `layer` for weights and keys with [L, ...] leaves. Keys may
@@ -186,11 +171,8 @@ def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, We
     """Returns the abstract weights of a SwiGLU MLP.
 
     Args:
-        D: The width of the residual stream.
-        F: The width of the MLP.
         branches: The number of residual branches of the model. The initial variance of `down` is
             inversely proportional to it.
-        dtype: The dtype in which weights are stored.
 
     Returns:
         `gate` and `up` [D, F], and `down` [F, D].

@@ -46,7 +46,6 @@ def cudnn_attention(
         packed: Whether a row may have several documents. They are told apart by a mask of
             [b, 1, T, T], which cuDNN reads. Without it a row is one document and padding after it,
             and the outputs of padding are those of tokens that see the document.
-        implementation: "xla" for tests on any device.
 
     Returns:
         A function with the contract of `dot_product_attention` for bfloat16 or float16. It raises a

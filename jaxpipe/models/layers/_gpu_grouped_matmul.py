@@ -217,12 +217,6 @@ def _block_of(rows: tuple, columns: tuple, group: Any) -> tuple[tuple, Array | N
 def _load(ref: Any, rows: tuple, columns: tuple, group: Any = None) -> Array:
     """Loads a block, with zeros where it has no values.
 
-    Args:
-        ref: A matrix, or one for each group.
-        rows: First row, number of rows, and either which of them exist or the end of all.
-        columns: The same of columns.
-        group: The group, if there is a matrix for each.
-
     Returns:
         [rows, columns] values.
     """

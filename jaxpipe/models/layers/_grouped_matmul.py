@@ -21,11 +21,6 @@ def ragged_dot(
 ) -> Float[Array, "m F"]:
     """Runs XLA's grouped matrix product, on any device.
 
-    Args:
-        rows: Rows, sorted by group.
-        weights: One matrix per group.
-        group_sizes: The number of rows of each group.
-
     Returns:
         [m, F] products. Rows after the last group are zeros, and so are their gradients.
     """

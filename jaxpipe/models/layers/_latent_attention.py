@@ -68,10 +68,8 @@ def latent_attention_weights(
     in another.
 
     Args:
-        settings: The sizes of the attention.
         branches: The number of residual branches of the model. The initial variance of `out` is
             inversely proportional to it.
-        dtype: The dtype in which weights are stored.
 
     Returns:
         A dict of `Weight`.
@@ -109,11 +107,7 @@ def latent_attention(
     """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
 
     Args:
-        settings: The sizes of the attention.
         attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
-        constrain: Shards an activation by its logical axes.
-        project: Multiplies activations by a weight.
-        rotate: The rotary positions.
 
     Returns:
         The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`

@@ -46,10 +46,8 @@ def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     """Returns the abstract weights of a mixture of experts.
 
     Args:
-        settings: The sizes of the mixture.
         branches: The number of residual branches of the model. The initial variance of the `down`
             matrices is inversely proportional to it.
-        dtype: The dtype in which weights are stored.
 
     Returns:
         `{"router", "experts"}`, and "shared" if the model has shared experts: trees of `Weight`.
@@ -93,10 +91,7 @@ def moe(
     DeepSeek-V3, section 2.1.2.
 
     Args:
-        settings: The sizes of the mixture.
         experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
-        constrain: Shards an activation by its logical axes.
-        project: The matrix products of the shared experts.
 
     Returns:
         The function. x and y are [b, T, D], `batch_inputs` has `segment_ids` and `target_weights`

@@ -40,13 +40,6 @@ def on_shards(
     The results then appear equal on all ranks of a surrounding pipeline, and JAX would sum the
     gradients of the ranks. So a custom derivative declares that every result varies.
 
-    Args:
-        local: A function of the shards of one device.
-        axes: All axes of the mesh in context that are not manual.
-        specs: A `PartitionSpec` for each leaf of the inputs.
-        constant_specs: A `PartitionSpec` for each leaf of the constants.
-        out_spec: The `PartitionSpec` of the result.
-
     Returns:
         A function `(inputs, constants) -> out` of global arrays.
     """

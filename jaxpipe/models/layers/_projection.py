@@ -121,8 +121,6 @@ def quantize(
 
     Args:
         x: The values. Values that are not finite stay so.
-        dtype: An 8-bit floating-point type.
-        over: Dims that share a scale.
         largest: Combines the largest magnitude on this device with that of other devices, such as a
             `pmax`.
 

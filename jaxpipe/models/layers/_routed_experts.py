@@ -36,7 +36,6 @@ def routed_experts(
     Args:
         rules: Logical axis rules. 'exp' shards the experts, 'mlp' the width of each, and
             'activation_batch' and 'activation_length' the tokens.
-        grouped_matmul: `ragged_dot`, or `megablox()` on TPU.
         chunk_rows: Tokens are run in chunks, which the backward computes again, as long as an
             expert has this many rows of a chunk on average. None: all tokens at a time.
 
@@ -109,12 +108,9 @@ def sort_and_multiply(
     """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
 
     Args:
-        grouped_matmul: Multiplies each group of rows by the matrix of its group.
         w: Weights of e experts: `gate` and `up` [e, D, F], and `down` [e, F, D].
-        x: Tokens.
         chosen: The experts of each token. Experts outside 0 to e - 1 are on other devices and are
             left out.
-        shares: The factor of each chosen expert's result.
 
     Returns:
         [n, D] sums of the results of each token's experts, multiplied by `shares`.

@@ -72,11 +72,7 @@ def route(
     """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
 
     Args:
-        logits: The router's logits, in float32.
-        bias: Added to the scores for the choice only, or None.
         real: False for padding. Padding is routed too, but does not count in load and balance.
-        weight: The weight in the loss of the rows on this device.
-        router: How experts are chosen.
 
     Returns:
         The `Routing` of these rows.

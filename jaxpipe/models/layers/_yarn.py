@@ -46,10 +46,6 @@ def yarn_frequencies(
     """Returns the rotary angles per position of each pair of channels, in radians.
 
     Args:
-        head_dim: The number of channels with rotary position.
-        max_timescale: The base of the rotary angles.
-        factor: The factor by which sequences may be longer than `trained_length`.
-        trained_length: The length of the sequences of the training, in tokens.
         beta_fast: Pairs that turn more often than this within `trained_length` are not changed.
         beta_slow: Pairs that turn less often than this are slowed down by `factor`.
 
@@ -73,7 +69,6 @@ def yarn_score_scale(factor: float, mscale: float) -> float:
 
     Args:
         factor: The factor by which sequences may be longer than the trained length.
-        mscale: How strongly the scores grow with the logarithm of `factor`.
 
     Returns:
         `(0.1 * mscale * log(factor) + 1) ** 2`.

@@ -52,10 +52,6 @@ def is_weight(x: Any) -> bool:
 def scale(size: int, dtype: Any) -> Weight:
     """Returns the abstract weight of a norm: one factor per channel, initialized to 1.
 
-    Args:
-        size: The number of channels.
-        dtype: The dtype in which it is stored.
-
     Returns:
         A `Weight` of shape [size].
     """
@@ -64,12 +60,6 @@ def scale(size: int, dtype: Any) -> Weight:
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
     """Returns an abstract matrix, initialized from a normal distribution cut off at two deviations.
-
-    Args:
-        shape: The shape.
-        axes: One logical axis per dim.
-        fan_in: The inverse of the variance of the initial entries.
-        dtype: The dtype in which it is stored.
 
     Returns:
         A `Weight` of this shape.
@@ -80,10 +70,6 @@ def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -
 def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
     """Returns the dtype to which each weight may be cast before a model reads it.
 
-    Args:
-        tree: A tree of `Weight`.
-        dtype: The dtype in which the model computes.
-
     Returns:
         A tree of dtypes: `dtype`, or the stored dtype for weights that are `exact`.
     """
@@ -92,11 +78,6 @@ def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
 
 def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
     """Returns the abstract weights of many equal layers, stacked.
-
-    Args:
-        tree: A tree of `Weight` for one layer.
-        dims: Leading dims to add to every leaf.
-        axes: Their logical axes.
 
     Returns:
         A tree of `Weight` with [*dims, ...] leaves.
@@ -181,12 +162,6 @@ def mask_padding_layers(x: jax.Array, layer_ids: np.ndarray) -> jax.Array:
 
 def weight_shapes(tree: PyTree) -> PyTree:
     """Returns a `jax.ShapeDtypeStruct` for every leaf.
-
-    Args:
-        tree: A tree of `Weight`.
-
-    Returns:
-        A tree of the same structure.
 
     Example:
         >>> weight_shapes({"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)})

@@ -71,9 +71,7 @@ def static_arguments(
     """Returns the static arguments by index and by name, of which the caller may give either.
 
     Args:
-        fun: The function.
         argnums: Indices of positional arguments. A negative index counts from the end.
-        argnames: Names of arguments.
 
     Returns:
         The indices and names of all static arguments: an index adds the name of its parameter and
@@ -106,10 +104,6 @@ def type_of(leaf: Any) -> Any:
 
 def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
     """Returns the leaves of `arguments`, which must have the structure `tree`.
-
-    Args:
-        tree: The structure that the function was compiled for.
-        arguments: The arguments of the call.
 
     Returns:
         The leaves, in the order of `tree`.
@@ -144,15 +138,6 @@ def check_types(
 ) -> None:
     """Checks that arguments have the shapes and dtypes that a function was compiled for.
 
-    Args:
-        arguments: The arguments of the call.
-        leaves: The leaves of `arguments`.
-        shapes: The shape of each leaf.
-        dtypes: The dtype of each leaf.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If an argument has another shape or dtype. The error names its path.
     """
@@ -171,14 +156,6 @@ def check_types(
 
 def check_given_once(arguments: Arguments, leaves: Sequence[Any], donated: Collection[int]) -> None:
     """Checks that the array of a donated argument is not the array of another argument too.
-
-    Args:
-        arguments: The arguments of the call.
-        leaves: The leaves of `arguments`.
-        donated: The indices of the donated leaves.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If two arguments are the same array and one of them is donated. The error names
@@ -228,8 +205,6 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> list[tuple[str,
     """Broadcasts a prefix tree of specs or shardings to the leaves of `tree`.
 
     Args:
-        prefix: A tree of specs or shardings that is a prefix of `tree`.
-        tree: A tree of arrays, or of other leaves.
         name: The name of the user's argument that holds `prefix`, for paths in errors.
 
     Returns:

@@ -57,9 +57,6 @@ def tasks_of(schedule: Schedule) -> Tasks:
     one task if they are adjacent on the last stage, because nothing is sent between them. They are
     not a `FusedPair`: the halves of a pair are independent, but this backward needs the forward.
 
-    Args:
-        schedule: A schedule that passes `check`.
-
     Returns:
         [num_ranks] lists of tasks, in rank order.
     """
@@ -99,9 +96,6 @@ class BaseSchedule(ABC):
     def schedule(self, num_microbatches: int) -> Schedule:
         """Returns the order of every rank's actions, checked.
 
-        Args:
-            num_microbatches: M.
-
         Returns:
             A schedule that passes `check`.
 
@@ -123,8 +117,6 @@ def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedul
 
     Args:
         schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
-        num_microbatches: M.
-        ranks: The number of ranks. Used only if `schedule` is a name.
 
     Returns:
         A schedule that passes `check`.

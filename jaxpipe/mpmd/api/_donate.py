@@ -22,14 +22,6 @@ def deleted_arguments(
     result accounts for one argument: arguments that are returned unchanged are matched first. An
     argument that a rank returns unchanged, or sends to another rank while there are several
     processes, shares its memory with the result or the transfer. That rank keeps its array.
-
-    Args:
-        program: The instructions of all ranks.
-        donated: The indices of donated arguments among all leaves.
-        crosses: Whether the program runs in several processes.
-
-    Returns:
-        The ranks that keep the array of each deleted argument, by the argument's index.
     """
     results = Counter(_type(buffer.value.aval) for buffer, _ in program.outputs)
     shared: dict[Any, set[int]] = {}
@@ -51,15 +43,7 @@ def deleted_arguments(
 
 
 def delete_arguments(leaves: Sequence[Any], given: DeletedArguments) -> None:
-    """Deletes the donated arguments of a call after all its programs have been started.
-
-    Args:
-        leaves: The leaves of all arguments of the call.
-        given: The arguments to delete, by index, and the ranks that keep their array.
-
-    Returns:
-        None.
-    """
+    """Deletes the donated arguments of a call after all its programs have been started."""
     for i, ranks in given.items():
         leaf = leaves[i]
         if isinstance(leaf, MpmdArray):

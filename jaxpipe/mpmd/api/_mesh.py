@@ -230,13 +230,6 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 def check_reduced(spec: PartitionSpec, what: str) -> None:
     """Checks that a spec has no `unreduced` or `reduced` axes, which JAX allows for explicit axes.
 
-    Args:
-        spec: The partition spec.
-        what: The subject of the error message: the name of the object that has the spec.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If the spec has `unreduced` or `reduced` axes.
     """
@@ -255,14 +248,6 @@ DELAYED = (
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
     """Checks that a memory kind is the default of the devices. Other kinds are not supported.
 
-    Args:
-        kind: The memory kind, or None for the default.
-        mesh: A mesh of the devices.
-        what: The subject of the error message: the name of the sharding that has the memory kind.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If `kind` is not the default memory kind.
     """
@@ -277,14 +262,6 @@ def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
 
 def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
     """Checks that a spec does not use the mesh axis that separates the groups.
-
-    Args:
-        spec: The spec.
-        mpmd_axis: The axis along which programs differ.
-        what: The name of the call that has the spec, for the error.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If the spec uses that axis.

@@ -22,12 +22,8 @@ def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> No
     """Checks that a graph keeps the rules of an `MpmdGraph`.
 
     Args:
-        graph: The result of a pass.
         checked: Loops that were checked after an earlier pass. A loop that no pass has replaced
             since then is not checked again.
-
-    Returns:
-        None.
 
     Raises:
         AssertionError: If the graph breaks one of the rules above. The error names the variable,

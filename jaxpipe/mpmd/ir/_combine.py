@@ -23,13 +23,7 @@ def combine_eqns(
     """Returns the equations that compute a result of a loop from those of its ranks.
 
     Args:
-        parts: The result of every rank. The first rank is the one that computes the combination.
         result: The result of the loop. It is `parts[0]` if there is only one part.
-        reduction: How the result is reduced over microbatches.
-        microbatches: The microbatches of every rank.
-
-    Returns:
-        One equation less than there are parts.
 
     Raises:
         ValueError: If the reduction is an operation of the user without `combine`.

@@ -18,9 +18,6 @@ from ...ir.graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, Sh
 def fingerprint(graph: Graph) -> Hashable:
     """Returns the fingerprint of a program.
 
-    Args:
-        graph: A program.
-
     Returns:
         A hashable value. If it is equal for two programs, they compute the same outputs from inputs
         of the same types.

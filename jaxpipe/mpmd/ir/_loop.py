@@ -173,10 +173,6 @@ def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
 
     Args:
         loop: The loop. Of the three, only what the last pass has made is written.
-        names: The names of variables.
-
-    Returns:
-        The lines, not indented.
     """
     schedule = [f"rank {rank}: {line}" for rank, line in enumerate(str(loop.schedule).split("\n"))]
     inputs, outputs = names.join(loop.inputs), " ".join(map(names.typed, loop.outputs))

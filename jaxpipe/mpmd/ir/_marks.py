@@ -69,10 +69,6 @@ def mark_part(anchor: T, part: int) -> T:
 
     The cotangents of these arrays belong to the backward of the same part.
 
-    Args:
-        anchor: A pytree of arrays of any shapes.
-        part: `stage * num_slices + slice`.
-
     Returns:
         `anchor`. Continue with this value, not with the argument.
     """
@@ -92,7 +88,6 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
 
     Args:
         anchor: A pytree of arrays of any shapes: all arrays that leave the stage.
-        name: A label of the stage for the reader of the code. It has no effect.
 
     Returns:
         `anchor`. Continue with this value, not with the argument.

@@ -98,15 +98,7 @@ def to_mpmd_graph(graph: Graph, options: LoweringOptions) -> MpmdGraph:
 def replace_loops(
     graph: MpmdGraph, rewrite: Callable[[PipelinedLoop], Iterable[Eqn | PipelinedLoop]]
 ) -> MpmdGraph:
-    """Returns the graph with other nodes in place of each loop.
-
-    Args:
-        graph: A graph.
-        rewrite: A function that returns the nodes that replace a loop.
-
-    Returns:
-        The graph with these nodes.
-    """
+    """Returns the graph with other nodes in place of each loop."""
     eqns: list[Eqn | PipelinedLoop] = []
     for eqn in graph.eqns:
         eqns += rewrite(eqn) if isinstance(eqn, PipelinedLoop) else [eqn]

@@ -166,12 +166,6 @@ def check(program: MpmdProgram) -> None:
 
     Before transfers are inserted, a rank may read what any rank has written.
 
-    Args:
-        program: The result of a pass.
-
-    Returns:
-        None.
-
     Raises:
         AssertionError: If an instruction breaks one of these rules. The error names it.
     """
@@ -233,10 +227,6 @@ def _check_order(program: MpmdProgram) -> None:
 
 def name_in_step(run: RunTask, program: MpmdProgram) -> str:
     """Returns the name of a task, with its loop if the program has several.
-
-    Args:
-        run: A task of the program.
-        program: The program.
 
     Returns:
         A name such as `fwd_0__1`, or `loop_1.fwd_0__1`, that no other task of its rank has.
@@ -316,15 +306,7 @@ def _format_instruction(instruction: Instruction, names: _BufferNames) -> list[s
 
 
 def format_task_graph(run: RunTask, names: Names) -> list[str]:
-    """Returns the lines of a task outside of loops, with the equations of its graph.
-
-    Args:
-        run: The task. Its buffers have no versions.
-        names: The names of variables.
-
-    Returns:
-        The lines, not indented.
-    """
+    """Returns the lines of a task outside of loops, with the equations of its graph."""
     return [
         f"{' '.join(names.typed(buffer.value) for buffer in run.writes)} = run_task[",
         *indent([f"mpmd_idx={run.rank}", f"task_name={run.name}"]),

@@ -315,11 +315,6 @@ def reductions(
 ) -> list[Reduction]:
     """Returns the `Reduction` of each result of a microbatch.
 
-    Args:
-        avals: The shape and dtype of each result.
-        operations: The operation of each result.
-        num_microbatches: M.
-
     Returns:
         One `Reduction` for each result.
 

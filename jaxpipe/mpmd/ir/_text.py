@@ -69,12 +69,7 @@ def format_eqn(eqn: Eqn, names: Names, suffix: str = "") -> list[str]:
     """Returns the lines of an equation, and of the bodies inside it.
 
     Args:
-        eqn: The equation.
-        names: The names of variables.
         suffix: Text behind the name of the operation, such as the ranks that run it.
-
-    Returns:
-        The lines, not indented.
     """
     inputs = names.join(operands(eqn))
     outputs = " ".join(map(names.typed, eqn.outputs))
@@ -107,14 +102,7 @@ def format_lambda(
     """Returns the lines of a function as a jaxpr has them: its inputs, its body and its outputs.
 
     Args:
-        inputs: The inputs.
-        body: A function that returns the lines of the body, called after the inputs have names.
-        outputs: The outputs.
-        names: The names of variables.
         suffix: A function that returns the text behind an input or an output, such as its ranks.
-
-    Returns:
-        The lines, with the body indented.
     """
     given = " ".join(names.typed(value) + suffix(value) for value in inputs)
     lines = list(body())

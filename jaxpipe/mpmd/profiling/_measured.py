@@ -41,10 +41,6 @@ class TaskTime(NamedTuple):
 def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, list[TaskTime]]:
     """Runs a step, and measures the start and end of each program of this process.
 
-    Args:
-        compiled: A compiled function.
-        args: The arguments of the function. Donated arguments are deleted.
-
     Returns:
         The result of the function; and the programs in the order in which they ran, each with its
         start and end in seconds of `time.perf_counter`.
@@ -92,9 +88,6 @@ def collect_task_times_ms(
     Args:
         compiled: A compiled function without donated arguments, so that steps can be repeated. To
             get a context manager: a bool, which enables measurement as `enabled` does.
-        args: The arguments of the function.
-        repeats: The number of steps to run.
-        enabled: Whether the context manager measures.
 
     Returns:
         Given a function: a dict with the median milliseconds of each task by its name, such as
@@ -145,9 +138,7 @@ def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) ->
     """Returns one loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`.
 
     Args:
-        compiled: A compiled function with a loop.
         times: The programs with their start and end in seconds, as `timed_step` returns them.
-        loop: The index of the loop among the loops of the function.
 
     Returns:
         A timeline in seconds, which starts with the first task of the loop. The rows of ranks of

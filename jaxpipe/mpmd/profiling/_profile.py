@@ -27,9 +27,6 @@ SECONDS = 600.0
 def annotated(compiled: Compiled) -> Compiled:
     """Returns the same compiled function, whose instructions appear by name in JAX's profiler.
 
-    Args:
-        compiled: A compiled function.
-
     Returns:
         A compiled function with a `jax.profiler.TraceAnnotation` around every task, send, receive
         and delete, which names the task, its rank and, for transfers, the other rank.
@@ -67,10 +64,6 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
     If every rank has a process of its own, the times are those of the pipeline. Ranks of the same
     process run their tasks one after another. The clocks of several machines are compared without
     any correction.
-
-    Args:
-        compiled: A compiled function with one loop or several.
-        args: The arguments of the function. Donated arguments are deleted.
 
     Returns:
         The result of the function; and the timelines `measured` and `predicted` of all ranks, in

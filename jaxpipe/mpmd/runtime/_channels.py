@@ -34,16 +34,7 @@ class ChannelLayouts(NamedTuple):
 def channel_layouts(
     program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[RankBuffer, PartitionSpec]
 ) -> ChannelLayouts:
-    """Returns the layouts of all transfers between this process and others.
-
-    Args:
-        program: The program of all ranks.
-        mesh: The groups of devices.
-        specs: The sharding of each buffer on each rank.
-
-    Returns:
-        The layouts and the other processes.
-    """
+    """Returns the layouts of all transfers between this process and others."""
     local, num_channels, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
     found = {}
     for instruction in program.instructions:
@@ -70,17 +61,7 @@ def buffer_spec(
     mesh: MpmdMesh,
     specs: Mapping[RankBuffer, PartitionSpec],
 ) -> Spec:
-    """Returns the shape, dtype and sharding of a buffer on a rank.
-
-    Args:
-        buffer: The buffer.
-        rank: The rank.
-        mesh: The groups of devices.
-        specs: The sharding of each buffer on each rank.
-
-    Returns:
-        The shape, dtype and sharding.
-    """
+    """Returns the shape, dtype and sharding of a buffer on a rank."""
     aval, sharding = buffer.value.aval, NamedSharding(mesh.unstack[rank], specs[buffer, rank])
     return Spec(aval.shape, aval.dtype, sharding=sharding)
 

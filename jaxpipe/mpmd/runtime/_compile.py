@@ -49,12 +49,6 @@ def check_threads(mesh: MpmdMesh) -> None:
     A program on several devices that has started on one of them occupies a thread of XLA's pool
     while it waits for the others. If all threads wait, the programs they wait for cannot start.
 
-    Args:
-        mesh: The groups of devices.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If the threads may all be occupied.
     """
@@ -83,15 +77,7 @@ def compile_code(
     """Compiles the programs that ranks of this process run.
 
     Args:
-        program: The program of all ranks, after all passes.
-        mesh: The groups of devices.
-        known: Returns the sharding of a buffer, None to leave it to the compiler.
-        options: Compiler options of XLA that the caller gives.
-        num_threads: Number of programs that are compiled at a time.
         handshake: Exchanges the choices of compilers between processes, None if there is only one.
-
-    Returns:
-        The compiled programs of local ranks, and the sharding of every buffer.
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
@@ -253,12 +239,8 @@ def compile_graph(
     """Compiles a graph for the devices of a mesh.
 
     Args:
-        graph: The graph.
-        mesh: The mesh of one group.
         in_specs: [num_inputs] the sharding of each input; None is replicated.
         out_specs: [num_outputs] the sharding of each output; None leaves it to the compiler.
-        donated: Indices of the inputs that are donated.
-        options: Compiler options of XLA.
 
     Returns:
         The compiled program (`jax.stages.Compiled`).

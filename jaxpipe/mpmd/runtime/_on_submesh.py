@@ -14,14 +14,6 @@ from ..api._mesh import check_memory_kind, check_spec
 def on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     """Replaces every mesh in a program by the mesh of a group.
 
-    Args:
-        graph: A program that one group runs.
-        mesh: The mesh of that group.
-        mpmd_axis: The mesh axis that separates the groups.
-
-    Returns:
-        The program on that mesh.
-
     Raises:
         ValueError: If the program shards an array or a `shard_map` over `mpmd_axis`.
     """

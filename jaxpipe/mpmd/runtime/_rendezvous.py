@@ -46,7 +46,6 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
     """Starts the transfer server of this process and publishes its address. Runs only once.
 
     Args:
-        timeout: How long to wait for a peer, in seconds.
         host: The address at which peers reach this host. None uses the address from which this
             host reaches process 0.
 
@@ -75,13 +74,6 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
 def connect(transport: Transport, peer: int) -> Any:
     """Returns the connection through which this process pulls from a peer.
 
-    Args:
-        transport: The transport of this process.
-        peer: The index of the other process.
-
-    Returns:
-        The connection. Later calls return the same one.
-
     Raises:
         TimeoutError: If the peer does not open its transport in time.
     """
@@ -100,12 +92,7 @@ def check_same_program(digest: str, name: str, *, timeout: float) -> None:
     Collective: every process must call it.
 
     Args:
-        digest: The digest of this process's program.
-        name: The name of the program, used for no other one in this job.
         timeout: How long to wait for the other processes, in seconds.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If programs differ. It is raised on every process and names those that differ.
@@ -118,15 +105,6 @@ def check_agreement(
     name: str, facts: Mapping[str, str], processes: Iterable[int], *, timeout: float
 ) -> None:
     """Checks that processes report the same value for every fact that several of them report.
-
-    Args:
-        name: The name of this check, the same on all processes and used once.
-        facts: The value that this process reports for each fact.
-        processes: The processes to compare with. Each of them must call this function too.
-        timeout: How long to wait for them, in seconds.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If two values of a fact differ, naming the fact, the values and the processes.
@@ -165,14 +143,6 @@ def kv_put(what: str, value: str) -> None:
 
 def kv_get(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
     """Returns the values that processes have stored under a key.
-
-    Args:
-        what: The key.
-        processes: The processes whose values to wait for.
-        timeout: How long to wait for all of them together, in seconds.
-
-    Returns:
-        The value of each process, without processes that have not stored one in time.
 
     Raises:
         JaxRuntimeError: If JAX's key-value store fails for another reason than the timeout.

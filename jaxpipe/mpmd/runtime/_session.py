@@ -48,9 +48,6 @@ def open_session(timeout: float) -> Session:
 
     Args:
         timeout: How long a step may make no progress, in seconds.
-
-    Returns:
-        The session. Later calls with the same timeout return the same one.
     """
     watchdog = start_watchdog(timeout)
     return Session(open_transport(START_SECONDS), watchdog, Counter(), itertools.count())
@@ -65,12 +62,6 @@ class CompileHandshake:
     def check_program(self, digest: str) -> None:
         """Checks that all processes run the same program.
 
-        Args:
-            digest: The digest of this process's program.
-
-        Returns:
-            None.
-
         Raises:
             ValueError: If programs differ. It is raised on every process and names those that
                 differ.
@@ -84,13 +75,6 @@ class CompileHandshake:
 
     def get_specs(self, index: int, process: int) -> list[PartitionSpec]:
         """Returns the shardings that another process's compiler chose for an instruction's results.
-
-        Args:
-            index: The index of the instruction in the program.
-            process: The process that compiles it.
-
-        Returns:
-            The spec of each result.
 
         Raises:
             TimeoutError: If that process has not compiled the instruction in time.
@@ -108,11 +92,7 @@ class CompileHandshake:
         """Waits until every process has compiled, before the first step is timed.
 
         Args:
-            layouts: The layout of the arrays on each channel of this process, as text.
             peers: The processes at the other ends of these channels.
-
-        Returns:
-            None.
 
         Raises:
             ValueError: If the two ends of a channel differ, naming both, on every process.

@@ -26,10 +26,6 @@ Arrays = Sequence[jax.Array]
 def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays], Arrays]:
     """Returns a function that copies arrays to other devices of this process, asynchronously.
 
-    Args:
-        sources: The types of its arguments.
-        targets: The types of its results.
-
     Returns:
         `(arrays) -> arrays`.
     """
@@ -47,13 +43,6 @@ def sender(
 
     The memory of the arrays is kept until the peer has pulled them, even if this process holds no
     reference to them. If they are donated or deleted earlier, the peer gets an error.
-
-    Args:
-        transport: The transport of this process.
-        peer: The process that receives.
-        channel: The index of the channel among all from this process to the peer, over all
-            programs.
-        specs: The types of the arrays, each of them entirely in this process.
 
     Returns:
         `(arrays) -> None`.
@@ -86,12 +75,6 @@ def receiver(
     It pulls whatever the peer offers. Use `check_agreement` on the `layout` of both ends to check
     that they match: if they do not, the transfer hangs or its values are wrong.
 
-    Args:
-        transport: The transport of this process.
-        peer: The process that sends.
-        channel: The index of the channel, equal to that of the sender.
-        specs: The types of the arrays, each of them entirely in this process.
-
     Returns:
         `() -> arrays`.
 
@@ -117,12 +100,6 @@ def layout(specs: Sequence[Spec]) -> str:
     """Returns the layout of arrays as text: two ends of a channel match if their texts are equal.
 
     Names of devices and axes do not matter, only which elements are stored on which device.
-
-    Args:
-        specs: The types of the arrays.
-
-    Returns:
-        The dtype, the shape and the index ranges per device of each array.
 
     Raises:
         ValueError: If an array is not entirely in this process.

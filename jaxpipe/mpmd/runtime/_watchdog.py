@@ -75,9 +75,6 @@ def start_watchdog(timeout: float) -> Watchdog:
         timeout: Longest time in which no item finishes, in seconds: longer than any single program,
             and longer than a peer may wait for the first data of a step.
 
-    Returns:
-        The watchdog.
-
     Raises:
         ValueError: If `timeout` is not positive.
     """
@@ -98,7 +95,6 @@ def watch(watchdog: Watchdog, label: str) -> PendingItem:
     also after an exception.
 
     Args:
-        watchdog: The watchdog.
         label: The text that names the item in errors, with action, rank and peer.
 
     Returns:
@@ -114,26 +110,12 @@ def resolve(item: PendingItem, arrays: Sequence[jax.Array]) -> None:
 
     The watchdog holds the arrays until then, so give the smallest result of a program: all of its
     results are ready at the same time. Give none if the dispatch has failed.
-
-    Args:
-        item: The item, from `watch`.
-        arrays: Results of the transfer or the program.
-
-    Returns:
-        None.
     """
     item.arrays = arrays
 
 
 def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
     """Waits for arrays like `jax.block_until_ready`, but raises if the step cannot finish.
-
-    Args:
-        watchdog: The watchdog.
-        arrays: The arrays to wait for.
-
-    Returns:
-        None.
 
     Raises:
         MpmdError: If the watchdog has found that the step cannot finish.
@@ -161,13 +143,6 @@ def report_failure(watchdog: Watchdog, error: Exception) -> None:
 
     Peers would wait forever for the remaining data, so if there are any, this process ends after
     some time for the traceback.
-
-    Args:
-        watchdog: The watchdog.
-        error: The error that ended the step.
-
-    Returns:
-        None.
     """
     if watchdog.has_peers:
         watchdog.raised.set()

@@ -57,13 +57,7 @@ def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live
     """Returns the memory of a device.
 
     Args:
-        model: The model.
-        candidate: The layout.
-        tokens: t.
         live: How many microbatches a rank stores at a time, for engines that run schedules.
-
-    Returns:
-        The bytes by kind.
     """
     match candidate.engine:
         case "none":
@@ -112,30 +106,12 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
 
 
 def stage_residual_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
-    """Returns the bytes of the residuals of a stage.
-
-    Args:
-        model: The model.
-        candidate: The layout.
-        tokens: The tokens of a microbatch on a device.
-
-    Returns:
-        The bytes for one microbatch, on a device.
-    """
+    """Returns the bytes of the residuals of a stage."""
     return _residuals(candidate, step_parts(model, candidate, tokens))
 
 
 def wgrad_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
-    """Returns the bytes that the first half of a backward leaves for the second.
-
-    Args:
-        model: The model.
-        candidate: The layout.
-        tokens: t.
-
-    Returns:
-        The bytes of a microbatch on a stage.
-    """
+    """Returns the bytes that the first half of a backward leaves for the second."""
     return candidate.layers_per_stage * step_parts(model, candidate, tokens).for_weights
 
 

@@ -24,11 +24,6 @@ _NAMES = frozenset(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"))
 def work_with_experts(own: float, routed: float, policy: str) -> float:
     """Returns the bytes that exist at a time while the backward of a layer runs.
 
-    Args:
-        own: Of what a device computes of its own tokens.
-        routed: What `routed_bytes` returns.
-        policy: A policy of rematerialization.
-
     Returns:
         The larger of both where attention is not computed again before the experts, else the sum.
     """
@@ -40,18 +35,7 @@ def work_with_experts(own: float, routed: float, policy: str) -> float:
 def routed_bytes(
     model: PlannedModel, sizes: Sizes, policy: str, tokens: float, itemsize: int
 ) -> float:
-    """Returns the bytes that exist at a time while the backward of a layer's experts runs.
-
-    Args:
-        model: The model.
-        sizes: The size of every mesh axis.
-        policy: A policy of rematerialization.
-        tokens: t.
-        itemsize: Bytes of an element.
-
-    Returns:
-        The bytes, gradients of the experts included; 0 if the model has no experts.
-    """
+    """Returns the bytes that exist at a time while the backward of a layer's experts runs."""
     if model.routed is None:
         return 0.0
     gathered = tokens * sizes["expert"]
@@ -69,32 +53,12 @@ def routed_bytes(
 
 
 def gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, itemsize: int) -> float:
-    """Returns the bytes of the tokens that the experts of a device gather.
-
-    Args:
-        model: The model.
-        sizes: The size of every mesh axis.
-        tokens: t.
-        itemsize: Bytes of an element.
-
-    Returns:
-        The bytes; 0 if the model has no experts.
-    """
+    """Returns the bytes of the tokens that the experts of a device gather."""
     return 0.0 if model.routed is None else itemsize * tokens * sizes["expert"] * model.hidden
 
 
 def expert_chunks(model: PlannedModel, sizes: Sizes, policy: str, tokens: float) -> int:
-    """Returns the chunks in which the experts of a layer run the tokens that devices gather.
-
-    Args:
-        model: The model.
-        sizes: The size of every mesh axis.
-        policy: A policy of rematerialization.
-        tokens: t.
-
-    Returns:
-        The number of chunks; 1 if the model has no experts, or keeps what they compute.
-    """
+    """Returns the chunks in which the experts of a layer run the tokens that devices gather."""
     if model.routed is None:
         return 1
     if policy == "none" or not _NAMES.isdisjoint(saved_names(policy)[0]):

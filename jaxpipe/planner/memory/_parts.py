@@ -139,16 +139,7 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 
 
 def step_parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> Parts:
-    """Returns what the memory of a layout is made of.
-
-    Args:
-        model: The model.
-        candidate: The layout.
-        tokens: t.
-
-    Returns:
-        The bytes.
-    """
+    """Returns what the memory of a layout is made of."""
     mesh, sizes = candidate.mesh, _on_mesh(model, candidate.mesh)
     itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
     experts = candidate.sizes, candidate.policy, tokens, itemsize

@@ -27,15 +27,7 @@ a weight while others arrive, and adds up results, where the sum in a product is
 
 
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds of what engines and compilers do beside the model's own work.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        Seconds of one call of the engine, communication left out.
-    """
+    """Returns the seconds of what engines and compilers do beside the model's own work."""
     sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
     if not device_hardware(request.devices).torus_axes:  # seen in programs of XLA:TPU alone
         return sums
@@ -90,13 +82,6 @@ def expert_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds that sums of experts' gradients over `fsdp` take beyond a scatter.
 
     XLA:TPU adds them up whole on every device, and takes a part of that, without a pipeline.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        Seconds of one call of the engine.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
     experts = request.model.experts
@@ -134,13 +119,6 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
 
     Without a pipeline every layer does so for every microbatch, in the dtype of its products.
     Pipelines add up what a device has, and do so once.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        Seconds of one call of the engine.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["data"]
     if not kind.torus_axes or size == 1:
@@ -157,15 +135,7 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which gradients of microbatches are added up on a rank.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        Seconds of one call of the engine; 0 with one microbatch.
-    """
+    """Returns the seconds in which gradients of microbatches are added up on a rank."""
     if candidate.microbatches == 1:
         return 0.0
     # Without a pipeline sums are those of the parameters that a device stores.

@@ -66,15 +66,7 @@ class PredictedTime:
 
 
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds of a step with the least bubble that the counts allow.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        The seconds, to rank candidates by before their schedules are built.
-    """
+    """Returns the seconds of a step with the least bubble that the counts allow."""
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     whole = _unpipelined_seconds(
         request,
@@ -100,16 +92,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
-    """Returns the time of a step.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-        run: Its engine and its pipeline.
-
-    Returns:
-        The time, with its parts.
-    """
+    """Returns the time of a step."""
     layout = _layout(candidate, request)
     if candidate.engine != "none":
         schedule = run.pipeline.schedule or "circular"
@@ -173,10 +156,6 @@ def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Predictio
 
 def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
     """Returns how much of the forward of layers is computed again: 1 for `full`, 0 for `none`.
-
-    Args:
-        candidate: The layout.
-        model: The model.
 
     Returns:
         A fraction, by the channels of the tensors that the policy keeps, and what none keeps. It is

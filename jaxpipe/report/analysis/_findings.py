@@ -40,8 +40,6 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
     """Returns all observations about a run, the worst first.
 
     Args:
-        run: The run.
-        status: Its status.
         bubble: The predicted share of a step in which the busiest rank waits, if known.
 
     Returns:
@@ -66,9 +64,6 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
 
 def spikes(series: Series) -> np.ndarray:
     """Finds the steps at which a loss leaves the range of the 32 steps before it.
-
-    Args:
-        series: A loss.
 
     Returns:
         [n] the first step of each spike.

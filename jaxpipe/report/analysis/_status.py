@@ -31,15 +31,7 @@ class Status:
 
 
 def status(run: RunRecord, now: float) -> Status:
-    """Derives the status of a run from its last metrics, their age and its checkpoints.
-
-    Args:
-        run: The run.
-        now: The time, in seconds since 1970.
-
-    Returns:
-        The status.
-    """
+    """Derives the status of a run from its last metrics, their age and its checkpoints."""
     done, wanted = run.steps[-1], run.wanted_steps
     if problem := _bad(run):
         return Status("bad", f"Step {done} of {wanted} is bad: {problem}", done, wanted)

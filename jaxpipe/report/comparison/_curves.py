@@ -36,9 +36,6 @@ class Axis:
 def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
     """Returns the x axes that all of some runs have.
 
-    Args:
-        runs: The runs.
-
     Returns:
         Steps; and tokens and the time in steps, if every run has metrics of its speed.
     """
@@ -65,10 +62,6 @@ def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
 
 def comparison_data(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
     """Returns the data of all charts as JSON values.
-
-    Args:
-        runs: The runs.
-        labels: Their names on the page.
 
     Returns:
         A dictionary like that of `chart_data`. Each series has the index of its run, and for every

@@ -23,13 +23,6 @@ _OWN_KEYS = ("run_name", "output_dir")
 def render_comparison(runs: Sequence[RunRecord], *, now: datetime) -> str:
     """Renders runs as one HTML page that loads nothing else.
 
-    Args:
-        runs: Two runs or more, as `read_run` returns them.
-        now: The time of the page.
-
-    Returns:
-        The HTML.
-
     Raises:
         ValueError: If there are too many runs, or a folder comes twice.
     """
@@ -64,14 +57,7 @@ def render_comparison(runs: Sequence[RunRecord], *, now: datetime) -> str:
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns names that tell runs apart.
-
-    Args:
-        runs: The runs.
-
-    Returns:
-        For each run its name, or its folder if others have the name too.
-    """
+    """Returns names that tell runs apart."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else str(Path(run.folder))
@@ -81,9 +67,6 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[list[Setting]]:
     """Returns the settings that are not equal in all runs, but for names of the runs.
-
-    Args:
-        runs: The runs.
 
     Returns:
         For each key its setting in every run. A key that a run does not have, because an older

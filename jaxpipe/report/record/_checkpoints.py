@@ -37,9 +37,6 @@ class SavedStep:
 def saved_steps(folder: Path) -> list[SavedStep]:
     """Lists every step in a folder of checkpoints, also quarantined ones.
 
-    Args:
-        folder: The folder `checkpoints` of a run.
-
     Returns:
         The steps, the newest first; empty if the folder does not exist.
 

@@ -49,13 +49,6 @@ class Points:
 def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int], dict[str, Series]]:
     """Turns lines of metrics into series.
 
-    Args:
-        entries: The lines of `metrics.jsonl`.
-        where: The name of the file, for errors.
-
-    Returns:
-        The steps of all lines, and a series for each metric that is a number.
-
     Raises:
         ValueError: If steps do not ascend.
     """
@@ -80,15 +73,7 @@ def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int],
 
 
 def points(series: Series, most: int = MAX_POINTS) -> Points:
-    """Puts a series into buckets of equally many steps.
-
-    Args:
-        series: A metric.
-        most: The most buckets.
-
-    Returns:
-        Mean and bounds of each bucket.
-    """
+    """Puts a series into buckets of equally many steps."""
     count = len(series.steps)
     size = -(-count // most)
     values = np.where(np.isfinite(series.values), series.values, np.nan)

@@ -59,12 +59,6 @@ def parallelogram_bubble(timeline: Timeline) -> Time:
     A rank's span is the time from its first start to its last end. Zero-bubble papers quote this
     bubble (arXiv 2401.10241). It is at most the rectangular one: it assumes that steps follow each
     other without a barrier, so that the ranks' different starts are lost only once.
-
-    Args:
-        timeline: The timeline.
-
-    Returns:
-        A time, in the unit of the costs.
     """
     spans = (row[-1].end - row[0].start for row in timeline.rows if row)
     return max(spans, default=0) - max(busy_times(timeline), default=0)
@@ -138,13 +132,8 @@ def live_activations(
     """Yields what is alive on a rank after each of its actions; fused pairs are split.
 
     Args:
-        schedule: The schedule.
-        rank: The rank.
         weights: [num_stages] what one microbatch, or one slice, counts on each stage.
         until_weight: [num_stages] what it counts between its I and its W. None: `weights`.
-
-    Yields:
-        The sum of the weights of all that is alive.
     """
     kept = weights if until_weight is None else until_weight
     now = 0

@@ -27,13 +27,6 @@ Slots = dict[tuple[int, int], int]
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: holds about half the activations of 1F1B, with a bubble smaller than 1F1B's.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1 or too large.
 
@@ -52,13 +45,6 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: holds about a third of the activations of 1F1B, the least that a V can.
 
     Its ranks run in lock-step: with unequal costs the bubble grows with the microbatches.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1 or too large.
@@ -154,9 +140,6 @@ class _Memory:
         """Moves a pass to a free slot, unless the rank would hold more than `cap` then.
 
         Only the slots from `earlier` on are counted anew, until they hold what they did before.
-
-        Returns:
-            Whether the pass was moved.
         """
         self.kinds[earlier], self.kinds[slot] = self.kinds[slot], None
         held, changed = self.held[earlier - 1] if earlier else (0, 0), []
@@ -197,9 +180,6 @@ def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
     """Moves each pass outside the steady state to the first free slot that costs no memory.
 
     The steady state lasts from rank 0's first I0 to its last F0.
-
-    Returns:
-        The slots of every rank, as new dicts.
     """
     ranks = [dict(slots) for slots in ranks]
     memories = [_Memory(slots) for slots in ranks]

@@ -22,13 +22,6 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The second half passes stage s on rank p - 1 - s: two copies of the weights.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is odd, or there are fewer microbatches than twice the ranks.
 
@@ -60,13 +53,6 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: cuts DualPipe in half, with a V in place of the second copy of the weights.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If there are fewer microbatches than twice the ranks.

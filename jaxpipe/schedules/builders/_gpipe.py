@@ -8,13 +8,6 @@ from ._require import require_positive
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """GPipe: fills the pipeline once and drains it once, holding every microbatch in between.
 
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1.
 

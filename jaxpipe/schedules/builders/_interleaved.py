@@ -16,13 +16,6 @@ from ._require import require, require_positive
 def even_group_size(num_ranks: int, num_microbatches: int) -> int:
     """Returns the group size that torch chooses: about p, equal for all groups.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        Microbatches per group.
-
     Raises:
         ValueError: If the microbatches do not divide into that many groups.
     """
@@ -43,15 +36,6 @@ def interleaved_one_f_one_b(
     """Megatron's interleaved 1F1B: divides the bubble by the v chunks per rank.
 
     The last group may be smaller than `group_size`, but not smaller than the pipeline is long.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
@@ -77,15 +61,6 @@ def kimi_k2(
     The forward and the backward that are neighbours are then of different microbatches, and can
     overlap one's expert all-to-all with the other's arithmetic.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
@@ -109,15 +84,6 @@ def interleaved_gpipe(
 
     The bubble is v times smaller than that of GPipe.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
     """
@@ -135,15 +101,6 @@ def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
     """Interleaved 1F1B with half the warmup and the first r W's of rank r postponed.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
@@ -168,15 +125,6 @@ def grouped_interleaved(
 
     A forward and its successor chunk are only g microbatches apart, so a microbatch returns while
     the next ones wait, and fewer are alive.
-
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1, or `group_size` is not from half of the ranks to all.

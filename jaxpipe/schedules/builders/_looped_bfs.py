@@ -14,14 +14,6 @@ from ._require import require, require_positive
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
     """Looped BFS: runs all microbatches chunk by chunk; the backward retraces the forward.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1.
 
@@ -49,14 +41,6 @@ def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> S
     loop runs it backwards. That is breadth-first order; but the buffers of the loop require that
     the ranks divide the microbatches.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-        num_chunks: Stages per rank.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1, or the ranks do not divide the microbatches.
     """
@@ -73,15 +57,6 @@ def circular_ticks(
     num_ranks: int, num_chunks: int, num_microbatches: int, forwarding_delay: int = 1
 ) -> int:
     """Returns the ticks of a circular pipeline: M * R of work and d * (S - 1) of bubble.
-
-    Args:
-        num_ranks: S.
-        num_chunks: R, the repeats.
-        num_microbatches: M.
-        forwarding_delay: d, ticks of a hand-over: 1, or 2 if it is delayed.
-
-    Returns:
-        The number.
 
     Example:
         >>> circular_ticks(4, 2, 8)

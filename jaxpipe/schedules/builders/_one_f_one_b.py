@@ -10,13 +10,6 @@ from ._require import require_positive
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B: runs a backward as soon as one is ready, so that early stages hold less.
 
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1.
 
@@ -48,13 +41,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Eager 1F1B: doubles the warmup of 1F1B, so that a transfer has a forward's time to arrive.
-
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1.

@@ -90,11 +90,6 @@ class Family:
         Lock-step runs forwards and backwards in the same ticks, so early ranks store more than
         `peak_activations`.
 
-        Args:
-            ranks: S.
-            microbatches: M.
-            chunks: v, the stages per rank.
-
         Returns:
             The number, at most M v; of a sequence that is not sliced.
 
@@ -264,12 +259,6 @@ _MAY_BE_ZERO = ("latency", "spare")
 
 def get_family(name: str) -> Family:
     """Returns the family of a name.
-
-    Args:
-        name: A key of `FAMILIES`.
-
-    Returns:
-        The family.
 
     Raises:
         ValueError: If no family has that name. The message has all names and the nearest.

@@ -14,14 +14,6 @@ def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> S
     those after it in the backward, which passes through a microbatch's slices from the last to the
     first.
 
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Pieces of the batch.
-        num_slices: Slices per sequence.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1.
 

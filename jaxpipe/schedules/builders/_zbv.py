@@ -13,13 +13,6 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The order is that of at least 2p - 1 microbatches, cut down where there are fewer.
 
-    Args:
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1.
 

@@ -15,13 +15,6 @@ from ._require import require, require_positive
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H1: postpones W's of later stages in 1F1B, so that none holds more than p microbatches.
 
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Pieces of the batch.
-
-    Returns:
-        The schedule.
-
     Raises:
         ValueError: If a count is below 1, or there are fewer microbatches than stages.
 
@@ -65,15 +58,11 @@ def zero_bubble_h2(
     """ZB-H2: keeps enough forwards in flight that no stage ever waits, once it has begun.
 
     Args:
-        num_stages: Stages, one per rank: p.
         num_microbatches: At least as many as the warmup of stage 0: 2p - 1 without latency.
         latency: Time of a transfer as a multiple of the time of one action; a longer warmup hides
             it.
         spare: Microbatches a stage may hold beyond the 2p - 1 it needs. The authors' code, given
             twice the memory of 1F1B, has 1.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: If a count is below 1, `latency` or `spare` is negative, or there are fewer

@@ -25,10 +25,6 @@ def to_html(schedules: Mapping[str, Schedule | Ticks], costs: Costs, title: str 
         costs: The costs at which the page opens, of a stage of the first schedule. If another one
             has twice as many stages, each of them costs and stores half. Costs per stage keep their
             ratios under a slider.
-        title: The title of the page. Default: the names.
-
-    Returns:
-        The text of an HTML file that loads nothing else.
 
     Raises:
         ValueError: If costs are negative, or not one per stage.

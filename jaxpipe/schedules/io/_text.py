@@ -70,9 +70,6 @@ def time_unit(timeline: Timeline) -> Time:
     than 500 columns, it is the length of the shortest action instead, or a 10,000th of the whole if
     that is longer, and positions are rounded.
 
-    Args:
-        timeline: A timeline.
-
     Returns:
         The time of a column of `to_text`.
     """
@@ -88,12 +85,6 @@ def time_unit(timeline: Timeline) -> Time:
 
 def _cells(row: Sequence[TimedStep], unit: Time, columns: int, going_on: str) -> list[str]:
     """Returns the text of every column of a rank.
-
-    Args:
-        row: What the rank does.
-        unit: The time of a column.
-        columns: The number of columns.
-        going_on: The text of a column in which an action goes on.
 
     Returns:
         [columns] texts.

@@ -82,9 +82,6 @@ def parse_action(text: str) -> Action:
     Args:
         text: Stage, operation and microbatch, such as `3F0`; with a sequence slice `3F0s1`.
 
-    Returns:
-        The action.
-
     Raises:
         ValueError: If `text` is not an action.
 
@@ -107,9 +104,6 @@ def parse_step(text: str) -> ScheduleStep:
 
     Args:
         text: An action, such as `3F0`, or a pair, such as `(4F4;3B0)OVERLAP_F_B`.
-
-    Returns:
-        The action or the pair.
 
     Raises:
         ValueError: If `text` is neither.

@@ -51,12 +51,6 @@ def outputs(action: Action) -> tuple[Action, ...]:
     """Returns the outputs of an action that others may wait for.
 
     A full backward has two, those of its halves I and W.
-
-    Args:
-        action: The action.
-
-    Returns:
-        One or two actions that stand for their outputs.
     """
     return tuple(Action(*result) for result in output_keys(action))
 
@@ -66,14 +60,6 @@ def dependencies(action: Action, num_stages: int, num_slices: int) -> Iterator[A
 
     A forward needs the previous stage; a backward its own forward and the next stage; a W its I.
     With causal attention a slice's forward needs the slice before, its backward the slice after.
-
-    Args:
-        action: The action.
-        num_stages: The number of stages of the schedule.
-        num_slices: The number of slices per microbatch; 1 if microbatches are not sliced.
-
-    Returns:
-        Actions that stand for their outputs.
     """
     return (Action(*need) for need in dependency_keys(action, num_stages, num_slices))
 
@@ -82,12 +68,6 @@ def topological_order(schedule: Schedule) -> list[tuple[int, ScheduleStep]]:
     """Returns one order in which all programs together could run.
 
     Both halves of a pair start together, so a pair waits for the dependencies of both.
-
-    Args:
-        schedule: The schedule.
-
-    Returns:
-        (rank, step) pairs, each after all steps that it depends on.
 
     Raises:
         ScheduleError: If ranks wait for each other. The message shows where.

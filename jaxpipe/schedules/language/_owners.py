@@ -15,12 +15,6 @@ def owners(schedule: Schedule) -> dict[int, int]:
 
     Ranks store as equally many stages as the schedule allows.
 
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        The rank of every stage that has an action, by stage.
-
     Example:
         >>> from jaxpipe.schedules import build
         >>> owners(build("dualpipe", ranks=4, microbatches=8))
@@ -67,12 +61,6 @@ def _assign(candidates: dict[int, tuple[int, ...]], most: int) -> dict[int, int]
 
 def check_carried_state(schedule: Schedule) -> None:
     """Checks that the slices of a microbatch, which carry a state, run on one rank in each stage.
-
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a stage runs slices of one microbatch on several ranks.

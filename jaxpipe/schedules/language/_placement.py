@@ -39,11 +39,6 @@ def v_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
 def rank_of_each_stage(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """Returns the placement of a name.
 
-    Args:
-        name: `straight`, `loop` or `v`.
-        ranks: The number of ranks.
-        chunks: The stages per rank.
-
     Returns:
         [ranks * chunks] the rank of every stage.
 

@@ -46,12 +46,6 @@ class Schedule:
 def describe(schedule: Schedule) -> str:
     """Returns the counts of a schedule and the operations that it has.
 
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        Text of one line.
-
     Example:
         >>> from jaxpipe.schedules import build
         >>> describe(build("zbv", ranks=4, microbatches=8))
@@ -186,12 +180,6 @@ def without_fused_pairs(schedule: Schedule) -> Schedule:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a schedule, in its order, as evaluation runs them.
-
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        A schedule without backwards.
 
     Example:
         >>> from jaxpipe.schedules import build

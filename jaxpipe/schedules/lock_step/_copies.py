@@ -49,12 +49,6 @@ class WeightCopies(NamedTuple):
 def rank_and_chunk_by_stage(schedule: Schedule) -> dict[int, RankAndChunk]:
     """Returns the rank that stores every stage and its chunk there, in the order of ranks.
 
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        The rank and the chunk of each stage, by stage.
-
     Raises:
         ValueError: If ranks run or store different numbers of stages.
     """

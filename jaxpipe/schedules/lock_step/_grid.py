@@ -145,14 +145,9 @@ def fill_grid(
     else to run, or if another rank takes as long anyway.
 
     Args:
-        orders: The actions of the ranks.
         caps: [ranks] the most activations that each may hold.
-        lag: The most W's that a rank defers.
         longest: The attempt ends as soon as the makespan must exceed this.
         below: The attempt ends as soon as the makespan must be at least this.
-
-    Returns:
-        The grid if it is short enough, and whether the caps and the lag made a difference.
     """
     num_microbatches = orders.schedule.num_microbatches
     total = orders.schedule.num_stages * num_microbatches

@@ -37,14 +37,9 @@ def to_lock_step(
     `memory_cap` the grid is the fastest that keeps it, and of equally fast ones the leanest.
 
     Args:
-        schedule: A schedule that passes `check`, or the `forward_only` of one.
-        costs: Costs of a stage. None: one each.
         spare: Activations that a rank may hold beyond its peak in `schedule`. None: as many as pay.
         memory_cap: The most activations that a rank may hold, or [ranks] that of every rank: one
             activation is what the F of a stage stores for a microbatch, or a slice. None: no cap.
-
-    Returns:
-        The schedule in the order of the grid, with the tick of every action.
 
     Raises:
         ValueError: If `spare` is negative, `memory_cap` is less than what the order of the
@@ -174,11 +169,9 @@ def _cheapest(
     """Returns the cheapest grid among those of all lags, the first of equals.
 
     Args:
-        orders: What the ranks have to run.
         caps: [ranks] the most activations that each may hold.
         lags: The numbers of W's that a rank may put off, in ascending order. Those for which no
             larger caps can give a grid that is short enough are removed.
-        longest: The longest makespan that is of use. None is returned if no grid is that short.
     """
     cheapest: Grid | None = None
     for lag in lags.copy():

@@ -17,12 +17,6 @@ from ._ticks import Ticks
 def slices_as_microbatches(schedule: Schedule) -> Schedule:
     """Returns a schedule of `num_microbatches * num_slices` microbatches without slices.
 
-    Args:
-        schedule: A schedule without fused pairs.
-
-    Returns:
-        The schedule in the same order.
-
     Example:
         >>> from jaxpipe.schedules import build
         >>> print(slices_as_microbatches(build("seq1f1b", ranks=1, microbatches=1, slices=2)))
@@ -49,15 +43,7 @@ def ticks_of_pieces(ticks: Ticks) -> Ticks:
 
 
 def ticks_of_slices(ticks: Ticks, slices: tuple[int | None, ...]) -> Ticks:
-    """Returns a grid with slices again: the inverse of `ticks_of_pieces`.
-
-    Args:
-        ticks: A grid whose microbatches are slices.
-        slices: The `slice_ids` of the schedule.
-
-    Returns:
-        The grid.
-    """
+    """Returns a grid with slices again: the inverse of `ticks_of_pieces`."""
 
     def action(step: ScheduleStep) -> Action:
         (piece,) = actions_of(step)
@@ -87,15 +73,7 @@ class PastSlots(NamedTuple):
 
 
 def assign_past_slots(ticks: Ticks, num_slices: int) -> PastSlots:
-    """Returns the slots of carried states.
-
-    Args:
-        ticks: A grid of `ticks_of_pieces`.
-        num_slices: Slices per microbatch.
-
-    Returns:
-        The slots; all are -1 if there is one slice.
-    """
+    """Returns the slots of carried states."""
     times = action_times(ticks)
     slots = PastSlots(*([-1] * len(times.forwards) for _ in PastSlots._fields))
     if num_slices == 1:

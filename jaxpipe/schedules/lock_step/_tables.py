@@ -99,12 +99,6 @@ _Draft = list[list[int]]
 def tick_tables(ticks: Ticks) -> TickTables:
     """Returns the tables of a grid.
 
-    Args:
-        ticks: A grid that passes `check_ticks`.
-
-    Returns:
-        One table per phase, the arrivals, and the sizes of the buffers.
-
     Raises:
         ValueError: If ranks run or store different numbers of stages.
     """
@@ -163,9 +157,6 @@ def _phases(
     """Yields the tables of F, of B and I, and of W.
 
     `upcoming` has the residency of every F, B and I, rank by rank.
-
-    Returns:
-        Three tables.
     """
     schedule = ticks.schedule
     buffers = {

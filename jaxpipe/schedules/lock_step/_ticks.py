@@ -36,12 +36,6 @@ class Ticks:
 def num_ticks(ticks: Ticks) -> int:
     """Returns the number of ticks.
 
-    Args:
-        ticks: A grid.
-
-    Returns:
-        The number.
-
     Example:
         >>> from jaxpipe.schedules import Costs, build
         >>> from jaxpipe.schedules.lock_step import to_lock_step
@@ -65,9 +59,6 @@ def check_ticks(ticks: Ticks) -> Ticks:
     """Returns `ticks` if a loop over them computes the same as the schedule.
 
     The schedule may have forwards alone.
-
-    Args:
-        ticks: A schedule and the tick of every action.
 
     Returns:
         `ticks` itself.
@@ -148,13 +139,6 @@ def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
     """Runs tick after tick, each as soon as every rank has finished the one before.
 
     The makespan, compared with that of `simulate`, shows the price of lock-step.
-
-    Args:
-        ticks: A grid that passes `check_ticks`.
-        costs: The costs of its stages and of transfers.
-
-    Returns:
-        The start and the end of every action.
 
     Raises:
         ValueError: If costs are negative, or not one per stage.

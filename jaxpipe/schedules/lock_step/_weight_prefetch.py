@@ -39,12 +39,6 @@ def separates_backward_weights(programs: Sequence[Sequence[Action]]) -> bool:
     """Returns whether forward and backward should hold weights of their own.
 
     They should if that saves gathers.
-
-    Args:
-        programs: The actions of every rank, without W's.
-
-    Returns:
-        Whether separate weights need fewer gathers than shared ones.
     """
     apart, together = (
         sum(

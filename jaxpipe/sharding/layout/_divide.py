@@ -7,16 +7,6 @@ from itertools import accumulate, chain
 def divide_exactly(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
     """Returns `whole / parts`, or raises an error that names both and says what to change.
 
-    Args:
-        whole: The dividend.
-        parts: The divisor.
-        name: The name of `whole`, for the error.
-        into: The name of `parts`, for the error.
-        fix: A sentence that says what to change, for the error.
-
-    Returns:
-        The quotient.
-
     Raises:
         ValueError: If `parts` is below 1, or does not divide `whole`.
 
@@ -92,16 +82,6 @@ def even_layout(
     name: str = "`base_num_decoder_layers`",
 ) -> LayerLayout:
     """Returns the layout of `num_layers` over `num_ranks`, with equal stages.
-
-    Args:
-        num_layers: Layers of the model.
-        num_ranks: Ranks of the pipeline.
-        layers_per_stage: Layers of one stage.
-        num_repeats: Stages per rank, -1 for as many as the layers give.
-        name: The setting that gave the number of layers, for errors.
-
-    Returns:
-        The layout.
 
     Raises:
         ValueError: If the layers are not `num_repeats * num_ranks * layers_per_stage`.

@@ -22,9 +22,6 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
         mtp_layers: Whether the model has layers that predict further tokens (MTP), m, behind all
             others.
 
-    Returns:
-        Layers per stage, in forward order; m is a layer like t.
-
     Raises:
         ValueError: If the text has other signs, does not begin with E or end with L, if a stage in
             the middle is empty, or if t follows m.

@@ -22,12 +22,8 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Returns a spec without some mesh axes.
 
     Args:
-        spec: The spec. Dims that it leaves unconstrained stay so.
         axes: The axes. Dims that were split over these alone become unsplit, and the axes leave
             the sets `unreduced` and `reduced`.
-
-    Returns:
-        A spec of as many dims.
     """
 
     def rest(dim: Any) -> Any:
@@ -42,31 +38,14 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Returns a spec without the mesh axes that are not among some.
-
-    Args:
-        spec: The spec.
-        axes: The axes that stay.
-
-    Returns:
-        A spec of as many dims.
-    """
+    """Returns a spec without the mesh axes that are not among some."""
     return without_axes(spec, axes_of(spec).difference(axes))
 
 
 def with_axis_type(
     spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis_type: AxisType
 ) -> PartitionSpec:
-    """Returns a spec with only those of its axes that have one type in a mesh.
-
-    Args:
-        spec: The spec.
-        mesh: The mesh whose axes it names.
-        axis_type: The type of the axes that stay.
-
-    Returns:
-        A spec of as many dims.
-    """
+    """Returns a spec with only those of its axes that have one type in a mesh."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return without_axes(spec, [axis for axis, kind in types if kind != axis_type])
 
@@ -82,15 +61,6 @@ def check_divisible(
     shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], name: str
 ) -> None:
     """Checks that every dim of `shape` splits evenly over its mesh axes.
-
-    Args:
-        shape: The shape of an array.
-        spec: Its spec, of at most as many dims.
-        sizes: The size of each mesh axis.
-        name: The name of the array, for the error.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a dim does not.

@@ -42,9 +42,7 @@ def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax
     """Returns `x` split over `mesh` as `spec` says, inside or outside `jax.jit`.
 
     Args:
-        x: An array.
         spec: How its leading dims are split. The dims that it does not reach stay as they are.
-        mesh: The mesh. None returns `x` unchanged.
 
     Returns:
         [...] the array.
@@ -55,16 +53,7 @@ def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax
 
 
 def typed_by_specs(tree: Any, specs: Any, mesh: Mesh | None) -> Any:
-    """Returns `tree` with its specs in its types, so that its cotangents have the same types.
-
-    Args:
-        tree: JAX or numpy arrays.
-        specs: A prefix tree of specs.
-        mesh: The mesh. None, or a mesh without explicit axes, leaves `tree` unchanged.
-
-    Returns:
-        The same tree, sharded over the explicit axes.
-    """
+    """Returns `tree` with its specs in its types, so that its cotangents have the same types."""
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return tree
 

@@ -94,10 +94,7 @@ def backward(
     """Runs all ticks in reverse order on one rank.
 
     Args:
-        invariants: Values that all ticks read.
-        residuals: Residuals that the forward stored.
         doutputs: [n, ...] cotangents of this rank's outputs.
-        daux: Cotangents of the auxiliary losses and metrics.
 
     Returns:
         (gradients of the weights [R, ...], cotangents of the inputs [n, ...], cotangents of the
@@ -169,14 +166,8 @@ def _backward_blocks(
     """Runs the blocks of some repeats in reverse order.
 
     Args:
-        invariants: Values that all ticks read.
-        tick: `_backward_tick` from its argument `phase` on.
-        repeats: The repeats.
         start: What the repeats above have left, with the weights of repeat `repeats[-1] - 1`; its
             gradients are [len(repeats), ...], all zero.
-
-    Returns:
-        The carry for the repeats below; its gradients are complete.
     """
     shape, gather = invariants.shape, invariants.gather
     final = shape.num_repeats - 1

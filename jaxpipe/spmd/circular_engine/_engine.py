@@ -166,17 +166,12 @@ def circular_value_and_grad(
     All ranks compute embedding and loss, each for its share of M / S microbatches.
 
     Args:
-        model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
         batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        gather: When and how the stages' sharded weights are gathered.
-        boundary_gather: How the weights of embedding and head are gathered, once.
-        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
-        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -225,19 +220,11 @@ def circular_value(
     """Returns loss and metrics of a batch, without gradients.
 
     Args:
-        model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
         batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
-        gather: When and how the stages' sharded weights are gathered.
-        boundary_gather: How the weights of embedding and head are gathered, once.
-        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
-        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
-
-    Returns:
-        (loss, metrics). The loss is a scalar.
 
     Raises:
         ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
@@ -258,11 +245,6 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
     Args:
         stacked: Weights and keys, [R, S, ...] leaves.
         microbatches: Inputs and batch_inputs, [M, ...] leaves.
-        mesh: The mesh, or None.
-        delay: Whether results are handed over one tick late.
-
-    Returns:
-        S.
     """
     num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
     (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")
@@ -275,8 +257,6 @@ def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
     """Checks that the axis `stage` of `mesh` has `num_ranks` devices.
 
     Args:
-        mesh: The mesh. None passes the check.
-        num_ranks: S, the size of dim 1 of the leaves.
         stacked: [R, S, ...] leaves, which the error names.
 
     Raises:

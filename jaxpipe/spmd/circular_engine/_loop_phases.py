@@ -69,13 +69,6 @@ def run_ticks(
 
     Args:
         tick: `(carry, index of the tick) -> carry`.
-        carry: What the ticks hand on.
-        phase: The phase.
-        scan: Whether the ticks run in a `lax.scan`. If not, they are unrolled.
-        reverse: Whether the last tick of the phase runs first.
-
-    Returns:
-        The carry after the phase.
     """
     if scan:
         return lax.scan(lambda c, t: (tick(c, t), None), carry, phase.ticks, reverse=reverse)[0]
@@ -92,12 +85,6 @@ def run_repeats(
 
     Args:
         block: `(carry, index of the repeat) -> carry`.
-        carry: What the blocks hand on.
-        repeats: The indices, in the order in which they run.
-        scan: Whether several blocks run in a `lax.scan`. If not, they are unrolled.
-
-    Returns:
-        The carry after the last block.
     """
     if scan and len(repeats) > 1:
         indices = jnp.arange(repeats.start, repeats.stop, repeats.step, dtype=jnp.int32)

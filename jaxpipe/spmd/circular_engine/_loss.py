@@ -37,11 +37,7 @@ def rank_value_and_grad(
     Over the batch axes, if there are any, each device runs on its own rows.
 
     Args:
-        model: The model.
-        options: The options of the pipeline.
-        boundary_gather: How `boundary` is gathered, once.
         stages: [R, ...] leaves, the weights of this rank's stages.
-        boundary: Weights of the embedding and of the head.
         batch_inputs: [M, ...] leaves.
         keys: [R, ...] dropout keys, or ().
 

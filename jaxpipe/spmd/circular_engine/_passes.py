@@ -76,8 +76,6 @@ def forward_rank(
 
     Args:
         stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`.
-        options: The options of the pipeline.
-        save_residuals: Whether residuals are stored for a backward.
         weights: [R, ...] leaves, this rank's stages.
         inputs: [n, ...] leaves, this rank's microbatches, `rank * n` to `(rank + 1) * n - 1`.
         batch_inputs: [M, ...] leaves, the same on every rank.
@@ -123,10 +121,7 @@ def forward(
     """Runs all ticks of the forward on one rank.
 
     Args:
-        invariants: Values that all ticks read.
         inputs: [n, ...] leaves, this rank's microbatches.
-        aux_shapes: Shapes of the auxiliary losses and metrics of one tick.
-        save_residuals: Whether residuals are stored for a backward.
 
     Returns:
         ((outputs [n, ...], aux summed over this rank's ticks), residuals, empty unless

@@ -46,13 +46,6 @@ def middle_repeat(shape: PipelineShape) -> int:
 def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
     """Allocates a buffer for each abstract value of a residual, in its memory space.
 
-    Args:
-        avals: The abstract values of the residuals of one tick.
-        shape: The shape of the pipeline.
-
-    Returns:
-        The buffers, with an entry for each tick.
-
     Raises:
         ValueError: If residuals are offloaded to host memory, but one device runs all ranks.
     """

@@ -146,16 +146,6 @@ def check_circular(
 ) -> None:
     """Checks that the circular pipeline can run these counts.
 
-    Args:
-        num_ranks: S.
-        num_repeats: R.
-        num_microbatches: M.
-        delay: Whether results are handed over one tick late.
-        names: The names of the arguments by which the caller gave M and the delay.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If M is not a multiple of S, M < S, or M < 2 * S with delay and R > 1. The error
             uses `names`.
@@ -252,13 +242,6 @@ def hand_over(
     state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, move: StreamMove
 ) -> State:
     """Sends results to the next rank, and moves the stream if microbatches enter or leave.
-
-    Args:
-        state: The state in which tick `t` has read its input.
-        y: The result of this rank in tick `t`.
-        t: The tick.
-        shape: The sizes of the pipeline.
-        move: What the stream does.
 
     Returns:
         The state before tick `t + 1`.

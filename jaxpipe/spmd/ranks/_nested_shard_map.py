@@ -54,13 +54,8 @@ def nested_shard_map(
     """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
 
     Args:
-        f: A function of one device's shards.
         plain: The result of JAX's `shard_map` for the same arguments. It is called where no axis is
             manual, or `mesh` is not the whole mesh in context.
-        mesh: The mesh that the caller gave.
-        in_specs: A prefix tree of specs, with None for arguments that are static.
-        out_specs: A prefix tree of specs.
-        axis_names: The axes that the caller wants manual; empty for all.
 
     Returns:
         A function with the arguments of `f`, of arrays sharded by `in_specs`.

@@ -40,9 +40,6 @@ def on_ranks(
         out_dims: The same for the result. None if every rank returns the same value, as with
             `psum`.
         num_ranks: S. Needed only if `mesh` is None and no argument has a dim of ranks.
-
-    Returns:
-        A function of whole arrays.
     """
     in_specs, out_specs = (jax.tree.map(_spec, d, is_leaf=_is_dim) for d in (in_dims, out_dims))
     if mesh is None:
@@ -101,7 +98,6 @@ def empty(x: Any, length: int) -> jax.Array:
 
     Args:
         x: An abstract value: the shape, dtype, sharding and varying axes of an entry.
-        length: The number of entries.
 
     Returns:
         An array [length, *x.shape].

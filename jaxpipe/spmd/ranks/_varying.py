@@ -38,16 +38,10 @@ def cond(
     """Returns `yes(*operands)` or `no(*operands)`; on a mesh only the chosen branch runs.
 
     Args:
-        predicate: A boolean scalar. `yes` runs if it is true.
-        yes: A function of `operands`.
         no: A function of `operands` with results of the same shapes and dtypes.
-        *operands: Arguments of both.
         like: A tree as both return. Results vary over the manual axes as its leaves do.
         hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
             compiled program reads how often `yes` runs. Empty for none.
-
-    Returns:
-        The result of the chosen branch.
     """
     types = jax.tree.map(jax.typeof, like)
 
@@ -71,14 +65,9 @@ def update_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -
     it is a loop of at most one iteration.
 
     Args:
-        predicate: A boolean scalar.
-        update: A function of `state` with results of the same shapes and dtypes.
         state: A tree of arrays. Results vary over the same manual axes.
         hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
             compiled program reads how often `update` runs. Empty for none.
-
-    Returns:
-        The new state.
     """
     if copies_in_conditionals():
         return run_once_if(predicate, update, state, hint=hint)
@@ -92,7 +81,6 @@ def execution_count_hint(
 
     Args:
         table: [num_ticks, num_ranks] integers.
-        chosen: Whether the condition is true for an integer of the table.
 
     Returns:
         `taken_{count}_of_{num_ticks}`, where `count` is the largest of any rank.
@@ -103,11 +91,6 @@ def execution_count_hint(
 
 def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:
     """Returns zeros like `x` that vary over the same manual axes, as the carry of a scan must.
-
-    Args:
-        x: An array; or a shape and dtype, for zeros that vary over all manual axes.
-        lead: Sizes of dims in front of those of `x`.
-        dtype: The dtype of the result. None for that of `x`.
 
     Returns:
         Zeros [*lead, *x.shape].
@@ -130,10 +113,6 @@ def zeros_like(tree: PyTree) -> PyTree:
 
 def split_like(aval: Any, x: jax.Array) -> jax.Array:
     """Reshards the last dims of `x` over explicit axes as those of `aval` are.
-
-    Args:
-        aval: An abstract value.
-        x: An array of the same dims, behind others or none.
 
     Returns:
         `x`, resharded.

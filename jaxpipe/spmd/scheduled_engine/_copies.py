@@ -27,10 +27,6 @@ def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
 
     Args:
         stored: [v, ...] leaves of the chunks that it stores; random keys and other arrays.
-        copies: How ranks exchange them; None if a rank stores what it runs.
-
-    Returns:
-        The leaves, of all chunks.
     """
     if copies is None:
         return stored
@@ -52,7 +48,6 @@ def return_gradients(gradients: PyTree, copies: WeightCopies | None) -> PyTree:
 
     Args:
         gradients: [c, ...] leaves of the chunks that this rank runs.
-        copies: How ranks have exchanged the weights.
 
     Returns:
         [v, ...] leaves.

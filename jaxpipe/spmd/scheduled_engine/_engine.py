@@ -37,7 +37,6 @@ def scheduled_value_and_grad(
     """Returns loss, metrics and gradients of a batch that runs by any schedule.
 
     Args:
-        model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...], a
             rank's stages in forward order, as `spmd.to_ranks` returns them. A stage that several
             ranks run is stored on one of them, which sends its weights to the others once.
@@ -45,9 +44,7 @@ def scheduled_value_and_grad(
             microbatch in order.
         keys: [v, S, ...] leaves, or () without dropout. The index along dim 0 of `batch_inputs` is
             folded into random keys.
-        ticks: The schedule in lock-step, of `schedules.lock_step`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
-        remat: Wraps the stage. The default stores its input and recomputes it in the backward.
         gather: When the stages' weights that are sharded over other axes are gathered: in every
             `tick`, `once`, or per `repeat`: whenever a rank changes to another of its stages, and
             one such change ahead.
@@ -113,19 +110,12 @@ def scheduled_value(
     """Returns loss and metrics of a batch, without gradients.
 
     Args:
-        model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
         batch_inputs: [M, ...] leaves, or [M * s, ...] for a schedule with s slices.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         gather: When and how the stages' weights that are sharded over other axes are gathered.
-        boundary_gather: How the weights of embedding and head are gathered, once.
-        vocab_parallel: Whether all ranks compute the loss together, by
-            `model.vocab_parallel_loss`.
-
-    Returns:
-        (loss, metrics). The loss is a scalar.
 
     Raises:
         ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not

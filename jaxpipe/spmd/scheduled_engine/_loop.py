@@ -97,10 +97,7 @@ def rank_value_and_grad(
     Over the batch axes, if there are any, each device runs on its own rows.
 
     Args:
-        model: The model.
-        options: The options.
         stages: [v, ...] leaves.
-        boundary: Weights of the embedding and of the head.
         batch_inputs: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
 
@@ -277,9 +274,6 @@ def _tick(
     `zero_outputs` is zeros like the results of an F. Totals and the buffers of residuals are
     operands of conditionals: a branch changes them in place, and JAX forwards what it does not
     change. Of what is stored or sent by all, a branch returns the new entry.
-
-    Returns:
-        The carry after the tick.
     """
     buffers, totals = carry
     totals = totals._replace(

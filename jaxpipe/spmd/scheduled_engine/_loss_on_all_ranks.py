@@ -21,16 +21,6 @@ def loss_on_all_ranks(
     """Broadcasts the output of the last stage to all ranks, which compute its loss together.
 
     The condition is the same on all ranks, so they may communicate under it.
-
-    Args:
-        invariants: The loop invariants.
-        work: This rank's row of F.
-        outputs: The results of this rank's F.
-        microbatch: A microbatch that leaves the last stage in this tick, or -1.
-        totals: The totals so far.
-
-    Returns:
-        The totals, and the outputs with the gradient with respect to the activation, on its rank.
     """
     is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
 

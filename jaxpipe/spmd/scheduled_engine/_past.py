@@ -76,12 +76,7 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
     """Traces the stage to find out which state its slices carry.
 
     Args:
-        model: The model.
-        num_slices: Slices of a sequence.
         *examples: Weights, activation, inputs and keys of one piece; only types are read.
-
-    Returns:
-        The layout.
 
     Raises:
         ValueError: If slices carry nothing, or parts of different numbers of positions.
@@ -151,13 +146,7 @@ def slice_inputs(
     """Returns what the stage reads for the piece of `work`.
 
     Args:
-        layout: The layout of the state.
-        batch: The inputs of the piece.
         buffers: [slots, ...] leaves of states.
-        work: The row of the piece.
-
-    Returns:
-        The inputs, with zeros in the state from the slice's own positions on.
     """
     if layout.num_slices == 1:
         return SliceInputs(batch, [])
@@ -192,9 +181,7 @@ def cotangent_of_new(
     """Returns the cotangent of what a slice has appended: the sum over all later slices.
 
     Args:
-        layout: The layout of the state.
         buffers: [slots, ...] cotangents of the floating leaves of states.
-        work: The row of B or I of the slice.
 
     Returns:
         One entry for each leaf of the state, None for those without a derivative.

@@ -61,14 +61,8 @@ def run_forward(stage: SplitBackward, arguments: tuple, on_device: Residuals, sl
     """Runs F, and writes its residuals to the buffers of the device.
 
     Args:
-        stage: The stage.
-        arguments: The arguments of F.
         on_device: [slots, ...] each, the buffers of the device; None for those on the host.
         slots: The slots of residuals that only B or I reads, and of those that W reads.
-
-    Returns:
-        The results of the stage; the buffers of the device; the residuals for the host, with None
-        for all others.
     """
     early, late = map(entries_to_write, on_device, slots)
     into = merge_residuals(stage, (early, late))

@@ -85,10 +85,6 @@ def rows_of_rank(tables: TickTables) -> TickRow:
 def stage_hint(table: PhaseTable, stage: int) -> str:
     """Returns a name scope that says in how many ticks a phase works on a stage.
 
-    Args:
-        table: The table of the phase.
-        stage: The stage.
-
     Returns:
         As `execution_count_hint` does.
     """

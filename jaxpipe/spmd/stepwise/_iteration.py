@@ -66,8 +66,6 @@ def init_states(
     Args:
         inputs: [M, ...] leaves.
         keys: [R, S, ...] dropout keys, or ().
-        shape: The sizes of the pipeline.
-        is_stored: Whether there is a `circ_storage`. None for `need_circ_storage(shape)`.
 
     Returns:
         A dict. `state_io` [S, M / S, ...]: inputs not taken yet, then outputs. `shift` [S, ...]:
@@ -122,9 +120,6 @@ def new_loop_state(
 
     Args:
         output: [S, ...] leaves, the stage outputs of all ranks.
-        loop_state: The buffers before the iteration.
-        shape: The sizes of the pipeline.
-        mesh: The mesh. None runs all ranks on one device.
 
     Returns:
         The buffers after the iteration, with the shapes of `loop_state`.
@@ -156,9 +151,6 @@ def permute_output(
 
     Args:
         output: [S, M / S, ...] leaves.
-        shape: The sizes of the pipeline.
-        first_iteration: The iteration in which microbatch 0 left. None for
-            `iterations_of_first_microbatch(shape)`.
 
     Returns:
         [S, M / S, ...] leaves.
@@ -201,9 +193,6 @@ def keys_of_iteration(
 
     Args:
         keys: [R, S, ...] dropout keys, or ().
-        microbatches: The microbatch of every rank.
-        repeats: The repeat of every rank.
-        mesh: The mesh. None runs all ranks on one device.
 
     Returns:
         [S, ...] keys of the repeats, with the microbatch folded in; or ().

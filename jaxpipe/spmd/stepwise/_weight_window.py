@@ -29,8 +29,6 @@ def window_at(gather: WeightGather, t: int | Int[Array, ""], shape: PipelineShap
     Args:
         gather: The functions of whole weights. Its `prefetch` takes an iteration, and returns the
             [S, ...] weights of the repeat that rank 0 runs then.
-        t: The iteration.
-        shape: The sizes of the pipeline.
 
     Returns:
         [2, S, ...] leaves: the weights of the repeat before, and of the one that begins.
@@ -49,7 +47,6 @@ def from_window(window: PyTree, repeats: Int[Array, " S"]) -> PyTree:
 
     Args:
         window: [2, S, ...] leaves.
-        repeats: The repeat of every rank; that of rank 0 is the later one of the window.
 
     Returns:
         [S, ...] leaves.

@@ -67,10 +67,7 @@ def _on_shards(
     the result again. A dim that is sharded over both kinds of axes is left to the partitioner.
 
     Args:
-        f: The function.
-        x: Its argument.
         unsharded: How `x` is sharded over automatic axes, before and after.
-        moved: For every dim the manual axes over which `f` communicates.
         also: Axes that do not shard `x`, but become manual around `f`.
 
     Returns:

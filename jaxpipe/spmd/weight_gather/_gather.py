@@ -146,13 +146,8 @@ def gather_by_specs(
     Args:
         stored: The spec of every weight as it is stored. Dims beyond the end of a spec keep their
             sharding.
-        unsharded: The spec of every gathered weight, with as many dims.
-        gradients: The spec of every stored gradient. None for those of the weights.
-        when: Gather in every "tick", "once", or once per "repeat".
-        cast: Casts the weights to the compute dtype before they are gathered.
         batch_axes: Mesh axes that are manual where the functions are called, beside `stage`: they
             communicate over these by collectives, over all others by constraints.
-        mesh: The mesh of whole arrays. None inside a stage, whose mesh is in context.
 
     Returns:
         The `Gather`. Without a mesh its functions return their argument.
@@ -230,15 +225,7 @@ def map_leaves(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
 
 
 def constrain_by(specs: PyTree, mesh: Mesh | None = None) -> TreeFunction:
-    """Returns a function that shards the leaves that are not None over axes that are not manual.
-
-    Args:
-        specs: The spec of every leaf.
-        mesh: The mesh of whole arrays. None for the mesh in context.
-
-    Returns:
-        A function from a tree to the tree.
-    """
+    """Returns a function that shards the leaves that are not None over axes that are not manual."""
 
     def constrain_leaf(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -277,10 +264,6 @@ def unsharded_specs(specs: PyTree, axes: Sequence[str] = GATHERED_AXES) -> PyTre
 
 def specs_of(logical: PyTree, rules: Rules) -> PyTree:
     """Returns the partition spec of every weight.
-
-    Args:
-        logical: The logical axes of each dim of every weight, a tuple of names.
-        rules: The mesh axes of logical axes.
 
     Returns:
         `logical` with a `PartitionSpec` in place of every tuple.

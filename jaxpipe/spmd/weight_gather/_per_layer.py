@@ -80,12 +80,6 @@ def layer_gather(
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer inside a stage.
 
-    Args:
-        stored: The spec of every weight of a layer as it is stored.
-        unsharded: The spec of every gathered weight.
-        cast: Casts the weights to the compute dtype before they are gathered.
-        batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline.
-
     Returns:
         `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
         input is computed; their gradients are reduce-scattered in float32.
@@ -123,9 +117,6 @@ def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree])
     Args:
         layer: `(weights, x, *arguments) -> result`.
         gather: `(stored weights, x) -> gathered weights`, of `layer_gather`.
-
-    Returns:
-        The same function of stored weights.
     """
 
     def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
@@ -148,14 +139,6 @@ def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
     A gathered weight is the output of an equation with the name, or of a call whose body has one.
     If only the former were excluded, JAX would save the input of the naming equation instead; for
     this reason JAX's `save_anything_except_these_names` excludes nothing here.
-
-    Args:
-        primitive: The primitive of the equation; not used.
-        *_: Its abstract inputs; not used.
-        **parameters: Its parameters.
-
-    Returns:
-        True if the outputs of the equation may be saved.
     """
     del primitive
     call = parameters.get("call_jaxpr")
@@ -169,13 +152,6 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
     that are as large as they are. Over axes that are not manual yet every device says so of its own
     shard: XLA's partitioner would gather what such a constraint reads.
-
-    Args:
-        weights: Weights, None where there is none.
-        specs: The spec of every weight.
-
-    Returns:
-        The weights.
     """
     axes = partitioned_axes()
     others = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes

@@ -78,12 +78,7 @@ def weight_gather(
     """Returns the functions of `WeightGather` for the weights of one rank.
 
     Args:
-        gather: When and how weights are gathered.
         weights: [chunks, ...] leaves.
-        read: How the weights of a chunk are read before they are gathered.
-
-    Returns:
-        The functions.
     """
     match gather.when:
         case "tick":

@@ -75,10 +75,6 @@ def canonical_round_trip(
     compiled at their first call. Each deletes the stacks of its argument one by one as they are
     converted. Leaves that are in no stack may be shared by both states.
 
-    Args:
-        plan: The state of a run.
-        stored: The shardings of its leaves, from `stored_shardings`.
-
     Returns:
         `to_canonical` and `from_canonical`.
     """
@@ -94,13 +90,8 @@ def state_from_canonical(
     of the stages are kept.
 
     Args:
-        plan: The state of the run.
-        stored: The shardings of its leaves, from `stored_shardings`.
         canonical: The canonical state or some of its entries, such as the weights alone, with any
             number of layers after the pipeline.
-
-    Returns:
-        The same entries in the layout of the run.
     """
     mesh, num_layers = plan.weights.devices.mesh, plan.weights.layout.num_layers
     shardings = _canonical_shardings(plan)

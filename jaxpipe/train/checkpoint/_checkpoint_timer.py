@@ -25,14 +25,7 @@ class CheckpointTimer:
         agree: Callable[[int], int] = broadcast_from_first,
         alone: bool | None = None,
     ) -> None:
-        """Starts the first interval.
-
-        Args:
-            minutes: Minutes between checkpoints. 0 for never.
-            clock: Returns the time in seconds.
-            agree: Broadcasts a number from the first process.
-            alone: Whether there is one process. By default JAX is asked.
-        """
+        """Starts the first interval."""
         self._seconds = 60 * minutes or math.inf
         self._clock, self._agree = clock, agree
         self._alone = jax.process_count() == 1 if alone is None else alone

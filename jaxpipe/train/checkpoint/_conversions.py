@@ -48,14 +48,7 @@ class Conversions:
 
 
 def conversions(weights: WeightPlan) -> Conversions:
-    """Returns the conversions of a state with these weights.
-
-    Args:
-        weights: The weights.
-
-    Returns:
-        Its conversions.
-    """
+    """Returns the conversions of a state with these weights."""
     return _PER_STAGE if weights.per_stage else _STACKED
 
 

@@ -62,15 +62,7 @@ def has_digests(step: Path) -> bool:
 
 
 def write_digests(step: Path, step_id: int) -> None:
-    """Forces a complete step onto the disk, and writes its digests.
-
-    Args:
-        step: The folder of the step, before it is renamed.
-        step_id: The number of the step.
-
-    Returns:
-        None.
-    """
+    """Forces a complete step onto the disk, and writes its digests."""
     fsync_tree(step)
     body = {
         "step": step_id,
@@ -81,13 +73,6 @@ def write_digests(step: Path, step_id: int) -> None:
 
 def find_corruption(step: Path, *, quick: bool = False) -> list[str]:
     """Finds the problems of a saved step. Without digests only its completeness is checked.
-
-    Args:
-        step: The folder; its name is the number of the step that it should be.
-        quick: Whether to compare large files by size alone.
-
-    Returns:
-        One text for each problem; none if the step is sound.
 
     Raises:
         UnreadableError: If a file is there and cannot be read.

@@ -42,12 +42,7 @@ def first_state(
     """Returns the state before step 1: weights of `init_from` or the seed, and a new optimizer.
 
     Args:
-        plan: The step.
         init_from: The folder of a run, or the result of a conversion; "" for weights of the seed.
-        allow_unverified: Whether a checkpoint without digests is accepted.
-
-    Returns:
-        The state in the layout of the run.
 
     Raises:
         ValueError: If `init_from` has no checkpoint, or one of another model. Raised before
@@ -84,9 +79,6 @@ def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
 
 def checkpoints_folder(folder: Path) -> Path:
     """Returns the folder of checkpoints of a run or of `jaxpipe convert`.
-
-    Args:
-        folder: The folder of the run, or the result of the conversion.
 
     Returns:
         Its folder `checkpoints` or `weights`.
@@ -125,14 +117,6 @@ def verified_step(
     checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
 ) -> int:
     """Returns a step, or the newest complete one, after it has passed all checks.
-
-    Args:
-        checkpoints: The checkpoints.
-        step: The step. Default: the newest complete one.
-        allow_unverified: Whether a step without digests is accepted.
-
-    Returns:
-        The step.
 
     Raises:
         ValueError: If it does not exist or is corrupt, or has no digests and `allow_unverified` is
@@ -173,16 +157,6 @@ def check_same_sizes(
     """Checks that the sizes of a checkpoint are those of a run.
 
     A size that was no key yet when the checkpoint was saved counts as its default.
-
-    Args:
-        saved: The sizes of the checkpoint, by name.
-        sizes: Those of the run.
-        where: The checkpoint, for the error.
-        advice: The last line of the error.
-        ignored: Names of sizes that may differ.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a size differs, naming all that do.

@@ -26,10 +26,6 @@ class LayerReordering(Protocol):
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         """Returns the layers in forward order.
 
-        Args:
-            x: The stack on ranks.
-            where: The sharding of the result.
-
         Returns:
             [L, ...] the layers.
         """
@@ -40,11 +36,6 @@ class LayerReordering(Protocol):
 
         Args:
             x: [L, ...] the layers in forward order.
-            where: Their sharding.
-            wanted: The sharding of the result.
-
-        Returns:
-            The stack.
         """
         ...
 
@@ -135,16 +126,7 @@ def delete(tree: PyTree, *, once: PyTree) -> None:
 
 
 def jit_on_mesh(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
-    """Compiles `f` for arrays on a mesh, with all axes automatic inside.
-
-    Args:
-        mesh: The mesh.
-        f: The function.
-        where: The shardings of its results.
-
-    Returns:
-        The compiled function.
-    """
+    """Compiles `f` for arrays on a mesh, with all axes automatic inside."""
     work: Any = f
     if AxisType.Explicit in mesh.axis_types:
         work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_with_explicit_axes_only, where))

@@ -31,14 +31,7 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 def sealed_path_class(on_saved: Callable[[int], None]) -> type[_Temporary]:
-    """Returns a class of temporary folders for Orbax: digests are written before a step is named.
-
-    Args:
-        on_saved: A function that is called with every step whose folder has got its name.
-
-    Returns:
-        The class.
-    """
+    """Returns a class of folders for Orbax that writes digests before a step is named."""
 
     class Sealing(_Temporary):
         @classmethod

@@ -44,15 +44,9 @@ def open_checkpoints(
     `<step>.incomplete`.
 
     Args:
-        folder: Made if it does not exist.
-        max_to_keep: How many of the newest steps stay; None for all.
-        asynchronous: Write files while the program goes on.
         keep_best: How many steps with the least loss stay beside them, of those that have one.
         on_saved: Called by the first process with every step that has become complete, maybe from
             another thread.
-
-    Returns:
-        The checkpoints.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -75,14 +69,7 @@ def open_checkpoints(
 
 
 def open_checkpoints_read_only(folder: str | PathLike[str]) -> ocp.CheckpointManager:
-    """Opens the checkpoints of another run, which may still be saving, and changes nothing.
-
-    Args:
-        folder: The folder of the checkpoints.
-
-    Returns:
-        A manager of the steps, which may be incomplete.
-    """
+    """Opens the checkpoints of another run, which may still be saving, and changes nothing."""
     options = ocp.CheckpointManagerOptions(read_only=True)
     return ocp.CheckpointManager(
         Path(folder).absolute(), options=options, item_handlers=_handlers()
@@ -121,12 +108,6 @@ def _loss_of(metrics: Mapping[str, float]) -> float:
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
     """Returns the newest complete step, or None if there is none.
 
-    Args:
-        checkpoints: From `open_checkpoints`.
-
-    Returns:
-        The number of the step, or None.
-
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -157,10 +138,6 @@ def best_loss_tracker(
 
     The function is collective: every process must call it and receives the same answer.
 
-    Args:
-        checkpoints: From `open_checkpoints`, or None if there are none.
-        keep_best: The number of steps that are kept.
-
     Returns:
         The function, from an `eval_loss` to whether its step is to be kept.
     """
@@ -189,15 +166,10 @@ def save_checkpoint(
     """Saves a step. An existing checkpoint of the step is left as it is.
 
     Args:
-        checkpoints: From `open_checkpoints`.
         step: Steps done so far, more than in any checkpoint there is.
         state: Arrays on devices, which may be donated to the next step at once, or in host memory.
-        metadata: What JSON can hold.
         eval_loss: By which the best steps are found, where these are kept; None if the step was
             not evaluated.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If there is a newer checkpoint: two runs share a folder.
@@ -228,9 +200,6 @@ def save_checkpoint(
 @contextmanager
 def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
     """Waits at the end of the context until all saves have finished.
-
-    Args:
-        checkpoints: The manager of the saves.
 
     Yields:
         `checkpoints`.
@@ -278,12 +247,7 @@ def restore_checkpoint(
     """Restores the state of a step with the given shardings.
 
     Args:
-        checkpoints: From `open_checkpoints`.
-        step: A complete step.
         abstract_state: Shapes, dtypes and shardings. The shardings may differ from the saved ones.
-
-    Returns:
-        The state.
 
     Raises:
         ValueError: If names, shapes or dtypes differ; before any array is read.

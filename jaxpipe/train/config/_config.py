@@ -106,10 +106,6 @@ class Config(ConfigKeys):
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
         """Checks that keys which the value of another key leaves unread have their defaults.
 
-        Args:
-            key: The other key.
-            readers: For each key the values of `key` that read it.
-
         Raises:
             ValueError: If one is set although it is not read.
         """
@@ -269,12 +265,6 @@ def parse_xla_flags(flags: str) -> dict[str, str]:
 
 def parse_profile_steps(text: str) -> range:
     """Parses the value of `profile_steps`.
-
-    Args:
-        text: The first and the last step, as in `10:12`; empty for none.
-
-    Returns:
-        The steps to be profiled.
 
     Raises:
         ValueError: If the text has another form.

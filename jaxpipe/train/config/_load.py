@@ -66,12 +66,6 @@ def base_yaml() -> str:
 def parse_override(text: str) -> ConfigValues:
     """Parses an override; without a value, the value is the empty string.
 
-    Args:
-        text: `key=value`, where the value is YAML.
-
-    Returns:
-        A mapping with one key.
-
     Raises:
         ValueError: If the text has another form, or the value is not YAML.
     """
@@ -85,13 +79,6 @@ def parse_override(text: str) -> ConfigValues:
 
 def parse_yaml(text: str, source: str) -> ConfigValues:
     """Parses a YAML text of a config.
-
-    Args:
-        text: A YAML mapping; the empty text is an empty mapping.
-        source: The name of the text in errors.
-
-    Returns:
-        Values by key.
 
     Raises:
         ValueError: If the text is not a YAML mapping.

@@ -375,14 +375,7 @@ ADVICE_BY_PATTERN: dict[str, str] = {
 
 
 def maxtext_advice(key: str) -> str | None:
-    """Returns advice on what to write instead of a key of MaxText.
-
-    Args:
-        key: The key.
-
-    Returns:
-        A sentence; None if the key is not listed.
-    """
+    """Returns advice on what to write instead of a key of MaxText."""
     if key in ADVICE:
         return ADVICE[key]
     for pattern, text in ADVICE_BY_PATTERN.items():

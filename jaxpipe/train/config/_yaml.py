@@ -27,11 +27,6 @@ _NULL, _BOOL, _INT, _FLOAT, _TEXT, _MERGE = (
 def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any:
     """Parses a YAML text as plain data.
 
-    Args:
-        text: The text.
-        source: The name of the text in errors.
-        text_keys: Keys of the outermost mapping whose numbers are returned as text.
-
     Returns:
         The value: None for the empty text, else a scalar, a list or a dict.
 

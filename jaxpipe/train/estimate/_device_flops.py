@@ -12,10 +12,6 @@ from ..plan._family import ModelConfig
 def peak_tflops(device: Any, given: float) -> float | None:
     """Returns the peak of a device, in 1e12 floating-point operations a second.
 
-    Args:
-        device: A device of JAX.
-        given: The peak that the config gives; 0 if it gives none.
-
     Returns:
         `given` if it is not 0; else the published peak, or None if the device is not in the table.
     """
@@ -41,16 +37,7 @@ class StepWork:
 
 
 def step_work(sizes: ModelConfig, batch: BatchPlan, given_tflops: float = 0.0) -> StepWork:
-    """Counts what a step computes.
-
-    Args:
-        sizes: The sizes of the model.
-        batch: The batch of a step.
-        given_tflops: The peak of a device that the run gives; 0 if it gives none.
-
-    Returns:
-        The operations, the tokens and the devices of a step.
-    """
+    """Counts what a step computes."""
     mesh = batch.devices.mesh
     flops = models.matmul_flops_per_token(sizes, batch.length) * batch.num_rows * batch.length
     peak = peak_tflops(mesh.devices.flat[0], given_tflops)
@@ -61,10 +48,6 @@ def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
     """Returns the metrics of the speed of a step.
 
     Recomputed operations are not counted: FLOPs are those of the model, not of the program.
-
-    Args:
-        work: What the step computes.
-        seconds: The time that the step took.
 
     Returns:
         The step time in seconds, tokens per second, and model FLOPs per second and device (1e12);

@@ -20,12 +20,6 @@ def check_fits(plan: StepPlan) -> None:
 
     The estimate leaves out activations inside a stage, so a run that passes may still be too large.
 
-    Args:
-        plan: The step.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """

@@ -58,9 +58,6 @@ class MemoryEstimate:
 def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     """Estimates the memory that a run keeps on a device.
 
-    Args:
-        plan: The step of the run.
-
     Returns:
         One estimate for each rank of the `mpmd` engine; a single one for the other engines, whose
         devices are alike.
@@ -194,15 +191,7 @@ def _carried_bytes(plan: StepPlan) -> int:
 
 
 def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...]:
-    """Counts the stage inputs that a rank keeps for backward passes at the same time.
-
-    Args:
-        engine: The engine.
-        plan: Its pipeline.
-
-    Returns:
-        The peak count of each rank, or one number if all ranks are alike.
-    """
+    """Counts the stage inputs that a rank keeps for backward passes at the same time."""
     layout = plan.layout
     if plan.schedule is not None:
         peaks = schedules.peak_activations(plan.schedule)

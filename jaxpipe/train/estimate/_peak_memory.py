@@ -7,9 +7,6 @@ from typing import Any
 def memory_metrics(devices: Iterable[Any]) -> dict[str, float]:
     """Returns the most memory that any of some devices has had in use, as a metric.
 
-    Args:
-        devices: The devices of this process.
-
     Returns:
         `peak_memory_gb`, in 1e9 bytes, since the process began; an empty dictionary where the
         backend does not report it, as on CPU.

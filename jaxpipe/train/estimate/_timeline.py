@@ -13,14 +13,6 @@ def predicted_timeline(engine: Engine, plan: PipelinePlan, *, recomputes: bool) 
 
     `circular` and `scheduled` run in ticks that all ranks share; in `mpmd` a rank goes on as soon
     as it can. An F of a layer costs 10.
-
-    Args:
-        engine: The engine.
-        plan: Its pipeline.
-        recomputes: Whether backwards compute the forward again, or a part of it.
-
-    Returns:
-        The timeline, or None without a pipeline.
     """
     if not engine.pipelines:
         return None

@@ -20,14 +20,10 @@ def compiling(
 
     Args:
         stream: Where to write, such as `sys.stdout`.
-        name: The name of the program, such as `the train step`.
         spinner: True, False, or "auto" for a line with the seconds so far if `stream` is a
             terminal. The line is removed at the end.
         say_end: Whether to write one line at the end, with the seconds that it took, and what a
             program in JAX's persistent compilation cache saved.
-
-    Yields:
-        None.
 
     Example:
         >>> import io
@@ -56,16 +52,7 @@ def compiling(
 
 
 def _end_line(name: str, seconds: float, saved: list[float]) -> str:
-    """Returns the line at the end of a compilation.
-
-    Args:
-        name: The name of the program.
-        seconds: The seconds that it took.
-        saved: The seconds of compilation that each program in the cache saved.
-
-    Returns:
-        The line.
-    """
+    """Returns the line at the end of a compilation."""
     line = f"compiled {name} in {seconds:.1f} s"
     if not saved:
         return line

@@ -11,15 +11,7 @@ from ..plan._weight_plan import WeightPlan
 
 
 def describe(setup: Setup, done: int) -> str:
-    """Describes a run in a few lines: the model, the mesh, the schedule and the microbatches.
-
-    Args:
-        setup: The run.
-        done: The step from which it resumes; 0 for a new run.
-
-    Returns:
-        The lines, joined.
-    """
+    """Describes a run in a few lines: the model, the mesh, the schedule and the microbatches."""
     config, batch, weights = setup.config, setup.batch, setup.state.weights
     millions, calls = weights.num_parameters / 1e6, batch.gradient_accumulation_steps
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)

@@ -30,13 +30,6 @@ def complete_lines(
 ) -> Iterable[tuple[int, bytes]]:
     """Returns every line that ends with a newline, with its number from 1 on.
 
-    Args:
-        path: The file; one that does not exist has no lines.
-        most_bytes: The size beyond which the file is refused.
-
-    Returns:
-        Pairs of a line number and a line.
-
     Raises:
         ValueError: If it is not a regular file or too large.
         RunError: If it cannot be read.
@@ -53,14 +46,6 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
     """Returns the JSON object that a line holds.
-
-    Args:
-        line: The line.
-        key: A key that the object must have, with a non-negative integer.
-        where: The beginning of errors, such as the file and the number of the line.
-
-    Returns:
-        The object.
 
     Raises:
         ValueError: If the line is not such an object.

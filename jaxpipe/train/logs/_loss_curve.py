@@ -12,13 +12,6 @@ def loss_curve(
 ) -> None:
     """Draws losses over steps as a PNG.
 
-    Args:
-        path: The file to write.
-        curves: `(steps, losses)` of each run, by its label.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If there is no curve, or one has other than one loss a step.
     """

@@ -38,9 +38,6 @@ def metrics_writer(
 
     Args:
         folder: The folder of `metrics.jsonl` and TensorBoard's events, made if it does not exist.
-        first_step: The first step to be written: 1, or one more than the restored step.
-        tensorboard: Write TensorBoard events too.
-        also: Another function that is called with every step and its metrics.
 
     Yields:
         `write(step, metrics)`. A line is on disk when it returns. It raises RunError if the file
@@ -101,9 +98,6 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
 def check_metrics(folder: str | PathLike[str]) -> None:
     """Checks that the metrics of a run can be read, but for a last line that a kill has torn.
-
-    Args:
-        folder: The folder of `metrics.jsonl`.
 
     Raises:
         ValueError: If a line is not a JSON object with an integer `step`.

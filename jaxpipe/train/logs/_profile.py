@@ -16,7 +16,6 @@ def profiler(steps: range, folder: Path) -> Iterator[BeforeStep]:
     """Yields a function that starts and ends the profile when it is called before every step.
 
     Args:
-        steps: The steps to profile.
         folder: The folder of the run. Profiles are written to its folder `profile`, which xprof
             and TensorBoard read; one for each process.
     """

@@ -33,11 +33,8 @@ def progress(
 
     Args:
         stream: Where to write, such as `sys.stdout`.
-        num_steps: Steps of the whole run.
         log_period: Lines show every so many steps, those with an evaluation, and the last one; the
             bar shows every step, and the last evaluation.
-        first_step: 1, or one more than the step the run resumed from.
-        bar: True, False, or "auto" for a bar if `stream` is a terminal.
 
     Returns:
         A context manager that yields `report(step, metrics)`.
@@ -52,7 +49,6 @@ def format_metrics(metrics: Mapping[str, float], *, width: int = 0) -> str:
     """Formats metrics on one line.
 
     Args:
-        metrics: The metrics.
         width: The least characters of a value, which align the columns of successive lines.
 
     Returns:
@@ -70,15 +66,7 @@ def _is_evaluation(name: str) -> bool:
 
 
 def _fitting(metrics: Mapping[str, float], width: int) -> str:
-    """Formats the metrics that fit on a line beside the bar, the important ones first.
-
-    Args:
-        metrics: All metrics.
-        width: The most characters.
-
-    Returns:
-        The text; empty if none fits.
-    """
+    """Formats the metrics that fit on a line beside the bar, the important ones first."""
     shown: dict[str, float] = {}
     for name in dict.fromkeys([*filter(metrics.__contains__, _IMPORTANT), *metrics]):
         more = shown | {name: metrics[name]}

@@ -14,9 +14,6 @@ from ._metrics import WriteMetrics
 def load_wandb() -> Any:
     """Imports `wandb`.
 
-    Returns:
-        The module.
-
     Raises:
         ValueError: If it is not installed.
     """
@@ -37,12 +34,6 @@ def wandb_writer(
 
     A run that is resumed in its folder is resumed there too. Steps that are repeated after a kill
     keep their first values there.
-
-    Args:
-        folder: The folder of the run.
-        project: The project there.
-        name: The name of the run there.
-        settings: The keys and values of the run's config.
 
     Yields:
         `(step, metrics) -> None`.

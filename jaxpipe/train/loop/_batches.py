@@ -62,12 +62,6 @@ class DataPlan:
 def data_plan(config: Config) -> DataPlan:
     """Reads from a config which data a run has.
 
-    Args:
-        config: The config of the run.
-
-    Returns:
-        The data.
-
     Raises:
         ValueError: If a source and the keys that say how it is read do not agree.
     """
@@ -115,13 +109,6 @@ class RunData:
 def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
     """Opens the data of a run.
 
-    Args:
-        plan: The data.
-        batch: The batch of a step.
-
-    Returns:
-        The batches for training and evaluation.
-
     Raises:
         ValueError: If a file is missing or of another type, or the sources do not agree.
     """
@@ -161,15 +148,7 @@ def _synthetic(plan: DataPlan, batch: BatchPlan, stream: int) -> Batches:
 
 
 def tokenizer_checksum(path: str, sources: Sequence[Source]) -> dict[str, int | str]:
-    """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used.
-
-    Args:
-        path: The tokenizer; "" for bytes.
-        sources: The sources that may need it.
-
-    Returns:
-        The entry, or no entry if all sources have tokens.
-    """
+    """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used."""
     if all(source.type == "tokens" for source in sources):
         return {}
     return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
@@ -177,13 +156,6 @@ def tokenizer_checksum(path: str, sources: Sequence[Source]) -> dict[str, int | 
 
 def write_corpus(plan: DataPlan, file: Path) -> TokenFileSummary:
     """Writes the documents of a source as a file of tokens, for `dataset_type=tokens`.
-
-    Args:
-        plan: The data, which names the source and the tokenizer.
-        file: The new file.
-
-    Returns:
-        The counts, and the settings with which the file is read.
 
     Raises:
         ValueError: If the data is no source of text, or the file cannot be written.
@@ -209,9 +181,6 @@ def _corpora(
     plan: DataPlan, sources: Sequence[Source], of_one: str, of_mixture: str
 ) -> list[Corpus]:
     """Reads the corpora of sources that one of these config keys lists.
-
-    Returns:
-        One corpus for each source.
 
     Raises:
         ValueError: If sources of one model end documents with different ids.

@@ -22,10 +22,6 @@ _NAMES = {
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns how the data of a checkpoint and of this run differ.
 
-    Args:
-        before: `Batches.decided_by` of the checkpoint.
-        now: `Batches.decided_by` of this run.
-
     Returns:
         Texts such as "`packing` was True and is False"; none if the data is the same.
     """
@@ -49,14 +45,6 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> str:
     """Checks that a run resumes with the data of its checkpoint.
 
-    Args:
-        before: `Batches.decided_by` of the checkpoint.
-        now: `Batches.decided_by` of this run.
-        allowed: Whether a change is only a warning: the key `allow_data_change`.
-
-    Returns:
-        A warning, or "" if nothing has changed.
-
     Raises:
         ValueError: If the data has changed and `allowed` is False.
     """
@@ -74,15 +62,6 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
 
 def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:
     """Checks that the learning rate does not jump because `steps` has changed.
-
-    Args:
-        before: The number of steps of the schedule when the checkpoint was saved.
-        rate: The learning rate of this run.
-        done: The step of the checkpoint.
-        allowed: Whether a change is only a warning: the key `allow_learning_rate_change`.
-
-    Returns:
-        A warning, or "" if the next step has the learning rate that was planned.
 
     Raises:
         ValueError: If it has another one and `allowed` is False.

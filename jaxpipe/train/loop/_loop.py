@@ -293,14 +293,6 @@ def _open_outputs(
 def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
     """Restores the state of a checkpoint in the layout of this run.
 
-    Args:
-        plan: The step of the run.
-        checkpoints: The checkpoints.
-        step: The step of the checkpoint.
-
-    Returns:
-        The train state, on the devices of this run.
-
     Raises:
         ValueError: If the checkpoint is of another model.
     """

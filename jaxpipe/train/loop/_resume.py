@@ -83,13 +83,6 @@ class ResumePolicy:
 def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
     """Finds where a run resumes. Writes nothing.
 
-    Args:
-        folder: The folder of the run; it may be empty.
-        policy: What the run may resume from.
-
-    Returns:
-        The point from which the run resumes.
-
     Raises:
         ValueError: If all checkpoints that the run has saved are lost, the newest one has no
             digests, or checkpoints exist and `enable_checkpointing` is false.
@@ -156,16 +149,6 @@ def check_resume(
 ) -> list[str]:
     """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
 
-    Args:
-        found: The checkpoint from which it resumes.
-        policy: What the run may resume from.
-        sizes: The sizes of the run's model.
-        rate: The learning rate of the run.
-        decided_by: The `Batches.decided_by` of the run.
-
-    Returns:
-        Warnings on changes that the policy allows.
-
     Raises:
         ValueError: If the model, the data, the learning rate or the metrics so far have changed,
             and the policy does not allow that.
@@ -195,27 +178,12 @@ def check_resume(
 
 
 def history_metadata(folder: Path, schedule_steps: int) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint that `check_resume` needs besides model and data.
-
-    Args:
-        folder: The folder of the run.
-        schedule_steps: Number of steps of the learning rate's schedule.
-
-    Returns:
-        The metadata.
-    """
+    """Returns the metadata of a checkpoint that `check_resume` needs besides model and data."""
     return {"schedule_steps": schedule_steps, "files": fsync_history(folder)}
 
 
 def clean_up(found: ResumePoint) -> list[str]:
-    """Renames corrupt checkpoints and removes leftovers of kills.
-
-    Args:
-        found: The state from which the run starts.
-
-    Returns:
-        A message for each.
-    """
+    """Renames corrupt checkpoints and removes leftovers of kills."""
     said = list(found.notes)
     for step, problems in found.corrupt:
         why = "damaged" if is_complete(step) or has_digests(step) else "incomplete"
@@ -237,12 +205,6 @@ def truncate_metrics(found: ResumePoint) -> None:
     """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
 
     A power loss may leave anything after that place.
-
-    Args:
-        found: The state from which the run starts.
-
-    Returns:
-        None.
     """
     if data := _metrics_up_to_checkpoint(found):
         write_file(found.folder / METRICS_FILE, data)

@@ -32,14 +32,6 @@ def record_start(folder: Path, mesh: Mesh, done: int) -> None:
 
     The file is written anew: what is appended to a torn line is torn with it.
 
-    Args:
-        folder: Of the run.
-        mesh: The mesh of all devices.
-        done: Steps of the checkpoint it goes on from.
-
-    Returns:
-        None.
-
     Raises:
         ValueError: If a line of `starts.jsonl` is broken.
     """
@@ -67,12 +59,6 @@ def _steps_of_metrics(folder: Path) -> list[int]:
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Reads the starts of a run, in order; none if the run is older than this file.
 
-    Args:
-        folder: The folder of the run.
-
-    Returns:
-        The object of each start.
-
     Raises:
         ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
         RunError: If the file is there and cannot be read.
@@ -82,13 +68,6 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 def record_saved(folder: Path, step: int) -> None:
     """Records that the checkpoint of a step is complete.
-
-    Args:
-        folder: The folder of the run.
-        step: The step; 0 records that there is no checkpoint yet.
-
-    Returns:
-        None.
 
     Raises:
         OSError: If `saved.json` cannot be written.

@@ -73,25 +73,7 @@ def run_steps(
     that is killed during the checkpoint resumes with none of them missing.
 
     Args:
-        plan: The step.
-        loop: The steps of the run, and what happens at which of them.
-        state: The train state before step `done + 1`.
-        done: The number of steps that were done before.
-        batch_at: Returns the batch of a step.
-        work: What a step computes, for the metrics of its speed.
-        write_trace: Writes the trace of a step.
-        save: Takes a checkpoint. None for no checkpoints.
-        before: Is called before every step, with the metrics of the step before it if that step may
-            still run.
-        should_stop: Returns whether a step is the last one; it gets a checkpoint.
-        evaluate: Evaluates a state. None for no evaluation.
-        is_best: Returns whether a state with this `eval_loss` gets a checkpoint.
         is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
-        enter: Is called with a step and its phase, one of `PHASES`, before each phase.
-        compiling: Makes the context in which the step is compiled, whose time no metric has.
-
-    Yields:
-        The number of each step and its metrics.
     """
     train_step = make_train_step(plan)
     ended = time.perf_counter()

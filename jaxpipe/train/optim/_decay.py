@@ -50,15 +50,7 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
 
 
 def exclude_from_decay(mask: PyTree[bool], expressions: Sequence[str]) -> PyTree[bool]:
-    """Excludes the weights whose names one of the regular expressions finds.
-
-    Args:
-        mask: True for weights that decay.
-        expressions: Regular expressions.
-
-    Returns:
-        The mask, false for these weights too.
-    """
+    """Excludes the weights whose names one of the regular expressions finds."""
 
     def decays(path: Any, does: bool) -> bool:
         return does and not any(re.search(e, weight_name(path)) for e in expressions)

@@ -46,17 +46,11 @@ def learning_rate_schedule(
     """Builds a schedule that rises linearly to `peak` and then falls as its shape says.
 
     Args:
-        peak: The largest learning rate.
-        num_steps: Number of steps, warmup included.
         warmup_fraction: Share of the steps that warm up, below 1. If that is less than one step, no
             step warms up.
         final_fraction: Share of the peak that is left after `num_steps` and from then on, if the
             shape has an end: `constant` stays at the peak, `inverse_sqrt` falls for ever, with the
             root of the step.
-        shape: One of `LEARNING_RATE_SHAPES`.
-
-    Returns:
-        From the number of a step to its learning rate, a float32 scalar.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -101,19 +95,7 @@ def adamw(
     weight_decay: float,
     decay_mask: PyTree[bool],
 ) -> optax.GradientTransformation:
-    """Builds AdamW: Adam with decoupled weight decay.
-
-    Args:
-        learning_rate: From the number of a step to its learning rate.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Strength of the decay, times the learning rate.
-        decay_mask: A tree like the weights, true where they decay.
-
-    Returns:
-        The optimizer.
-    """
+    """Builds AdamW: Adam with decoupled weight decay."""
     inner = optax.adamw(
         learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
     )
@@ -132,12 +114,8 @@ def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[
     """Masks matrices and arrays of higher rank: biases and scales of norms do not decay.
 
     Args:
-        weights: Arrays or their abstract shapes.
         num_stacked_dims: Number of leading dims of each leaf that only stack layers: a tree like
             the weights or, as in `{"embed": 0, "stages": 3, "head": 0}`, the upper part of one.
-
-    Returns:
-        A tree like the weights, true where they decay.
     """
 
     def of_subtree(stacked: int, subtree: PyTree) -> PyTree:
@@ -148,9 +126,6 @@ def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[
 
 def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
     """Computes the Euclidean norm over all leaves, in float32 whatever their dtype.
-
-    Args:
-        gradients: Arrays of any shapes.
 
     Returns:
         [] the norm.
@@ -166,16 +141,7 @@ def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
 def clip_by_norm(
     gradients: PyTree[Float[Array, "..."]], norm: Float[Array, ""], *, threshold: float
 ) -> PyTree[Float[Array, "..."]]:
-    """Scales gradients so that their norm is at most `threshold`.
-
-    Args:
-        gradients: Arrays of any float dtypes, which are kept.
-        norm: [] their `gradient_norm`.
-        threshold: The largest norm, or 0 for no clipping.
-
-    Returns:
-        The gradients, scaled.
-    """
+    """Scales gradients so that their norm is at most `threshold`."""
     if threshold == 0:
         return gradients
     # Not norm / threshold: a norm of 0 is common in tests. A NaN norm gives NaN gradients.

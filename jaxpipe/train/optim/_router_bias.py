@@ -15,31 +15,14 @@ from ...models.weights._abstract import is_weight
 
 
 def drop_router_biases(tree: PyTree) -> PyTree:
-    """Replaces every `router.bias` of a tree by None.
-
-    Args:
-        tree: Arrays or abstract weights.
-
-    Returns:
-        The tree that the optimizer updates.
-    """
+    """Replaces every `router.bias` of a tree by None."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: None if _is_bias(path) else leaf, tree, is_leaf=is_weight
     )
 
 
 def update_router_biases(trained: PyTree, weights: PyTree, gradients: PyTree, *, rate: float):
-    """Updates router biases, and puts them in place of the None of `trained`.
-
-    Args:
-        trained: New weights, as `drop_router_biases` leaves them.
-        weights: The weights of the step.
-        gradients: Their gradients.
-        rate: Length of the step of a bias.
-
-    Returns:
-        New weights, with biases.
-    """
+    """Updates router biases, and puts them in place of the None of `trained`."""
 
     def moved(new: Any, old: jax.Array, gradient: jax.Array) -> jax.Array:
         return old - jnp.asarray(rate, old.dtype) * jnp.sign(gradient) if new is None else new

@@ -75,9 +75,6 @@ class AttentionPlan:
     def function(self, rules: Rules) -> Attention:
         """Returns the attention that the kernel computes.
 
-        Args:
-            rules: Logical axis rules.
-
         Returns:
             A function with the contract of `dot_product_attention`.
         """

@@ -46,10 +46,6 @@ class DeviceLayout:
     def shardings(self, shapes: PyTree, axes: PyTree) -> PyTree[NamedSharding]:
         """Returns the shardings of arrays with these logical axes.
 
-        Args:
-            shapes: A tree of abstract arrays.
-            axes: A tree like `shapes`, whose leaves are tuples of names.
-
         Returns:
             A tree like `shapes`.
 

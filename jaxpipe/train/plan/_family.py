@@ -71,12 +71,6 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
 def model_config(config: Config) -> ModelConfig:
     """Returns the sizes of the config's model.
 
-    Args:
-        config: The config of the run.
-
-    Returns:
-        The family's dataclass of sizes.
-
     Raises:
         ValueError: If the sizes do not fit together, or a key is set that this family never reads.
     """
@@ -94,14 +88,7 @@ def model_config(config: Config) -> ModelConfig:
 
 
 def layer_bytes(config: Config) -> int:
-    """Returns the bytes of the weights of one layer of the pipeline in the dtype of computation.
-
-    Args:
-        config: The config of the run.
-
-    Returns:
-        Bytes of the whole layer, however it is sharded.
-    """
+    """Returns the bytes of the weights of one layer of the pipeline in the dtype of computation."""
     dtype = jnp.dtype(config.dtype)
     weights = MODEL_FAMILIES[config.decoder_block].weights(model_config(config), dtype)
     return models.num_parameters(weights["layer"]) * dtype.itemsize

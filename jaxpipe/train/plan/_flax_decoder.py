@@ -128,9 +128,6 @@ class NnxLayer(nnx.Module):
 def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
     """Differentiates `linen_value`.
 
-    Args:
-        decoder: The decoder.
-
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
         `spmd.circular_engine.circular_value_and_grad`.
@@ -140,9 +137,6 @@ def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
 
 def linen_value(decoder: FlaxDecoder) -> Callable:
     """Builds the loss of a decoder whose layers are Linen modules.
-
-    Args:
-        decoder: The decoder.
 
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
@@ -166,9 +160,6 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
 def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
     """Differentiates `nnx_value`.
 
-    Args:
-        decoder: The decoder.
-
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
         `spmd.circular_engine.circular_value_and_grad`.
@@ -178,9 +169,6 @@ def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
 
 def nnx_value(decoder: FlaxDecoder) -> Callable:
     """Builds the loss of a decoder whose layers are NNX modules.
-
-    Args:
-        decoder: The decoder.
 
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
@@ -214,17 +202,7 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
 def make_flax_decoder(
     fields: SimpleNamespace, model: StagedModel, weights: WeightPlan, gather: GatherPlan
 ) -> FlaxDecoder:
-    """Builds the decoder of a run.
-
-    Args:
-        fields: The fields that `create_pipeline` reads.
-        model: The run's model.
-        weights: Its weights.
-        gather: When they are gathered.
-
-    Returns:
-        The decoder.
-    """
+    """Builds the decoder of a run."""
     return FlaxDecoder(
         model,
         weights.abstract_unstacked["layer"],
@@ -238,13 +216,6 @@ def make_flax_decoder(
 
 def check_frontend(fields: SimpleNamespace, mesh: Mesh) -> None:
     """Checks that the Flax frontends can do what a run asks for.
-
-    Args:
-        fields: The fields that `create_pipeline` reads.
-        mesh: The mesh of all devices.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If they cannot.

@@ -143,11 +143,6 @@ def _divided_layers(
 def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
     """Returns the schedule that a config asks for.
 
-    Args:
-        config: The config of the run.
-        num_ranks: S.
-        num_microbatches: M.
-
     Returns:
         The argument of `select_schedule`.
     """
@@ -279,14 +274,7 @@ def _optimizer_plan(config: Config) -> OptimizerPlan:
 
 
 def learning_rate(config: Config) -> LearningRate:
-    """Returns the learning rate that a config asks for.
-
-    Args:
-        config: The config of the run.
-
-    Returns:
-        The learning rate of every step.
-    """
+    """Returns the learning rate that a config asks for."""
     follows_run = config.learning_rate_schedule_steps == -1
     return LearningRate(
         config.learning_rate,
@@ -320,7 +308,6 @@ def compiler_options(config: Config, device: Any) -> dict[str, str]:
 
     Args:
         config: The config of the run, whose `compile_xla_flags` win over the defaults.
-        device: One of its devices.
 
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
@@ -330,15 +317,7 @@ def compiler_options(config: Config, device: Any) -> dict[str, str]:
 
 
 def step_traits(config: Config, device: Any) -> StepTraits:
-    """Returns what the defaults of compiler flags depend on.
-
-    Args:
-        config: The config of the run.
-        device: One of its devices.
-
-    Returns:
-        The traits of the run's step.
-    """
+    """Returns what the defaults of compiler flags depend on."""
     return StepTraits(
         device.platform,
         device.device_kind,

@@ -41,10 +41,6 @@ class GatherPlan:
 def weight_gathers(weights: WeightPlan, gather: GatherPlan) -> tuple[spmd.Gather, spmd.Gather]:
     """Returns the weight gathers of the stages, and of embedding and head together.
 
-    Args:
-        weights: The weights.
-        gather: When they are gathered.
-
     Returns:
         The gather of one stage's weights, and that of `{"embed": ..., "head": ...}`.
     """
@@ -61,10 +57,6 @@ def weight_gathers(weights: WeightPlan, gather: GatherPlan) -> tuple[spmd.Gather
 
 def layer_gather_wrapper(weights: WeightPlan, gather: GatherPlan) -> Callable[[Callable], Callable]:
     """Returns a wrapper that makes a layer gather its own weights, in the forward and the backward.
-
-    Args:
-        weights: The weights.
-        gather: When they are gathered.
 
     Returns:
         From `layer(weights, x, *arguments)` to the same function of sharded weights.
@@ -85,9 +77,6 @@ def layer_gather_wrapper(weights: WeightPlan, gather: GatherPlan) -> Callable[[C
 def stored_layout_wrapper(weights: WeightPlan) -> Callable[[Callable], Callable]:
     """Returns a wrapper that makes a layer on GPUs read weights in the layout of stored ones.
 
-    Args:
-        weights: The weights.
-
     Returns:
         From `layer(weights, x, *arguments)` to the same function.
     """
@@ -102,10 +91,6 @@ def stored_layout_wrapper(weights: WeightPlan) -> Callable[[Callable], Callable]
 
 def boundary_gathers(weights: WeightPlan, gather: GatherPlan) -> dict[str, spmd.Gather]:
     """Returns the weight gathers of embedding and head, each by itself.
-
-    Args:
-        weights: The weights.
-        gather: When they are gathered.
 
     Returns:
         The gathers by `embed` and `head`.

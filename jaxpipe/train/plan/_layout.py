@@ -41,13 +41,6 @@ class LayerSettings:
 def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
     """Assigns stages to ranks round-robin.
 
-    Args:
-        settings: The settings of a run.
-        num_ranks: S.
-
-    Returns:
-        The layout of the layers.
-
     Raises:
         ValueError: If the layers do not divide into the stages.
     """
@@ -72,13 +65,6 @@ def scheduled_layout(
     settings: LayerSettings, request: ScheduleRequest
 ) -> tuple[ScheduleSelection, LayerLayout]:
     """Selects the schedule, and assigns layers to the ranks that run their stages.
-
-    Args:
-        settings: The settings of a run.
-        request: The schedule that it asks for.
-
-    Returns:
-        The selected schedule, and the layout of the layers.
 
     Raises:
         ValueError: If the schedule does not fit the ranks, microbatches or layers.

@@ -94,16 +94,7 @@ class ModelPlan:
 
 
 def build_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) -> StagedModel:
-    """Builds the model: embedding, stage and loss, each a function of one microbatch.
-
-    Args:
-        plan: How the model computes.
-        weights: Its weights.
-        gather: When they are gathered.
-
-    Returns:
-        The model, with every layer wrapped in its layer mask, rematerialisation and weight gather.
-    """
+    """Builds the model: embedding, stage and loss, each a function of one microbatch."""
     model = _build_base_model(plan, weights, gather)
     if not plan.vocab_parallel:
         return model
@@ -161,13 +152,6 @@ def _layer_wrapper(
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
     """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless a run refuses.
-
-    Args:
-        wanted: The value of `megablox`: true, false or "auto".
-        platform: The platform of the devices.
-
-    Returns:
-        The function that multiplies rows with the weights of their experts.
 
     Raises:
         ValueError: If a kernel is wanted and the devices are neither TPUs nor GPUs.

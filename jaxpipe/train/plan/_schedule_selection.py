@@ -70,12 +70,7 @@ def select_schedule(
     """Selects the schedule that has the name, or for `auto` 1F1B or interleaved 1F1B.
 
     Args:
-        request: The schedule that a run asks for.
-        num_layers: Number of layers in the pipeline.
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Returns:
-        The schedule, with the reason.
 
     Raises:
         ValueError: If no schedule has the name, or it is for other ranks, or no engine can run it.
@@ -119,7 +114,6 @@ def stage_costs(counts: tuple[int, ...] | None = None, *, recomputes: bool) -> C
 
     Args:
         counts: [num_stages] layers of every stage; None if all stages have as many.
-        recomputes: Whether backwards compute the forward again, or a part of it.
 
     Returns:
         Costs of F, I and W, in tenths of a layer's forward, or of a stage's if `counts` is None.
@@ -241,12 +235,8 @@ def _select_auto(
     as the input of a stage.
 
     Args:
-        request: The schedule that a run asks for.
         fitting: Numbers of stages per rank to try, in ascending order.
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Returns:
-        The schedule, with the reason.
 
     Raises:
         ValueError: If the run demands interleaving and the groups of microbatches are unequal.

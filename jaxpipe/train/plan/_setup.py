@@ -33,9 +33,6 @@ class FlaxFrontend:
 def import_flax_decoder() -> Any:
     """Imports the module `_flax_decoder`, which needs Flax.
 
-    Returns:
-        The module.
-
     Raises:
         ValueError: If Flax is not installed.
     """

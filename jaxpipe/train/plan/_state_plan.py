@@ -29,14 +29,7 @@ class LearningRate:
     follows_run: bool = True
 
     def schedule(self, num_steps: int | None = None) -> optax.Schedule:
-        """Builds the schedule.
-
-        Args:
-            num_steps: Its number of steps. Default: that of the plan.
-
-        Returns:
-            From the number of a step to its learning rate.
-        """
+        """Builds the schedule."""
         return learning_rate_schedule(
             self.peak,
             num_steps=self.num_steps if num_steps is None else num_steps,

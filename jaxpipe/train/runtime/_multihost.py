@@ -26,12 +26,6 @@ def max_over_processes(value: int) -> int:
     """Returns the largest of the numbers that the processes give.
 
     Collective: every process must call it and receives the same answer.
-
-    Args:
-        value: The number of this process, an int32.
-
-    Returns:
-        The largest number.
     """
     if jax.process_count() == 1:
         return value
@@ -39,13 +33,6 @@ def max_over_processes(value: int) -> int:
 
 
 def barrier(why: str) -> None:
-    """Waits until all processes have called this function.
-
-    Args:
-        why: The name of the barrier, the same on all processes.
-
-    Returns:
-        None.
-    """
+    """Waits until all processes have called this function."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(why)

@@ -20,12 +20,7 @@ class UnreadableError(RunError):
     """A file or a folder exists and cannot be read, which is not a sign of damage."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        """Writes the message.
-
-        Args:
-            path: The file or folder.
-            error: The error of the operating system.
-        """
+        """Writes the message."""
         super().__init__(
             f"{error.filename or path} cannot be read: {error.strerror}. This is not taken for "
             "damage, and nothing has been changed. Make it readable, and start again."
@@ -34,9 +29,6 @@ class UnreadableError(RunError):
 
 def stat_or_none(path: Path) -> os.stat_result | None:
     """Returns the `os.stat` of a path, None if it does not exist.
-
-    Args:
-        path: The path. Links are followed.
 
     Returns:
         The result of `os.stat`, or None.
@@ -55,12 +47,6 @@ def stat_or_none(path: Path) -> os.stat_result | None:
 def is_file(path: Path) -> bool:
     """Returns whether a path is a regular file, and not a folder, a device or a pipe.
 
-    Args:
-        path: The path. Links are followed.
-
-    Returns:
-        Whether it is one.
-
     Raises:
         UnreadableError: If the system cannot tell.
     """
@@ -71,12 +57,6 @@ def is_file(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder.
 
-    Args:
-        path: The path. Links are followed.
-
-    Returns:
-        Whether it is one.
-
     Raises:
         UnreadableError: If the system cannot tell.
     """
@@ -86,13 +66,6 @@ def is_folder(path: Path) -> bool:
 
 def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None:
     """Returns the content of a file, None if it does not exist.
-
-    Args:
-        path: The file.
-        most_bytes: The size beyond which the file is refused.
-
-    Returns:
-        The content, or None.
 
     Raises:
         UnreadableError: If it cannot be read.

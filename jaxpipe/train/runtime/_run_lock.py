@@ -29,9 +29,6 @@ def locked_run_folder(path: Path) -> Iterator[None]:
 
     The first of several processes does so; if it cannot, all of them raise.
 
-    Args:
-        path: The folder.
-
     Raises:
         ValueError: If the folder cannot be written, or another run uses it.
         OSError: If the body of the context raises one that no disk is the cause of.
@@ -55,13 +52,6 @@ def locked_run_folder(path: Path) -> Iterator[None]:
 
 def on_first_process(action: Callable[[], _Result], failure: str) -> _Result | None:
     """Runs an action on the first process. Collective: every process must call it.
-
-    Args:
-        action: A function that reads or writes in the folder of a run.
-        failure: The predicate of "Process 0 ..." in the errors of the others if the action fails.
-
-    Returns:
-        The result of the action on the first process; None on the others.
 
     Raises:
         ValueError: On all processes, if the action raises it.

@@ -111,12 +111,7 @@ class ProcessLedger:
         """Records the positions of all processes.
 
         Args:
-            known: The known positions, including that of this process.
             seconds: The time since the last call, without time while this process was stopped.
-            answered: Whether process 0 has answered since the last call.
-
-        Returns:
-            None.
         """
         for process, before in self.positions.items():
             now = known.get(process, before)
@@ -216,15 +211,7 @@ class StepWatch:
         self._threads: list[threading.Thread] = []
 
     def enter(self, step: int, phase: str) -> None:
-        """Records that this process begins a phase.
-
-        Args:
-            step: The step.
-            phase: One of `PHASES`.
-
-        Returns:
-            None.
-        """
+        """Records that this process begins a phase."""
         is_first = phase not in self._seen
         self._seen.add(phase)
         progress = self._position.progress + 1

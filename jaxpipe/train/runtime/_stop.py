@@ -65,9 +65,6 @@ class StopRequests:
         Args:
             max_minutes: How long the run may take from now on; 0 for no limit. With several
                 processes each sends itself SIGTERM at the end.
-
-        Returns:
-            None.
         """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
@@ -113,15 +110,6 @@ def check_step(
 ) -> str | None:
     """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set.
 
-    Args:
-        step: The number of the step.
-        metrics: Its metrics.
-        policy: What to do if it is bad: "stop", "skip" or "ignore".
-        max_gradient_norm: The largest norm of a good step; 0 for no limit.
-
-    Returns:
-        The message, or None.
-
     Raises:
         RunError: If the step is bad, and the policy is to stop.
     """
@@ -138,15 +126,7 @@ def check_step(
 
 
 def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
-    """Returns why a step is bad, such as `its loss is nan`; "" if it is good.
-
-    Args:
-        metrics: The metrics of the step. Only `loss` and `gradient_norm` are checked, if present.
-        max_gradient_norm: 0 for no limit.
-
-    Returns:
-        The reason.
-    """
+    """Returns why a step is bad, such as `its loss is nan`; "" if it is good."""
     found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
     bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
     norm = found.get("gradient_norm", 0.0)

@@ -15,12 +15,6 @@ from ._aot import compile_train_step
 def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
     """Compiles the step that `train` runs.
 
-    Args:
-        plan: The step. Its devices may be those of a topology description.
-
-    Returns:
-        The report, and the optimized HLO.
-
     Raises:
         ValueError: If the step is not one program, or XLA:TPU finds that it does not fit.
         RuntimeError: If it cannot be compiled.
@@ -49,14 +43,7 @@ def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
 
 
 def does_not_fit(reason: str) -> str:
-    """Returns the error of a step that needs more memory than its devices have.
-
-    Args:
-        reason: What shows it.
-
-    Returns:
-        The text, with what to do.
-    """
+    """Returns the error of a step that needs more memory than its devices have."""
     return (
         f"The step does not fit into the devices' memory: {reason} Spread weights over more "
         "devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."

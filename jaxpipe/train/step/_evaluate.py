@@ -51,15 +51,6 @@ def make_evaluate(
     weight, however they are divided into batches; its `eval_perplexity`; the other metrics of a
     batch, weighted alike, among them the auxiliary losses that training adds; and `eval_seconds`.
 
-    Args:
-        plan: The step.
-        evaluation: When a run is evaluated, and on what.
-        batches: The batches to evaluate on.
-        on_batch_done: Called after every batch.
-
-    Returns:
-        From a train state to the metrics; None if the run has no evaluation.
-
     Raises:
         ValueError: If there are no batches, or fewer than `eval_steps`.
     """

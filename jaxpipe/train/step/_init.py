@@ -17,10 +17,6 @@ from ..plan._weight_plan import WeightPlan
 def init_boundary(weights: WeightPlan, seed: int) -> dict[str, Any]:
     """Initializes the weights of `embed` and `head`, with those of layers after the pipeline.
 
-    Args:
-        weights: The weights of a run.
-        seed: The seed of all of them.
-
     Returns:
         The weights by `embed` and `head`.
     """
@@ -39,9 +35,6 @@ def init_layers(
     """Initializes stacked weights of layers.
 
     Args:
-        weights: The weights of a run.
-        seed: The seed of all of them.
-        dims: Leading dims of the stack.
         layer_ids: [product of dims] layers of the model in the order of the stack; -1 for padding.
 
     Returns:
@@ -57,8 +50,6 @@ def dropout_keys_of_layers(
     """Folds the dropout keys of layers from a step.
 
     Args:
-        seed: The seed of all steps; None without dropout.
-        step: Number of the step.
         layer_ids: [layers] layers of the model; -1 for padding.
 
     Returns:

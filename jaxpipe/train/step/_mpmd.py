@@ -34,9 +34,6 @@ def make_mpmd_train_step(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
     """Builds the step; its programs are compiled at its first call.
 
-    Args:
-        plan: The step.
-
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`.
     """
@@ -45,9 +42,6 @@ def make_mpmd_train_step(
 
 def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
     """Builds the evaluation of one batch; its programs are compiled at its first call.
-
-    Args:
-        plan: The step.
 
     Returns:
         `(weights, batch) -> loss and metrics`.
@@ -81,11 +75,6 @@ def trace_mpmd_train_step(
 ) -> tuple[tuple[TrainState, dict[str, Any]], str]:
     """Runs a step and traces it beside the timeline that its schedule predicts.
 
-    Args:
-        plan: The step.
-        state: The train state.
-        batch: The batch, from `shard_batch`.
-
     Returns:
         `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
         the loop; and the trace as JSON for Perfetto.
@@ -97,9 +86,6 @@ def trace_mpmd_train_step(
 
 def init_mpmd_state(plan: StepPlan) -> TrainState:
     """Initializes weights, optimizer state and step 0; no device ever holds more than its own part.
-
-    Args:
-        plan: The step.
 
     Returns:
         The train state, with leaves of `mpmd.MpmdArray`.
@@ -150,14 +136,7 @@ def _init_leaves_of_rank(plan: StatePlan, shardings: PyTree, rank: int) -> list[
 
 
 def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
-    """Returns the ranks that hold each leaf of a state, and how it is sharded on them.
-
-    Args:
-        plan: The step.
-
-    Returns:
-        A tree like the train state.
-    """
+    """Returns the ranks that hold each leaf of a state, and how it is sharded on them."""
     mesh = mpmd_mesh(plan.state.weights)
     shardings, tree = jax.tree.flatten(state_shardings(plan.state))
     inputs = lower_train_step(plan).program.inputs[: len(shardings)]

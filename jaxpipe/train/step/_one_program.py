@@ -26,14 +26,7 @@ from ._state import TrainState, gradient_shardings, make_optimizer, state_shardi
 
 
 def init_stacked_state(plan: StepPlan) -> TrainState:
-    """Initializes weights, optimizer state and step 0, each on the devices that hold it.
-
-    Args:
-        plan: The step.
-
-    Returns:
-        The train state.
-    """
+    """Initializes weights, optimizer state and step 0, each on the devices that hold it."""
     optimizer = make_optimizer(plan.state)
 
     def make() -> TrainState:
@@ -55,9 +48,6 @@ def make_stacked_train_step(
     plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Builds the train step; it compiles at its first call.
-
-    Args:
-        plan: The step.
 
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
@@ -92,9 +82,6 @@ def make_stacked_train_step(
 def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping[str, Array]]:
     """Builds the evaluation of one batch; it compiles at its first call.
 
-    Args:
-        plan: The step.
-
     Returns:
         `(weights, batch from shard_batch) -> loss and metrics`.
     """
@@ -114,9 +101,6 @@ def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping
 def make_value(plan: StepPlan) -> Callable[..., Any]:
     """Returns the forwards of a run's engine, or of the Flax front end whose modules run in it.
 
-    Args:
-        plan: The step.
-
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
     """
@@ -130,9 +114,6 @@ def make_value(plan: StepPlan) -> Callable[..., Any]:
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
     """Returns the engine of a run, or the Flax front end whose modules run in it.
-
-    Args:
-        plan: The step.
 
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`.
@@ -157,7 +138,6 @@ def of_slices(num_slices: int, run: Callable) -> Callable:
     """Returns an engine's function of whole sequences, which cuts them into slices.
 
     Args:
-        num_slices: s, the number of slices of each sequence.
         run: `(weights, batch_inputs [M * s, b, T / s], keys) -> ...`.
 
     Returns:
@@ -171,16 +151,7 @@ def of_slices(num_slices: int, run: Callable) -> Callable:
 
 
 def dropout_keys(seed: int | None, layout: LayerLayout, step: Int[Array, ""]) -> PyTree:
-    """Folds the [R, S, layers per stage] dropout keys of a step.
-
-    Args:
-        seed: The seed of all steps; None without dropout.
-        layout: The layers of every stage and rank.
-        step: Number of the step.
-
-    Returns:
-        The keys, () without dropout; with the layer mask if stages have unequally many layers.
-    """
+    """Folds the [R, S, layers per stage] dropout keys of a step."""
     keys = dropout_keys_of_layers(seed, step, layout.layer_ids)
     return with_layer_mask(layout, jax.tree.map(lambda x: x.reshape(layout.dims), keys))
 

@@ -26,11 +26,7 @@ def make_optimizer_step(
     """Builds a train step from a function of gradients; the caller compiles it.
 
     Args:
-        plan: The state that a step updates.
         value_and_grad: `(weights, batch, keys) -> ((loss, metrics), gradients)`.
-        dropout_keys: From the number of a step to its dropout keys.
-        shard: Shards weights and gradients as the optimizer's state is.
-        unshard: Shards new weights as they are stored.
 
     Returns:
         `(state, batch) -> (state, metrics)`.

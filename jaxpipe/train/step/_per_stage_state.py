@@ -29,9 +29,7 @@ def stack_stages(
     """Stacks the stages of each rank.
 
     Args:
-        weights: The weights of a run.
         stages: Those of each stage in forward order, with leaves [layers, ...].
-        stage_shardings: Their shardings.
 
     Returns:
         Weights with leaves [S, K, ...].
@@ -66,9 +64,7 @@ def unstack_stages(
     """Splits a stack into stages: the inverse of `stack_stages`.
 
     Args:
-        weights: The weights of a run.
         stack: Those of its stages, with leaves [S, K, ...].
-        stage_shardings: Shardings of the stages.
 
     Returns:
         Weights of each stage in forward order, with leaves [layers, ...].
@@ -94,15 +90,7 @@ def unstack_stages(
 
 
 def stack_shardings(weights: WeightPlan, stage_shardings: StageShardings) -> PyTree[NamedSharding]:
-    """Returns the shardings of the leaves of a stack.
-
-    Args:
-        weights: The weights of a run.
-        stage_shardings: Shardings of the stages.
-
-    Returns:
-        A tree like the weights of one stage.
-    """
+    """Returns the shardings of the leaves of a stack."""
     mesh = mpmd_mesh(weights)
     return jax.tree.map(lambda sharding: _stacked_sharding(mesh, sharding.spec), stage_shardings[0])
 

@@ -24,7 +24,6 @@ def shard_batch(plan: BatchPlan, batch: Batch) -> dict[str, ArrayLike]:
     host memory: the step transfers each to the ranks that read it.
 
     Args:
-        plan: The batch of a run's step.
         batch: [B, T] arrays in host memory.
 
     Returns:
@@ -35,11 +34,6 @@ def shard_batch(plan: BatchPlan, batch: Batch) -> dict[str, ArrayLike]:
 
 def shard_batch_of_step(plan: BatchPlan, batches: RowsByStep, step: int) -> dict[str, ArrayLike]:
     """Shards the batch of a step; makes only the rows that this process needs.
-
-    Args:
-        plan: The batch of a run's step.
-        batches: Makes rows of the batch of any step.
-        step: Number of the step.
 
     Returns:
         [A * M, b, T] arrays on the devices, as `shard_batch` returns them.

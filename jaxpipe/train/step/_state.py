@@ -21,14 +21,7 @@ TrainState = dict[str, Any]
 
 
 def make_optimizer(plan: StatePlan) -> optax.GradientTransformation:
-    """Builds AdamW; scales of norms do not decay, nor do weights that the plan excludes.
-
-    Args:
-        plan: The state that it updates.
-
-    Returns:
-        The optimizer, of weights without router biases.
-    """
+    """Builds AdamW; scales of norms do not decay, nor do weights that the plan excludes."""
     wanted = plan.optimizer
     mask = weight_decay_mask(
         weight_shapes(abstract_trained_weights(plan.weights)), plan.weights.num_stacked_dims
@@ -59,14 +52,7 @@ def state_shapes(plan: StatePlan) -> TrainState:
 
 
 def state_logical_axes(plan: StatePlan) -> TrainState:
-    """Returns the logical axes of every leaf; Adam's moments have those of their weights.
-
-    Args:
-        plan: The state.
-
-    Returns:
-        A tree like the train state, whose leaves are tuples of names.
-    """
+    """Returns the logical axes of every leaf; Adam's moments have those of their weights."""
     optimizer = optax.tree_utils.tree_map_params(
         make_optimizer(plan),
         lambda _, of_weight: of_weight,

@@ -79,22 +79,12 @@ def _programs(plan: StepPlan) -> _Programs:
 
 
 def init_state(plan: StepPlan) -> TrainState:
-    """Initializes weights, optimizer state and step 0, each on the devices that hold it.
-
-    Args:
-        plan: The step.
-
-    Returns:
-        The train state.
-    """
+    """Initializes weights, optimizer state and step 0, each on the devices that hold it."""
     return _programs(plan).init(plan)
 
 
 def stored_shardings(plan: StepPlan) -> PyTree:
     """Returns the sharding of every leaf of a state, as the programs of a step store it.
-
-    Args:
-        plan: The step.
 
     Returns:
         A tree like the train state: with leaves of `NamedSharding`, or of `mpmd.MpmdSharding` if
@@ -106,9 +96,6 @@ def stored_shardings(plan: StepPlan) -> PyTree:
 def make_train_step(plan: StepPlan) -> TrainStep:
     """Builds the train step; it compiles at its first call.
 
-    Args:
-        plan: The step.
-
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
@@ -116,25 +103,12 @@ def make_train_step(plan: StepPlan) -> TrainStep:
 
 
 def compile_ahead(plan: StepPlan, train_step: TrainStep, state: TrainState, batch: PyTree) -> None:
-    """Compiles the train step, so that its first call takes no longer than others.
-
-    Args:
-        plan: The step.
-        train_step: The result of `make_train_step`.
-        state: The train state of the first call.
-        batch: The batch of the first call.
-
-    Returns:
-        None.
-    """
+    """Compiles the train step, so that its first call takes no longer than others."""
     _programs(plan).compile(plan, train_step, state, batch)
 
 
 def make_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], StepMetrics]:
     """Builds the evaluation of one batch, forward only; it compiles at its first call.
-
-    Args:
-        plan: The step.
 
     Returns:
         `(weights, batch from shard_batch) -> loss and metrics`.
@@ -143,12 +117,5 @@ def make_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], StepMetrics]:
 
 
 def mesh_context(plan: StepPlan) -> AbstractContextManager:
-    """Returns the context in which the programs of a step run.
-
-    Args:
-        plan: The step.
-
-    Returns:
-        That of the mesh for one program; an empty one if ranks run programs on meshes of their own.
-    """
+    """Returns the context in which the programs of a step run."""
     return _programs(plan).context(plan)

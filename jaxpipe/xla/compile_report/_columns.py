@@ -11,15 +11,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def align(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligns columns.
-
-    Args:
-        rows: Rows of equally many cells.
-        left: The columns that are aligned to the left; the others are to the right.
-
-    Returns:
-        A line for each row.
-    """
+    """Aligns columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

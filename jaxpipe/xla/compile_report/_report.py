@@ -92,16 +92,7 @@ def report_compiled(
     """Makes the report of a compiled step.
 
     Args:
-        compiled: A `jax.stages.Compiled`.
-        hlo_text: Its text.
-        mesh: The mesh that it runs on.
-        seconds: Seconds for lowering and compiling.
         bubble: The share of the pipeline's time in which a device waits, by the schedule.
-        model_flops: FLOPs of the model in a step, by convention without rematerialization.
-        tokens: The number of tokens of a step; 0 if it is not known.
-
-    Returns:
-        The report.
     """
     device = mesh.devices.flat[0]
     return CompileReport(
@@ -121,11 +112,7 @@ def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
     """Returns a report as one JSON object, with a sum for each kind of collective.
 
     Args:
-        report: A compiled step.
         num_dearest: How many of the instructions that take most of a step are in it.
-
-    Returns:
-        JSON text.
     """
     values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(report, step_time=None))
     values["device_bytes"] = _capacity(report.platform)
@@ -141,12 +128,8 @@ def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int =
     """Returns a report as tables of memory, time, collectives and loops.
 
     Args:
-        report: A compiled step.
         num_rows: How many of the collectives that move most bytes have a row of their own.
         num_dearest: How many of the instructions that take most of a step have a row.
-
-    Returns:
-        Text for a terminal.
     """
     times = []
     if report.step_time is not None:

@@ -14,12 +14,8 @@ def step_rates(
     """Returns what a step of the estimated time amounts to.
 
     Args:
-        time: The time of a step.
-        platform: The kind of devices, such as "TPU v5".
-        num_devices: The number of devices.
         model_flops: Floating-point operations of the model per step, over all devices; NaN if they
             are unknown.
-        tokens: Tokens of a step, over all devices; 0 if they are unknown.
 
     Returns:
         As far as known: `tokens_per_second` over all devices, `tflops_per_device` of the model, and
@@ -37,15 +33,7 @@ def step_rates(
 
 
 def time_rows(time: StepTime, rates: dict[str, float]) -> list[str]:
-    """Returns the lines of a step's time by kind of work, what it amounts to, and what it lacks.
-
-    Args:
-        time: The time of a step.
-        rates: What it amounts to, from `step_rates`.
-
-    Returns:
-        Lines for a terminal.
-    """
+    """Returns the lines of a step's time by kind of work, what it amounts to, and what it lacks."""
     rows = [("time per step, estimated", "s", "share")]
     parts = {f"  {work}": seconds for work, seconds in time.busy_seconds.items()}
     parts["  bubbles"] = time.bubble_seconds
@@ -85,15 +73,7 @@ def _remarks(time: StepTime) -> Iterator[str]:
 
 
 def dearest_rows(time: StepTime, count: int) -> list[str]:
-    """Returns a line for each of the instructions that take most of a step.
-
-    Args:
-        time: The time of a step.
-        count: How many.
-
-    Returns:
-        Lines for a terminal.
-    """
+    """Returns a line for each of the instructions that take most of a step."""
     rows = [("dearest", "s", "sites", "per step", "branch", "shape", "line", "from")]
     for cost, sites in time.dearest(count):
         rows.append(
@@ -118,16 +98,7 @@ def _branch(cost: InstructionCost) -> str:
 
 
 def time_json(time: StepTime, rates: dict[str, float], num_dearest: int) -> dict[str, Any]:
-    """Returns the estimated time of a step for JSON.
-
-    Args:
-        time: The time of a step.
-        rates: What it amounts to, from `step_rates`.
-        num_dearest: How many of the instructions that take most of a step are in it.
-
-    Returns:
-        Seconds by kind and in all, rates, and instructions.
-    """
+    """Returns the estimated time of a step for JSON."""
     return {
         "busy_seconds": time.busy_seconds,
         "exposed_seconds": time.exposed_seconds,

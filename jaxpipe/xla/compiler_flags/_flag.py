@@ -81,9 +81,6 @@ class CompilerFlag:
 def compiler_version(platform: str) -> str:
     """Returns the version of the compiler, as `accepted_by` has it.
 
-    Args:
-        platform: `tpu`, `gpu` or `cpu`.
-
     Returns:
         The version of libtpu or of JAX; "" if libtpu does not tell it.
     """
@@ -100,13 +97,6 @@ def is_tried(flag: CompilerFlag, version: str) -> bool:
 
     An unknown option ends the compilation, so a default is left out where it was not tried, unless
     it is required. Versions that differ in their last number are taken as equal.
-
-    Args:
-        flag: The flag.
-        version: From `compiler_version`.
-
-    Returns:
-        True if this version, or one of its series, accepted the flag, or if it is required.
     """
     return flag.is_required or _series(version) in map(_series, flag.accepted_by)
 
@@ -119,10 +109,6 @@ def _series(version: str) -> tuple[str, ...]:
 
 def default_options(flags: tuple[CompilerFlag, ...], traits: StepTraits) -> dict[str, str]:
     """Returns the options that a step of these traits is compiled with.
-
-    Args:
-        flags: The table.
-        traits: The step.
 
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
@@ -138,15 +124,7 @@ def default_options(flags: tuple[CompilerFlag, ...], traits: StepTraits) -> dict
 def option_groups(
     flags: tuple[CompilerFlag, ...], traits: StepTraits
 ) -> Mapping[str, Mapping[str, str]]:
-    """Returns the options of every group that the compiler of these devices has.
-
-    Args:
-        flags: The table.
-        traits: The step.
-
-    Returns:
-        Options by name, by group, in the order of the table.
-    """
+    """Returns the options of every group that the compiler of these devices has."""
     groups: dict[str, dict[str, str]] = {}
     for flag in flags:
         if flag.suits(traits):

@@ -38,17 +38,7 @@ def probe_groups(
     defaults: Mapping[str, str],
     errors: tuple[type[Exception], ...],
 ) -> Iterator[ProbedGroup]:
-    """Compiles a step without flags, with the defaults, and with each group alone.
-
-    Args:
-        compile_with: Compiles the step with these options.
-        groups: Options by group.
-        defaults: The options that a run is compiled with.
-        errors: The errors that `compile_with` raises if the compiler refuses.
-
-    Yields:
-        Each group when it is compiled. Groups that are equal to the defaults are compiled once.
-    """
+    """Compiles a step without flags, with the defaults, and with each group alone."""
     wanted: dict[str, Mapping[str, str]] = {NO_FLAGS: {}}
     if defaults:
         wanted[DEFAULTS] = defaults
@@ -61,14 +51,7 @@ def probe_groups(
 
 
 def probe_text(probed: Sequence[ProbedGroup]) -> str:
-    """Returns a table of the groups, with their memory, time and collectives.
-
-    Args:
-        probed: From `probe_groups`.
-
-    Returns:
-        Text for a terminal.
-    """
+    """Returns a table of the groups, with their memory, time and collectives."""
     reports = [(group.name, group.report) for group in probed if group.report is not None]
     kinds = list(dict.fromkeys(kind for _, report in reports for kind in totals(report.audit)))
     heads = ("flags", "compile s", "peak MB", "step s", "exposed s")
@@ -107,14 +90,7 @@ def _options(probed: Sequence[ProbedGroup]) -> Iterator[str]:
 
 
 def probe_json(probed: Sequence[ProbedGroup]) -> list[dict[str, Any]]:
-    """Returns the groups for JSON.
-
-    Args:
-        probed: From `probe_groups`.
-
-    Returns:
-        An object for each group.
-    """
+    """Returns the groups for JSON."""
     return [_group_json(group) for group in probed]
 
 

@@ -9,16 +9,7 @@ from ._flag import CompilerFlag, StepTraits, compiler_version, is_tried
 def flags_text(
     flags: tuple[CompilerFlag, ...], traits: StepTraits, user_options: Mapping[str, str]
 ) -> str:
-    """Returns the flags of a step, and the rows of the table that are not set, with the reasons.
-
-    Args:
-        flags: The table.
-        traits: The step.
-        user_options: Options by name that the user has given. They win over the defaults.
-
-    Returns:
-        Text for a terminal.
-    """
+    """Returns the flags of a step, and the rows of the table that are not set, with the reasons."""
     version = compiler_version(traits.platform)
     compiler = "libtpu" if traits.platform == "tpu" else "jax"
     rows = [flag for flag in flags if flag.suits(traits)]

@@ -55,16 +55,7 @@ class Collective:
 def starting_collective(
     computation: Computation, instruction: Instruction, *, fused: bool
 ) -> Collective | None:
-    """Returns the collective that starts with an instruction, or None.
-
-    Args:
-        computation: The computation of the instruction.
-        instruction: Any instruction.
-        fused: Whether the computation is the body of a fusion.
-
-    Returns:
-        The collective; None if the instruction is none or continues one.
-    """
+    """Returns the collective that starts with an instruction, or None."""
     opcode = instruction.opcode
     kind = opcode.removesuffix("-start")
     if opcode == "recv":

@@ -17,9 +17,6 @@ def device_groups(text: str) -> Groups:
         text: The groups as XLA writes them: `{{0,1},{2,3}}`, of a permute its pairs of source and
             target, `[4,2]<=[2,4]T(1,0)`, or `mesh['stage'=2,'fsdp'=4] {'fsdp'}`.
 
-    Returns:
-        The groups; none if the text does not tell.
-
     Example:
         >>> device_groups("[4,2]<=[2,4]T(1,0)")
         ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -53,25 +50,10 @@ def _rows(ids: np.ndarray) -> Groups:
 
 
 def crosses_hosts(text: str, hosts: Sequence[int]) -> bool:
-    """Tells whether devices of different hosts communicate with each other.
-
-    Args:
-        text: The groups as XLA writes them.
-        hosts: The host of every device, by its index in the program.
-
-    Returns:
-        True if a group has devices of two hosts.
-    """
+    """Tells whether devices of different hosts communicate with each other."""
     return any(len({hosts[i] for i in group}) > 1 for group in device_groups(text))
 
 
 def gpu_hosts(devices: Iterable[Any]) -> list[int]:
-    """Returns the host of every GPU, by which an audit tells what crosses the network.
-
-    Args:
-        devices: The devices of a mesh, in its order.
-
-    Returns:
-        A number per device; none if the devices are not GPUs.
-    """
+    """Returns the host of every GPU, by which an audit tells what crosses the network."""
     return [device.process_index for device in devices if device.platform == "gpu"]

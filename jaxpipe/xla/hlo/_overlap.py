@@ -10,7 +10,6 @@ def instructions_between(scope: Scope, start: Instruction) -> list[Instruction]:
     """Returns the instructions between the start of a collective and its end.
 
     Args:
-        scope: The computation of the start.
         start: What starts the collective: an instruction such as `all-gather-start`, or the first
             of a chain of fusions.
 
@@ -49,15 +48,7 @@ _CALLED = ("calls", "to_apply", "body", "branch_computations")
 
 
 def multiplies_matrices(module: Module, instruction: Instruction) -> bool:
-    """Tells whether an instruction, or what it calls, has a matrix product or calls attention.
-
-    Args:
-        module: The program.
-        instruction: Any of its instructions.
-
-    Returns:
-        True if it does.
-    """
+    """Tells whether an instruction, or what it calls, has a matrix product or calls attention."""
     if instruction.opcode in ("dot", "convolution") or _PRODUCTS.search(instruction.attributes):
         return True
     if instruction.opcode not in ("fusion", "call", "while", "conditional"):

@@ -58,12 +58,6 @@ _LITERALS = ("constant", "parameter")
 def parse_hlo(hlo_text: str) -> Module:
     """Parses a module.
 
-    Args:
-        hlo_text: The text of a compiled program.
-
-    Returns:
-        Its computations.
-
     Raises:
         ValueError: If the text has no `ENTRY` computation.
     """

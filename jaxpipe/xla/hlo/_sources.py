@@ -22,14 +22,7 @@ class Sources:
     parents: dict[int, int]
 
     def line(self, instruction: Instruction) -> str:
-        """Returns the innermost line that is not JAX's own or another library's, as `file:line`.
-
-        Args:
-            instruction: An instruction of the program.
-
-        Returns:
-            The file without its folders and the line; "" if the text does not tell.
-        """
+        """Returns the innermost line that is not JAX's own or another library's, as `file:line`."""
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         frame = int(found[1]) if found else 0
         inline = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
@@ -43,14 +36,7 @@ class Sources:
 
 
 def read_sources(hlo_text: str) -> Sources:
-    """Reads the tables before the first computation.
-
-    Args:
-        hlo_text: The text of a compiled program.
-
-    Returns:
-        Its stack frames; none if the text has no tables.
-    """
+    """Reads the tables before the first computation."""
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current: dict[int, str] = {}
     for row in hlo_text.splitlines():

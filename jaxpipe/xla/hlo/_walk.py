@@ -49,8 +49,6 @@ def walk(module: Module, visit: Visit[T], size: Callable[[Sequence[T]], Any]) ->
     """Walks through a program from its entry.
 
     Args:
-        module: The program.
-        visit: Is called for every instruction that is executed, in program order.
         size: Measures what was found in a branch: the largest one counts.
 
     Yields:

@@ -78,10 +78,6 @@ def instruction_costs(hlo_text: str, rates: DeviceRates) -> tuple[InstructionCos
     A loop multiplies by its trip count. Of the branches of a conditional the dearest counts, as
     often as a name scope `taken_3_of_10` says, else always.
 
-    Args:
-        hlo_text: The text of a program compiled for TPUs.
-        rates: What the devices do in a second.
-
     Returns:
         The instructions in program order. Those that cost nothing, and asynchronous copies, which
         overlap, are left out.

@@ -19,10 +19,6 @@ _FUSED_BACKWARD = 5
 def kernel_flops(computation: Computation, call: Instruction) -> float | None:
     """Returns the floating-point operations of a kernel.
 
-    Args:
-        computation: The computation of the call.
-        call: A custom call.
-
     Returns:
         The operations of splash attention with a causal mask, or of Megablox's grouped products,
         which skip rows without a group; None of any other kernel.

@@ -27,12 +27,6 @@ class DeviceRates:
 def device_rates(device_kind: str) -> DeviceRates | None:
     """Returns the rates of a kind of device by its name in JAX, or None if it is not a TPU.
 
-    Args:
-        device_kind: The `device_kind` of a device, such as "TPU v5".
-
-    Returns:
-        Its rates.
-
     Example:
         >>> device_rates("TPU v5").clock_ghz
         1.75
@@ -51,16 +45,6 @@ def transfer_seconds(
 
     A group of n devices is a ring: a device sends to both neighbours at once, through one link
     each; two devices have one link. Between slices the network counts instead.
-
-    Args:
-        kind: The kind of collective, such as `all-gather`.
-        result_bytes: Bytes of its result on one device.
-        groups: The devices that communicate, as XLA writes them.
-        rates: The rates of the devices.
-        across_slices: Whether it crosses the network between slices.
-
-    Returns:
-        Seconds.
     """
     bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
     if kind in ("collective-permute", "collective-broadcast"):

@@ -56,9 +56,6 @@ class StepTime:
     def dearest(self, count: int) -> list[tuple[InstructionCost, int]]:
         """Returns the instructions that take most of a step.
 
-        Args:
-            count: How many.
-
         Returns:
             (cost, number of instructions) in descending order of their sum. Instructions of one
             line of Python with equal shapes are one entry, with the sum of their executions.
@@ -75,14 +72,9 @@ def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTim
     """Estimates the time of a step on TPUs.
 
     Args:
-        hlo_text: The text of the compiled step.
-        rates: What the devices do in a second.
         bubble: The share of the pipeline's time in which a device waits, by the schedule. Branches
             that are marked with their share wait as long; ticks that every device executes count in
             full already.
-
-    Returns:
-        The estimate.
 
     Raises:
         ValueError: If the text is not that of a compiled program, or `bubble` is no share.
@@ -107,16 +99,7 @@ def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTim
 
 
 def estimated_time(hlo_text: str, device_kind: str, bubble: float = 0.0) -> StepTime | None:
-    """Estimates the time of a step if its compiler estimates cycles.
-
-    Args:
-        hlo_text: The text of the compiled step.
-        device_kind: The `device_kind` of its devices.
-        bubble: The share of the pipeline's time in which a device waits, by the schedule.
-
-    Returns:
-        The estimate; None if the devices are not TPUs, or of a generation that is not known.
-    """
+    """Estimates the time of a step if its compiler estimates cycles."""
     rates = device_rates(device_kind)
     return None if rates is None else step_time(hlo_text, rates, bubble)
 

@@ -39,11 +39,6 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
 
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
-        num_stages: The number of stages of the schedule.
-        all_mark_ids: The ids of all forward marks, if some of them are not in `body`; else ().
-
-    Returns:
-        The body and its marks.
 
     Raises:
         ValueError: If the marks are not as many as the stages.

@@ -37,9 +37,6 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
         adds: [num_results] for each result, whether it is summed over microbatches.
-
-    Returns:
-        The body without these constraints, and the spec of each result.
     """
     makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
     outputs: list[Atom] = []
@@ -79,7 +76,6 @@ def accumulator_spec(spec: P | None, reduction: Reduction) -> P | None:
     """Returns the spec of an accumulator.
 
     Args:
-        spec: The spec of the result of one microbatch, None if it has none.
         reduction: How the results of all microbatches are combined into one array.
 
     Returns:

@@ -64,12 +64,6 @@ Positions = Mapping[Var, int]
 def cut_stages(graph: MpmdGraph) -> MpmdGraph:
     """Cuts the body of every loop at its marks, and adds up the shares of its results.
 
-    Args:
-        graph: A function whose loops have no stages yet.
-
-    Returns:
-        The function with the stages of its loops.
-
     Raises:
         ValueError: If a body does not have S or S - 1 marks, or if values run through the marks in
             another order.
@@ -191,13 +185,8 @@ def _cut_body(
 
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
-        sizes: The numbers of stages and parts.
         adds: [num_results] whether each result is summed over microbatches. Only such a result may
             be split into shares.
-        all_mark_ids: The ids of all forward marks, if some of them are not in `body`; else ().
-
-    Returns:
-        The stages, and the shares of each result.
     """
     num_stages = sizes.num_stages
     marked = align_marks(body, num_stages, all_mark_ids)

@@ -27,12 +27,6 @@ from ._reachable import check_reachable, is_treduce
 def extract_loops(graph: MpmdGraph) -> MpmdGraph:
     """Replaces every equation of the primitive `treduce` by a `PipelinedLoop`.
 
-    Args:
-        graph: A function whose loops are at the top level.
-
-    Returns:
-        The function with its loops as nodes.
-
     Raises:
         ValueError: If a stage is marked outside of a loop, or if a loop or a mark is inside another
             construct, such as `lax.cond`; or if a schedule does not fit the mesh.
@@ -75,11 +69,7 @@ def _all_mark_ids(traced: ClosedJaxpr, body: Graph) -> tuple[int, ...]:
     """Returns the ids of all forward marks if some of them are dead code in `traced`, else ().
 
     Args:
-        traced: The jaxpr of the body.
         body: The body without the equations that its results do not depend on.
-
-    Returns:
-        The ids in program order.
     """
     if _count_marks(traced.jaxpr) == sum(map(is_mark, body.eqns)):
         return ()

@@ -37,12 +37,6 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
     Hoists an equation only if its outputs are no larger than its inputs. Equations without inputs,
     prints and pure data movement (reshape, transpose) stay in the loop: hoisting a data movement
     would keep an extra array alive.
-
-    Args:
-        graph: A function with its loops as nodes.
-
-    Returns:
-        The function with these equations before the loops.
     """
     nodes: list[Eqn | PipelinedLoop] = []
     known: dict[Var, Atom] = {}

@@ -21,10 +21,6 @@ def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
     Args:
         eqns: The equations of a function whose scans around loops are unrolled, or of the body of a
             loop.
-        where: The name of the program in errors: "the function" or "a stage".
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names

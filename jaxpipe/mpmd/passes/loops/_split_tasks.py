@@ -36,14 +36,7 @@ from ...ir._reduce import Reduction
 
 
 def split_tasks(graph: MpmdGraph) -> MpmdGraph:
-    """Splits the stages of every loop into tasks; a task without outputs is left out.
-
-    Args:
-        graph: A function whose loops are cut into stages.
-
-    Returns:
-        The function with the tasks of its loops.
-    """
+    """Splits the stages of every loop into tasks; a task without outputs is left out."""
     return replace_loops(graph, _split_loop)
 
 
@@ -64,17 +57,7 @@ def _split_loop(loop: PipelinedLoop) -> Iterator[PipelinedLoop]:
 def _tasks_of_stage(
     stage: Stage, body: Graph, reductions: Mapping[Var, Reduction], *, splits: bool
 ) -> dict[Op, StageTask]:
-    """Returns the tasks of a stage.
-
-    Args:
-        stage: The stage.
-        body: The body of the loop. Its inputs are available to every task.
-        reductions: How each result of the body is accumulated.
-        splits: Whether the schedule splits backwards into I and W.
-
-    Returns:
-        The tasks by operation: F, and B or I and W.
-    """
+    """Returns the tasks of a stage."""
     graph, index = stage.graph, body.inputs[-1]
     always = frozenset(body.inputs)
     forward = [value not in stage.backward for value in graph.outputs]

@@ -32,12 +32,6 @@ MAX_UNROLLED_LENGTH = 64
 def unroll_scans(graph: MpmdGraph) -> MpmdGraph:
     """Unrolls every `lax.scan` around a loop over microbatches.
 
-    Args:
-        graph: A traced function.
-
-    Returns:
-        The function without such scans.
-
     Raises:
         ValueError: If such a scan has more than `MAX_UNROLLED_LENGTH` iterations.
     """

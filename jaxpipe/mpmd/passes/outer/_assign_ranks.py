@@ -46,9 +46,6 @@ def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
     Args:
         graph: A function whose loops have tasks. `options.out_ranks` are the ranks on which the
             caller wants each result; None leaves the choice to this pass.
-
-    Returns:
-        The function with these partial sums, and the ranks of its equations and values.
     """
     read_by_loops = _ranks_of_loop_inputs(graph)
     computed_on = _ranks_after_loops(graph, read_by_loops)

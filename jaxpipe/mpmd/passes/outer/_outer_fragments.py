@@ -53,9 +53,6 @@ class _Source(NamedTuple):
 def outer_fragments(graph: MpmdGraph) -> MpmdGraph:
     """Groups the equations outside of loops into programs.
 
-    Args:
-        graph: A function whose equations have ranks.
-
     Returns:
         The function with its fragments. In a segment each program follows those whose values it
         reads.
@@ -107,9 +104,6 @@ def _hoist_eqns(graph: MpmdGraph, latest: Mapping[Eqn, int]) -> dict[Eqn, int]:
 
     This holds if the outputs are no larger than the inputs that no other equation reads, as in an
     addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
-
-    Returns:
-        The segment of each equation.
     """
     found = dict(latest)
     uses = Counter(value for eqn in graph.eqns for value in set(variables(eqn.inputs)))

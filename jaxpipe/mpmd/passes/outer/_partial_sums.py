@@ -13,15 +13,7 @@ from ...ir._mpmd_graph import MpmdGraph, Ranks
 
 
 def split_sums_by_rank(graph: MpmdGraph, computed_on: Mapping[Var, set[int]]) -> MpmdGraph:
-    """Splits a scalar sum over values of several ranks into one sum per rank and a sum over ranks.
-
-    Args:
-        graph: A function whose loops have tasks.
-        computed_on: The ranks that compute each value that depends on a loop.
-
-    Returns:
-        The function with its scalar sums split.
-    """
+    """Splits a scalar sum over values of several ranks into sums per rank and one over ranks."""
     makers = {value: eqn for eqn in graph.eqns for value in eqn.outputs}
     uses: dict[Var, int] = {}
     for value in variables([*(a for eqn in graph.eqns for a in eqn.inputs), *graph.outputs]):

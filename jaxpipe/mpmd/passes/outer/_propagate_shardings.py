@@ -31,12 +31,6 @@ def propagate_shardings(graph: MpmdGraph) -> MpmdGraph:
     it, else that of a constraint. The results of a loop are equally sharded in all their versions:
     without a spec they are replicated.
 
-    Args:
-        graph: A function whose loops have tasks.
-
-    Returns:
-        The function with the specs of all values for which one is known or was found.
-
     Raises:
         ValueError: If a constraint names the mesh axis that separates the groups.
     """

@@ -19,14 +19,7 @@ from ...ir._mpmd_graph import MpmdGraph
 
 
 def separate_outputs(graph: MpmdGraph) -> MpmdGraph:
-    """Copies constants, values that are returned twice, and inputs that are not donated.
-
-    Args:
-        graph: A function.
-
-    Returns:
-        The function with a separate variable for each result.
-    """
+    """Copies constants, values that are returned twice, and inputs that are not donated."""
     donated = graph.options.donated_inputs
     shared: set[Atom] = {value for i, value in enumerate(graph.inputs) if i not in donated}
     eqns, outputs = list(graph.eqns), []

@@ -25,9 +25,6 @@ def fuse_programs(program: MpmdProgram) -> MpmdProgram:
     This is the case on the last stage. The rank sends nothing between the two programs, so no other
     rank waits longer, and the residuals between them are never stored as arrays.
 
-    Args:
-        program: A program with its transfers and without `Delete` instructions.
-
     Returns:
         The same program, with one `RunTask` in place of each such pair.
     """

@@ -23,9 +23,6 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
     All results of one program for one destination are sent together. If several ranks compute the
     same value, the first of them sends it.
 
-    Args:
-        program: A program without transfers: it has `RunTask` instructions only.
-
     Returns:
         The program with a `Send` and a `Recv` for each transfer.
     """

@@ -22,9 +22,6 @@ def liveness(program: MpmdProgram) -> MpmdProgram:
     A buffer that is sent to another process is not donated, because that process may not have
     pulled it yet.
 
-    Args:
-        program: A program with its transfers inserted.
-
     Returns:
         The program with `donated` set on its runs, and with `Delete` instructions.
     """

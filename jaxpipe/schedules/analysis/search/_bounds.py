@@ -27,14 +27,7 @@ _ROUNDING = 1e-9
 
 @lru_cache(maxsize=64)
 def lower_bound(problem: Problem) -> Time:
-    """Returns a time that no schedule of a problem is faster than.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        The bound of the makespan, or of the longest span of a rank if that is the objective.
-    """
+    """Returns a time that no schedule of a problem is faster than."""
     ranks = range(problem.num_ranks)
     heads = [problem.down[problem.stages[rank][0]] for rank in ranks]
     # Stage 0 begins the step, and its W ends what every other rank does.
@@ -116,13 +109,7 @@ def _area(problem: Problem, rank: int) -> Time:
 
 
 def _most_time(items: list[tuple[Time, Time]], room: Time, most: int) -> Time:
-    """Returns the most time of items that fit into a room, fractions of them included.
-
-    Args:
-        items: (bytes, time) of each kind.
-        room: The bytes that they may take.
-        most: The most items of each kind.
-    """
+    """Returns the most time of items that fit into a room, fractions of them included."""
     sizes = {size for size, _ in items}
     if len(sizes) == 1 and 0 not in sizes:  # equal items fit as wholes
         room = floor(room / min(sizes) + _ROUNDING) * min(sizes)

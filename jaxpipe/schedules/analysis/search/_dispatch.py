@@ -19,10 +19,6 @@ from ._rules import Rules
 def dispatch(problem: Problem, rules: Rules) -> tuple[Words, Time]:
     """Returns the words that rules choose, and their objective.
 
-    Args:
-        problem: A problem whose caps hold one microbatch at least.
-        rules: The parameters of the choice.
-
     Returns:
         Words within the caps; and the makespan, or the longest span of a rank, with the time in
         which ranks wait because the rules say so.

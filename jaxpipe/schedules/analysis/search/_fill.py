@@ -37,7 +37,6 @@ def fill_weights(problem: Problem, orders: Words, target: Time) -> Timed | None:
     """Returns the words of orders with W's put in, and their times.
 
     Args:
-        problem: The problem.
         orders: [num_ranks] the codes of F's and I's in order.
         target: The time that is aimed at: a rank may lose what it has beyond its work.
 

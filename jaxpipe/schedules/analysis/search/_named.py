@@ -45,11 +45,6 @@ def named_candidates(
     """Yields families with the arguments that are worth a try.
 
     Args:
-        ranks: The number of ranks.
-        microbatches: The number of microbatches.
-        names: The families.
-        max_chunks: The most stages per rank.
-        max_slices: The most slices of a sequence.
         usual_groups: Whether to leave out groups but the family's own. Of a large problem all but
             three are left out.
     """
@@ -95,27 +90,12 @@ def build_named(named: Named, ranks: int, microbatches: int) -> Schedule | None:
 
 
 def named_bound(named: Named, problem: Problem) -> Time:
-    """Returns a lower bound of a family whose placement is that of a problem.
-
-    Args:
-        named: The family.
-        problem: The problem of its placement.
-
-    Returns:
-        The bound: of whole backwards, if the family does not split them.
-    """
+    """Returns a lower bound of a family whose placement is that of a problem."""
     return lower_bound(_as_named(named, problem))
 
 
 def named_time(named: Named, schedule: Schedule, problem: Problem, costs: Costs) -> Time:
-    """Returns the objective of a family's schedule.
-
-    Args:
-        named: The family.
-        schedule: Its schedule.
-        problem: The problem of its placement.
-        costs: The costs of the problem, with those of fused pairs.
-    """
+    """Returns the objective of a family's schedule."""
     if named.rank_of is not None and not FAMILIES[named.name].fuses_pairs:
         return run_words(_as_named(named, problem), words_of(schedule))
     timeline = simulate(schedule, costs)

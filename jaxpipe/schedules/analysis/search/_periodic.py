@@ -18,13 +18,8 @@ def periodic_rules(problem: Problem, *, period: Time, delay: Time, seed: int) ->
     """Returns strict rules with a period.
 
     Args:
-        problem: The problem.
         period: The period, as a fraction of the work of the busiest rank for a microbatch.
         delay: The longest of random delays behind every F and I, as such a fraction.
-        seed: Of the delays.
-
-    Returns:
-        The rules; None if no action takes time.
     """
     work = float(max(problem.work) / problem.num_microbatches)
     if work <= 0:

@@ -45,12 +45,10 @@ def pace_rules(
     """Returns rules by which actions are urgent that are far from the end of their microbatch.
 
     Args:
-        problem: The problem.
         pace: The step, as a fraction of the work of the busiest rank for a microbatch. At 1
             microbatches follow each other as fast as that rank can; less starts more of them before
             the first ends.
         wait_forward: How long an F may delay a more urgent action, as a fraction of its time.
-        wait_weight: The same of a W.
         reserve: How many microbatches less than it can store a rank may have between F and I, for
             every rank before it.
     """
@@ -90,7 +88,6 @@ def fitted_rules(problem: Problem, words: Words) -> Rules:
     The keys are the places of the middle microbatch's letters, counted in the work before them.
 
     Args:
-        problem: The problem.
         words: [num_ranks] the letters of every rank.
     """
     middle, step = problem.num_microbatches // 2, float(_work(problem))
@@ -107,13 +104,7 @@ def fitted_rules(problem: Problem, words: Words) -> Rules:
 
 
 def mutated(problem: Problem, rules: Rules, random: Random) -> Rules:
-    """Returns rules that differ a little: in keys, the step, limits or waiting.
-
-    Args:
-        problem: The problem.
-        rules: The rules.
-        random: The source of the change.
-    """
+    """Returns rules that differ a little: in keys, the step, limits or waiting."""
     choice = random.random()
     if choice < 0.2:
         return replace(

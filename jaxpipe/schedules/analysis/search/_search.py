@@ -256,15 +256,7 @@ def _best_named(
     best: _Found | None,
     as_run: Callable[[_Found], _Found],
 ) -> _Found | None:
-    """Returns the better of what was found and the best family.
-
-    Args:
-        named: The families, of placements that are searched or of none.
-        settings: The placements that are searched.
-        costs: The costs as they were given, for the times of fused pairs.
-        best: What was found, if anything.
-        as_run: Gives what was found the figures of the engine that runs it.
-    """
+    """Returns the better of what was found and the best family."""
     by_placement = {setting.problem.rank_of: setting for setting in settings}
     some = settings[0].problem
     for one in named:

@@ -69,12 +69,7 @@ class Solver:
     """
 
     def __init__(self, problem: Problem, budget: Budget):
-        """Makes one order.
-
-        Args:
-            problem: A problem whose caps hold one microbatch at least.
-            budget: What may be spent.
-        """
+        """Makes one order."""
         self.problem, self.bound = problem, lower_bound(problem)
         self._small = _with_fewer_microbatches(problem)
         self._small_bound = lower_bound(self._small)
@@ -104,12 +99,7 @@ class Solver:
         self._use_best(budget)
 
     def improve(self, budget: Budget, seed: int = 0) -> None:
-        """Changes the best rules a little, again and again, as long as the budget lasts.
-
-        Args:
-            budget: What may be spent.
-            seed: Of the changes.
-        """
+        """Changes the best rules a little, again and again, as long as the budget lasts."""
         random = Random(seed)
         climbers = self._climbers(budget)
         reserve = min(budget.left / 3, _STARTS * 3 * _DISPATCH_RUNS * self.problem.num_actions)
@@ -192,14 +182,7 @@ def _rules(problem: Problem, recipe: Recipe, found: Found) -> Rules:
 def _best_of(
     problem: Problem, plan: Plan, budget: Budget, margins: Sequence[Time] = _MARGINS
 ) -> Found | None:
-    """Returns the best of the orders of a plan, as it is and with W's put in anew.
-
-    Args:
-        problem: The problem.
-        plan: The plan.
-        budget: What the orders are spent from.
-        margins: The times that are aimed at, in lower bounds.
-    """
+    """Returns the best of the orders of a plan, as it is and with W's put in anew."""
     made = plan if isinstance(plan, Rules) else plan(problem)
     best: Found | None = None
     if made is None:
