@@ -1,8 +1,10 @@
 """The sizes of the models that tests run, once: a test says what differs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxpipe import models, sharding
+from jaxpipe.autodiff.staged_model import run_layers, run_sliced_layers
 from jaxpipe.models import DeepseekConfig, LlamaConfig
 from jaxpipe.models.layers import dot_product_attention
 
@@ -38,6 +40,16 @@ _DEEPSEEK_V3: dict[str, Any] = _DEEPSEEK_V2 | {
     "norm_topk_prob": True,
     "load_balance_loss_weight": 0.1,
 }
+
+
+def stack(layer: Callable) -> Callable:
+    """Returns the stage that runs layers, on whole sequences or on a slice of each."""
+
+    def stage(weights: Any, x: Any, batch_inputs: Any, keys: Any, *past: Any) -> Any:
+        run = run_sliced_layers if past else run_layers
+        return run(layer, weights, x, batch_inputs, keys, *past)
+
+    return stage
 
 
 def small_llama(**changes: Any) -> LlamaConfig:

@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
-from ..engines._fsdp import cast_params
+from ..engines._fsdp import cast_floats
 
 
 def _identity(tree: Any) -> Any:
@@ -257,7 +257,7 @@ def cast_model(model: Model, dtype: Any) -> Model:
     def casting(function: Any) -> Any:
         @wraps(function)
         def call(params: PyTree, *arguments: Any) -> Any:
-            return function(cast_params(dtype, params), *arguments)
+            return function(cast_floats(dtype, params), *arguments)
 
         return call
 

@@ -15,15 +15,21 @@ from jaxtyping import PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import accum_dtype, fold_in_microbatch
 from ._engine import Engine, PipelinePlan
+from ._fsdp import over_data
 
 Reshard = Callable[[PyTree], PyTree]
+
+
+def identity(tree: PyTree) -> PyTree:
+    """Returns `tree`."""
+    return tree
 
 
 def gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree],
     num_steps: int,
     *,
-    reshard: Reshard = lambda sums: sums,
+    reshard: Reshard = identity,
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
@@ -88,19 +94,32 @@ def unrolled_gradient_accumulation(
 
 def with_calls(engine: Engine) -> Engine:
     """Returns an engine that runs M microbatches A times, if its plan says so, and sums results."""
-    accumulate = unrolled_gradient_accumulation if engine.per_stage_state else gradient_accumulation
 
-    def of_calls(run: Callable) -> Callable:
+    def accumulate(run: Callable, plan: PipelinePlan, tied: bool, has_grads: bool) -> Callable:
+        if engine.per_stage_state:
+            return unrolled_gradient_accumulation(run, plan.num_calls)
+
+        def as_stored(sums: PyTree) -> PyTree:
+            value, grads = sums
+            stored = over_data(plan, grads)
+            return value, engine.put_like(stored, grads, grads, tied)
+
+        reshard = as_stored if has_grads else identity
+        return gradient_accumulation(run, plan.num_calls, reshard=reshard)
+
+    def of_calls(run: Callable, has_grads: bool) -> Callable:
         def run_calls(
             plan: PipelinePlan, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
             def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> Any:
                 return run(plan, model, weights, inputs, keys)
 
-            return accumulate(call, plan.num_calls)(weights, inputs, keys)
+            return accumulate(call, plan, model.tied, has_grads)(weights, inputs, keys)
 
         return run_calls
 
     return replace(
-        engine, value=of_calls(engine.value), value_and_grad=of_calls(engine.value_and_grad)
+        engine,
+        value=of_calls(engine.value, has_grads=False),
+        value_and_grad=of_calls(engine.value_and_grad, has_grads=True),
     )

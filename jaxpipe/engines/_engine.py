@@ -15,11 +15,14 @@ from ..autodiff import Remat, StagedModel, keep, recompute
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd import Gather
 from ..spmd.weight_gather import When as WhenOfStage
 
 When = Literal[WhenOfStage, "layer"]
 """When parameters that are sharded over `fsdp` are gathered."""
+
+
+ParamSpecs = tuple[tuple[str, PartitionSpec], ...]
+"""Specs of parameters, without dims of stages and layers, by path."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,8 @@ class PipelinePlan:
         forwarding_delay: Whether activations are handed over one tick late.
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
             "tick", "once", once per "repeat", ahead of it, or by every "layer" that reads them.
-        gathers: Returns the gather of a stage's weights and that of `{"embed": ..., "head": ...}`,
-            for weights that are sharded by other rules than those of `Engine.put`. None for
-            these.
         vocab_parallel: Whether all ranks of the engine `scheduled` compute the loss together.
+        scan_layers: Whether the layers of a stage run in a `lax.scan`.
         scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
@@ -47,6 +48,11 @@ class PipelinePlan:
         param_specs: How parameters are sharded over other axes than `stage`, by their path in the
             groups of weights, such as "['stages']['up']"; without dims of stages and layers. All
             others are sharded over `fsdp`.
+        read_specs: How parameters are sharded where functions read them, likewise by path. All
+            others are sharded as they are stored, but for `fsdp`.
+        gradient_specs: How gradients are stored, likewise by path. None: as `zero1` says.
+        row_axes: Mesh axes along which devices have rows of their own. None: those of `data` and
+            `fsdp` that are larger than 1.
         whole_microbatches: Whether functions of the model are given whole microbatches, whose rows
             XLA divides over devices; false if each runs on the rows of a device.
         layer_remat: A wrapper of layers, as `remat` is one of stages.
@@ -57,6 +63,7 @@ class PipelinePlan:
         compiler_options: XLA's options for every program, by name.
         compute_dtype: The dtype to which parameters are cast before they are gathered. None: they
             stay as they are.
+        exact_params: Paths of parameters that are not cast.
     """
 
     mesh: Mesh
@@ -67,12 +74,15 @@ class PipelinePlan:
     remat: Remat = recompute
     forwarding_delay: bool = False
     gather: When = "tick"
-    gathers: Callable[[], tuple[Gather, Gather]] | None = None
     vocab_parallel: bool = False
+    scan_layers: bool = True
     scan_repeats: bool = True
     scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
-    param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    param_specs: ParamSpecs = ()
+    read_specs: ParamSpecs = ()
+    gradient_specs: ParamSpecs | None = None
+    row_axes: tuple[str, ...] | None = None
     whole_microbatches: bool = False
     layer_remat: Remat = keep
     layer_specs: PyTree = None
@@ -80,6 +90,7 @@ class PipelinePlan:
     num_calls: int = 1
     compiler_options: tuple[tuple[str, Any], ...] = ()
     compute_dtype: Any = None
+    exact_params: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     leaves, tree = jax.tree.flatten(shards.tree)
     ids = [i for i, spec in enumerate(shards.specs) if "fsdp" in axes_of(spec)]
     specs = [shards.specs[i] for i in ids]
-    axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
-    unsharded, cast = unsharded_specs(specs, ("fsdp",)), partial(cast_params, plan.compute_dtype)
+    axes = manual_row_axes(plan)
+    unsharded, cast = unsharded_specs(specs, ("fsdp",)), partial(cast_params, plan, "frozen")
     gather = layer_gather(specs, unsharded, cast=cast, batch_axes=axes)
     for i, whole in zip(ids, gather([leaves[i] for i in ids], x), strict=True):
         leaves[i] = whole
@@ -96,7 +96,7 @@ def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
     def specs(x: Any) -> PyTree:
         if not is_shards(x):
             return PartitionSpec()
-        axes = manual_row_axes(plan.mesh, plan.whole_microbatches)
+        axes = manual_row_axes(plan)
         manual = [PartitionSpec(None, *only_axes(spec, axes)) for spec in x.specs]
         return FrozenShards(jax.tree.unflatten(jax.tree.structure(x.tree), manual), x.specs)
 

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding.specs import axes_of_dim
-from ._engine import PipelinePlan
+from ..sharding.specs import axes_of_dim, without_axes
+from ..spmd.ranks import is_spec
+from ._engine import ParamSpecs, PipelinePlan
 
 ROW_AXES = ("data", "fsdp")
 """Mesh axes that divide the rows of a microbatch."""
-
-ParamSpecs = tuple[tuple[str, PartitionSpec], ...]
-"""The user's specs of parameters, without dims of stages and layers, by path."""
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -24,9 +22,11 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def manual_row_axes(mesh: Mesh, whole_microbatches: bool) -> tuple[str, ...]:
+def manual_row_axes(plan: PipelinePlan) -> tuple[str, ...]:
     """Returns the axes along which each device calls functions with its own rows."""
-    return () if whole_microbatches else row_axes(mesh)
+    if plan.row_axes is not None:
+        return plan.row_axes
+    return () if plan.whole_microbatches else row_axes(plan.mesh)
 
 
 def num_row_shards(mesh: Mesh) -> int:
@@ -89,13 +89,42 @@ def param_spec_tree(
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)
 
 
-def cast_params(dtype: Any, params: PyTree) -> PyTree:
-    """Returns parameters whose floating-point leaves are cast to `dtype`, if there is one."""
+def read_spec_tree(plan: PipelinePlan, group: str, stored: PyTree, num_stacked: int = 0) -> PyTree:
+    """Returns the specs of gathered parameters, from those of stored ones.
+
+    Args:
+        num_stacked: Dims of specs that only stack layers.
+    """
+    table = dict(plan.read_specs)
+
+    def spec(path: Any, stored: PartitionSpec) -> PartitionSpec:
+        read = table.get(f"['{group}']{jax.tree_util.keystr(path)}")
+        if read is None:
+            return without_axes(stored, ("fsdp",))
+        return PartitionSpec(*(None,) * num_stacked, *read)
+
+    return jax.tree_util.tree_map_with_path(spec, stored, is_leaf=is_spec)
+
+
+def cast_floats(dtype: Any, tree: PyTree) -> PyTree:
+    """Returns a tree whose floating-point leaves are cast."""
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return params if dtype is None else jax.tree.map(cast, params)
+    return jax.tree.map(cast, tree)
+
+
+def cast_params(plan: PipelinePlan, group: str, params: PyTree) -> PyTree:
+    """Returns parameters in the dtype in which functions read them."""
+
+    def cast(path: Any, leaf: Any) -> Any:
+        is_exact = f"['{group}']{jax.tree_util.keystr(path)}" in plan.exact_params
+        return leaf if is_exact else cast_floats(plan.compute_dtype, leaf)
+
+    if plan.compute_dtype is None:
+        return params
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:
@@ -117,9 +146,11 @@ def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
     Returns:
         The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
+    if plan.gradient_specs is not None:
+        return replace(plan, param_specs=plan.gradient_specs)
     if not plan.zero1:
         return plan
-    num_stacked, specs = (1 if isinstance(weights["stages"], list) else 3), []
+    num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)
         shape = jnp.shape(leaf)[num_stacked if name.startswith("['stages']") else 0 :]

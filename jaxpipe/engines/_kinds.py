@@ -14,7 +14,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Aux, Past, with_aux
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, ParamSpecs, PipelinePlan
 
 
 def with_kinds(engine: Engine) -> Engine:
@@ -82,17 +82,25 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
             for ids in plan.layout.stage_layer_ids
         )
         layout = engine.layout(plan.schedule, num_ranks, counts)
-        start = f"['stages']['{kind}']"
-        specs = tuple(
-            (f"['stages']{name.removeprefix(start)}", spec)
-            for name, spec in plan.param_specs
-            if name.startswith(start)
-        )
-        of_layer = None if plan.layer_specs is None else plan.layer_specs[kind]
-        changes = {"layout": layout, "param_specs": specs, "layer_specs": of_layer}
-        plans[kind] = replace(plan, kinds=(), **changes)
+        of_kind = {
+            "layout": layout,
+            "param_specs": _specs_of_kind(plan.param_specs, kind),
+            "read_specs": _specs_of_kind(plan.read_specs, kind),
+            "layer_specs": None if plan.layer_specs is None else plan.layer_specs[kind],
+        }
+        plans[kind] = replace(plan, kinds=(), **of_kind)
         first = last
     return plans
+
+
+def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:
+    """Returns the specs of layers of a kind, by paths of a model that has no other."""
+    start = f"['stages']['{kind}']"
+    return tuple(
+        (f"['stages']{name.removeprefix(start)}", spec)
+        for name, spec in specs
+        if name.startswith(start)
+    )
 
 
 def _stages(plans: dict[str, PipelinePlan], by_kind: dict[str, Any]) -> Any:

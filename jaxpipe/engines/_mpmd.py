@@ -12,14 +12,13 @@ from jaxtyping import PyTree
 
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Past
+from ..autodiff.staged_model import run_layers, run_sliced_layers
 from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
 from ..schedules import Costs, Schedule, Timeline, check, language
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
 from ._fsdp import param_spec_tree
-from ._layers import run_layers, run_sliced_layers
 from ._memory_cap import activation_cap
 
 
@@ -79,23 +78,11 @@ def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    layer = plan.layer_remat(layer)
-
-    def stage(weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree) -> Any:
-        num_layers = len(jax.tree.leaves((weights, keys))[0])
-        return run_layers(layer, num_layers, weights, x, inputs_m, keys)
-
-    return stage
+    return partial(run_layers, plan.layer_remat(layer), unroll=not plan.scan_layers)
 
 
 def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    layer = plan.layer_remat(layer)
-
-    def stage(weights: PyTree, x: PyTree, inputs: PyTree, keys: PyTree, past: Past) -> Any:
-        num_layers = len(jax.tree.leaves((weights, keys))[0])
-        return run_sliced_layers(layer, num_layers, weights, x, inputs, keys, past)
-
-    return stage
+    return partial(run_sliced_layers, plan.layer_remat(layer), unroll=not plan.scan_layers)
 
 
 def _check_call(name: str) -> None:

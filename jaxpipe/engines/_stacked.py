@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import run_layers, run_sliced_layers
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
 from ..sharding.specs import reshard
@@ -26,7 +27,6 @@ from ..spmd.weight_gather import (
     gathering_layer,
     join_gathers,
     layer_gather,
-    unsharded_specs,
 )
 from ._engine import PipelinePlan
 from ._frozen_shards import gathering, key_specs, to_shards
@@ -36,8 +36,8 @@ from ._fsdp import (
     manual_row_axes,
     over_data,
     param_spec_tree,
+    read_spec_tree,
 )
-from ._layers import run_layers, run_sliced_layers
 
 
 def check_call(name: str) -> None:
@@ -161,7 +161,7 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
     Returns:
         `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
     """
-    return partial(run_layers, _wrapped(plan, layer), plan.layout.layers_per_stage)
+    return partial(run_layers, _wrapped(plan, layer), **_loop(plan))
 
 
 def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
@@ -173,7 +173,11 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
     Returns:
         `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
     """
-    return partial(run_sliced_layers, _wrapped(plan, layer), plan.layout.layers_per_stage)
+    return partial(run_sliced_layers, _wrapped(plan, layer), **_loop(plan))
+
+
+def _loop(plan: PipelinePlan) -> dict[str, Any]:
+    return {"num_layers": plan.layout.layers_per_stage, "unroll": not plan.scan_layers}
 
 
 def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
@@ -191,8 +195,8 @@ def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
 
 def _gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer over `fsdp`."""
-    stored, rows = plan.layer_specs, manual_row_axes(plan.mesh, plan.whole_microbatches)
-    unsharded, cast = unsharded_specs(stored, ("fsdp",)), partial(cast_params, plan.compute_dtype)
+    stored, rows = plan.layer_specs, manual_row_axes(plan)
+    unsharded, cast = read_spec_tree(plan, "stages", stored), partial(cast_params, plan, "stages")
     gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
 
     def run(weights: PyTree, x: PyTree) -> PyTree:
@@ -279,45 +283,54 @@ def rank_bytes(
 def weight_gathers(
     plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
 ) -> tuple[Gather, Gather]:
-    """Returns how weights are gathered over `fsdp`, and gradients summed over devices with rows.
+    """Returns the gather of the weights of a stage, and that of `{"embed": ..., "head": ...}`."""
+    boundary = {name: weights[name] for name in ("embed", "head")}
+    return _stage_gather(plan, weights["stages"], keys), boundary_gather(plan, boundary)
 
-    Returns:
-        The gather of a stage, and that of `{"embed": ..., "head": ...}`.
-    """
-    if plan.gathers is not None:
-        return plan.gathers()
 
-    groups = {name: weights[name] for name in ("embed", "stages", "head")}
-    divided = over_data(plan, groups)
-    rows = manual_row_axes(plan.mesh, plan.whole_microbatches)
+def boundary_gather(plan: PipelinePlan, boundary: dict[str, PyTree]) -> Gather:
+    """Returns the gather of the weights of embedding and head, or of one of them."""
+    of_groups = {name: _specs(plan, name, tree) for name, tree in boundary.items()}
+    stored, read, gradients = (
+        {name: specs[i] for name, specs in of_groups.items()} for i in range(3)
+    )
 
-    def specs_of(group: str) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns specs of stored and of gathered weights, and of stored gradients."""
-        lead = (None,) * 3 if group == "stages" else ()
-        of_stage = max(0, len(lead) - 1)  # without dims of chunks and ranks
+    def cast(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {name: cast_params(plan, name, tree) for name, tree in boundary.items()}
 
-        def specs(plan: PipelinePlan) -> PyTree:
-            tree = param_spec_tree(group, weights[group], plan.mesh, plan.param_specs, lead)
-            return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), tree)
+    return _whole_gather(plan, cast, stored, read, gradients)
 
-        return specs(plan), unsharded_specs(specs(plan), ("fsdp",)), specs(divided)
 
-    def gather_of(*specs: PyTree) -> Gather:
-        cast = partial(cast_params, plan.compute_dtype)
-        when = "once" if plan.gather == "layer" else plan.gather
-        return gather_by_specs(*specs, when=when, cast=cast, batch_axes=rows)
+def _stage_gather(plan: PipelinePlan, stages: PyTree, keys: PyTree) -> Gather:
+    specs = _specs(plan, "stages", stages)
+    of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
+    of_layers = partial(gather_in_layers, batch_axes=manual_row_axes(plan))
+    if plan.gather != "layer":
+        gather = of_all(*specs)
+    elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
+        gather = of_layers(*specs)
+    else:  # as `share` returns stages
+        parts = {"layers": of_layers, "shared": of_all}
+        gather = join_gathers({k: of(*(tree[k] for tree in specs)) for k, of in parts.items()})
+    return replace(gather, key_specs=key_specs(plan, keys))
 
-    def gather_of_layers(*specs: PyTree) -> Gather:
-        of_layers = partial(gather_in_layers, batch_axes=rows)
-        if jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
-            return of_layers(*specs)
-        functions = {"layers": of_layers, "shared": gather_of}  # as `share` returns stages
-        return join_gathers({k: f(*(tree[k] for tree in specs)) for k, f in functions.items()})
 
-    embed, stages, head = map(specs_of, groups)
-    boundary = ({"embed": a, "head": b} for a, b in zip(embed, head, strict=True))
-    of_stage = (gather_of_layers if plan.gather == "layer" else gather_of)(*stages)
-    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of(*boundary)
+def _whole_gather(plan: PipelinePlan, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
+    when = "once" if plan.gather == "layer" else plan.gather
+    return gather_by_specs(*specs, when=when, cast=cast, batch_axes=manual_row_axes(plan))
+
+
+def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns specs of stored and of gathered weights, and of stored gradients: of one stage."""
+    lead = (None,) * 3 if group == "stages" else ()
+    dropped = max(0, len(lead) - 1)  # the dims of chunks and ranks
+
+    def specs(plan: PipelinePlan) -> PyTree:
+        tree = param_spec_tree(group, weights, plan.mesh, plan.param_specs, lead)
+        return jax.tree.map(lambda spec: PartitionSpec(*spec[dropped:]), tree)
+
+    stored, gradients = specs(plan), specs(over_data(plan, {group: weights}))
+    return stored, read_spec_tree(plan, group, stored, len(lead) - dropped), gradients
 
 
 def may_divide_rows(mesh: Mesh) -> bool:

@@ -14,10 +14,9 @@ from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import cast_params, over_data, param_spec_tree
+from ._fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
 from ._jit import jit
 from ._memory_cap import check_cap
 
@@ -100,11 +99,11 @@ def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
     rows, and copy them whole to every device to come back to rows. On a mesh with explicit axes
     the functions of the user decide.
     """
-    mesh, weights = plan.mesh, cast_params(plan.compute_dtype, weights)
+    mesh, weights = plan.mesh, cast_params(plan, group, weights)
     if mesh.shape.get("fsdp", 1) == 1 or AxisType.Explicit in mesh.axis_types:
         return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)
-    for specs in (stored, unsharded_specs(stored, ("fsdp",))):
+    for specs in (stored, read_spec_tree(plan, group, stored)):
         where = jax.tree.map(partial(NamedSharding, mesh), specs)
         weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, where)
     return weights

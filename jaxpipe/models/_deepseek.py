@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
+from ..autodiff.staged_model import run_layers
 from ..sharding._rules import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
@@ -26,7 +27,6 @@ from .layers._common import (
     dropout,
     rms_norm,
     rope,
-    stack,
     swiglu,
     swiglu_weights,
 )
@@ -96,17 +96,15 @@ def deepseek(
     dtype: Any = jnp.float32,
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
-    layer_remat: Remat = lambda f: f,
     outside_remat: Remat = lambda f: f,
     project: Projection = projection,
     rotate: Rope = rope,
-    scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
+    """Returns `(embed, layer, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `batch_inputs` has what that of `llama` has. `stage` sums load-balance losses, which engines add
-    to the loss; `loss` adds those of layers after the pipeline.
+    `batch_inputs` has what that of `llama` has. `layer` returns load-balance losses, which engines
+    add to the loss; `loss` adds those of layers after the pipeline.
 
     Args:
         config: The sizes of the model.
@@ -114,17 +112,15 @@ def deepseek(
         experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
-        dropout_rate: Dropped fraction of each residual branch in a stage that gets keys, else 0.
+        dropout_rate: Dropped fraction of each residual branch in a layer that gets a key, else 0.
         num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
-        layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
         outside_remat: Wraps one layer before or after the pipeline; engines remat stages alone.
         project: The products of attention and of dense and shared MLPs, as `projection`.
         rotate: Rotary positions: `rope`, or `rope_by_product` for TPUs.
-        scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `(embed, stage, loss)` as `llama` returns them.
+        `(embed, layer, loss)` as `llama` returns them.
     """
     epsilon, sizes = config.normalization_layer_epsilon, config.attention
     how = {"constrain": constrain, "project": project}
@@ -152,7 +148,7 @@ def deepseek(
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
         x = embed_tokens(weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype)
         if "layers" in weights:
-            x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, batch_inputs, ())
+            x, _ = run_layers(outside_remat(dense_layer), weights["layers"], x, batch_inputs)
         return x
 
     token_loss = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
@@ -161,9 +157,9 @@ def deepseek(
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
         if "layers" not in boundary["head"]:
             return token_loss(boundary, x, batch_inputs)
-        x, aux = stack(outside_remat(layer))(boundary["head"]["layers"], x, batch_inputs, ())
+        x, aux = run_layers(outside_remat(layer), boundary["head"]["layers"], x, batch_inputs)
         loss, metrics = token_loss(boundary, x, batch_inputs)
         metrics["load_balance_loss_after"] = aux["load_balance_loss"]
         return loss + aux["loss"], metrics
 
-    return embed, stack(layer_remat(layer), scan=scan_layers), loss
+    return embed, layer, loss

@@ -15,6 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
+from ..autodiff.staged_model import run_layers
 from ..sharding._rules import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from .layers._attention import Attention, attend_to_past
@@ -27,7 +28,6 @@ from .layers._common import (
     rms_norm,
     rope,
     rope_frequencies,
-    stack,
     swiglu,
     swiglu_weights,
 )
@@ -172,17 +172,15 @@ def llama(
     dtype: Any = jnp.float32,
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
-    layer_remat: Callable[[Callable], Callable] = lambda f: f,
     outside_remat: Callable[[Callable], Callable] = lambda f: f,
     project: Projection = projection,
     rotate: Rope = rope,
-    scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns `(embed, stage, loss)` of a llama, pure functions of one microbatch.
+    """Returns `(embed, layer, loss)` of a llama, pure functions of one microbatch.
 
-    With one argument more, the `Past` of earlier slices, `stage` runs a slice of each sequence: it
-    is a `StagedModel.sliced_stage` too. Slices attend by `attend_to_past`, not by `attention`.
+    If `batch_inputs` is a pair with the `Past` of earlier slices, `layer` runs a slice of each
+    sequence, and returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
 
     `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights`
     [b, T], the weight of each token in the loss of the batch.
@@ -192,19 +190,17 @@ def llama(
         attention: `(q, k, v, segment_ids) -> out`.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles and the loss use float32.
-        dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a stage
-            gets no keys, and in the layers after the pipeline.
+        dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a layer
+            gets no key, and in the layers after the pipeline.
         num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
-        layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
         outside_remat: Wraps one layer after the pipeline. Engines rematerialize stages, but not
             `loss`.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
         rotate: The rotary positions: `rope`, or `rope_by_product` for TPUs.
-        scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
+        `embed(weights, batch_inputs) -> x`, `layer(weights, x, batch_inputs, key) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
     """
     frequencies = config.frequencies
@@ -240,10 +236,10 @@ def llama(
 
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
         if "layers" in boundary["head"]:
-            x, _ = stack(outside_remat(layer))(boundary["head"]["layers"], x, batch_inputs, ())
+            x, _ = run_layers(outside_remat(layer), boundary["head"]["layers"], x, batch_inputs)
         return token_loss(boundary, x, batch_inputs)
 
-    return embed, stack(layer_remat(layer), scan=scan_layers), loss
+    return embed, layer, loss
 
 
 def _of_slices_too(run: Callable, attention: Attention) -> Callable:

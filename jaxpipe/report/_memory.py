@@ -86,7 +86,7 @@ def remarks(plan: StepPlan) -> list[str]:
             f"With remat_policy {remat.policy} a stage keeps more than its input, which is "
             "not counted."
         )
-    if plan.gather.when != "tick":
+    if plan.pipeline.gather in ("once", "repeat") or not plan.engine.pipelines:
         found.append(
             "Weights and gradients that are whole while they are gathered are not counted."
         )

@@ -28,7 +28,7 @@ from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
 from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
-from small_models import small_deepseek, small_llama
+from small_models import small_deepseek, small_llama, stack
 
 FLAX_DECODER = import_flax_decoder()
 TOLERANCE = 1e-5
@@ -268,7 +268,7 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
     assert not row.dropout, "Flax draws other masks than the model's functions"
     assert not row.zero, "gradients of frontends lie as their weights do"
     mesh = mesh_of(row)
-    boundary = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
+    boundary = {name: gather_of(row, {name: case.axes[name]}) for name in ("embed", "head")}
     config = SimpleNamespace(
         ici_pipeline_parallelism=row.ranks,
         num_pipeline_repeats=row.repeats,
@@ -462,7 +462,7 @@ def _llama(row: Row):
         base_num_decoder_layers=row.repeats * row.ranks * row.layers_per_stage,
         logits_via_embedding=row.tied,
     )
-    functions = models.llama(
+    embed, layer, loss = models.llama(
         config,
         attention=dot_product_attention,
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
@@ -470,7 +470,7 @@ def _llama(row: Row):
         project=PROJECTIONS[row.quantization],
         z_loss_multiplier=row.z_loss,
     )
-    return models.llama_weights(config), functions
+    return models.llama_weights(config), (embed, stack(layer), loss)
 
 
 def _deepseek(row: Row):
@@ -478,7 +478,7 @@ def _deepseek(row: Row):
     config = small_deepseek(
         base_num_decoder_layers=2 + row.repeats * row.ranks * row.layers_per_stage
     )
-    functions = models.deepseek(
+    embed, layer, loss = models.deepseek(
         config,
         attention=dot_product_attention,
         experts=routed_experts(
@@ -489,7 +489,7 @@ def _deepseek(row: Row):
         project=PROJECTIONS[row.quantization],
         z_loss_multiplier=row.z_loss,
     )
-    return models.deepseek_weights(config, layers_after=1), functions
+    return models.deepseek_weights(config, layers_after=1), (embed, stack(layer), loss)
 
 
 MODELS: dict[str, Callable[[Row], Any]] = {"mlp": _mlp, "llama": _llama, "deepseek": _deepseek}

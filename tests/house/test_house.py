@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linen": {"api", "modules", "spmd"},
     "nnx": {"api", "modules"},
     "equinox": {"api"},
-    "models": {"sharding"},
+    "models": {"autodiff", "sharding"},
     "xla": {"devices"},
     "cost": {"devices", "schedules"},
     "train": {

@@ -10,7 +10,7 @@ from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.models.layers import dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
-from small_models import small_deepseek, small_llama
+from small_models import small_deepseek, small_llama, stack
 
 pytestmark = pytest.mark.ci
 
@@ -54,7 +54,8 @@ def make_side(rows: int = 2, length: int = 12) -> dict[str, jax.Array]:
 
 def run(functions, weights, batch_inputs):
     """(loss with that of the stages, metrics of both), what enters the stages, what leaves them."""
-    embed, stage, loss = functions
+    embed, layer, loss = functions
+    stage = stack(layer)
     x = embed(weights["embed"], batch_inputs)
     y, aux = stage(weights["stages"], x, batch_inputs, ())
     value, metrics = loss({"head": weights["head"]}, y, batch_inputs)
@@ -103,9 +104,10 @@ def test_layers_after_the_pipeline_are_the_last_layers_of_the_same_model():
 
 def test_layers_of_a_llama_after_the_pipeline_are_the_last_of_the_same_model():
     config = small_llama(base_num_decoder_layers=3)
-    embed, stage, loss = models.llama(
+    embed, layer, loss = models.llama(
         config, attention=dot_product_attention, constrain=sharding.no_constraint
     )
+    stage = stack(layer)
     tree, key, batch_inputs = (
         models.llama_weights(config, layers_after=1),
         jax.random.key(0),
@@ -142,7 +144,8 @@ def test_remat_of_layers_with_and_without_experts_changes_nothing():
     def gradients(functions):
         return jax.jit(jax.grad(lambda w: run(functions, w, batch_inputs)[0][0]))(weights)
 
-    again = functions_of(layer_remat=jax.checkpoint, outside_remat=jax.checkpoint)
+    embed, layer, loss = functions_of(outside_remat=jax.checkpoint)
+    again = embed, jax.checkpoint(layer), loss
     assert_all_close(gradients(again), gradients(functions_of()))
 
 

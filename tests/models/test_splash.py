@@ -14,7 +14,7 @@ from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
 from jaxpipe.models.layers import dot_product_attention, splash_attention
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
 from jaxpipe.spmd import circular_engine
-from small_models import small_llama
+from small_models import small_llama, stack
 
 LENGTH, ROWS = 256, 4
 
@@ -117,7 +117,8 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
     }
 
     def model(attention: Callable) -> StagedModel:
-        return StagedModel(*llama(config, attention=attention, constrain=constrain_with()))
+        embed, layer, loss = llama(config, attention=attention, constrain=constrain_with())
+        return StagedModel(embed, stack(layer), loss)
 
     mesh = make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])
     pipelined = model(splash_attention(DEFAULT_RULES, interpret=True))

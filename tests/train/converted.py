@@ -14,7 +14,6 @@ from jaxpipe.models.layers import rms_norm
 from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train import load_config, set_up
 from jaxpipe.train.checkpoint import first_state, open_checkpoints, save_checkpoint
-from jaxpipe.train.plan import build_model
 from small_models import small_deepseek_v2, small_llama
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -29,7 +28,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     config = load_config([folder / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:1])
     weights = first_state(setup.step, config.init_from)["weights"]
-    model = build_model(setup.step.model, setup.state.weights, setup.step.gather)
+    model = setup.step.build_model()
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),
@@ -39,7 +38,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     }
     x = model.embed(weights["embed"], batch_inputs)
     stages = jax.tree.map(lambda leaf: leaf[0, 0], weights["stages"])
-    x, _ = model.stage(stages, x, batch_inputs, ())
+    x, _ = model.stage(stages, x, batch_inputs, ((), ()))
     x = rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)

@@ -14,7 +14,7 @@ from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up, train
 from jaxpipe.train.optim import drop_router_biases, gradient_norm
-from jaxpipe.train.plan import MODEL_FAMILIES, build_model
+from jaxpipe.train.plan import MODEL_FAMILIES
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 pytestmark = pytest.mark.ci
@@ -147,7 +147,7 @@ def test_a_preset_is_a_model_of_its_family(name):
     family = MODEL_FAMILIES[preset.pop("decoder_block", "llama")]
     assert setup.state.weights.sizes == family.sizes(**preset)
     sizes = setup.state.weights.sizes
-    model = build_model(setup.step.model, setup.state.weights, setup.step.gather)
+    model = setup.step.build_model()
     assert model.tied == getattr(sizes, "logits_via_embedding", False)
 
 

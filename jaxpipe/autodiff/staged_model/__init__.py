@@ -1,5 +1,7 @@
 """The contract between a model and the engines, and what every engine does with microbatches."""
 
+from ._layers import run_layers as run_layers
+from ._layers import run_sliced_layers as run_sliced_layers
 from ._microbatches import SameForAllMicrobatches as SameForAllMicrobatches
 from ._microbatches import accum_dtype as accum_dtype
 from ._microbatches import combine_losses as combine_losses

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -130,41 +129,6 @@ def swiglu(
     gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
     return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
-
-
-def stack(layer: Callable, *, scan: bool = True) -> Callable:
-    """Returns a function that runs layers with stacked weights and adds up their auxiliary losses.
-
-    Args:
-        layer: `(weights, x, batch_inputs, key) -> (y, aux)`. If it can run slices, `(weights, x,
-            (batch_inputs, past), key) -> (y, (aux, past))` too.
-
-    Returns:
-        A function with the contract of `layer` for weights and keys with [L, ...] leaves. Keys may
-        be (). With one argument more, the `autodiff.staged_model.Past` of a slice with [L, ...]
-        leaves, it returns (y, aux, past).
-    """
-
-    def run(weights: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, keys: PyTree):
-        def step(x, weights_and_key):
-            w, key = weights_and_key
-            return layer(w, x, batch_inputs, key)
-
-        x, aux = jax.lax.scan(step, x, (weights, keys), unroll=not scan)
-        return x, jax.tree.map(jnp.sum, aux)
-
-    def run_slice(weights, x, batch_inputs, keys, past):
-        def step(x, one):
-            w, key, earlier = one
-            x, (aux, made) = layer(w, x, (batch_inputs, replace(past, earlier=earlier)), key)
-            return x, (aux, made.earlier, made.new)
-
-        x, (aux, earlier, new) = jax.lax.scan(
-            step, x, (weights, keys, past.earlier), unroll=not scan
-        )
-        return x, jax.tree.map(jnp.sum, aux), replace(past, earlier=earlier, new=new)
-
-    return lambda *arguments: (run if len(arguments) == 4 else run_slice)(*arguments)
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:

@@ -10,7 +10,6 @@ from ._from_config import learning_rate as learning_rate
 from ._from_config import schedule_request as schedule_request
 from ._from_config import set_up as set_up
 from ._from_config import step_traits as step_traits
-from ._model import build_model as build_model
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
 from ._setup import StepPlan as StepPlan

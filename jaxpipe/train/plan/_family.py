@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from ... import models
-from ...autodiff import StagedModel
 from ...models.layers._routed_experts import Experts
 from ..config._config import Config
 
@@ -26,15 +25,16 @@ class ModelFamily:
     Attributes:
         sizes: Dataclass whose fields are keys of the config.
         weights: `(sizes, dtype, layers_after=...) -> abstract weights`.
-        model: `(sizes, experts=..., **options) -> StagedModel`; all families take the same options.
+        model: `(sizes, experts=..., **options) -> (embed, layer, loss)`, functions of a microbatch;
+            all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
-        has_slices: Whether its stages can run slices of sequences.
+        has_slices: Whether its layers can run slices of sequences.
     """
 
     sizes: Callable[..., ModelConfig]
     weights: Callable[..., dict[str, Any]]
-    model: Callable[..., StagedModel]
+    model: Callable[..., tuple[Callable, Callable, Callable]]
     extra_keys: tuple[str, ...] = ()
     extra_batch_inputs: tuple[str, ...] = ()
     has_slices: bool = False
@@ -45,15 +45,11 @@ class ModelFamily:
         return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
-def _llama(sizes: models.LlamaConfig, *, experts: Experts, **options: Any) -> StagedModel:
+def _llama(
+    sizes: models.LlamaConfig, *, experts: Experts, **options: Any
+) -> tuple[Callable, Callable, Callable]:
     del experts
-    embed, stage, loss = models.llama(sizes, **options)
-    tied = sizes.logits_via_embedding
-    return StagedModel(embed, stage, loss, tied=tied, sliced_stage=stage)
-
-
-def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any) -> StagedModel:
-    return StagedModel(*models.deepseek(sizes, experts=experts, **options))
+    return models.llama(sizes, **options)
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
@@ -61,7 +57,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,
-        _deepseek,
+        models.deepseek,
         extra_keys=("routed_bias_update_rate", "megablox"),
         extra_batch_inputs=("target_weights",),
     ),

@@ -10,7 +10,7 @@ R repeats, S ranks, L layers per stage, M microbatches, n = M / S of them on eac
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,14 @@ from ... import models, spmd
 from ... import nnx as nnx_frontend
 from ...autodiff import StagedModel
 from ...autodiff.staged_model import Aux, combine_losses, total
-from ...models.weights._abstract import is_weight, stack_weights
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
+from ...engines._stacked import boundary_gather
+from ...models.weights._abstract import is_weight, stack_weights, weight_shapes
 from ...modules._settings import pipeline_settings
+from ...sharding.layout import LayerLayout
 from ...spmd.ranks import on_ranks
-from ._fsdp import GatherPlan, boundary_gathers
+from ._model import ModelPlan, build_model
 from ._weight_plan import STACK_AXES, WeightPlan
 
 Activations = dict[str, jax.Array]
@@ -54,7 +58,7 @@ class FlaxDecoder:
         layer: Abstract weights of one layer.
         config: The fields that `create_pipeline` reads.
         mesh: The mesh, or None.
-        boundary_gathers: The weight gathers of `embed` and `head`.
+        boundary_gathers: The gathers of `{"embed": weights}` and `{"head": weights}`, by name.
         extra_batch_inputs: Arrays of a batch that stages read beside positions and segment ids.
         batch_axes: Mesh axes whose devices embed, and compute the loss of, their own rows.
     """
@@ -200,15 +204,21 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
 
 
 def make_flax_decoder(
-    fields: SimpleNamespace, model: StagedModel, weights: WeightPlan, gather: GatherPlan
+    fields: SimpleNamespace,
+    model: ModelPlan,
+    weights: WeightPlan,
+    engine: Engine,
+    pipeline: PipelinePlan,
 ) -> FlaxDecoder:
-    """Builds the decoder of a run."""
+    """Builds the decoder of a run, with the fields that `create_pipeline` reads."""
+    pipeline = replace(pipeline, layout=LayerLayout(1, 1, 1))  # a stage of one layer
+    shapes = weight_shapes(weights.abstract_groups)
     return FlaxDecoder(
-        model,
+        build_model(model, weights, engine, pipeline),
         weights.abstract_unstacked["layer"],
         fields,
         weights.devices.mesh,
-        boundary_gathers(weights, gather),
+        {name: boundary_gather(pipeline, {name: shapes[name]}) for name in ("embed", "head")},
         weights.family.extra_batch_inputs,
         weights.devices.batch_axes,
     )
@@ -224,12 +234,12 @@ def check_frontend(fields: SimpleNamespace, mesh: Mesh) -> None:
 
 
 def _layer_fn(model: StagedModel) -> LayerFn:
-    """Returns the model's stage as a function of one layer."""
+    """Returns the stage of one layer as a function of this layer."""
 
     def call(weights, activations, segment_ids, positions):
         stack = jax.tree.map(lambda w: w[None], weights)
         batch_inputs = activations | {"segment_ids": segment_ids, "positions": positions}
-        y, aux = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ())
+        y, aux = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ((), ()))
         return activations | {"x": y}, aux
 
     return call
@@ -239,13 +249,14 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
     """Builds the loss of a decoder; every rank embeds its microbatches and computes their loss."""
     model, mesh = decoder.model, decoder.mesh
     rows = P("stage", None, decoder.batch_axes) if decoder.batch_axes else 0
-    specs = {name: gather.weight_specs for name, gather in decoder.boundary_gathers.items()}
+    specs = {name: _specs_of(gather, name) for name, gather in decoder.boundary_gathers.items()}
     axes = ("stage", *decoder.batch_axes)
 
     # As they are stored: so that their gradients add up over microbatches in float32.
     def unshard(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
         return {
-            name: decoder.boundary_gathers[name].unshard(part) for name, part in boundary.items()
+            name: decoder.boundary_gathers[name].unshard({name: part})[name]
+            for name, part in boundary.items()
         }
 
     def embed_share(boundary, share):
@@ -274,6 +285,12 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
         return combine_losses(value, loss_metrics, stage_aux)
 
     return loss
+
+
+def _specs_of(gather: spmd.Gather, group: str) -> PyTree:
+    """Returns how a group of weights is sharded over manual axes: one spec if all have it."""
+    specs = gather.weight_specs
+    return specs[group] if isinstance(specs, dict) else specs
 
 
 def _loss_of_microbatches(

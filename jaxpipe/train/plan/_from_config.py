@@ -5,17 +5,20 @@ This is the one place where a run's plans are made. S ranks, M microbatches.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ... import sharding
+import jax.numpy as jnp
+
+from ... import models, sharding
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches._batches import global_batch_size
-from ...engines._engine import PipelinePlan
+from ...engines._engine import PipelinePlan, When
 from ...schedules import language
+from ...sharding._rules import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
+from ...spmd.weight_gather import specs_of
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
@@ -23,7 +26,6 @@ from ..optim._router_bias import drop_router_biases
 from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
 from ._family import MODEL_FAMILIES, layer_bytes, model_config
-from ._fsdp import GatherPlan, weight_gathers
 from ._layout import LayerSettings, circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, select_grouped_matmul
 from ._schedule_selection import ScheduleRequest, ScheduleSelection
@@ -190,14 +192,8 @@ def _step_plan(
     batch: BatchPlan,
     selection: ScheduleSelection | None,
 ) -> StepPlan:
-    devices, once = weights.devices, config.pipeline_fsdp_ag_once
-    when = "repeat" if config.pipeline_fsdp_ag_per_repeat else "once" if once else "tick"
-    gather = GatherPlan(
-        when if config.engine.pipelines else None,
-        per_layer=config.pipeline_fsdp_ag_per_layer,
-        dtype=config.dtype,
-    )
-    model = _model_plan(config, weights)
+    devices, model = weights.devices, _model_plan(config, weights)
+    logical_layer = models.logical_axes(weights.abstract_groups["stages"])
     pipeline = PipelinePlan(
         mesh=devices.mesh,
         layout=weights.layout,
@@ -205,9 +201,19 @@ def _step_plan(
         schedule=None if selection is None else selection.schedule,
         ticks=None if selection is None else selection.ticks,
         remat=model.remat.tick,
+        layer_remat=model.remat.layer,
         forwarding_delay=config.pipeline_delay_activation_forwarding,
-        gathers=partial(weight_gathers, weights, gather),
+        gather=_when_gathered(config),
+        param_specs=weights.specs(devices.rules),
+        read_specs=weights.specs(gathered_rules(devices.rules)),
+        gradient_specs=weights.specs(devices.optimizer_rules),
+        layer_specs=specs_of(logical_layer, devices.rules),
+        row_axes=devices.batch_axes,
+        compute_dtype=jnp.dtype(config.dtype),
+        exact_params=weights.exact,
+        num_calls=batch.gradient_accumulation_steps,
         vocab_parallel=config.pipeline_vocab_parallel,
+        scan_layers=config.scan_layers_per_stage,
         scan_repeats=config.scan_pipeline_repeats,
         scan_ticks=config.scan_pipeline_iterations,
     )
@@ -218,7 +224,6 @@ def _step_plan(
         config.engine,
         pipeline,
         model,
-        gather,
         None if fields is None else FlaxFrontend(config.enable_nnx is True, fields),
         StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
         batch,
@@ -226,6 +231,16 @@ def _step_plan(
         compiler_options(config, devices.mesh.devices.flat[0]),
         config.mpmd_timeout_seconds,
     )
+
+
+def _when_gathered(config: Config) -> When:
+    """Returns when weights that are sharded over `fsdp` are gathered."""
+    by_key: dict[When, bool] = {
+        "once": config.pipeline_fsdp_ag_once,
+        "repeat": config.pipeline_fsdp_ag_per_repeat,
+        "layer": config.pipeline_fsdp_ag_per_layer,
+    }
+    return next((when for when, is_chosen in by_key.items() if is_chosen), "tick")
 
 
 def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
@@ -246,7 +261,6 @@ def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
         num_vocab_tiling=config.num_vocab_tiling,
         z_loss_multiplier=config.z_loss_multiplier,
-        scan_layers=config.scan_layers_per_stage,
         vocab_parallel=config.pipeline_vocab_parallel,
         remat=RematPlan(
             config.remat_policy,

@@ -1,21 +1,22 @@
 """Builds the model of a run from the three functions that every engine runs."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ... import autodiff, models, sharding
-from ...autodiff import StagedModel, keep
+from ...autodiff import StagedModel
 from ...autodiff.backward import saved_names
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
 from ...models.layers._gpu_grouped_matmul import pallas_gpu_grouped_matmul
 from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
-from ...spmd.ranks import masked_layer
 from ._attention import AttentionPlan
-from ._fsdp import GatherPlan, layer_gather_wrapper, stored_layout_wrapper
 from ._weight_plan import WeightPlan
 
 
@@ -76,7 +77,6 @@ class ModelPlan:
         dropout_rate: The share of activations that dropout sets to 0.
         num_vocab_tiling: Number of parts in which logits are computed.
         z_loss_multiplier: Factor of the z-loss.
-        scan_layers: Whether the layers of a stage run in a `lax.scan`.
         vocab_parallel: Whether all ranks compute the loss together.
         remat: What forwards store for backwards.
     """
@@ -88,23 +88,36 @@ class ModelPlan:
     dropout_rate: float
     num_vocab_tiling: int
     z_loss_multiplier: float
-    scan_layers: bool
     vocab_parallel: bool
     remat: RematPlan
 
 
-def build_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) -> StagedModel:
-    """Builds the model: embedding, stage and loss, each a function of one microbatch."""
-    model = _build_base_model(plan, weights, gather)
-    if not plan.vocab_parallel:
-        return model
+def build_model(
+    plan: ModelPlan, weights: WeightPlan, engine: Engine, pipeline: PipelinePlan
+) -> StagedModel:
+    """Builds the model of a run as its engine runs it, of functions of one microbatch."""
+    embed, layer, loss = build_functions(plan, weights)
+
+    def run_layer(weights: PyTree, x: PyTree, inputs_m: PyTree, constants: tuple[Any, Any]) -> Any:
+        dropout_key, _ = constants
+        return layer(weights, x, inputs_m, dropout_key)
+
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(
         weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
     )
-    return dataclasses.replace(model, vocab_parallel_loss=vocab_parallel_loss)
+    has_slices = weights.family.has_slices and engine.sliced_stage is not None
+    return StagedModel(
+        embed,
+        engine.stage(pipeline, run_layer),
+        loss,
+        tied=weights.tied,
+        vocab_parallel_loss=vocab_parallel_loss if plan.vocab_parallel else None,
+        sliced_stage=engine.sliced_stage(pipeline, run_layer) if has_slices else None,
+    )
 
 
-def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) -> StagedModel:
+def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Callable, Callable]:
+    """Returns `(embed, layer, loss)` of a run's model."""
     rules = weights.devices.rules
     return weights.family.model(
         weights.sizes,
@@ -120,8 +133,6 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
         project=PROJECTIONS[plan.quantization],
         rotate=plan.attention.rotate,
         num_vocab_tiling=plan.num_vocab_tiling,
-        scan_layers=plan.scan_layers,
-        layer_remat=_layer_wrapper(plan.remat, weights, gather),
         outside_remat=plan.remat.outer_layer,
         z_loss_multiplier=plan.z_loss_multiplier,
     )
@@ -129,25 +140,6 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
 
 CHUNK_ROWS = 512
 """Rows of an expert in a chunk of tokens, on average: those of a tile of Megablox's kernel."""
-
-
-def _layer_wrapper(
-    remat: RematPlan, weights: WeightPlan, gather: GatherPlan
-) -> Callable[[Callable], Callable]:
-    """Returns a wrapper of layers; from outside in: remat, layer mask, remat, weight gather.
-
-    The condition of a mask would return the weights that its backward reads, a copy of those of all
-    layers. Rematerialized too, it reads them again.
-    """
-    rematerialized = remat.layer
-    gathered = keep
-    if gather.per_layer:
-        gathered = layer_gather_wrapper(weights, gather)
-    elif gather.when is None:
-        gathered = stored_layout_wrapper(weights)
-    if not weights.has_padding:
-        return lambda layer: rematerialized(gathered(layer))
-    return lambda layer: rematerialized(masked_layer(rematerialized(gathered(layer))))
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:

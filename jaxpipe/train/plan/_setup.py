@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ...autodiff import StagedModel
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
 from ...schedules import language
 from ..config._config import Config
 from ._devices import BatchPlan
-from ._fsdp import GatherPlan
-from ._model import ModelPlan
+from ._model import ModelPlan, build_model
 from ._state_plan import StatePlan
 
 
@@ -54,7 +54,6 @@ class StepPlan:
         engine: The engine.
         pipeline: What the engine is told about the pipeline.
         model: How the model's functions compute.
-        gather: When the model's weights are gathered.
         frontend: The Flax modules that run in the pipeline; None for the model's own functions.
         state: The state that the step updates.
         batch: The batch that it reads.
@@ -66,13 +65,16 @@ class StepPlan:
     engine: Engine
     pipeline: PipelinePlan
     model: ModelPlan
-    gather: GatherPlan
     frontend: FlaxFrontend | None
     state: StatePlan
     batch: BatchPlan
     dropout_seed: int | None
     compiler_options: Mapping[str, str]
     timeout_seconds: float
+
+    def build_model(self) -> StagedModel:
+        """Builds the model as the engine runs it."""
+        return build_model(self.model, self.state.weights, self.engine, self.pipeline)
 
     @property
     def num_slices(self) -> int:

@@ -6,13 +6,18 @@ R repeats, S ranks.
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ... import models
-from ...models.weights._abstract import stack_weights, weight_shapes
+from ...models.weights._abstract import is_weight, stack_weights, weight_shapes
+from ...sharding import Rules
 from ...sharding.layout import LayerLayout
+from ...spmd.ranks import is_spec
+from ...spmd.weight_gather import specs_of
 from ._devices import DeviceLayout
 from ._family import ModelConfig, ModelFamily
 
@@ -104,6 +109,29 @@ class WeightPlan:
         for part in boundary.values():
             part |= {"layers": 1} if "layers" in part else {}
         return boundary | {"stages": 1 if self.per_stage else len(STACK_AXES)}
+
+    @property
+    def tied(self) -> bool:
+        """Returns whether the loss reads the weights of the embedding."""
+        return getattr(self.sizes, "logits_via_embedding", False)
+
+    @property
+    def abstract_groups(self) -> dict[str, Any]:
+        """Returns abstract weights of `embed`, of `head`, and of one layer as `stages`."""
+        tree = self.abstract_unstacked
+        return {"embed": tree["embed"], "stages": tree["layer"], "head": tree["head"]}
+
+    def specs(self, rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
+        """Returns the spec of every weight under rules, by its path in `abstract_groups`."""
+        specs = specs_of(models.logical_axes(self.abstract_groups), rules)
+        leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+        return tuple((jax.tree_util.keystr(path), spec) for path, spec in leaves)
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Returns the paths of weights that are read in the dtype in which they are stored."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_groups, is_leaf=is_weight)
+        return frozenset(jax.tree_util.keystr(path) for path, weight in leaves if weight.exact)
 
     @property
     def shardings(self) -> Any:

@@ -4,8 +4,8 @@ from ._aot import check_single_program as check_single_program
 from ._aot import compile_train_step as compile_train_step
 from ._evaluate import EvaluationPlan as EvaluationPlan
 from ._evaluate import make_evaluate as make_evaluate
+from ._init import layer_keys as layer_keys
 from ._mpmd import lower_train_step as lower_train_step
-from ._one_program import dropout_keys as dropout_keys
 from ._one_program import make_value_and_grad as make_value_and_grad
 from ._shard_batch import shard_batch as shard_batch
 from ._shard_batch import shard_batch_of_step as shard_batch_of_step

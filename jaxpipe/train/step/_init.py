@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ... import models
+from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
 
 
@@ -44,8 +45,20 @@ def init_layers(
     return models.initialize_layers(layer, jax.random.key(seed), dims, layer_ids=layer_ids)
 
 
-def dropout_keys_of_layers(
-    seed: int | None, step: Int[Array, ""], layer_ids: Sequence[int]
+def layer_keys(plan: StepPlan, seed: int | None, step: Int[Array, ""] | int = 0) -> PyTree:
+    """Returns what layers are given besides weights and inputs, as the engine stores it.
+
+    Args:
+        seed: The seed of the dropout keys of all steps; None without dropout.
+    """
+    layers = range(plan.pipeline.layout.num_layers)
+    constants = plan.engine.stack(plan.pipeline, ())
+    keys = _dropout_keys_of_layers(seed, step, layers)
+    return plan.engine.layer_keys(plan.pipeline, keys, constants)
+
+
+def _dropout_keys_of_layers(
+    seed: int | None, step: Int[Array, ""] | int, layer_ids: Sequence[int]
 ) -> PyTree:
     """Folds the dropout keys of layers from a step.
 

@@ -11,19 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from ... import mpmd, schedules
-from ...autodiff import StagedModel
-from ...engines._accumulation import unrolled_gradient_accumulation
 from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
-from ..plan._model import build_model
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
-from ._init import dropout_keys_of_layers, init_boundary, init_layers
-from ._one_program import of_slices
+from ._init import init_boundary, init_layers, layer_keys
+from ._one_program import make_value, make_value_and_grad
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
 from ._state import TrainState, state_shapes, state_shardings
@@ -46,14 +43,11 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
     Returns:
         `(weights, batch) -> loss and metrics`.
     """
-    value = unrolled_gradient_accumulation(
-        of_slices(plan.num_slices, partial(plan.engine.value, plan.pipeline, _model(plan))),
-        plan.batch.gradient_accumulation_steps,
-    )
+    value = make_value(plan)
     weights_plan = plan.state.weights
 
     def step(weights: Any, batch: Any) -> dict[str, Any]:
-        loss, metrics = value(weights, batch, ())
+        loss, metrics = value(weights, batch, layer_keys(plan, None))
         return {"loss": loss, **metrics}
 
     @cache
@@ -158,20 +152,13 @@ def compiled_mpmd_train_step(plan: StepPlan) -> mpmd.Compiled:
 @lru_cache(maxsize=1)
 def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
-    weights, seed = plan.state.weights, plan.dropout_seed
-    layers = weights.layout.stage_layer_ids
-    run = partial(plan.engine.value_and_grad, plan.pipeline, _model(plan))
-    call = of_slices(plan.num_slices, run)
-
-    def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
-        return [dropout_keys_of_layers(seed, step, layer_ids) for layer_ids in layers]
-
+    weights = plan.state.weights
     shardings = state_shardings(plan.state)
     step = mpmd.mpmd_jit_with_loop(
         make_optimizer_step(
             plan.state,
-            unrolled_gradient_accumulation(call, plan.batch.gradient_accumulation_steps),
-            dropout_keys,
+            make_value_and_grad(plan),
+            partial(layer_keys, plan, plan.dropout_seed),
         ),
         mpmd_mesh(weights),
         in_shardings=(shardings, plan.batch.shardings),
@@ -181,10 +168,6 @@ def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
         timeout=plan.timeout_seconds,
     )
     return step.lower(state_shapes(plan.state), plan.batch.shapes)
-
-
-def _model(plan: StepPlan) -> StagedModel:
-    return build_model(plan.model, plan.state.weights, plan.gather)
 
 
 def _replicated_sharding(weights: WeightPlan) -> mpmd.MpmdSharding:

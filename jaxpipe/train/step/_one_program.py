@@ -9,18 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from ... import sharding
-from ...autodiff import StagedModel
 from ...autodiff.staged_model import slice_sequences
 from ...engines._accumulation import gradient_accumulation
-from ...sharding.layout import LayerLayout
 from ..optim._router_bias import drop_router_biases
-from ..plan._model import build_model
 from ..plan._setup import FlaxFrontend, StepPlan, import_flax_decoder
 from ..plan._weight_plan import WeightPlan
-from ._init import dropout_keys_of_layers, init_boundary, init_layers
+from ._init import init_boundary, init_layers, layer_keys
 from ._optimizer_step import make_optimizer_step
 from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings
 
@@ -57,15 +54,10 @@ def make_stacked_train_step(
     weight_shardings, update_shardings = map(
         drop_router_biases, (shardings["weights"], grad_shardings)
     )
-    value_and_grad = gradient_accumulation(
-        make_value_and_grad(plan),
-        plan.batch.gradient_accumulation_steps,
-        reshard=lambda found: (found[0], sharding.reshard(found[1], grad_shardings)),
-    )
     step = make_optimizer_step(
         plan.state,
-        value_and_grad,
-        partial(dropout_keys, plan.dropout_seed, plan.pipeline.layout),
+        make_value_and_grad(plan),
+        partial(layer_keys, plan, plan.dropout_seed),
         # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
         shard=lambda tree: sharding.reshard(tree, update_shardings),
         unshard=lambda tree: sharding.reshard(tree, weight_shardings),
@@ -85,10 +77,10 @@ def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping
     Returns:
         `(weights, batch from shard_batch) -> loss and metrics`.
     """
-    value = gradient_accumulation(make_value(plan), plan.batch.gradient_accumulation_steps)
+    value = make_value(plan)
 
     def step(weights: PyTree, batch: PyTree) -> Mapping[str, Array]:
-        loss, metrics = value(weights, batch, with_layer_mask(plan.pipeline.layout, ()))
+        loss, metrics = value(weights, batch, layer_keys(plan, None))
         return {"loss": loss, **metrics}
 
     return jax.jit(
@@ -104,12 +96,10 @@ def make_value(plan: StepPlan) -> Callable[..., Any]:
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
     """
-    model = build_model(plan.model, plan.state.weights, plan.gather)
     if plan.frontend is None:
-        return of_slices(plan.num_slices, partial(plan.engine.value, plan.pipeline, model))
-    flax_decoder = import_flax_decoder()
-    value = flax_decoder.nnx_value if plan.frontend.is_nnx else flax_decoder.linen_value
-    return value(_decoder(plan, plan.frontend, model))
+        run = partial(plan.engine.value, plan.pipeline, plan.build_model())
+        return of_slices(plan.num_slices, run)
+    return gradient_accumulation(_flax_value(plan, plan.frontend), plan.pipeline.num_calls)
 
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
@@ -118,20 +108,18 @@ def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`.
     """
-    model = build_model(plan.model, plan.state.weights, plan.gather)
-    if plan.frontend is None:
-        run = partial(plan.engine.value_and_grad, plan.pipeline, model)
-        return of_slices(plan.num_slices, run)
-    decoder, flax_decoder = _decoder(plan, plan.frontend, model), import_flax_decoder()
-    if plan.frontend.is_nnx:
-        return flax_decoder.nnx_value_and_grad(decoder)
-    return flax_decoder.linen_value_and_grad(decoder)
+    if plan.frontend is not None:
+        run = jax.value_and_grad(_flax_value(plan, plan.frontend), has_aux=True)
+        return gradient_accumulation(run, plan.pipeline.num_calls)
+    run = partial(plan.engine.value_and_grad, plan.pipeline, plan.build_model())
+    return of_slices(plan.num_slices, run)
 
 
-def _decoder(plan: StepPlan, frontend: FlaxFrontend, model: StagedModel) -> Any:
-    weights = plan.state.weights
-    make = import_flax_decoder().make_flax_decoder
-    return make(frontend.fields, model, weights, plan.gather)
+def _flax_value(plan: StepPlan, frontend: FlaxFrontend) -> Callable[..., Any]:
+    flax_decoder = import_flax_decoder()
+    value = flax_decoder.nnx_value if frontend.is_nnx else flax_decoder.linen_value
+    arguments = frontend.fields, plan.model, plan.state.weights, plan.engine, plan.pipeline
+    return value(flax_decoder.make_flax_decoder(*arguments))
 
 
 def of_slices(num_slices: int, run: Callable) -> Callable:
@@ -148,17 +136,3 @@ def of_slices(num_slices: int, run: Callable) -> Callable:
         return run(weights, slice_sequences(batch_inputs, num_slices, 2), keys)
 
     return run_slices
-
-
-def dropout_keys(seed: int | None, layout: LayerLayout, step: Int[Array, ""]) -> PyTree:
-    """Folds the [R, S, layers per stage] dropout keys of a step."""
-    keys = dropout_keys_of_layers(seed, step, layout.layer_ids)
-    return with_layer_mask(layout, jax.tree.map(lambda x: x.reshape(layout.dims), keys))
-
-
-def with_layer_mask(layout: LayerLayout, keys: PyTree) -> PyTree:
-    """Adds the layer mask to the `keys` of stages, if not all stages have as many layers."""
-    if not layout.counts:
-        return keys
-    layer_mask = jnp.asarray(layout.layer_ids) >= 0
-    return {"dropout": keys, "layer_mask": layer_mask.reshape(layout.dims)}

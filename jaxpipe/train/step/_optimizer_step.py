@@ -18,7 +18,7 @@ Reshard = Callable[[PyTree], PyTree]
 def make_optimizer_step(
     plan: StatePlan,
     value_and_grad: Callable,
-    dropout_keys: Callable[[Int[Array, ""]], PyTree],
+    layer_keys: Callable[[Int[Array, ""]], PyTree],
     *,
     shard: Reshard = lambda tree: tree,
     unshard: Reshard = lambda tree: tree,
@@ -36,7 +36,7 @@ def make_optimizer_step(
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
-        (loss, metrics), grads = value_and_grad(weights, batch, dropout_keys(state["step"]))
+        (loss, metrics), grads = value_and_grad(weights, batch, layer_keys(state["step"]))
         trained, trained_grads = drop_router_biases(weights), drop_router_biases(grads)
         norm = gradient_norm(trained_grads)
         trained_grads = clip_by_norm(

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import Aux, Past, like_input, with_aux
+from ._past import Past
+from ._staged_model import Aux, like_input, with_aux
 
 
 def run_layers(
-    layer: Callable, num_layers: int, weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree
+    layer: Callable,
+    weights: PyTree,
+    x: PyTree,
+    inputs_m: PyTree,
+    keys: PyTree = (),
+    *,
+    num_layers: int | None = None,
+    unroll: bool = False,
 ) -> tuple[PyTree, Aux]:
     """Runs layers of equal structure in a loop that is compiled once.
 
@@ -20,8 +28,11 @@ def run_layers(
         layer: `(weights, x, inputs_m, key) -> (x, aux)`, or `-> x`.
         weights: [n, ...] leaves.
         keys: [n, ...] leaves, or ().
+        num_layers: n, if there may be no leaf that says it.
+        unroll: Whether the loop is written out.
     """
     layer = with_aux(layer)
+    num_layers = len(jax.tree.leaves((weights, keys))[0]) if num_layers is None else num_layers
     if num_layers == 1:  # a loop would only copy
         weights, keys = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
         return layer(weights, x, inputs_m, keys)
@@ -29,18 +40,20 @@ def run_layers(
     def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
         return layer(one[0], x, inputs_m, one[1])
 
-    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers)
+    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers, unroll=unroll)
     return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
 
 
 def run_sliced_layers(
     layer: Callable,
-    num_layers: int,
     weights: PyTree,
     x: PyTree,
     inputs_m: PyTree,
     keys: PyTree,
     past: Past,
+    *,
+    num_layers: int | None = None,
+    unroll: bool = False,
 ) -> tuple[PyTree, Aux, Past]:
     """Runs layers of equal structure on one slice of the sequences of a microbatch.
 
@@ -49,6 +62,8 @@ def run_sliced_layers(
         weights: [n, ...] leaves.
         keys: [n, ...] leaves, or ().
         past: The state of all layers, [n, ...] leaves.
+        num_layers: n, if there may be no leaf that says it.
+        unroll: Whether the loop is written out.
 
     Returns:
         (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
@@ -60,11 +75,12 @@ def run_sliced_layers(
         return like_input(y, x), (aux, made.earlier, made.new)
 
     given = weights, keys, past.earlier
+    num_layers = len(jax.tree.leaves(given)[0]) if num_layers is None else num_layers
     if num_layers == 1:  # a loop would only copy
         x, made = step(x, jax.tree.map(lambda leaf: leaf[0], given))
         made = jax.tree.map(lambda leaf: leaf[None], made)
     else:
-        x, made = jax.lax.scan(step, x, given)
+        x, made = jax.lax.scan(step, x, given, unroll=unroll)
     aux, earlier, new = made
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
     return x, total, replace(past, earlier=earlier, new=new)
