@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..cost.work import Experts, ModelWork, transformer
-from ..cost.work._transformer import LatentAttention
+from ..cost.work import Experts, LatentAttention, ModelWork, transformer
 from ..models import PRESETS, DeepseekConfig
 from ..sharding import AXES
 from ..sharding.layout import parse_layout
