@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..sharding._rules import GATHERED_AXES
+from ..sharding import GATHERED_AXES
 from ..spmd import stepwise
 from ..spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._rules import GATHERED_AXES
+from ..sharding import GATHERED_AXES
 from ..sharding.specs import check_divisible, padded_spec, reshard_to_spec, without_axes
 from ..spmd.ranks import AXIS, is_spec
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
