@@ -9,8 +9,7 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine
-from ..engines._engine import When
+from ..engines import ENGINES, Engine, When
 from ..schedules import Schedule, builders, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout

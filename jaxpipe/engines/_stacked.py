@@ -29,15 +29,15 @@ from ..spmd.weight_gather import (
     unsharded_specs,
 )
 from ._engine import PipelinePlan
-from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import (
+from ._layers import run_layers, run_sliced_layers
+from .fsdp import (
     ROW_AXES,
     cast_params,
     manual_row_axes,
     over_data,
     param_spec_tree,
 )
-from ._layers import run_layers, run_sliced_layers
+from .fsdp._frozen_shards import gathering, key_specs, to_shards
 
 
 def check_call(name: str) -> None:

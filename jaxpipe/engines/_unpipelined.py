@@ -17,9 +17,9 @@ from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import cast_params, over_data, param_spec_tree
 from ._jit import jit
 from ._memory_cap import check_cap
+from .fsdp import cast_params, over_data, param_spec_tree
 
 
 def _prepare(
