@@ -394,5 +394,13 @@ class WindowMethods(PipelineMethods):
 
 
 def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:
-    """Returns the inputs that every stage may read of a microbatch, by name."""
+    """Returns the inputs that every stage may read of a microbatch, by name.
+
+    Args:
+        segment_ids: [batch, sequence] documents of tokens, or None.
+        positions: [batch, sequence] positions of tokens, or None.
+
+    Returns:
+        A dict of both.
+    """
     return {"segment_ids": segment_ids, "positions": positions}
