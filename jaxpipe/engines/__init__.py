@@ -1,5 +1,7 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
+from ._accumulation import gradient_accumulation as gradient_accumulation
+from ._accumulation import unrolled_gradient_accumulation as unrolled_gradient_accumulation
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine

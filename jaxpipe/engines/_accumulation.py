@@ -31,6 +31,8 @@ def gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        num_steps: A, the number of calls.
+        reshard: Shards the sums after every call. By default they stay as `f` returns them.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].
@@ -63,6 +65,7 @@ def unrolled_gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        num_steps: A, the number of calls.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].
