@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
-from ..engines._fsdp import cast_floats
+from ..engines.fsdp import cast_floats
 
 
 def _identity(tree: Any) -> Any:

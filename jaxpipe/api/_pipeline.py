@@ -9,10 +9,9 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine
-from ..engines._engine import When
+from ..engines import ENGINES, Engine, When
 from ..schedules import Schedule, builders, language
-from ..schedules.builders._require import require_positive
+from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, cast_model, check_model, check_sliced
 from ._pipelined_model import PipelinedModel

@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep
-from ..engines import Engine
-from ..engines._engine import PipelinePlan, When
-from ..engines._fsdp import layer_specs, num_row_shards
+from ..engines import Engine, PipelinePlan, When
+from ..engines.fsdp import layer_specs, num_row_shards
 from ..schedules import Schedule, language
 from ..schedules.lock_step import Ticks
 from ._frozen import (

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
-from ..engines._fsdp import row_axes
+from ..engines.fsdp import row_axes
 from ..ir.rows import (
     MEAN,
     Draws,

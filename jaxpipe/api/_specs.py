@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..engines._fsdp import ParamSpecs
+from ..engines import ParamSpecs
 from ..sharding.specs import axes_of_dim
 from ._dependence import dependent_inputs
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past, accum_dtype
 from ..engines import loss_on_ranks
-from ..engines._fsdp import num_row_shards, row_axes
+from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import accum_dtype, fold_in_microbatch
 from ._engine import Engine, PipelinePlan
-from ._fsdp import over_data
+from .fsdp import over_data
 
 Reshard = Callable[[PyTree], PyTree]
 
@@ -37,6 +37,8 @@ def gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        num_steps: A, the number of calls.
+        reshard: Shards the sums after every call. By default they stay as `f` returns them.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].
@@ -69,6 +71,7 @@ def unrolled_gradient_accumulation(
 
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        num_steps: A, the number of calls.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].

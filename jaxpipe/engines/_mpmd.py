@@ -18,8 +18,8 @@ from ..schedules import Costs, Schedule, Timeline, check, language
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
-from ._fsdp import param_spec_tree
 from ._memory_cap import activation_cap
+from .fsdp import param_spec_tree
 
 
 def _prepare(

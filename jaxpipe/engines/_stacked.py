@@ -29,8 +29,7 @@ from ..spmd.weight_gather import (
     layer_gather,
 )
 from ._engine import PipelinePlan
-from ._frozen_shards import gathering, key_specs, to_shards
-from ._fsdp import (
+from .fsdp import (
     ROW_AXES,
     cast_params,
     manual_row_axes,
@@ -38,6 +37,7 @@ from ._fsdp import (
     param_spec_tree,
     read_spec_tree,
 )
+from .fsdp._frozen_shards import gathering, key_specs, to_shards
 
 
 def check_call(name: str) -> None:

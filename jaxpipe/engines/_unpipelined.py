@@ -16,9 +16,9 @@ from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from . import _stacked
 from ._engine import Engine, PipelinePlan
-from ._fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
 from ._jit import jit
 from ._memory_cap import check_cap
+from .fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
 
 
 def _prepare(

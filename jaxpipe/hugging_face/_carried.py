@@ -10,8 +10,7 @@ from typing import Any
 
 from .._durable import write_file
 from .._input import MEGABYTE, is_file, parse_json, read_bytes, read_text
-from ..train.config._load import parse_yaml
-from ..train.config._yaml import MAX_YAML_BYTES
+from ..train.config import MAX_YAML_BYTES, parse_yaml
 
 CARRIED_FOLDER = "hugging_face"
 TOKENIZER_FILES = (

@@ -23,10 +23,11 @@ from jaxtyping import PyTree
 from .. import models
 from .._durable import write_file
 from .._input import MEGABYTE, parse_json, read_text
-from ..models.weights._abstract import weight_shapes
-from ..train.checkpoint._init_from import WEIGHTS_FOLDER, checkpoints_folder, verified_step
-from ..train.checkpoint._store import (
+from ..models.weights import weight_shapes
+from ..train.checkpoint import (
+    WEIGHTS_FOLDER,
     check_same_leaves,
+    checkpoints_folder,
     leaf_specs,
     open_checkpoints,
     open_checkpoints_read_only,
@@ -34,8 +35,9 @@ from ..train.checkpoint._store import (
     restore_leaf,
     save_checkpoint,
     saved_leaf_specs,
+    verified_step,
 )
-from ..train.plan._family import ModelConfig
+from ..train.plan import ModelConfig
 from ._carried import copy_from_hugging_face, files_to_hugging_face
 from .folders import (
     DTYPES,

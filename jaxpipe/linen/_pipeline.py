@@ -6,10 +6,16 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..modules._layers import Layer
-from ..modules._methods import LoopMethods, PipelineMethods, WindowMethods
-from ..modules._settings import AxisRules, PipelineSettings, pipeline_settings
-from ..modules._weight_sharding import rules_in_stage
+from ..modules import (
+    AxisRules,
+    Layer,
+    LoopMethods,
+    PipelineMethods,
+    PipelineSettings,
+    WindowMethods,
+    pipeline_settings,
+    rules_in_stage,
+)
 from . import _run as run
 from . import _stacked as stacked
 

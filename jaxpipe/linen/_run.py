@@ -11,11 +11,17 @@ from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
 from .._input import clause
-from ..modules._frontend import first_microbatch, run_batch
-from ..modules._layers import Layer, layer_keys, outputs_of
-from ..modules._methods import to_batch_inputs
-from ..modules._settings import AxisRules
-from ..modules._weight_sharding import reshard_weight, rules_in_stage
+from ..modules import (
+    AxisRules,
+    Layer,
+    first_microbatch,
+    layer_keys,
+    outputs_of,
+    reshard_weight,
+    rules_in_stage,
+    run_batch,
+    to_batch_inputs,
+)
 from ..spmd.ranks import at_init
 from . import _collections as collections
 from . import _stacked as stacked

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..sharding._rules import Constrain
+from ..sharding import Constrain
 from ._chunked_loss import in_chunks
 from .layers._common import ACTIVATION, rms_norm, token_losses
 from .weights._abstract import Weight, matrix, scale

@@ -76,9 +76,13 @@ def run_batch(
     Args:
         layer: `(weights, x, batch_inputs, rng) -> (y, records)`.
         weights: A dict with [R, S, L, ...] leaves.
+        names: The logical specs of `weights`, a tree of `PartitionSpec`.
         inputs: [batch, ...] leaves.
         batch_inputs: [batch, ...] leaves by name, which every stage may read.
         draw_keys: Function that returns [R, S, L] dropout keys, or ().
+        pipeline: The module, with its settings and its mesh.
+        overwritten: Names of `weights` that a step overwrites with their gradient, as of FP8.
+        options: (deterministic, model_mode) for overridden methods.
         microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
             Outputs then are too.
 
@@ -164,7 +168,9 @@ def first_microbatch(
     """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized.
 
     Args:
+        settings: The settings of the pipeline.
         inputs: [batch, ...] leaves, or [M, rows, ...] if `microbatched`.
+        batch_inputs: Leaves of the same dims by name, which every stage may read.
         microbatched: Whether all leaves are [M, rows, ...] already.
 
     Returns:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._rules import GATHERED_AXES
+from ..sharding import GATHERED_AXES
 from ..sharding.specs import axes_of, without_axes
 from ..spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
 from ._weight_sharding import without_dims

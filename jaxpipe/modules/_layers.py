@@ -22,6 +22,7 @@ from ..autodiff import Remat
 from ..spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
+# `(weights, x, batch_inputs, rng) -> (y, records)`, a pure function of one layer.
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
@@ -43,6 +44,10 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
     """Returns [R, S, L] keys: `key` folded with the index of each layer.
 
     The index counts layers in forward order, so the keys of a layer do not depend on the layout.
+
+    Args:
+        key: A key, typed or raw.
+        dims: (R, S, L).
 
     Returns:
         [R, S, L] typed keys.
@@ -121,6 +126,13 @@ def outputs_of(y: PyTree, x: PyTree) -> PyTree:
 
     A layer that is made for scans returns (outputs, None); then this is the first entry. Otherwise,
     and if `x` has that structure too, it is `y`.
+
+    Args:
+        y: What the layer has returned.
+        x: Its input.
+
+    Returns:
+        A tree with the structure of `x`, if the layer keeps it.
     """
     is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..sharding._rules import GATHERED_AXES
+from ..sharding import GATHERED_AXES
 from ..spmd import stepwise
 from ..spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
@@ -394,5 +394,13 @@ class WindowMethods(PipelineMethods):
 
 
 def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:
-    """Returns the inputs that every stage may read of a microbatch, by name."""
+    """Returns the inputs that every stage may read of a microbatch, by name.
+
+    Args:
+        segment_ids: [batch, sequence] documents of tokens, or None.
+        positions: [batch, sequence] positions of tokens, or None.
+
+    Returns:
+        A dict of both.
+    """
     return {"segment_ids": segment_ids, "positions": positions}

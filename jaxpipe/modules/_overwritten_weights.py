@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from ..autodiff.staged_model import index_leading
-from ..sharding._rows import manual_batch_axes
+from ..sharding import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"

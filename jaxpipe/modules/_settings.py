@@ -79,6 +79,14 @@ class PipelineSettings:
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
     """Reads the settings of a pipeline from `config` and checks them.
 
+    Args:
+        config: An object with keys of MaxText as attributes.
+        mesh: The mesh, by which sizes and axes are checked. None for one device.
+        remat_policy: A policy of `jax.checkpoint` in place of the one that `config` names.
+
+    Returns:
+        The settings.
+
     Raises:
         ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
     """

@@ -12,12 +12,13 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._rules import GATHERED_AXES
+from ..sharding import GATHERED_AXES
 from ..sharding.specs import check_divisible, padded_spec, reshard_to_spec, without_axes
 from ..spmd.ranks import AXIS, is_spec
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._settings import AxisRules
 
+# Logical names of the dims that are in front of those of a layer's weight: [R, S, L, ...].
 STACKED = ("circular_repeats", "stage", "layers")
 
 
@@ -57,7 +58,14 @@ def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree
 
 
 def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
-    """Returns the rules without the mesh axis "stage", which is manual inside a stage."""
+    """Returns the rules without the mesh axis "stage", which is manual inside a stage.
+
+    Args:
+        rules: The rules, or None.
+
+    Returns:
+        Rules for the same logical axes; None for None.
+    """
     if rules is None:
         return None
     return tuple((name, tuple(axis for axis in axes if axis != AXIS)) for name, axes in rules)
@@ -81,6 +89,16 @@ def reshard_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
     """Returns `w`, sharded over `mesh` by the logical names of its dims.
+
+    Args:
+        w: A weight.
+        names: The logical name of each dim, or None.
+        rules: The rules.
+        mesh: The mesh. Without one `w` is returned as it is.
+        path: The name of the weight for errors.
+
+    Returns:
+        An array like `w`.
 
     Raises:
         ValueError: If the size of a dim is not a multiple of its number of shards. It names `path`.

@@ -16,8 +16,7 @@ from flax.core.spmd import logical_axis_rules
 from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
-from ..modules._layers import Layer, outputs_of
-from ..modules._settings import AxisRules
+from ..modules import AxisRules, Layer, outputs_of
 from ._sown import call, captured_types, without_sown
 from ._stacked import without_names
 

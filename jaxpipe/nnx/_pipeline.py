@@ -9,10 +9,16 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
-from ..modules._layers import Layer
-from ..modules._methods import LoopMethods, PipelineMethods, WindowMethods
-from ..modules._settings import AxisRules, pipeline_settings
-from ..modules._weight_sharding import reshard_weight, rules_in_stage
+from ..modules import (
+    AxisRules,
+    Layer,
+    LoopMethods,
+    PipelineMethods,
+    WindowMethods,
+    pipeline_settings,
+    reshard_weight,
+    rules_in_stage,
+)
 from . import _layer as layer
 from . import _run as run
 from . import _stacked as stacked

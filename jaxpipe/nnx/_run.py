@@ -6,8 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from ..modules._frontend import run_batch
-from ..modules._methods import to_batch_inputs
+from ..modules import run_batch, to_batch_inputs
 from . import _layer as layers_of
 from ._sown import store, without_sown
 

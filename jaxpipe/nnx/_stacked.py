@@ -12,8 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..modules._layers import layer_keys
-from ..modules._weight_sharding import STACKED
+from ..modules import STACKED, layer_keys
 
 Factory = Callable[[nnx.Rngs], nnx.Module]
 

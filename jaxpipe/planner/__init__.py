@@ -4,4 +4,6 @@
 command.
 """
 
+from ._answer import Plans as Plans
 from ._plan import plan as plan
+from ._verify import VerifiedPlan as VerifiedPlan

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ..devices import HARDWARE, Hardware, find_hardware, generation_of
-from ..train.estimate._fits import host_bytes
+from ..train.estimate import host_bytes
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from jaxtyping import PyTree
 
 from ..autodiff.backward import saved_names
 from ..models import DeepseekConfig, LlamaConfig
-from ..models.weights._abstract import is_weight
-from ..sharding import AXES, DEFAULT_RULES, Rules, partition_spec
-from ..sharding._rules import gathered_rules
+from ..models.weights import is_weight
+from ..sharding import AXES, DEFAULT_RULES, Rules, gathered_rules, partition_spec
 from ..sharding.specs import axes_of_dim
 from ..train.plan import MODEL_FAMILIES, ModelConfig
 

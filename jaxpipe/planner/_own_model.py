@@ -14,8 +14,7 @@ from jaxtyping import PyTree
 from .. import schedules, sharding
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import ENGINES
-from ..engines._engine import Engine, PipelinePlan
+from ..engines import ENGINES, Engine, PipelinePlan
 from ._candidates import Space, StepLayout
 from ._devices import Devices
 from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..cost.work import Experts, ModelWork, transformer
-from ..cost.work._transformer import LatentAttention
+from ..cost.work import Experts, LatentAttention, ModelWork, transformer
 from ..models import PRESETS, DeepseekConfig
 from ..sharding import AXES
 from ..sharding.layout import parse_layout
 from ..train import Config, load_config
-from ..train.config import base_yaml, parse_override, parse_yaml
+from ..train.config import base_yaml, parse_yaml
 from ..train.plan import ModelConfig
 from ..train.plan._family import model_config
 from ._candidates import Space
@@ -117,17 +116,6 @@ class OwnInputs(NamedTuple):
     model: OwnModel
     params: PyTree
     example: PyTree
-
-
-def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:
-    """Returns the keys that files and pairs give; later ones win.
-
-    Raises:
-        ValueError: If one of them cannot be read.
-    """
-    given = [parse_yaml(text, "a file of settings") for text in files]
-    given += [parse_override(pair) for pair in overrides]
-    return {key: value for values in given for key, value in values.items()}
 
 
 def make_request(

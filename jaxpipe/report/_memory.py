@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..train.estimate._memory_estimate import estimate_memory
-from ..train.plan._setup import StepPlan
+from ..train.estimate import estimate_memory
+from ..train.plan import StepPlan
 from ..xla.compile_report import Memory
 
 

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from .. import __version__
-from ..train.plan._setup import Setup, StepPlan
+from ..train.plan import Setup, StepPlan
 from . import _memory, _pictures
 from ._charts import chart_data, main_and_more
 from ._settings import settings

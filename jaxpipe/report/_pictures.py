@@ -7,9 +7,8 @@ from .. import schedules
 from .._input import MAX_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import Timeline, analysis, language
 from ..schedules.analysis import TimedStep
-from ..train.estimate._memory_estimate import peak_live_microbatches
-from ..train.estimate._timeline import predicted_timeline
-from ..train.plan._setup import StepPlan
+from ..train.estimate import peak_live_microbatches, predicted_timeline
+from ..train.plan import StepPlan
 
 MAX_ACTIONS = 20_000
 """The most actions of a drawing, which then has half a megabyte."""

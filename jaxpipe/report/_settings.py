@@ -7,7 +7,7 @@ from typing import Any
 
 from ..models import PRESETS
 from ..train import Config
-from ..train.config._load import base_yaml
+from ..train.config import base_yaml
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..train.plan._devices import BatchPlan
-from ..train.plan._setup import StepPlan
+from ..train.plan import BatchPlan, StepPlan
 from .analysis import Status
 from .record import RunRecord
 

@@ -2,13 +2,21 @@
 
 from ._mesh import AXES as AXES
 from ._mesh import make_mesh as make_mesh
+from ._rows import local_rows as local_rows
+from ._rows import manual_batch_axes as manual_batch_axes
+from ._rows import max_over_rows as max_over_rows
 from ._rows import sum_over_rows as sum_over_rows
 from ._rules import DEFAULT_RULES as DEFAULT_RULES
+from ._rules import GATHERED_AXES as GATHERED_AXES
+from ._rules import Constrain as Constrain
+from ._rules import LogicalAxes as LogicalAxes
 from ._rules import Rules as Rules
 from ._rules import constrain_with as constrain_with
+from ._rules import gathered_rules as gathered_rules
 from ._rules import named_shardings as named_shardings
 from ._rules import no_constraint as no_constraint
 from ._rules import override_rules as override_rules
 from ._rules import partition_spec as partition_spec
+from ._rules import rules_without_manual_axes as rules_without_manual_axes
 from ._rules import zero1_rules as zero1_rules
 from .specs import reshard as reshard

@@ -31,7 +31,14 @@ def sum_over_rows(x: jax.Array) -> jax.Array:
 
 
 def max_over_rows(x: jax.Array) -> jax.Array:
-    """Returns the largest of the values that devices have for their own rows."""
+    """Returns the largest of the values that devices have for their own rows.
+
+    Args:
+        x: [...] the maximum over the rows of this device.
+
+    Returns:
+        [...] the maximum over all rows. Outside `jax.shard_map` it is `x`.
+    """
     axes = manual_batch_axes()
     return lax.pmax(x, axes) if axes else x
 
@@ -40,6 +47,10 @@ def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, .
     """Returns this device's rows of `make(shape of the microbatch)`.
 
     Random numbers are thereby the same on any mesh.
+
+    Args:
+        make: Returns an array of a shape, such as random numbers of one key.
+        shape: The shape of the rows of this device.
 
     Returns:
         [*shape] an array.

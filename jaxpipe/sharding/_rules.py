@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ._mesh import AXES
 from .specs import check_divisible
 
+# The name of every dim of an array, None for a dim without one.
 LogicalAxes = tuple[str | None, ...]
 Rules = Sequence[tuple[str, Sequence[str]]]
 
@@ -148,11 +149,20 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
 
 
 def rules_without_manual_axes(rules: Rules, mesh: AbstractMesh) -> Rules:
-    """Returns `rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
+    """Returns `rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`.
+
+    Args:
+        rules: The rules.
+        mesh: The mesh in context.
+
+    Returns:
+        Rules for the same logical axes.
+    """
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     return [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
 
 
+# A function that shards an activation by the logical axes of its dims, see `constrain_with`.
 Constrain = Callable[[jax.Array, LogicalAxes], jax.Array]
 
 
@@ -186,7 +196,14 @@ GATHERED_AXES = ("fsdp", "fsdp_transpose", "context", "expert")
 
 
 def gathered_rules(rules: Rules) -> Rules:
-    """Returns `rules` for weights that are whole along these axes. Routed experts stay split."""
+    """Returns `rules` for weights that are whole along `GATHERED_AXES`. Routed experts stay split.
+
+    Args:
+        rules: The rules of stored weights.
+
+    Returns:
+        Rules for the same logical axes.
+    """
 
     def whole(mesh_axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in mesh_axes if axis not in GATHERED_AXES)

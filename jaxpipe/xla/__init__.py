@@ -1,5 +1,6 @@
 """Finds out what a compiled step needs and communicates, without the hardware it is for."""
 
+from ._topology import compile_only_devices as compile_only_devices
 from ._topology import topology_devices as topology_devices
 from .compile_report import memory as memory
 from .hlo import audit as audit

@@ -1,6 +1,7 @@
 """Describes the devices of a topology, for compiling without any TPU or GPU."""
 
 import importlib.util
+import os
 from typing import Any
 
 import jax
@@ -8,6 +9,25 @@ from jax.experimental import topologies
 
 from .._input import clause
 from ._gpu_topology import gpu_topology, is_gpu_topology
+
+
+def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
+    """Returns the devices of a topology; libtpu leaves this machine's own alone.
+
+    Args:
+        topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
+        num_slices: The number of slices of TPUs.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ValueError: If the topology is unknown.
+    """
+    if jax.default_backend() != "tpu":  # away from TPUs libtpu must not look for them
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topology_devices(topology, num_slices)
 
 
 def topology_devices(name: str, num_slices: int = 1) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import Literal
 
 from jaxpipe import sharding, spmd
-from jaxpipe.sharding._rules import gathered_rules
+from jaxpipe.sharding import gathered_rules
 from jaxpipe.spmd.weight_gather import (
     gather_by_specs,
     gather_in_layers,

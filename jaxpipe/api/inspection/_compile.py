@@ -1,6 +1,5 @@
 """Compiles a pipeline for its devices, or for those of a topology that is not there."""
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ...sharding import make_mesh
-from ...xla import topology_devices
+from ...xla import compile_only_devices
 from ...xla.compile_report import CompileReport, report_compiled
 
 
@@ -31,21 +30,6 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
             f"pipeline ({sizes}) {mesh.size}. Give a topology of as many."
         )
     return make_mesh(dict(mesh.shape), devices=devices)
-
-
-def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
-    """Returns the devices of a topology; libtpu leaves this machine's own alone.
-
-    Args:
-        topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
-
-    Raises:
-        ValueError: If the topology is unknown.
-    """
-    if jax.default_backend() != "tpu":  # away from TPUs libtpu must not look for them
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topology_devices(topology, num_slices)
 
 
 def train_step(pipe: Any, optimizer: Any) -> Callable:

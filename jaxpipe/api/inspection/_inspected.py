@@ -8,9 +8,8 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
-from ...engines._fsdp import over_data
+from ...engines import Engine, PipelinePlan
+from ...engines.fsdp import over_data
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from ...xla.compile_report import CompileReport

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Past
 from ...devices import hardware
-from ...engines._engine import PipelinePlan
+from ...engines import PipelinePlan
 from ...schedules import activation_bytes, language, lock_step
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ...engines._fsdp import num_row_shards
+from ...engines.fsdp import num_row_shards
 from .._frozen import trainable_leaves
 from ..reference import (
     Result,

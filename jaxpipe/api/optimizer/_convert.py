@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from .._params import NumLayers
 from ._slots import Slot
 from ._state import StoredState, from_stored, is_tree_of_state

@@ -15,9 +15,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from ..._input import clause
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
-from ...engines._fsdp import over_data
+from ...engines import Engine, PipelinePlan
+from ...engines.fsdp import over_data
 from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model

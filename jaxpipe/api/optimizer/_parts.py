@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from ...ir.symmetry import LayerIds
 from .._params import NumLayers
 

@@ -13,7 +13,7 @@ import jax
 from jax.tree_util import DictKey, keystr
 from jaxtyping import PyTree
 
-from ...engines._fsdp import ParamSpecs
+from ...engines import ParamSpecs
 from .._params import NumLayers
 from ._parts import PartsByName, named_parts, num_lead_dims, stages_of_names
 from ._slots import Slot, UserTree

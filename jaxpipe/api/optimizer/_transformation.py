@@ -7,8 +7,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from .._model import Model
 from ._optimizer import LiftedOptimizer
 

@@ -13,7 +13,7 @@ from ..process import emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 
 if TYPE_CHECKING:
-    from ...train.plan._setup import StepPlan
+    from ...train.plan import StepPlan
 
 _HELP = "compile the train step, and report memory and communication, without the hardware"
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return print_flags(config, devices[0])
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...train import set_up
-    from ...train.logs._describe import describe
-    from ...train.step._aot import check_single_program
+    from ...train.logs import describe
+    from ...train.step import check_single_program
     from ...train.step._compile_report import does_not_fit
     from ...xla.compile_report import report_json, report_text
 

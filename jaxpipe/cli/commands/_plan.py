@@ -14,8 +14,7 @@ from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
 if TYPE_CHECKING:  # slow imports happen when a command runs
-    from ...planner._answer import Plans
-    from ...planner._verify import VerifiedPlan
+    from ...planner import Plans, VerifiedPlan
 
 _HELP = "say how to spread a training step over devices: what fits, and what takes least time"
 
@@ -80,13 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.devices != "here":
         leave_devices_alone()
     from ...planner import plan
-    from ...planner._request import read_settings
-    from ...train.config import MAX_YAML_BYTES
 
-    files = [given for given in args.settings if is_config_file(given)]
-    pairs = [given for given in args.settings if given not in files]
-    texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
-    values = read_settings(texts, pairs)
+    values = _read_values(args.settings)
     if args.devices == "here" and values.get("emulate_devices"):
         emulate_devices(int(values["emulate_devices"]))
     plans = plan(
@@ -113,6 +107,17 @@ def run(args: argparse.Namespace) -> int:
     for index in range(min(args.verify, len(plans.plans))):
         print(_line(index, _verified(plans, index)), flush=True)
     return 0
+
+
+def _read_values(settings: list[str]) -> dict[str, Any]:
+    """Returns the keys that files and pairs give; later ones win, and pairs over files."""
+    from ...train.config import MAX_YAML_BYTES, parse_override, parse_yaml
+
+    files = [text for text in settings if is_config_file(text)]
+    texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
+    given = [parse_yaml(text, "a file of settings") for text in texts]
+    given += [parse_override(text) for text in settings if text not in files]
+    return {key: value for values in given for key, value in values.items()}
 
 
 def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":

@@ -12,10 +12,10 @@ from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
 if TYPE_CHECKING:
-    from ...report._memory import CompiledMemory
+    from ...report import CompiledMemory
     from ...report.record import RunRecord
     from ...train import Config
-    from ...train.plan._setup import Setup, StepPlan
+    from ...train.plan import Setup, StepPlan
 
 _HELP = "write a run, or several beside each other, as one page of HTML"
 _MAX_DEVICES = 1024  # more take minutes to be emulated
@@ -115,9 +115,9 @@ def _compiled(
     found: "RunRecord", plan: "StepPlan | None", why: str, topology: str | None, num_slices: int
 ) -> "CompiledMemory":
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
-    from ...report._memory import CompiledMemory
+    from ...report import CompiledMemory
     from ...train import compile_train_step, set_up
-    from ...train.step._aot import check_single_program
+    from ...train.step import check_single_program
     from ...xla import memory, topology_devices
 
     if plan is None or found.config is None:

@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the file, and prints the settings with which a run reads it."""
-    from ...train.loop._batches import data_plan, write_corpus
+    from ...train.loop import data_plan, write_corpus
 
     with unwinding():
         done = write_corpus(data_plan(read_settings(args.settings)), args.file)

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from ...train import train
-    from ...train.config._load import base_yaml
-    from ...train.runtime._stop import TerminatedError
+    from ...train.config import base_yaml
+    from ...train.runtime import TerminatedError
 
     if args.keys:
         print(base_yaml())

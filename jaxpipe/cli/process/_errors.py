@@ -59,7 +59,7 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
 
 def is_run_error(error: BaseException) -> bool:
     """Returns whether an exception has ended a run for a reason that needs no traceback."""
-    from ...data.sources._token_files import LostFileError
+    from ...data.sources import LostFileError
     from ...mpmd import MpmdError
     from ...train import RunError  # not at the top: they import JAX
 

@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 
 from ... import models
 from ..._input import short_repr
-from ...models.weights._abstract import stack_weights
-from ...train.config._load import check_values
-from ...train.plan._family import MODEL_FAMILIES, ModelConfig
+from ...models.weights import stack_weights
+from ...train.config import check_values
+from ...train.plan import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
 from ._fields import ConfigValues, check_no_problems
 from ._llama import llama_slices, read_llama, write_llama

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ...sharding import Rules, partition_spec
-from ...sharding._rules import LogicalAxes, rules_without_manual_axes
+from ...sharding import LogicalAxes, Rules, partition_spec, rules_without_manual_axes
 from ._on_shards import Local, automatic_axes, on_shards
 
 Attention = Callable[..., jax.Array]

@@ -10,8 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ...sharding._rows import local_rows
-from ...sharding._rules import Constrain
+from ...sharding import Constrain, local_rows
 from ..weights._abstract import Weight, matrix
 from ._projection import Projection
 

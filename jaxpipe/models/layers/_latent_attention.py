@@ -17,7 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...sharding._rules import Constrain
+from ...sharding import Constrain
 from ..weights._abstract import matrix, scale
 from ._attention import Attention
 from ._common import HEADS, Rope, name_qkv, rms_norm, rope, rope_frequencies

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ...sharding._rules import Constrain
+from ...sharding import Constrain
 from ..weights._abstract import Weight, matrix
 from ._common import ACTIVATION, swiglu, swiglu_weights
 from ._projection import Projection, projection

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ...sharding._rows import max_over_rows
+from ...sharding import max_over_rows
 
 Projection = Callable[[Float[Array, "b T *ins"], Float[Array, "*ins_and_outs"]], Array]
 """`(x [b, T, *in], w [*in, *out]) -> [b, T, *out]`, in the dtype of x."""

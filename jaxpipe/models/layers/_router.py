@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ... import _compat
-from ...sharding._rows import sum_over_rows
+from ...sharding import sum_over_rows
 
 Scores = Float[Array, "b T E"]
 ChosenExperts = Int[Array, "b T k"]

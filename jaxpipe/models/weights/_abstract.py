@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ...sharding._rules import LogicalAxes
+from ...sharding import LogicalAxes
 
 Initializer = Callable[[PRNGKeyArray, tuple[int, ...], Any], jax.Array]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...train.runtime._stop import bad_step_reason
+from ...train.runtime import bad_step_reason
 from ..record import RunRecord
 
 _FRESH_SECONDS = 60.0

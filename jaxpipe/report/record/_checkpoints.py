@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...train import RunError
-from ...train.checkpoint._digests import find_corruption, has_digests, is_complete
-from ...train.runtime._reading import is_folder, list_names
+from ...train.checkpoint import find_corruption, has_digests, is_complete
+from ...train.runtime import is_folder, list_names
 
 _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 

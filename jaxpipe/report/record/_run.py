@@ -8,8 +8,8 @@ from typing import Any
 from ..._input import read_text
 from ...sharding import AXES
 from ...train import Config, read_metrics
-from ...train.config._yaml import MAX_YAML_BYTES, load_yaml
-from ...train.loop._run_history import read_starts
+from ...train.config import MAX_YAML_BYTES, load_yaml
+from ...train.loop import read_starts
 from ._checkpoints import SavedStep, saved_steps
 from ._series import Series, to_series
 

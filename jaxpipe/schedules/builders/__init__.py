@@ -16,6 +16,7 @@ from ._looped_bfs import looped_bfs as looped_bfs
 from ._one_f_one_b import eager_one_f_one_b as eager_one_f_one_b
 from ._one_f_one_b import one_f_one_b as one_f_one_b
 from ._registry import get_family as get_family
+from ._require import require_positive as require_positive
 from ._seq1f1b import seq1f1b as seq1f1b
 from ._zbv import zbv as zbv
 from ._zero_bubble import zero_bubble_h1 as zero_bubble_h1

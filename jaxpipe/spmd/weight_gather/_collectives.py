@@ -6,7 +6,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from ...sharding._rules import GATHERED_AXES
+from ...sharding import GATHERED_AXES
 from ...sharding.specs import axes_of, axes_of_dim, only_axes
 
 ArrayFunction = Callable[[jax.Array], jax.Array]

@@ -16,8 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ...sharding import Rules, partition_spec
-from ...sharding._rules import GATHERED_AXES, gathered_rules
+from ...sharding import GATHERED_AXES, Rules, gathered_rules, partition_spec
 from ...sharding.specs import (
     axes_of_dim,
     check_divisible,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import sharding
-from ...sharding._rules import LogicalAxes
+from ...sharding import LogicalAxes
 from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
 from ..plan._state_plan import StatePlan

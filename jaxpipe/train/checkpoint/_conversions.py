@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from ... import mpmd
-from ...sharding._rules import LogicalAxes
+from ...sharding import LogicalAxes
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES, WeightPlan
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
-from ...models.weights._abstract import mask_padding_layers
+from ...models.weights import mask_padding_layers
 from ...sharding.specs import without_axes
 from ..plan._weight_plan import WeightPlan
 

@@ -7,7 +7,7 @@ from typing import get_args
 from pydantic import model_validator
 
 from ...autodiff.backward import TENSORS, saved_names
-from ...data.sources._source_config import FIELD_READERS, SourceType
+from ...data.sources import FIELD_READERS, SourceType
 from ...engines import ENGINES, Engine
 from ._keys import ConfigKeys
 

@@ -12,7 +12,7 @@ from ..._input import plain_text
 from ...autodiff import POLICIES
 from ...autodiff.backward import Location
 from ...data import Source
-from ...data.sources._source_config import Paths, SourceType, TokenType
+from ...data.sources import Paths, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 

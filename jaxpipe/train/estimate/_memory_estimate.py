@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import schedules
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from ...models import LlamaConfig
 from ...schedules import Schedule, builders, language, lock_step
 from ..plan._setup import StepPlan

@@ -1,7 +1,6 @@
 """Predicts the timeline of a step from the costs by which `auto` selects schedules."""
 
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from ...schedules import Costs, Op, Timeline, analysis, builders, language
 from ...schedules.analysis import TimedStep
 from ...schedules.language import actions_of

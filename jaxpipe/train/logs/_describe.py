@@ -3,7 +3,7 @@
 import jax
 
 from ... import schedules
-from ...models.weights._abstract import weight_shapes
+from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout
 from ..estimate._timeline import predicted_timeline
 from ..plan._setup import Setup

@@ -14,11 +14,17 @@ from ...data import (
     synthetic_batches,
     write_tokens,
 )
-from ...data.batches._batches import Batches, FiniteBatches, FirstBatches, SinglePassBatches
-from ...data.batches._corpus import Corpus, read_corpus, split_held_out
-from ...data.batches._rows import CorpusRows
-from ...data.sources._source_config import FIELD_READERS
-from ...data.sources._write import TokenFileSummary
+from ...data.batches import (
+    Batches,
+    Corpus,
+    CorpusRows,
+    FiniteBatches,
+    FirstBatches,
+    SinglePassBatches,
+    read_corpus,
+    split_held_out,
+)
+from ...data.sources import FIELD_READERS, TokenFileSummary
 from ..config._config import Config
 from ..plan._devices import BatchPlan
 

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from ..._durable import write_file
-from ...data.batches._batches import Batches
+from ...data.batches import Batches
 from ..checkpoint._canonical import (
     canonical_round_trip,
     canonical_shapes,

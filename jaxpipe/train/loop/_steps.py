@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ...data.batches._batches import Batches
+from ...data.batches import Batches
 from ..estimate._device_flops import StepWork, speed_metrics
 from ..estimate._peak_memory import memory_metrics
 from ..logs._profile import BeforeStep

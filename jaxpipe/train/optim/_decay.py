@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..._input import clause
-from ...models.weights._abstract import is_weight
+from ...models.weights import is_weight
 
 
 def weight_name(path: Sequence[Any]) -> str:

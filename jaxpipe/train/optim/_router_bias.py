@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ...models.weights._abstract import is_weight
+from ...models.weights import is_weight
 
 
 def drop_router_biases(tree: PyTree) -> PyTree:

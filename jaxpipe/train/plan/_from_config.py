@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ... import models, sharding
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches._batches import global_batch_size
-from ...engines._engine import PipelinePlan, When
+from ...engines import PipelinePlan, When
 from ...schedules import language
 from ...sharding._rules import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly

@@ -10,8 +10,7 @@ from jaxtyping import PyTree
 from ... import autodiff, models, sharding
 from ...autodiff import StagedModel
 from ...autodiff.backward import saved_names
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from ...models.layers._gpu_grouped_matmul import pallas_gpu_grouped_matmul
 from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
 from ...models.layers._projection import PROJECTIONS

@@ -8,8 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ...autodiff import StagedModel
-from ...engines import Engine
-from ...engines._engine import PipelinePlan
+from ...engines import Engine, PipelinePlan
 from ...schedules import language
 from ..config._config import Config
 from ._devices import BatchPlan

@@ -1,5 +1,7 @@
 """Processes, signals, folders and files of a run."""
 
+from ._reading import is_folder as is_folder
+from ._reading import list_names as list_names
 from ._run_lock import LOCK_FILE as LOCK_FILE
 from ._run_lock import locked_run_folder as locked_run_folder
 from ._step_watch import FIRST_SECONDS as FIRST_SECONDS

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ... import sharding
 from ...autodiff.staged_model import slice_sequences
-from ...engines._accumulation import gradient_accumulation
+from ...engines import gradient_accumulation
 from ..optim._router_bias import drop_router_biases
 from ..plan._setup import FlaxFrontend, StepPlan, import_flax_decoder
 from ..plan._weight_plan import WeightPlan

@@ -9,11 +9,11 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff import recompute
-from ..sharding.specs import axes_of, only_axes
-from ..spmd.weight_gather import gathering_layer, layer_gather, unsharded_specs
-from ._engine import PipelinePlan
-from ._fsdp import cast_params, manual_row_axes, param_spec_tree
+from ...autodiff import recompute
+from ...sharding.specs import axes_of, only_axes
+from ...spmd.weight_gather import gathering_layer, layer_gather, unsharded_specs
+from .._engine import PipelinePlan
+from ._params import cast_params, manual_row_axes, param_spec_tree
 
 
 @jax.tree_util.register_dataclass

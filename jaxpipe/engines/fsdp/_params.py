@@ -1,4 +1,4 @@
-"""Parameters that are sharded over the axis `fsdp`, and rows that are divided over devices."""
+"""Specs of parameters over the axis `fsdp`, and the axes that divide the rows of a microbatch."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding.specs import axes_of_dim, without_axes
-from ..spmd.ranks import is_spec
-from ._engine import ParamSpecs, PipelinePlan
+from ...sharding.specs import axes_of_dim, without_axes
+from ...spmd.ranks import is_spec
+from .._engine import ParamSpecs, PipelinePlan
 
 ROW_AXES = ("data", "fsdp")
 """Mesh axes that divide the rows of a microbatch."""

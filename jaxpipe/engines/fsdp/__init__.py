@@ -1,0 +1,12 @@
+"""Parameters that are sharded over the axis `fsdp`, and rows that are divided over devices."""
+
+from ._params import ROW_AXES as ROW_AXES
+from ._params import cast_floats as cast_floats
+from ._params import cast_params as cast_params
+from ._params import layer_specs as layer_specs
+from ._params import manual_row_axes as manual_row_axes
+from ._params import num_row_shards as num_row_shards
+from ._params import over_data as over_data
+from ._params import param_spec_tree as param_spec_tree
+from ._params import read_spec_tree as read_spec_tree
+from ._params import row_axes as row_axes
