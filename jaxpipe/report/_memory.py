@@ -90,6 +90,6 @@ def remarks(plan: StepPlan) -> list[str]:
         found.append(
             "Weights and gradients that are whole while they are gathered are not counted."
         )
-    if plan.engine.per_stage_state:
+    if plan.engine.program_per_rank:
         found.append("A device of each rank; what programs leave for each other is not counted.")
     return found

@@ -43,7 +43,7 @@ def render(
     """
     state = status(run, now.timestamp())
     plan = setup.step if setup else None
-    name = ((setup and setup.schedule_reason) or "circular").split(":")[0]  # of the schedule
+    name = _schedule_name(setup) if setup else ""
     predicted = _pictures.predicted_timeline_picture(plan, name) if plan else None
     traced = [picture for file in run.traces for picture in _pictures.traced_step_pictures(file)]
     found = findings(run, state, predicted.bubble if predicted else None)
@@ -91,6 +91,14 @@ def environment() -> jinja2.Environment:
         made.globals[name] = Markup(_file(file))
     made.filters |= {"size": in_bytes, "code": with_code}
     return made
+
+
+def _schedule_name(setup: Setup) -> str:
+    """Returns the name of a run's schedule, or of its engine's own; "" without a pipeline."""
+    if setup.schedule_reason is not None:
+        return setup.schedule_reason.split(":")[0]
+    own_schedule = setup.step.engine.own_schedule
+    return own_schedule.family if own_schedule else ""
 
 
 def _file(name: str) -> str:
