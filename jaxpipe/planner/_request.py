@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from ..cost.work import Experts, ModelWork, transformer
 from ..cost.work._transformer import LatentAttention
+from ..engines import usual_engine
 from ..models import PRESETS, DeepseekConfig
 from ..sharding import AXES
 from ..sharding.layout import parse_layout
@@ -21,7 +22,7 @@ from ..train import Config, load_config
 from ..train.config import base_yaml, parse_override, parse_yaml
 from ..train.plan import ModelConfig
 from ..train.plan._family import model_config
-from ._candidates import Space
+from ._candidates import Space, engine_named
 from ._devices import Devices
 from ._model import PlannedModel, planned_model
 
@@ -146,12 +147,13 @@ def make_request(
         ValueError: If a value is wrong.
     """
     given = dict(given)
-    if schedule == "circular":  # the schedule of an engine of its own
-        given["pipeline_engine"] = "circular"
+    if schedule and not usual_engine(schedule).runs_schedules:
+        given["pipeline_engine"] = usual_engine(schedule).config_name
     elif schedule:
         given["pipeline_schedule"] = schedule
-        if given.get("pipeline_engine", "none") in ("none", "circular"):
-            given["pipeline_engine"] = "scheduled"
+        name = given.get("pipeline_engine", usual_engine(None).config_name)
+        if not engine_named(name).runs_schedules:
+            given["pipeline_engine"] = usual_engine(schedule).config_name
     fixed, chosen = _fixed(given)
     values = {key: value for key, value in given.items() if key not in chosen}
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}))

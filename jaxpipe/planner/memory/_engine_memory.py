@@ -8,7 +8,7 @@ tokens of a microbatch on a device.
 
 from dataclasses import dataclass, fields
 
-from ...schedules.builders import circular_ticks
+from ...engines import OwnSchedule
 from .._candidates import Live, StepLayout
 from .._model import PlannedModel
 from ._parts import Parts, step_parts
@@ -59,13 +59,11 @@ def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live
     Args:
         live: How many microbatches a rank stores at a time, for engines that run schedules.
     """
-    match candidate.engine:
-        case "none":
-            return _unpipelined(model, candidate, tokens)
-        case "circular":
-            return _circular(model, candidate, tokens)
-        case _:
-            return _scheduled(model, candidate, tokens, live)
+    if not candidate.engine.pipelines:
+        return _unpipelined(model, candidate, tokens)
+    if candidate.engine.own_schedule is not None:
+        return _circular(model, candidate, tokens, candidate.engine.own_schedule)
+    return _scheduled(model, candidate, tokens, live)
 
 
 def _state(parts: Parts) -> tuple[float, float]:
@@ -153,13 +151,15 @@ def _recomputed(candidate: StepLayout, parts: Parts) -> float:
     return masked + again
 
 
-def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
+def _circular(
+    model: PlannedModel, candidate: StepLayout, tokens: float, schedule: OwnSchedule
+) -> PeakMemory:
     parts = step_parts(model, candidate, tokens)
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     grad = parts.of_layers.gradient
     weights, optimizer = _state(parts)
     halves = v >= 8  # two sets of buffers, each with an entry that ticks of the other write
-    ticks = circular_ticks(S, v, M) + 2 * halves
+    ticks = schedule.num_ticks(S, v, M) + 2 * halves
     kept = ticks * _residuals(candidate, parts)
     every, gradients = kept, grad * parts.stored
     if halves:  # residuals of the later half are freed before gradients of the earlier half exist

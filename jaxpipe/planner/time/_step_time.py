@@ -10,10 +10,9 @@ from functools import lru_cache
 
 from ...cost.training_step import Layout, Prediction, predict
 from ...schedules import Costs, makespan
-from ...schedules.builders import circular_ticks
-from .._candidates import StepLayout, splits_backward
+from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
-from .._model import PlannedModel
+from .._model import PlannedModel, mesh_sizes
 from .._own_model import PreparedPipeline
 from .._request import Request
 from ._engine_time import data_reduction_seconds, engine_seconds, expert_reduction_seconds
@@ -74,15 +73,14 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.across,
         candidate.microbatches,
         candidate.accumulation,
-        candidate.engine == "none",
-        candidate.gather in ("once", "repeat"),
+        _gather(candidate) in ("once", "repeat"),
         candidate.policy == "none",
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
-    if candidate.engine == "none":
+    if not candidate.engine.pipelines:
         return seconds + sums
     waiting = (S - 1) / (M * v)
     if splits_backward(candidate):
@@ -93,17 +91,25 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
     """Returns the time of a step."""
-    layout = _layout(candidate, request)
-    if candidate.engine != "none":
-        schedule = run.pipeline.schedule or "circular"
+    layout = _layout(
+        request,
+        candidate.mesh,
+        candidate.across,
+        candidate.microbatches,
+        candidate.accumulation,
+        _gather(candidate),
+        keeps_all=candidate.policy == "none",
+    )
+    if candidate.engine.pipelines:
+        schedule = run.pipeline.schedule or candidate.family_name
         counts = _all_layers(candidate, request)
         layout = replace(
             layout,
             schedule=schedule,
             chunks=candidate.chunks,
             layers_per_stage=counts,
-            # Every rank of the circular engine computes the loss of its own microbatches.
-            vocab_parallel=candidate.engine == "circular",
+            # A share of the microbatches takes a rank as long as a share of the vocabulary.
+            vocab_parallel=candidate.engine.shares_loss,
         )
     kind = device_hardware(request.devices)
     found = predict(request.work, layout, kind)
@@ -114,7 +120,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
-    if candidate.engine == "none" and candidate.policy == "none":
+    if not candidate.engine.pipelines and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(candidate, run, found)
@@ -144,11 +150,12 @@ def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
 
 def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
-    if candidate.engine == "circular":
+    own_schedule = candidate.engine.own_schedule
+    if own_schedule is not None:
         counts = candidate.num_ranks, candidate.chunks, candidate.microbatches
         both = map(sum, zip(found.input, found.weight, strict=True))
-        return circular_ticks(*counts) * (max(found.forward) + max(both))
-    if candidate.engine == "scheduled":
+        return own_schedule.num_ticks(*counts) * (max(found.forward) + max(both))
+    if candidate.engine.runs_ticks:
         costs = Costs(found.forward, found.input, found.weight, found.transfer)
         return float(makespan(run.engine.timeline(run.pipeline, costs)))
     return None
@@ -193,10 +200,30 @@ def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
     )
 
 
-def _layout(candidate: StepLayout, request: Request) -> Layout:
-    rows = request.batch // candidate.num_shards // candidate.accumulation // candidate.microbatches
+def _gather(candidate: StepLayout) -> GatherMode:
+    """Returns when weights are gathered: without a pipeline every layer gathers its own."""
+    is_chosen = candidate.engine.pipelines and candidate.gathers
+    return candidate.gather if is_chosen else "layer"
+
+
+def _layout(
+    request: Request,
+    mesh: tuple[int, ...],
+    across: str,
+    microbatches: int,
+    accumulation: int,
+    gather: GatherMode,
+    *,
+    keeps_all: bool,
+) -> Layout:
+    """Returns the layout of a step without a pipeline, as `jaxpipe.cost` has it.
+
+    Args:
+        keeps_all: Whether a backward computes nothing again.
+    """
+    rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
     slices = request.devices.num_slices
-    data, stage, fsdp, tensor, expert, context = candidate.mesh
+    data, stage, fsdp, tensor, expert, context = mesh
     kind = device_hardware(request.devices)
     return Layout(
         data=data,
@@ -205,14 +232,13 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
         tensor=tensor,
         expert=expert,
         context=context,
-        microbatches=candidate.microbatches,
+        microbatches=microbatches,
         rows=rows,
         sequence=request.sequence,
-        remat="none" if candidate.policy == "none" else "full",
-        # Without a pipeline, every layer gathers its own weights.
-        gather="layer" if candidate.engine == "none" or not candidate.gathers else candidate.gather,
+        remat="none" if keeps_all else "full",
+        gather=gather,
         hosts=slices if slices > 1 else 0,
-        order=_order(candidate.across),
+        order=_order(across),
         sequence_parallel=False,
         experts_gather=True,
         shared_optimizer=False,
@@ -241,18 +267,12 @@ def _unpipelined_seconds(
     across: str,
     microbatches: int,
     accumulation: int,
-    is_unpipelined: bool,
     gathers_once: bool,
     keeps_all: bool,
 ) -> float:
     """Returns the seconds of all microbatches on one rank that has all layers."""
-    candidate = StepLayout(
-        *(mesh, across, "none" if is_unpipelined else "scheduled", "", 1, (), microbatches),
-        *(accumulation, "none" if keeps_all else "full", "layer"),
-        "once" if gathers_once else "layer",
-        1,
-    )
-    layout = _layout(candidate, request)
+    gather = "once" if gathers_once else "layer"
+    layout = _layout(request, mesh, across, microbatches, accumulation, gather, keeps_all=keeps_all)
     return predict(request.work, layout, device_hardware(request.devices)).seconds
 
 
