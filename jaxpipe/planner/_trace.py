@@ -14,7 +14,7 @@ from ..autodiff.backward import floating
 from ..cost.work import Product
 
 
-class Traced(NamedTuple):
+class RowWork(NamedTuple):
     """What a function does with one row, by its jaxpr."""
 
     products: tuple[Product, ...]
@@ -51,7 +51,7 @@ def _read_bytes(jaxpr: Any, weight: Var) -> int:
     return min(aval.dtype.itemsize, max(found, default=aval.dtype.itemsize))
 
 
-def trace(function: Callable, tokens: int, *arguments: PyTree) -> Traced:
+def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
     """Counts the matrix products of a function and what its other equations write."""
     products, moved, count = [], 0.0, 0
     for eqn, times in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
@@ -68,7 +68,7 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> Traced:
             )
         else:
             moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    return Traced(tuple(products), moved / tokens, count)
+    return RowWork(tuple(products), moved / tokens, count)
 
 
 def _product(k: int, columns: float, times: int) -> Product:
