@@ -83,13 +83,13 @@ class Plans:
                 f"The model is {self.request.model.name}, which `jaxpipe train` runs. `yaml` "
                 "returns the keys of a plan; `jaxpipe.train` takes them too."
             )
-        wanted, devices = self.request.devices, jax.devices()
-        if len(devices) < wanted.num_devices:
+        target, devices = self.request.devices, jax.devices()
+        if len(devices) < target.num_devices:
             raise ValueError(
-                f"The plan is for {wanted.name}, {wanted.num_devices} devices, and {len(devices)} "
+                f"The plan is for {target.name}, {target.num_devices} devices, and {len(devices)} "
                 "are here. Plan for 'here', or run where these devices are."
             )
-        return own_pipeline(self.plans[index], self.request.own, devices[: wanted.num_devices])
+        return own_pipeline(self.plans[index], self.request.own, devices[: target.num_devices])
 
     def verify(self, index: int = 0) -> VerifiedPlan:
         """Compiles the train step of a plan, which may take minutes; no device is needed.

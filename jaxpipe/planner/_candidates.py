@@ -300,8 +300,8 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
     If none are given they differ by at most one, and the first and last stages have fewer.
     """
     layers = space.num_layers
-    if given := space.fixed.get("counts"):
-        return given if len(given) == stages else ()
+    if requested := space.fixed.get("counts"):
+        return requested if len(requested) == stages else ()
     if stages > layers:
         return ()
     each, more = divmod(layers, stages)

@@ -158,11 +158,11 @@ def fix_space(
         fixed = {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
     fixed |= counts
     if mesh is not None:
-        others = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
-        if others:
+        unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
+        if unknown:
             raise ValueError(
                 f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
-                f"{', '.join(_AXES)}. Give these, without {', '.join(others)}."
+                f"{', '.join(_AXES)}. Give these, without {', '.join(unknown)}."
             )
         if (size := math.prod(mesh.values())) != devices.num_devices:
             raise ValueError(
@@ -232,8 +232,8 @@ def _without_aux(layer: Callable, x: PyTree) -> Callable:
     """Returns a layer that returns x alone."""
 
     def run(*arguments: Any) -> PyTree:
-        found = layer(*arguments)
-        return found if jax.tree.structure(found) == jax.tree.structure(x) else found[0]
+        result = layer(*arguments)
+        return result if jax.tree.structure(result) == jax.tree.structure(x) else result[0]
 
     return run
 

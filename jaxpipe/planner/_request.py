@@ -126,13 +126,13 @@ def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:
     Raises:
         ValueError: If one of them cannot be read.
     """
-    given = [parse_yaml(text, "a file of settings") for text in files]
-    given += [parse_override(pair) for pair in overrides]
-    return {key: value for values in given for key, value in values.items()}
+    sources = [parse_yaml(text, "a file of settings") for text in files]
+    sources += [parse_override(pair) for pair in overrides]
+    return {key: value for values in sources for key, value in values.items()}
 
 
 def make_request(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     devices: Devices,
     *,
     batch: int | None = None,
@@ -146,16 +146,16 @@ def make_request(
     Raises:
         ValueError: If a value is wrong.
     """
-    given = dict(given)
+    settings = dict(settings)
     if schedule and not usual_engine(schedule).runs_schedules:
-        given["pipeline_engine"] = usual_engine(schedule).config_name
+        settings["pipeline_engine"] = usual_engine(schedule).config_name
     elif schedule:
-        given["pipeline_schedule"] = schedule
-        name = given.get("pipeline_engine", usual_engine(None).config_name)
+        settings["pipeline_schedule"] = schedule
+        name = settings.get("pipeline_engine", usual_engine(None).config_name)
         if not engine_named(name).runs_schedules:
-            given["pipeline_engine"] = usual_engine(schedule).config_name
-    fixed, chosen = _fixed(given)
-    values = {key: value for key, value in given.items() if key not in chosen}
+            settings["pipeline_engine"] = usual_engine(schedule).config_name
+    fixed, chosen = _fixed(settings)
+    values = {key: value for key, value in settings.items() if key not in chosen}
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}))
     accumulation = fixed.get("accumulation", 1)
     rows = batch or round(config.per_device_batch_size * devices.num_devices * accumulation)
@@ -195,7 +195,7 @@ def make_request(
             sizes.vocab_size,
             max_stages or devices.num_devices,
             fixed,
-            without=tuple(name for name, key in GATHER_KEYS.items() if given.get(key) is False),
+            without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
         ),
         before,
         uniform - pipelined,
@@ -239,31 +239,31 @@ def _yaml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fixed(given: Mapping[str, Any]) -> tuple[Values, set[str]]:
+def _fixed(settings: Mapping[str, Any]) -> tuple[Values, set[str]]:
     """Returns the fields of candidates that are given, and the keys that give them."""
-    found: Values = {}
-    chosen = {key for key in given if key in _CHOSEN}
+    fixed: Values = {}
+    chosen = {key for key in settings if key in _CHOSEN}
     for key, name in _FIXED.items():
-        if key in given and given[key] != _FREE.get(key):
-            found[name] = given[key]
+        if key in settings and settings[key] != _FREE.get(key):
+            fixed[name] = settings[key]
     for axis, name in AXIS_KEYS.items():
-        ici, dcn = (given.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
-        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(given)
+        ici, dcn = (settings.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
+        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(settings)
         if ici not in (None, -1):
-            found[axis] = int(ici) * int(dcn or 1)
+            fixed[axis] = int(ici) * int(dcn or 1)
         if dcn not in (None, 1):
-            found["across"] = axis
-    gathers = [name for name, key in GATHER_KEYS.items() if given.get(key)]
+            fixed["across"] = axis
+    gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
     if gathers:
-        found["gather"] = gathers[0]
-    ticks, layers = (given.get(key) for key in _SCOPE_KEYS)
+        fixed["gather"] = gathers[0]
+    ticks, layers = (settings.get(key) for key in _SCOPE_KEYS)
     if ticks is not None or layers is not None:
-        found["scope"] = {(True, True): "both", (False, True): "layer"}.get(
+        fixed["scope"] = {(True, True): "both", (False, True): "layer"}.get(
             (ticks is not False, bool(layers)), "tick"
         )
-    if given.get("pipeline_layout"):
-        found["counts"] = parse_layout(given["pipeline_layout"])
-    return found, chosen
+    if settings.get("pipeline_layout"):
+        fixed["counts"] = parse_layout(settings["pipeline_layout"])
+    return fixed, chosen
 
 
 def layout_text(counts: Sequence[int]) -> str:
@@ -311,7 +311,7 @@ def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
             moe.shared_experts,
             sizes.first_num_dense_layers,
         )
-    found = transformer(
+    work = transformer(
         layers=sizes.base_num_decoder_layers,
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
@@ -325,7 +325,7 @@ def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
     )
     itemsize = float(jnp.dtype(dtype).itemsize)
     layers = (
-        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * found.hidden)
-        for layer in found.layers
+        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
+        for layer in work.layers
     )
-    return replace(found, layers=tuple(layers))
+    return replace(work, layers=tuple(layers))

@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from ...planner._request import read_settings
     from ...train.config import MAX_YAML_BYTES
 
-    files = [given for given in args.settings if is_config_file(given)]
-    pairs = [given for given in args.settings if given not in files]
+    files = [setting for setting in args.settings if is_config_file(setting)]
+    pairs = [setting for setting in args.settings if setting not in files]
     texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
     values = read_settings(texts, pairs)
     if args.devices == "here" and values.get("emulate_devices"):
@@ -126,13 +126,13 @@ def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
         return str(error)
 
 
-def _record(found: "VerifiedPlan | str") -> dict[str, Any]:
-    return {"refused": found} if isinstance(found, str) else found.record()
+def _record(verified: "VerifiedPlan | str") -> dict[str, Any]:
+    return {"refused": verified} if isinstance(verified, str) else verified.record()
 
 
-def _line(index: int, found: "VerifiedPlan | str") -> str:
+def _line(index: int, verified: "VerifiedPlan | str") -> str:
     """Returns a line with what is predicted of a plan beside what the compiler says."""
-    refused = f"refused. {found}" if isinstance(found, str) else found
+    refused = f"refused. {verified}" if isinstance(verified, str) else verified
     return f"compiled {index + 1}: {refused}"
 
 

@@ -76,8 +76,8 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     terms, layers = memory_terms(model, candidate, tokens), model.num_layers
     weights, optimizer = _state(terms)
     of_layers = terms.of_layers.cast * terms.stored if model.hoists_casts else 0.0
-    cast, one = of_layers + terms.of_boundary.cast * terms.boundary, terms.stored_grads
-    sums = one if candidate.microbatches > 1 else 0.0
+    cast, gradients = of_layers + terms.of_boundary.cast * terms.boundary, terms.stored_grads
+    sums = gradients if candidate.microbatches > 1 else 0.0
     activations = (layers + model.num_outer) * (terms.activation + terms.kept)
     gathers = terms.of_layers.read * terms.layer if candidate.gathers else 0.0
     if candidate.gathers and candidate.policy == "none":  # the forward keeps what it gathers
@@ -90,7 +90,7 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     work = terms.layer_work + terms.largest
     # Parts of the logits add to the sum of the head's gradients, which is scattered at the end.
     head = terms.of_boundary.gradient * terms.head
-    late = one + (head if candidate.gathers and candidate.vocab_tiling > 1 else 0.0)
+    late = gradients + (head if candidate.gathers and candidate.vocab_tiling > 1 else 0.0)
     in_layer, in_loss = late + gathers + work, terms.loss
     return PeakMemory(
         weights,

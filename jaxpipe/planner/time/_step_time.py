@@ -112,20 +112,20 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
             vocab_parallel=candidate.engine.shares_loss,
         )
     kind = device_hardware(request.devices)
-    found = predict(request.work, layout, kind)
+    step = predict(request.work, layout, kind)
     recomputed = recomputed_fraction(candidate, request.model)
     if recomputed not in (0, 1):
         other = predict(request.work, replace(layout, remat="selective"), kind)
-        found = _between(other, found, recomputed)
-    parts = dict(found.parts)
+        step = _between(other, step, recomputed)
+    parts = dict(step.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
     if not candidate.engine.pipelines and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
-    ticks = _tick_seconds(candidate, run, found)
+    ticks = _tick_seconds(candidate, run, step)
     if ticks is not None:
-        parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
+        parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -134,29 +134,29 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         seconds,
         parts,
         tokens / seconds,
-        found.model_flops_utilization * found.seconds * candidate.accumulation / seconds,
+        step.model_flops_utilization * step.seconds * candidate.accumulation / seconds,
         parts["bubble"] / seconds,
         {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
     )
 
 
-def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
+def _schedule_seconds(step: Prediction, candidate: StepLayout) -> float:
     """Returns the seconds from the first action to the last, as `jaxpipe.cost` has them."""
-    after = found.parts["gradient_reduction"] + found.parts["optimizer"]
+    after = step.parts["gradient_reduction"] + step.parts["optimizer"]
     if candidate.gather in ("once", "repeat"):
-        after += found.parts["fsdp"]
-    return found.seconds - after
+        after += step.parts["fsdp"]
+    return step.seconds - after
 
 
-def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Prediction) -> float | None:
+def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, step: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
     own_schedule = candidate.engine.own_schedule
     if own_schedule is not None:
         counts = candidate.num_ranks, candidate.chunks, candidate.microbatches
-        both = map(sum, zip(found.input, found.weight, strict=True))
-        return own_schedule.num_ticks(*counts) * (max(found.forward) + max(both))
+        both = map(sum, zip(step.input, step.weight, strict=True))
+        return own_schedule.num_ticks(*counts) * (max(step.forward) + max(both))
     if candidate.engine.runs_ticks:
-        costs = Costs(found.forward, found.input, found.weight, found.transfer)
+        costs = Costs(step.forward, step.input, step.weight, step.transfer)
         return float(makespan(run.engine.timeline(run.pipeline, costs)))
     return None
 
@@ -254,8 +254,8 @@ def _order(across: str) -> tuple[str, ...]:
 
 def _all_layers(candidate: StepLayout, request: Request) -> tuple[int, ...]:
     """Returns layers per stage with those that run beside the embedding and the head."""
-    first, *others = candidate.counts
-    counts = [first + request.before, *others]
+    first, *rest = candidate.counts
+    counts = [first + request.before, *rest]
     counts[-1] += request.after
     return tuple(counts)
 
