@@ -156,8 +156,8 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
     def run_slice(weights, x, batch_inputs, keys, past):
         def step(x, one):
             w, key, earlier = one
-            x, (aux, made) = layer(w, x, (batch_inputs, replace(past, earlier=earlier)), key)
-            return x, (aux, made.earlier, made.new)
+            x, (aux, after) = layer(w, x, (batch_inputs, replace(past, earlier=earlier)), key)
+            return x, (aux, after.earlier, after.new)
 
         x, (aux, earlier, new) = jax.lax.scan(
             step, x, (weights, keys, past.earlier), unroll=not scan

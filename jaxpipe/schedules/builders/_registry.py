@@ -333,21 +333,21 @@ def build(
         "latency": latency,
         "spare": spare,
     }
-    given = {option: value for option, value in options.items() if value is not None}
-    for option, value in given.items():
+    arguments = {option: value for option, value in options.items() if value is not None}
+    for option, value in arguments.items():
         if option not in chosen.takes:
-            others = ", ".join(n for n, f in FAMILIES.items() if option in f.takes)
+            takers = ", ".join(n for n, f in FAMILIES.items() if option in f.takes)
             raise ValueError(
                 f"`{option}` is {value}, but {name} takes "
                 f"{' and '.join(f'`{taken}`' for taken in chosen.takes) or 'none such'}. "
-                f"Leave `{option}` out, or choose one of {others}."
+                f"Leave `{option}` out, or choose one of {takers}."
             )
-    counts = {"ranks": ranks, "microbatches": microbatches, **given}
+    counts = {"ranks": ranks, "microbatches": microbatches, **arguments}
     require_positive(**{name: counts[name] for name in counts if name not in _MAY_BE_ZERO})
-    require_small(ranks, microbatches, given.get("chunks", 2), given.get("slices", 1))
+    require_small(ranks, microbatches, arguments.get("chunks", 2), arguments.get("slices", 1))
     if chosen.default_group_size is not None and group is None:
-        given["group"] = chosen.default_group_size(ranks, microbatches)
-    keywords = {_KEYWORDS[option]: value for option, value in given.items()}
+        arguments["group"] = chosen.default_group_size(ranks, microbatches)
+    keywords = {_KEYWORDS[option]: value for option, value in arguments.items()}
     try:
         return chosen.builder(ranks, microbatches, **keywords)
     except ValueError as error:
