@@ -9,8 +9,8 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine, When
-from ..schedules import Schedule, builders, language
+from ..engines import ENGINES, Engine, When, usual_engine
+from ..schedules import Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, cast_model, check_model, check_sliced
@@ -130,7 +130,7 @@ def pipeline(
     num_ranks = _num_ranks(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
-    selected = _engine(engine, order, schedule)
+    selected = _engine(engine, schedule)
     _check_options(
         selected,
         {
@@ -242,13 +242,12 @@ def _schedule(
             f"{num_ranks}, ...}}, microbatches={num_microbatches}).pipeline()` is the fastest one."
         )
     if isinstance(schedule, str):
-        takes_chunks = "chunks" in builders.get_family(schedule).takes
-        default = (1 if schedule == "circular" else 2) if takes_chunks else None
+        own = usual_engine(schedule).own_schedule
         return schedules.build(
             schedule,
             ranks=num_ranks,
             microbatches=num_microbatches,
-            chunks=default if chunks is None else chunks,
+            chunks=own.default_chunks if own and chunks is None else chunks,
             slices=slices,
         )
     counts = schedules.num_ranks(schedule), schedule.num_microbatches
@@ -260,11 +259,9 @@ def _schedule(
     return schedules.check(schedule)
 
 
-def _engine(name: str, schedule: Schedule | None, given: str | Schedule | None) -> Engine:
+def _engine(name: str, schedule: str | Schedule | None) -> Engine:
     if name == "auto":
-        if schedule is None:
-            return ENGINES["unpipelined"]
-        return ENGINES["circular" if given == "circular" else "scheduled"]
+        return usual_engine(schedule)
     if name not in ENGINES:
         raise ValueError(f"`engine` is {name!r}. Give 'auto' or one of {', '.join(ENGINES)}.")
     return ENGINES[name]

@@ -205,8 +205,7 @@ class PipelinedModel(InspectedModel):
 
     def _layer_ids(self, plan: PipelinePlan) -> tuple[Any, ...]:
         """Returns which layer is where in stored parameters."""
-        of_stages = self.engine.per_stage_state
-        return plan.layout.stage_layer_ids if of_stages else plan.layout.layer_ids
+        return self.engine.layer_ids(plan.layout)
 
     def _plan_of(self, params: StoredParams) -> PipelinePlan:
         """Returns the plan for stored parameters, and checks that they suit this pipeline."""

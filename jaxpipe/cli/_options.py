@@ -71,14 +71,14 @@ def path(value: str) -> Path:
 
 
 def _bounded(kind: Callable[[str], Any], name: str, least: float, most: float) -> Callable:
-    def read(given: str) -> Any:
+    def read(text: str) -> Any:
         try:
-            value = kind(given)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{short_repr(given)}. Give {name} from {least:,} to {most:,}."
+                f"{short_repr(text)}. Give {name} from {least:,} to {most:,}."
             )
         return value
 

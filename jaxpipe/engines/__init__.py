@@ -1,9 +1,11 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
+from ..schedules import Schedule as _Schedule
 from ._accumulation import gradient_accumulation as gradient_accumulation
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine
+from ._engine import OwnSchedule as OwnSchedule
 from ._engine import ParamSpecs as ParamSpecs
 from ._engine import PipelinePlan as PipelinePlan
 from ._engine import When as When
@@ -18,3 +20,28 @@ ENGINES: dict[str, Engine] = {
     for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
 }
 """Every engine by its name."""
+
+CONFIG_ENGINES: dict[str, Engine] = {engine.config_name: engine for engine in ENGINES.values()}
+"""Every engine by its name in configs, as `pipeline_engine` has it."""
+
+
+def engine_of_any_schedule() -> Engine:
+    """Returns the engine that runs any schedule in one program."""
+    return next(engine for engine in ENGINES.values() if engine.runs_ticks)
+
+
+def usual_engine(schedule: str | _Schedule | None) -> Engine:
+    """Selects the engine of a schedule, for users who do not say which.
+
+    Args:
+        schedule: The name of a family, a schedule, or None for no pipeline.
+
+    Returns:
+        An engine of one program: that whose own schedule it is, or else one that runs any.
+    """
+    for engine in ENGINES.values():
+        if schedule is None and not engine.pipelines:
+            return engine
+        if engine.own_schedule is not None and engine.own_schedule.family == schedule:
+            return engine
+    return engine_of_any_schedule()

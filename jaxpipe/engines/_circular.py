@@ -1,5 +1,6 @@
 """The engine `circular`: MaxText's circular pipeline in one program."""
 
+from operator import attrgetter
 from typing import Any
 
 from .. import schedules
@@ -9,9 +10,11 @@ from ..schedules.builders import circular_ticks
 from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, OwnSchedule, PipelinePlan
 from ._jit import jit
 from ._memory_cap import check_cap
+
+_OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1, num_ticks=circular_ticks)
 
 
 def _prepare(
@@ -22,23 +25,24 @@ def _prepare(
     memory_cap: float | None,
 ) -> tuple[Schedule, Ticks | None]:
     del costs
-    chunks = 1 if schedule is None else schedule.num_stages // num_ranks
-    found = schedules.build(
-        "circular", ranks=num_ranks, microbatches=num_microbatches, chunks=chunks
+    own = _OWN_SCHEDULE
+    chunks = own.default_chunks if schedule is None else schedule.num_stages // num_ranks
+    circular = schedules.build(
+        own.family, ranks=num_ranks, microbatches=num_microbatches, chunks=chunks
     )
-    if schedule not in (None, found):
+    if schedule not in (None, circular):
         raise ValueError(
             "`schedule` is not the circular one, and `engine` is 'circular', which runs no other. "
             "Give `engine='scheduled'`, which runs any schedule in one program, or leave it out."
         )
-    stored = circular_ticks(num_ranks, chunks, num_microbatches) / chunks
+    stored = own.num_ticks(num_ranks, chunks, num_microbatches) / chunks
     check_cap(
         memory_cap,
         stored,
         "the engine 'circular' stores what every tick leaves, that of {}",
         "a schedule of the engine 'scheduled', such as '1f1b'",
     )
-    return found, None
+    return circular, None
 
 
 def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
@@ -91,13 +95,18 @@ def _may_divide(plan: PipelinePlan) -> bool:
 
 CIRCULAR = Engine(
     name="circular",
+    config_name="circular",
+    is_usual=True,
     pipelines=True,
     runs_schedules=False,
     options=frozenset({"gather", "zero1", "forwarding_delay"}),
     per_stage_state=False,
+    program_per_rank=False,
+    shares_loss=True,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_stacked.round_robin_layout,
+    layer_ids=attrgetter("layer_ids"),
     stack=_stacked.stack,
     unstack=_stacked.unstack,
     share=_stacked.share,
@@ -117,4 +126,5 @@ CIRCULAR = Engine(
     jit=jit,
     timeline=_timeline,
     may_divide=_may_divide,
+    own_schedule=_OWN_SCHEDULE,
 )

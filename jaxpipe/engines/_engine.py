@@ -6,7 +6,7 @@ microbatches.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
@@ -93,6 +93,20 @@ class PipelinePlan:
     exact_params: frozenset[str] = frozenset()
 
 
+class OwnSchedule(NamedTuple):
+    """The schedule of an engine that runs no other.
+
+    Attributes:
+        family: Its name among `schedules.FAMILIES`.
+        default_chunks: Stages per rank, unless the caller gives them.
+        num_ticks: `(S, v, M) -> ticks` of its forward loop; the backward loop has as many.
+    """
+
+    family: str
+    default_chunks: int
+    num_ticks: Callable[[int, int, int], int]
+
+
 @dataclass(frozen=True)
 class Engine:
     """A way to run a pipeline, as functions of its plan.
@@ -101,11 +115,17 @@ class Engine:
 
     Attributes:
         name: The name by which users select it.
+        config_name: Its name in configs, as the value of `pipeline_engine`.
+        is_usual: Whether planners try it unless they are told what to try.
         pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
         runs_schedules: Whether it runs any schedule that it is given.
         options: The arguments of `pipeline` that this engine has, of those that not all have.
-        per_stage_state: Whether every stage has its own tree of weights on the devices of its rank,
-            and ranks run programs of their own. False if leaves stack all stages in one program.
+        per_stage_state: Whether every stage has its own tree of weights on the devices of its rank.
+            False if leaves stack all stages.
+        program_per_rank: Whether ranks run programs of their own: each needs memory of its own, and
+            none runs functions of the model for a bubble. False if all devices run one program.
+        shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
+            the rank of the last stage computes all, unless `vocab_parallel` divides each.
         check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
             may not be called here.
         prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
@@ -114,6 +134,8 @@ class Engine:
             `ValueError` that names another engine if this one cannot run the schedule, and one
             that names the least cap if it cannot keep this one.
         layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
+        layer_ids: `layout -> layer_ids` or `stage_layer_ids` of the layout: which layer is where in
+            stored stages.
         stack: `(plan, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
             order.
@@ -157,19 +179,25 @@ class Engine:
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
             (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
             then [M * s, D, ...] for s slices. None: the engine runs no schedule with slices.
+        own_schedule: The schedule that it runs, if it runs one and no other.
     """
 
     name: str
+    config_name: str
+    is_usual: bool
     pipelines: bool
     runs_schedules: bool
     options: frozenset[str]
     per_stage_state: bool
+    program_per_rank: bool
+    shares_loss: bool
     check_call: Callable[[str], None]
     prepare: Callable[
         [Schedule | None, int, int, Costs | None, float | None],
         tuple[Schedule | None, Ticks | None],
     ]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
+    layer_ids: Callable[[LayerLayout], tuple[Any, ...]]
     stack: Callable[[PipelinePlan, Any], PyTree]
     unstack: Callable[[PipelinePlan, PyTree], Any]
     share: Callable[[PipelinePlan, PyTree, PyTree], PyTree]
@@ -190,3 +218,9 @@ class Engine:
     timeline: Callable[[PipelinePlan, Costs], Timeline]
     may_divide: Callable[[PipelinePlan], bool]
     sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None
+    own_schedule: OwnSchedule | None = None
+
+    @property
+    def runs_ticks(self) -> bool:
+        """Whether it runs any schedule as ticks of one program, which `prepare` returns."""
+        return self.runs_schedules and not self.program_per_rank

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import jax
@@ -244,13 +244,18 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
 
 MPMD = Engine(
     name="mpmd",
+    config_name="mpmd",
+    is_usual=False,
     pipelines=True,
     runs_schedules=True,
     options=frozenset(),
     per_stage_state=True,
+    program_per_rank=True,
+    shares_loss=False,
     check_call=_check_call,
     prepare=_prepare,
     layout=_layout,
+    layer_ids=attrgetter("stage_layer_ids"),
     stack=_stack,
     unstack=_unstack,
     share=_share,

@@ -1,5 +1,6 @@
 """The engine `scheduled`: any schedule in one program, in lock-step."""
 
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -118,13 +119,18 @@ def _undifferentiated(tree: PyTree) -> PyTree:
 
 SCHEDULED = Engine(
     name="scheduled",
+    config_name="scheduled",
+    is_usual=True,
     pipelines=True,
     runs_schedules=True,
     options=frozenset({"gather", "zero1", "vocab_parallel"}),
     per_stage_state=False,
+    program_per_rank=False,
+    shares_loss=False,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_stacked.layout_of_schedule,
+    layer_ids=attrgetter("layer_ids"),
     stack=_stacked.stack,
     unstack=_stacked.unstack,
     share=_stacked.share,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -124,13 +125,18 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
 
 UNPIPELINED = Engine(
     name="unpipelined",
+    config_name="none",
+    is_usual=True,
     pipelines=False,
     runs_schedules=False,
     options=frozenset({"zero1"}),
     per_stage_state=False,
+    program_per_rank=False,
+    shares_loss=False,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_layout,
+    layer_ids=attrgetter("layer_ids"),
     stack=_stacked.stack,
     unstack=_stacked.unstack,
     share=_stacked.share,

@@ -140,15 +140,15 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
         for i, (w, key) in enumerate(zip(weights["stages"], stage_keys, strict=True)):
             key = fold_in_microbatch(key, index)
             dims = past_dims(model, len(xs), w, xs[0], inputs[0], key)
-            run, made = remat(stage_of_slices(model, len(xs), dims)), []
+            run, earlier_slices = remat(stage_of_slices(model, len(xs), dims)), []
             for part, inputs_s in enumerate(inputs):
-                x, earlier = mark_part((xs[part], made), i * len(xs) + part)
+                x, earlier = mark_part((xs[part], earlier_slices), i * len(xs) + part)
                 y, more, new = run(w, x, inputs_s, (key, earlier))
                 xs[part], new = mark_part((y, new), i * len(xs) + part)
-                made, aux = [*made, new], _add_metrics(aux, more)
+                earlier_slices, aux = [*earlier_slices, new], _add_metrics(aux, more)
         boundary = model.boundary(weights)
-        found = [model.loss(boundary, x, inputs_s) for x, inputs_s in zip(xs, inputs, strict=True)]
-        total, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *found)
+        losses = [model.loss(boundary, x, inputs_s) for x, inputs_s in zip(xs, inputs, strict=True)]
+        total, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *losses)
         return combine_losses(total, metrics, aux)
 
     return loss

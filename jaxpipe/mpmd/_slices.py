@@ -41,19 +41,19 @@ def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[i
         )
     _, _, past = jax.eval_shape(model.sliced_stage, *examples, Past(num_slices=num_slices))
     pairs = zip(jax.tree.leaves(past.earlier), jax.tree.leaves(past.new), strict=True)
-    found = [
+    lengths_and_dims = [
         (part.shape[i], i)
         for whole, part in pairs
         for i, (n, t) in enumerate(zip(whole.shape, part.shape, strict=True))
         if n != t
     ]
-    lengths = {length for length, _ in found}
+    lengths = {length for length, _ in lengths_and_dims}
     if len(lengths) != 1:
         raise ValueError(
             f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
             "slice. `past.append` takes leaves [b, t, ...] with the t positions of the slice."
         )
-    return tuple(dim for _, dim in found)
+    return tuple(dim for _, dim in lengths_and_dims)
 
 
 def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
@@ -66,8 +66,10 @@ def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) ->
         `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.
     """
 
-    def run(weights: Any, x: Any, inputs: Any, given: tuple[Any, list[Any]]) -> tuple[Any, ...]:
-        keys, earlier = given
+    def run(
+        weights: Any, x: Any, inputs: Any, keys_and_past: tuple[Any, list[Any]]
+    ) -> tuple[Any, ...]:
+        keys, earlier = keys_and_past
         assert model.sliced_stage is not None, "checked by `past_dims`"
         y, aux, past = model.sliced_stage(weights, x, inputs, keys, _past_of(earlier, dims))
         is_last = len(earlier) == num_slices - 1

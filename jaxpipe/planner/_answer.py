@@ -83,13 +83,13 @@ class Plans:
                 f"The model is {self.request.model.name}, which `jaxpipe train` runs. `yaml` "
                 "returns the keys of a plan; `jaxpipe.train` takes them too."
             )
-        wanted, devices = self.request.devices, jax.devices()
-        if len(devices) < wanted.num_devices:
+        target, devices = self.request.devices, jax.devices()
+        if len(devices) < target.num_devices:
             raise ValueError(
-                f"The plan is for {wanted.name}, {wanted.num_devices} devices, and {len(devices)} "
+                f"The plan is for {target.name}, {target.num_devices} devices, and {len(devices)} "
                 "are here. Plan for 'here', or run where these devices are."
             )
-        return own_pipeline(self.plans[index], self.request.own, devices[: wanted.num_devices])
+        return own_pipeline(self.plans[index], self.request.own, devices[: target.num_devices])
 
     def verify(self, index: int = 0) -> VerifiedPlan:
         """Compiles the train step of a plan, which may take minutes; no device is needed.
@@ -226,15 +226,15 @@ def describe(candidate: StepLayout) -> str:
     words = [f"{_NAMES[axis]} {size}" for axis, size in mesh if size > 1]
     if candidate.across:
         words.append(f"slices along {_NAMES[candidate.across]}")
-    if candidate.engine == "none":
+    if not candidate.engine.pipelines:
         words.append("no pipeline")
     else:
-        words.append(candidate.schedule or candidate.engine)
+        words.append(candidate.family_name)
         words.append(f"v {candidate.chunks}")
         if len(set(candidate.counts)) > 1:
             words.append(f"{min(candidate.counts)} to {max(candidate.counts)} layers a stage")
     words.append(f"M {candidate.microbatches}")
-    if candidate.engine != "none" and candidate.gathers:
+    if candidate.engine.pipelines and candidate.gathers:
         words.append(f"gather per {candidate.gather}".replace("per once", "once"))
     scope = {"tick": "ticks", "layer": "layers", "both": "ticks and layers"}[candidate.scope]
     return ", ".join([*words, f"remat {candidate.policy} of {scope}"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule
 from ..schedules import FAMILIES
 from ._devices import Devices
 from ._model import Sizes, mesh_sizes
@@ -30,7 +31,7 @@ class StepLayout:
     Attributes:
         mesh: The size of every axis of the mesh, in the order of `AXES`.
         across: The axis along which slices lie; "" if there is one.
-        engine: The engine.
+        engine_name: The name of the engine in configs.
         schedule: The schedule; "" for engines that have their own.
         chunks: v.
         counts: [stages] layers of every stage, in forward order.
@@ -44,7 +45,7 @@ class StepLayout:
 
     mesh: tuple[int, ...]
     across: str
-    engine: str
+    engine_name: str
     schedule: str
     chunks: int
     counts: tuple[int, ...]
@@ -54,6 +55,17 @@ class StepLayout:
     scope: RematScope
     gather: GatherMode
     vocab_tiling: int
+
+    @property
+    def engine(self) -> Engine:
+        """Returns the engine."""
+        return engine_named(self.engine_name)
+
+    @property
+    def family_name(self) -> str:
+        """Returns the schedule, by its name also if it is the engine's own; "" if none is run."""
+        own = self.engine.own_schedule
+        return self.schedule or (own.family if own else "")
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -93,6 +105,15 @@ class Live(NamedTuple):
     residuals: int
     wgrad_residuals: int
     waiting: int
+
+
+def engine_named(name: str) -> Engine:
+    """Returns the engine of a name in configs.
+
+    Other names are taken for that of an engine which runs schedules: the checks of a run refuse
+    them, and say which there are.
+    """
+    return CONFIG_ENGINES.get(name) or engine_of_any_schedule()
 
 
 def splits_backward(candidate: StepLayout) -> bool:
@@ -155,12 +176,12 @@ def candidates(space: Space) -> Iterator[StepLayout]:
         rows, rest = divmod(space.batch // accumulation, row_shards(sizes))
         if rest or not rows or space.batch % accumulation:
             continue
-        for engine, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
-            for microbatches in _microbatches(space, rows, sizes["stage"], engine):
+        for name, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
+            for microbatches in _microbatches(space, rows, sizes["stage"], engine_named(name)):
                 first = StepLayout(
                     mesh,
                     across,
-                    engine,
+                    name,
                     schedule,
                     chunks,
                     counts,
@@ -227,26 +248,31 @@ def _context_sizes(space: Space, count: int) -> list[int]:
 
 
 def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
-    """Yields engines with schedule, stages per rank and layers of every stage."""
+    """Yields names of engines with schedule, stages per rank and layers of every stage."""
     fixed, layers = space.fixed, space.num_layers
-    engines = ("none",) if ranks == 1 else ("circular", "scheduled")
-    for engine in _choices(fixed, "engine", engines):
-        if engine == "none":
+    usual = [
+        name
+        for name, engine in CONFIG_ENGINES.items()
+        if engine.is_usual and engine.pipelines == (ranks > 1)
+    ]
+    for name in _choices(fixed, "engine", usual):
+        engine = engine_named(name)
+        if not engine.pipelines:
             if ranks == 1 and not fixed.get("schedule") and "counts" not in fixed:
-                yield engine, "", 1, (layers,)
+                yield name, "", 1, (layers,)
         elif ranks == 1 and "stage" not in fixed:
             continue
-        elif engine == "circular":
+        elif not engine.runs_schedules:
             if not fixed.get("schedule"):
                 for chunks in _choices(fixed, "chunks", _divisors(layers // ranks)):
                     counts = _counts(space, ranks * chunks)
                     if len({*counts}) == 1:
-                        yield engine, "", chunks, counts
+                        yield name, "", chunks, counts
         else:
             for schedule in _choices(fixed, "schedule", _schedules(ranks)):
                 for chunks in _chunks_of(schedule, fixed, layers, ranks):
                     if counts := _counts(space, ranks * chunks):
-                        yield engine, schedule, chunks, counts
+                        yield name, schedule, chunks, counts
 
 
 def _schedules(ranks: int) -> tuple[str, ...]:
@@ -274,8 +300,8 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
     If none are given they differ by at most one, and the first and last stages have fewer.
     """
     layers = space.num_layers
-    if given := space.fixed.get("counts"):
-        return given if len(given) == stages else ()
+    if requested := space.fixed.get("counts"):
+        return requested if len(requested) == stages else ()
     if stages > layers:
         return ()
     each, more = divmod(layers, stages)
@@ -286,17 +312,19 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
     return tuple(each + (start <= stage < start + more) for stage in range(stages))
 
 
-def _microbatches(space: Space, rows: int, ranks: int, engine: str) -> Sequence[int]:
+def _microbatches(space: Space, rows: int, ranks: int, engine: Engine) -> Sequence[int]:
     """Returns numbers of microbatches, of `rows` rows that each device group has."""
     if "microbatches" in space.fixed:
-        wanted = space.fixed["microbatches"]
-        return (wanted,) if rows % wanted == 0 else ()
+        requested = space.fixed["microbatches"]
+        return (requested,) if rows % requested == 0 else ()
     fitting = _divisors(rows)
-    if engine == "none":
+    if not engine.pipelines:
         return fitting
-    least = [m for m in fitting if m >= ranks and (engine != "circular" or m % ranks == 0)]
+    own = engine.own_schedule
+    in_rounds = own is not None and FAMILIES[own.family].ranks_divide_microbatches
+    enough = [m for m in fitting if m >= ranks and (m % ranks == 0 or not in_rounds)]
     most = ranks * _MICROBATCHES_PER_RANK[-1]
-    return [m for m in least if m <= most] or least[:1]
+    return [m for m in enough if m <= most] or enough[:1]
 
 
 def _vocab_tiling(space: Space, rows: int, sizes: Sizes) -> int:
@@ -316,15 +344,15 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
     fixed = space.fixed
     one_layer = first.layers_per_stage == 1
     scopes: Sequence[RematScope] = ("layer",)
-    if first.engine != "none":
+    if first.engine.pipelines:
         scopes = ("tick",) if one_layer else ("layer", "both")
     gathers: Sequence[GatherMode] = ("tick",)
-    if first.engine != "none" and row_shards(first.sizes) > first.sizes["data"]:
+    if first.engine.pipelines and row_shards(first.sizes) > first.sizes["data"]:
         gathers = ("once", "layer", "tick", "repeat")
         if one_layer:
             gathers = ("once", "tick", "repeat")
-        family = FAMILIES.get(first.schedule)
-        if first.engine == "scheduled" and not (family and family.is_breadth_first):
+        family = FAMILIES.get(first.family_name)
+        if "gather" in first.engine.options and not (family and family.is_breadth_first):
             gathers = ("once", "layer")
     gathers = [gather for gather in gathers if gather not in space.without]
     for policy in _choices(fixed, "policy", space.policies):

@@ -82,18 +82,18 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
     """
     if name == "here":
         return _devices_here()
-    found = re.fullmatch(r"([a-z][\w]*(?:-\d+gb)?)(?:([-:])(\d{1,6}(?:x\d{1,4}){0,2}))", name)
-    generation = generation_of(found[1]) if found else None
-    if found is None or generation is None or num_slices < 1:
+    match = re.fullmatch(r"([a-z][\w]*(?:-\d+gb)?)(?:([-:])(\d{1,6}(?:x\d{1,4}){0,2}))", name)
+    generation = generation_of(match[1]) if match else None
+    if match is None or generation is None or num_slices < 1:
         raise ValueError(_no_devices(name, num_slices))
     row = HARDWARE[generation]
-    sizes = tuple(map(int, found[3].split("x")))
+    sizes = tuple(map(int, match[3].split("x")))
     if row.is_gpu:
         shape, fits = (
             _gpu_shape(sizes, row.devices_per_host),
-            found[2] == ":" and len(sizes) <= 2 and num_slices == 1,
+            match[2] == ":" and len(sizes) <= 2 and num_slices == 1,
         )
-    elif found[2] == "-":
+    elif match[2] == "-":
         shape, fits = _slice_shape(row, sizes[0]), len(sizes) == 1
     else:
         shape, fits = sizes, len(sizes) == row.torus_axes
@@ -231,13 +231,13 @@ def absent_devices(devices: Devices) -> Sequence[Any]:
             for i in range(devices.num_devices)
         ]
     dims = (*devices.shape, 1)[:3]
-    found: list[AbsentDevice] = []
+    absent: list[AbsentDevice] = []
     for part in range(devices.num_slices):
         for chip in range(math.prod(dims)):
             x, y, z = chip % dims[0], chip // dims[0] % dims[1], chip // (dims[0] * dims[1])
             for core in range(row.devices_per_chip):
-                index = len(found)
+                index = len(absent)
                 host = index // row.devices_per_host
                 slice_index = part if devices.num_slices > 1 else None
-                found.append(AbsentDevice(index, "tpu", kind, host, (x, y, z), slice_index, core))
-    return found
+                absent.append(AbsentDevice(index, "tpu", kind, host, (x, y, z), slice_index, core))
+    return absent

@@ -20,40 +20,40 @@ def keys(candidate: StepLayout, request: Request) -> Values:
     """
     if request.own is not None:
         return own_settings(candidate)
-    found = dict(request.values) | _mesh(candidate, request.devices.num_slices)
-    found["pipeline_engine"] = candidate.engine
-    found["num_pipeline_microbatches"] = candidate.microbatches
-    found["remat_policy"] = candidate.policy
+    values = dict(request.values) | _mesh(candidate, request.devices.num_slices)
+    values["pipeline_engine"] = candidate.engine_name
+    values["num_pipeline_microbatches"] = candidate.microbatches
+    values["remat_policy"] = candidate.policy
     if candidate.accumulation > 1:
-        found["gradient_accumulation_steps"] = candidate.accumulation
+        values["gradient_accumulation_steps"] = candidate.accumulation
     if candidate.vocab_tiling > 1:
-        found["num_vocab_tiling"] = candidate.vocab_tiling
-    if candidate.engine == "none":
-        return found
-    found["set_remat_policy_on_pipeline_iterations"] = candidate.scope != "layer"
-    found["set_remat_policy_on_layers_per_stage"] = candidate.scope != "tick"
+        values["num_vocab_tiling"] = candidate.vocab_tiling
+    if not candidate.engine.pipelines:
+        return values
+    values["set_remat_policy_on_pipeline_iterations"] = candidate.scope != "layer"
+    values["set_remat_policy_on_layers_per_stage"] = candidate.scope != "tick"
     if candidate.gather in GATHER_KEYS:
-        found[GATHER_KEYS[candidate.gather]] = True
-    if candidate.engine == "circular":
-        found["num_layers_per_pipeline_stage"] = candidate.layers_per_stage
-        return found
-    found["pipeline_schedule"] = candidate.schedule
+        values[GATHER_KEYS[candidate.gather]] = True
+    if not candidate.engine.runs_schedules:
+        values["num_layers_per_pipeline_stage"] = candidate.layers_per_stage
+        return values
+    values["pipeline_schedule"] = candidate.schedule
     if len(set(candidate.counts)) > 1:
-        found["pipeline_layout"] = layout_text(candidate.counts)
+        values["pipeline_layout"] = layout_text(candidate.counts)
     elif candidate.chunks > 1:
-        found["num_pipeline_repeats"] = candidate.chunks
-    return found
+        values["num_pipeline_repeats"] = candidate.chunks
+    return values
 
 
 def _mesh(candidate: StepLayout, num_slices: int) -> Values:
     """Returns the sizes of the mesh inside a slice and across slices."""
-    found: Values = {}
+    axis_sizes: Values = {}
     for axis, size in zip(AXES, candidate.mesh, strict=True):
         across = num_slices if axis == candidate.across else 1
-        found[f"ici_{AXIS_KEYS[axis]}_parallelism"] = size // across
+        axis_sizes[f"ici_{AXIS_KEYS[axis]}_parallelism"] = size // across
         if across > 1:
-            found[f"dcn_{AXIS_KEYS[axis]}_parallelism"] = across
-    return found
+            axis_sizes[f"dcn_{AXIS_KEYS[axis]}_parallelism"] = across
+    return axis_sizes
 
 
 def checked_run(

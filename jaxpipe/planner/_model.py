@@ -269,15 +269,15 @@ def planned_model(
 
 def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
     """Returns the weights of a tree, those together that the same axes split."""
-    found: dict[tuple[Axes, Axes], list[int]] = {}
+    sizes_by_axes: dict[tuple[Axes, Axes], list[int]] = {}
     for weight in jax.tree.leaves(tree, is_leaf=is_weight):
         stored, gathered = (
-            _spec_axes(weight.axes, given) for given in (rules, gathered_rules(rules))
+            _spec_axes(weight.axes, axis_rules) for axis_rules in (rules, gathered_rules(rules))
         )
-        found.setdefault((stored, gathered), []).append(math.prod(weight.shape))
+        sizes_by_axes.setdefault((stored, gathered), []).append(math.prod(weight.shape))
     return tuple(
         WeightGroup(sum(sizes), stored, gathered, max(sizes))
-        for (stored, gathered), sizes in found.items()
+        for (stored, gathered), sizes in sizes_by_axes.items()
     )
 
 

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .. import schedules, sharding
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import ENGINES, Engine, PipelinePlan
+from ..engines import Engine, PipelinePlan, engine_of_any_schedule
 from ._candidates import Space, StepLayout
 from ._devices import Devices
 from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
@@ -152,14 +152,16 @@ def fix_space(
             divides no model of one's own.
     """
     space, devices = request.space, request.devices
-    fixed: Values = {"engine": "scheduled", "schedule": schedule} if schedule else {}
+    fixed: Values = {}
+    if schedule:
+        fixed = {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
     fixed |= counts
     if mesh is not None:
-        others = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
-        if others:
+        unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
+        if unknown:
             raise ValueError(
                 f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
-                f"{', '.join(_AXES)}. Give these, without {', '.join(others)}."
+                f"{', '.join(_AXES)}. Give these, without {', '.join(unknown)}."
             )
         if (size := math.prod(mesh.values())) != devices.num_devices:
             raise ValueError(
@@ -178,20 +180,20 @@ def own_settings(candidate: StepLayout) -> Values:
         Arguments by name; `mesh` has the sizes of `jaxpipe.make_mesh`, and `remat` says whether the
         backward computes a stage again.
     """
-    named = {"none": None, "circular": "circular"}
-    found: Values = {
+    engine = candidate.engine
+    settings: Values = {
         "mesh": {
             axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
         },
-        "schedule": named.get(candidate.engine, candidate.schedule),
+        "schedule": candidate.family_name or None,
         "microbatches": candidate.microbatches,
         "remat": candidate.policy,
     }
     if candidate.chunks > 1:
-        found["chunks"] = candidate.chunks
-    if candidate.engine == "scheduled":
-        found |= {"engine": "scheduled", "layers_per_stage": candidate.counts}
-    return found
+        settings["chunks"] = candidate.chunks
+    if engine.runs_schedules:
+        settings |= {"engine": engine.name, "layers_per_stage": candidate.counts}
+    return settings
 
 
 def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
@@ -200,10 +202,9 @@ def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
     Raises:
         ValueError: If the engine cannot run it.
     """
-    engine = ENGINES["unpipelined" if candidate.engine == "none" else candidate.engine]
+    engine = candidate.engine
     S, M, schedule = candidate.num_ranks, candidate.microbatches, None
-    if candidate.engine != "none":
-        name = candidate.schedule or "circular"
+    if name := candidate.family_name:
         takes = schedules.FAMILIES[name].takes if name in schedules.FAMILIES else ()
         chunks = candidate.chunks if "chunks" in takes else None
         schedule = schedules.build(name, ranks=S, microbatches=M, chunks=chunks)
@@ -230,8 +231,8 @@ def _without_aux(layer: Callable, x: PyTree) -> Callable:
     """Returns a layer that returns x alone."""
 
     def run(*arguments: Any) -> PyTree:
-        found = layer(*arguments)
-        return found if jax.tree.structure(found) == jax.tree.structure(x) else found[0]
+        result = layer(*arguments)
+        return result if jax.tree.structure(result) == jax.tree.structure(x) else result[0]
 
     return run
 

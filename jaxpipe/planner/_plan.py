@@ -89,35 +89,35 @@ def plan(
         request = fix_space(
             request, max_stages=max_stages, schedule=schedule, mesh=sizes, counts=own
         )
-    found = search(request, num_plans)
-    if not found.plans:
-        raise ValueError(_nothing_fits(request, found))
-    return Plans(request, found, time.perf_counter() - started)
+    best = search(request, num_plans)
+    if not best.plans:
+        raise ValueError(_nothing_fits(request, best))
+    return Plans(request, best, time.perf_counter() - started)
 
 
 def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
     """Checks the arguments that a model of the user's own needs, and those that it has not."""
     if params is None or example is None:
         raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
-    given = [f"`{name}`" for name, value in others.items() if value is not None]
-    if given:
+    unread = [f"`{name}`" for name, value in others.items() if value is not None]
+    if unread:
         raise ValueError(
-            f"`model` is your own, which has no {', '.join(given)}. The batch has the length of "
+            f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
             "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
             "given."
         )
 
 
-def _nothing_fits(request: Request, found: BestPlans) -> str:
+def _nothing_fits(request: Request, best: BestPlans) -> str:
     """Returns why there is no plan."""
     devices = request.devices
-    if found.leanest is None:
+    if best.leanest is None:
         return (
             f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
             f"{request.sequence} tokens and {request.space.num_layers} layers as given"
             f"{_given(request)}. Give another batch, or fix fewer keys."
         )
-    candidate, needed = found.leanest
+    candidate, needed = best.leanest
     if needed.total > request.limit:
         name, unit = unit_of_bytes(needed.total)
         kinds = ", ".join(_kinds(needed, unit))
@@ -127,14 +127,14 @@ def _nothing_fits(request: Request, found: BestPlans) -> str:
             f"{(needed.total - request.limit) / unit:.1f} {name} too much: {kinds}. Use more "
             "devices, or smaller sequences."
         )
-    reasons = "\n".join(dict.fromkeys(found.refused[:3]))
+    reasons = "\n".join(dict.fromkeys(best.refused[:3]))
     return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
 
 
 def _given(request: Request) -> str:
     implied = NOT_CHOSEN if request.own is not None else {}
-    given = {key: value for key, value in request.space.fixed.items() if key not in implied}
-    fixed = ", ".join(f"{name} {value}" for name, value in given.items())
+    fixed_fields = {key: value for key, value in request.space.fixed.items() if key not in implied}
+    fixed = ", ".join(f"{name} {value}" for name, value in fixed_fields.items())
     return f" (given: {fixed})" if fixed else ""
 
 

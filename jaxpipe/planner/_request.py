@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..cost.work import Experts, LatentAttention, ModelWork, transformer
+from ..engines import usual_engine
 from ..models import PRESETS, DeepseekConfig
 from ..sharding import AXES
 from ..sharding.layout import parse_layout
@@ -20,7 +21,7 @@ from ..train import Config, load_config
 from ..train.config import base_yaml, parse_yaml
 from ..train.plan import ModelConfig
 from ..train.plan._family import model_config
-from ._candidates import Space
+from ._candidates import Space, engine_named
 from ._devices import Devices
 from ._model import PlannedModel, planned_model
 
@@ -119,7 +120,7 @@ class OwnInputs(NamedTuple):
 
 
 def make_request(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     devices: Devices,
     *,
     batch: int | None = None,
@@ -133,15 +134,16 @@ def make_request(
     Raises:
         ValueError: If a value is wrong.
     """
-    given = dict(given)
-    if schedule == "circular":  # the schedule of an engine of its own
-        given["pipeline_engine"] = "circular"
+    settings = dict(settings)
+    if schedule and not usual_engine(schedule).runs_schedules:
+        settings["pipeline_engine"] = usual_engine(schedule).config_name
     elif schedule:
-        given["pipeline_schedule"] = schedule
-        if given.get("pipeline_engine", "none") in ("none", "circular"):
-            given["pipeline_engine"] = "scheduled"
-    fixed, chosen = _fixed(given)
-    values = {key: value for key, value in given.items() if key not in chosen}
+        settings["pipeline_schedule"] = schedule
+        name = settings.get("pipeline_engine", usual_engine(None).config_name)
+        if not engine_named(name).runs_schedules:
+            settings["pipeline_engine"] = usual_engine(schedule).config_name
+    fixed, chosen = _fixed(settings)
+    values = {key: value for key, value in settings.items() if key not in chosen}
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}))
     accumulation = fixed.get("accumulation", 1)
     rows = batch or round(config.per_device_batch_size * devices.num_devices * accumulation)
@@ -181,7 +183,7 @@ def make_request(
             sizes.vocab_size,
             max_stages or devices.num_devices,
             fixed,
-            without=tuple(name for name, key in GATHER_KEYS.items() if given.get(key) is False),
+            without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
         ),
         before,
         uniform - pipelined,
@@ -225,31 +227,31 @@ def _yaml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fixed(given: Mapping[str, Any]) -> tuple[Values, set[str]]:
+def _fixed(settings: Mapping[str, Any]) -> tuple[Values, set[str]]:
     """Returns the fields of candidates that are given, and the keys that give them."""
-    found: Values = {}
-    chosen = {key for key in given if key in _CHOSEN}
+    fixed: Values = {}
+    chosen = {key for key in settings if key in _CHOSEN}
     for key, name in _FIXED.items():
-        if key in given and given[key] != _FREE.get(key):
-            found[name] = given[key]
+        if key in settings and settings[key] != _FREE.get(key):
+            fixed[name] = settings[key]
     for axis, name in AXIS_KEYS.items():
-        ici, dcn = (given.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
-        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(given)
+        ici, dcn = (settings.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
+        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(settings)
         if ici not in (None, -1):
-            found[axis] = int(ici) * int(dcn or 1)
+            fixed[axis] = int(ici) * int(dcn or 1)
         if dcn not in (None, 1):
-            found["across"] = axis
-    gathers = [name for name, key in GATHER_KEYS.items() if given.get(key)]
+            fixed["across"] = axis
+    gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
     if gathers:
-        found["gather"] = gathers[0]
-    ticks, layers = (given.get(key) for key in _SCOPE_KEYS)
+        fixed["gather"] = gathers[0]
+    ticks, layers = (settings.get(key) for key in _SCOPE_KEYS)
     if ticks is not None or layers is not None:
-        found["scope"] = {(True, True): "both", (False, True): "layer"}.get(
+        fixed["scope"] = {(True, True): "both", (False, True): "layer"}.get(
             (ticks is not False, bool(layers)), "tick"
         )
-    if given.get("pipeline_layout"):
-        found["counts"] = parse_layout(given["pipeline_layout"])
-    return found, chosen
+    if settings.get("pipeline_layout"):
+        fixed["counts"] = parse_layout(settings["pipeline_layout"])
+    return fixed, chosen
 
 
 def layout_text(counts: Sequence[int]) -> str:
@@ -297,7 +299,7 @@ def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
             moe.shared_experts,
             sizes.first_num_dense_layers,
         )
-    found = transformer(
+    work = transformer(
         layers=sizes.base_num_decoder_layers,
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
@@ -311,7 +313,7 @@ def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
     )
     itemsize = float(jnp.dtype(dtype).itemsize)
     layers = (
-        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * found.hidden)
-        for layer in found.layers
+        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
+        for layer in work.layers
     )
-    return replace(found, layers=tuple(layers))
+    return replace(work, layers=tuple(layers))

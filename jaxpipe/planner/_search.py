@@ -127,7 +127,7 @@ def _unlike(plans: list[Plan], most: int) -> tuple[Plan, ...]:
 
 
 def _likeness(candidate: StepLayout) -> object:
-    return candidate.mesh, candidate.across, candidate.engine, candidate.schedule
+    return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule
 
 
 def _in_order(fitting: list[tuple[float, float, int, StepLayout]]) -> Iterator[StepLayout]:

@@ -14,7 +14,7 @@ from ..autodiff.backward import floating
 from ..cost.work import Product
 
 
-class Traced(NamedTuple):
+class RowWork(NamedTuple):
     """What a function does with one row, by its jaxpr."""
 
     products: tuple[Product, ...]
@@ -29,29 +29,29 @@ def bytes_as_read(layer: Callable, weights: PyTree, own: PyTree, *others: PyTree
     """
     leaves = [id(leaf) for leaf in jax.tree.leaves(own)]
     jaxpr = jax.make_jaxpr(layer)(weights, *others).jaxpr
-    given = zip(jax.tree.leaves(weights), jaxpr.invars, strict=False)
-    total = sum(_read_bytes(jaxpr, v) * leaf.size for leaf, v in given if id(leaf) in leaves)
+    inputs = zip(jax.tree.leaves(weights), jaxpr.invars, strict=False)
+    total = sum(_read_bytes(jaxpr, v) * leaf.size for leaf, v in inputs if id(leaf) in leaves)
     return total / max(1, sum(leaf.size for leaf in jax.tree.leaves(own)))
 
 
 def _read_bytes(jaxpr: Any, weight: Var) -> int:
     """Returns the bytes of an element of what the equations read of a weight."""
     aval: Any = weight.aval
-    found = []
+    sizes = []
     for eqn in jaxpr.eqns:
         for inner in (sub for value in eqn.params.values() for sub in _jaxprs(value)):
             if len(inner.invars) == len(eqn.invars):
                 pairs = zip(eqn.invars, inner.invars, strict=True)
-                found += [_read_bytes(inner, own) for v, own in pairs if v is weight]
+                sizes += [_read_bytes(inner, own) for v, own in pairs if v is weight]
                 break
         else:
             if any(v is weight for v in eqn.invars):
                 is_cast = eqn.primitive.name == "convert_element_type"
-                found.append(eqn.outvars[0].aval.dtype.itemsize if is_cast else aval.dtype.itemsize)
-    return min(aval.dtype.itemsize, max(found, default=aval.dtype.itemsize))
+                sizes.append(eqn.outvars[0].aval.dtype.itemsize if is_cast else aval.dtype.itemsize)
+    return min(aval.dtype.itemsize, max(sizes, default=aval.dtype.itemsize))
 
 
-def trace(function: Callable, tokens: int, *arguments: PyTree) -> Traced:
+def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
     """Counts the matrix products of a function and what its other equations write."""
     products, moved, count = [], 0.0, 0
     for eqn, times in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
@@ -68,7 +68,7 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> Traced:
             )
         else:
             moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    return Traced(tuple(products), moved / tokens, count)
+    return RowWork(tuple(products), moved / tokens, count)
 
 
 def _product(k: int, columns: float, times: int) -> Product:
@@ -103,8 +103,8 @@ def _repeats(eqn: Any) -> int:
 def _jaxprs(value: Any) -> list[Any]:
     """Returns the jaxprs among the values of a parameter."""
     values = value if isinstance(value, tuple | list) else (value,)
-    found = [getattr(item, "jaxpr", item) for item in values]
-    return [item for item in found if hasattr(item, "eqns")]
+    opened = [getattr(item, "jaxpr", item) for item in values]
+    return [item for item in opened if hasattr(item, "eqns")]
 
 
 def residual_bytes(layer: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
@@ -145,15 +145,15 @@ def _is_read(pullback: PyTree, y: PyTree) -> list[bool]:
 
 def _dependent(jaxpr: Any, inputs: set[Var]) -> set[Var]:
     """Returns the variables that depend on these inputs, with the inputs."""
-    found = set(inputs)
+    dependent = set(inputs)
     for eqn in jaxpr.eqns:
-        given = [isinstance(v, Var) and v in found for v in eqn.invars]
+        depend = [isinstance(v, Var) and v in dependent for v in eqn.invars]
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"].jaxpr
-            reached = {v for v, is_given in zip(inner.invars, given, strict=True) if is_given}
+            reached = {v for v, does in zip(inner.invars, depend, strict=True) if does}
             reached = _dependent(inner, reached)
             pairs = zip(eqn.outvars, inner.outvars, strict=True)
-            found |= {v for v, of in pairs if isinstance(of, Var) and of in reached}
-        elif any(given):
-            found |= set(eqn.outvars)
-    return found
+            dependent |= {v for v, of in pairs if isinstance(of, Var) and of in reached}
+        elif any(depend):
+            dependent |= set(eqn.outvars)
+    return dependent

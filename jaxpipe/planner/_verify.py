@@ -64,22 +64,22 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
         ValueError: If the compiler is not installed, or the step is refused.
         RuntimeError: If the step cannot be compiled.
     """
-    started, wanted = time.perf_counter(), request.devices
+    started, target = time.perf_counter(), request.devices
     devices = jax.devices()
-    if not wanted.are_here:
-        devices = compile_only_devices(wanted.topology, wanted.num_slices)
+    if not target.are_here:
+        devices = compile_only_devices(target.topology, target.num_slices)
     if request.own is None:
         setup = checked_setup(plan.settings, devices)
         check_single_program(setup.step.engine)
         report, _ = report_train_step(setup.step)
     else:
         report = _own_report(plan, request.own, request.batch, devices)
-    found = report.step_time
+    compiled_time = report.step_time
     return VerifiedPlan(
         plan,
         report.memory.peak_bytes,
-        None if found is None else found.seconds,
-        None if found is None else sum(found.busy_seconds.values()),
+        None if compiled_time is None else compiled_time.seconds,
+        None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
         time.perf_counter() - started,
     )
 

@@ -34,7 +34,7 @@ _SAME_AS_SPEED = {
 further below."""
 
 
-def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
+def chart_data(run: RunRecord, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the data of all charts as JSON values, with numbers of five digits.
 
     Curves of equal steps share them: `charts[i].series[j].steps` is an index into `steps`.
@@ -76,7 +76,7 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
         "bucket": -(-len(run.steps) // MAX_POINTS),
         "steps": steps,
         "charts": charts,
-        "marks": _marks(run, found),
+        "marks": _marks(run, findings),
     }
 
 
@@ -127,9 +127,9 @@ def _in_words(run: RunRecord, name: str) -> str:
     )
 
 
-def _marks(run: RunRecord, found: Sequence[Finding]) -> dict[str, list[int]]:
+def _marks(run: RunRecord, findings: Sequence[Finding]) -> dict[str, list[int]]:
     titles = ("Skipped steps", "loss is not a number", "gradient_norm is not a number")
-    bad = {step for finding in found if finding.title in titles for step in finding.steps}
+    bad = {step for finding in findings if finding.title in titles for step in finding.steps}
     marks = {
         "restarts": [s["first_step"] for s in run.starts if s["first_step"] > 1],
         "checkpoints": [saved.step for saved in run.saved if saved.state == "complete"],

@@ -61,35 +61,35 @@ _NAMES = {
 
 def memory_table(plan: StepPlan) -> StepMemory:
     """Computes the memory of a step from shapes."""
-    found = estimate_memory(plan)
-    totals = [each.total for each in found]
+    estimates = estimate_memory(plan)
+    totals = [each.total for each in estimates]
     largest = max(totals)
     parts = []
     for attribute, name in _NAMES.items():
-        sizes = [getattr(each, attribute) for each in found]
+        sizes = [getattr(each, attribute) for each in estimates]
         if any(sizes):
             parts.append(MemoryRow(name, sizes, [size / largest for size in sizes]))
-    alike = len(found) == 1
-    columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(found))]
+    alike = len(estimates) == 1
+    columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(estimates))]
     return StepMemory(columns, parts, totals)
 
 
 def remarks(plan: StepPlan) -> list[str]:
     """Returns sentences about memory that the arithmetic leaves out."""
     remat = plan.model.remat
-    found = [
+    notes = [
         "By arithmetic of shapes: the least a step needs. What runs inside a stage, logits, "
         "gathered weights and the compiler's buffers come on top."
     ]
     if remat.policy != "full" or not (remat.on_ticks or not plan.engine.pipelines):
-        found.append(
+        notes.append(
             f"With remat_policy {remat.policy} a stage keeps more than its input, which is "
             "not counted."
         )
     if plan.pipeline.gather in ("once", "repeat") or not plan.engine.pipelines:
-        found.append(
+        notes.append(
             "Weights and gradients that are whole while they are gathered are not counted."
         )
-    if plan.engine.per_stage_state:
-        found.append("A device of each rank; what programs leave for each other is not counted.")
-    return found
+    if plan.engine.program_per_rank:
+        notes.append("A device of each rank; what programs leave for each other is not counted.")
+    return notes

@@ -43,11 +43,11 @@ def render(
     """
     state = status(run, now.timestamp())
     plan = setup.step if setup else None
-    name = ((setup and setup.schedule_reason) or "circular").split(":")[0]  # of the schedule
+    name = _schedule_name(setup) if setup else ""
     predicted = _pictures.predicted_timeline_picture(plan, name) if plan else None
     traced = [picture for file in run.traces for picture in _pictures.traced_step_pictures(file)]
-    found = findings(run, state, predicted.bubble if predicted else None)
-    data = chart_data(run, found)
+    run_findings = findings(run, state, predicted.bubble if predicted else None)
+    data = chart_data(run, run_findings)
     main, more = main_and_more(data["charts"])
     rows = settings(run.values)
     return (
@@ -58,7 +58,7 @@ def render(
             status=state,
             facts=facts(run, run.num_devices, plan),
             cards=cards(run, state),
-            findings=found,
+            findings=run_findings,
             charts=data["charts"],
             marks=data["marks"],
             bucket=data["bucket"],
@@ -83,14 +83,22 @@ def render(
 
 def environment() -> jinja2.Environment:
     """Returns an environment that escapes all values except the package's own files."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
     )
     for name in ("style", "script"):
         file = {"style": "page.css", "script": "page.js"}[name]
-        made.globals[name] = Markup(_file(file))
-    made.filters |= {"size": in_bytes, "code": with_code}
-    return made
+        templates.globals[name] = Markup(_file(file))
+    templates.filters |= {"size": in_bytes, "code": with_code}
+    return templates
+
+
+def _schedule_name(setup: Setup) -> str:
+    """Returns the name of a run's schedule, or of its engine's own; "" without a pipeline."""
+    if setup.schedule_reason is not None:
+        return setup.schedule_reason.split(":")[0]
+    own_schedule = setup.step.engine.own_schedule
+    return own_schedule.family if own_schedule else ""
 
 
 def _file(name: str) -> str:

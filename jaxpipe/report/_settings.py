@@ -39,7 +39,7 @@ def settings(values: Mapping[str, Any]) -> list[Setting]:
     defaults = Config().model_dump(mode="json")
     preset = PRESETS.get(str(values.get("model_name")), {})
     meanings = _meanings()
-    found = []
+    rows = []
     for key, value in values.items():
         if key not in defaults:
             source = "unknown"
@@ -48,8 +48,8 @@ def settings(values: Mapping[str, Any]) -> list[Setting]:
         else:
             source = "preset" if key in preset and preset[key] == value else "run"
         default = _text(defaults[key]) if key in defaults else ""
-        found.append(Setting(key, _text(value), default, source, meanings.get(key, "")))
-    return found
+        rows.append(Setting(key, _text(value), default, source, meanings.get(key, "")))
+    return rows
 
 
 def _meanings() -> dict[str, str]:

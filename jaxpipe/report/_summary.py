@@ -31,22 +31,22 @@ def facts(run: RunRecord, devices: int | None, plan: StepPlan | None) -> list[tu
     """Returns the model, the devices and the sizes of a run."""
     values, last = run.values, run.starts[-1] if run.starts else {}
     kind = last.get("device_kind", "")
-    found = [
+    rows = [
         ("Model", str(values.get("model_name", "unknown"))),
         ("Engine", str(values.get("pipeline_engine", "unknown"))),
         ("Devices", f"{devices or 'unknown'}{f' x {kind}' if kind else ''}"),
     ]
     if last.get("num_processes", 1) > 1:
-        found.append(("Processes", str(last["num_processes"])))
+        rows.append(("Processes", str(last["num_processes"])))
     if plan:
         axes = [f"{axis} {size}" for axis, size in plan.pipeline.mesh.shape.items() if size > 1]
-        found += [
+        rows += [
             ("Mesh", " × ".join(axes) or "one device"),
             ("Parameters", _short(plan.state.weights.num_parameters)),
             ("Batch", f"{plan.batch.num_rows} × {plan.batch.length} tokens"),
             ("Microbatches", _microbatches(plan.batch)),
         ]
-    return found
+    return rows
 
 
 def _microbatches(batch: BatchPlan) -> str:
@@ -92,8 +92,8 @@ def metric_rows(run: RunRecord) -> list[tuple[str, ...]]:
     for name, series in run.series.items():
         values = series.finite
         first_and_last = f"{series.values[0]:.5g}", f"{series.values[-1]:.5g}"
-        found = (values.min(), np.median(values), values.max()) if len(values) else (np.nan,) * 3
-        rows.append((name, *first_and_last, *(f"{v:.5g}" for v in found), f"{len(series.steps):,}"))
+        stats = (values.min(), np.median(values), values.max()) if len(values) else (np.nan,) * 3
+        rows.append((name, *first_and_last, *(f"{v:.5g}" for v in stats), f"{len(series.steps):,}"))
     return rows
 
 

@@ -18,21 +18,12 @@ from ..engines import ENGINES
 from ..schedules import FAMILIES
 from ._table import Case, ExactnessTable
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-    "interleaved_zero_bubble",
-    "zbv",
-    "v_half",
-    "v_min",
-    "dualpipe",
-    "dualpipev",
-    "circular",
+SCHEDULES = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if not family.is_variant and "slices" not in family.takes
 )
+"""Families that any model can be run with, of each kind one."""
 _MAX_COUNTS = 3
 """How many numbers of microbatches are tried until one fits a schedule."""
 

@@ -79,6 +79,6 @@ def test_memory_is_within_5_percent_of_what_a_compiler_says(name: str, gpt: tupl
     engine, mesh, microbatches, chunks, compiled = COMPILED[name]
     fixed = {"mesh": mesh, "microbatches": microbatches, "chunks": chunks}
     plans = jp.plan(model, "v5p-8", BATCH, **given, **fixed).plans
-    found = next(plan for plan in plans if plan.candidate.engine == engine)
+    found = next(plan for plan in plans if plan.candidate.engine_name == engine)
     assert found.candidate.policy == "none"
     assert found.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)

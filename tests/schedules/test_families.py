@@ -49,6 +49,15 @@ def test_the_default_chunks_are_those_that_the_builder_has(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_microbatches_must_be_a_multiple_of_ranks_only_where_the_family_says_so(name: str):
+    if FAMILIES[name].ranks_divide_microbatches:
+        with pytest.raises(ValueError, match="no multiple of 4 ranks"):
+            build(name, ranks=4, microbatches=10)
+    else:
+        build(name, ranks=4, microbatches=10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_backwards_are_split_and_pairs_fused_only_where_the_family_says_so(name: str):
     family, some_pair = FAMILIES[name], False
     for _, _, _, schedule in schedules_of(name):

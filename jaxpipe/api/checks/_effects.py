@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ...engines import Engine
+from ...engines import ENGINES, Engine
 from ...ir.graph import effects_of
 from .._losses import loss_parts
 from .._model import Model
@@ -41,28 +41,31 @@ def check_effects(
                 f"{engine.name!r} computes no gradient. Make it a parameter, such as one of "
                 "`params['shared']` of a `Model(shared=True)`, or give `schedule=None`."
             )
-        effects = effects_of(closed, prints=engine.per_stage_state)
+        effects = effects_of(closed, prints=engine.program_per_rank)
         if effects:
-            reason, others = _MPMD if engine.per_stage_state else _ONE_PROGRAM
+            reason, others = _PROGRAM_PER_RANK if engine.program_per_rank else _ONE_PROGRAM
             raise ValueError(
                 f"`{name}` calls {', '.join(effects)}, and the engine {engine.name!r} {reason}. "
                 f"Return as a metric what it would show, or try it with {others}."
             )
         is_manual = {*mesh.axis_names} == {"stage"}
-        if not engine.per_stage_state and not is_manual and _has_pure_callback(closed.jaxpr):
+        if not engine.program_per_rank and not is_manual and _has_pure_callback(closed.jaxpr):
             raise ValueError(
                 f"`{name}` calls `jax.pure_callback`, and `mesh` has the axes "
                 f"{tuple(mesh.axis_names)}: JAX runs callbacks on none that are automatic. Give a "
                 "mesh of the axis 'stage' alone, such as `jax.sharding.Mesh(devices, ('stage',))`, "
-                "or `engine='mpmd'`."
+                f"or {_WITH_PROGRAMS}."
             )
 
 
+_WITH_PROGRAMS = " or ".join(
+    f"`engine={engine.name!r}`" for engine in ENGINES.values() if engine.program_per_rank
+)
 _ONE_PROGRAM = (
     "also runs the function on data of the bubble, which is dropped",
-    "`engine='mpmd'` or `schedule=None`",
+    f"{_WITH_PROGRAMS} or `schedule=None`",
 )
-_MPMD = (
+_PROGRAM_PER_RANK = (
     "divides the function into a forward and a backward, which may compute parts of it again",
     "`schedule=None`",
 )

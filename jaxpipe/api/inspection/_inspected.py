@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelinePlan, engine_of_any_schedule
 from ...engines.fsdp import over_data
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
@@ -142,7 +142,7 @@ class InspectedModel:
 
         sizes = stage_residual_bytes(self._arguments, stored, batch, key)
         carried = carried_bytes(self._arguments, stored, batch, key)
-        stored_bytes = rank_residual_bytes(plan, sizes, self.engine.per_stage_state)
+        stored_bytes = rank_residual_bytes(plan, sizes, self.engine.program_per_rank)
         trainable = self.partition(stored)[0]
         divided = over_data(plan, weights_of(trainable))
         return memory_table(
@@ -180,10 +180,10 @@ class InspectedModel:
             ValueError: If the engine has a program for each rank, or the topology is unknown or has
                 another number of devices.
         """
-        if self.engine.per_stage_state:
+        if self.engine.program_per_rank:
             raise ValueError(
                 f"The engine is {self.engine.name!r}, which has programs for each rank. `compile` "
-                "takes an engine of one program, such as 'scheduled'."
+                f"takes an engine of one program, such as {engine_of_any_schedule().name!r}."
             )
         mesh = self.mesh if devices is None else topology_mesh(self.mesh, devices)
         pipe: Any = replace(cast(Any, self), mesh=mesh)

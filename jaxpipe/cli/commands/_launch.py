@@ -72,14 +72,14 @@ def _commands(
     """Returns the arguments and the environment of every process."""
     address = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "jaxpipe", "train", *words]
-    found = []
+    commands = []
     for process in range(num_processes):
         job = {ADDRESS: address, NUM_PROCESSES: str(num_processes), PROCESS: str(process)}
         if num_gpus:
             mine = range(process * num_gpus, (process + 1) * num_gpus)
             job["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, mine))
-        found.append((command, {**os.environ, **job}))
-    return found
+        commands.append((command, {**os.environ, **job}))
+    return commands
 
 
 def _free_port() -> int:

@@ -131,13 +131,13 @@ def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
         return str(error)
 
 
-def _record(found: "VerifiedPlan | str") -> dict[str, Any]:
-    return {"refused": found} if isinstance(found, str) else found.record()
+def _record(verified: "VerifiedPlan | str") -> dict[str, Any]:
+    return {"refused": verified} if isinstance(verified, str) else verified.record()
 
 
-def _line(index: int, found: "VerifiedPlan | str") -> str:
+def _line(index: int, verified: "VerifiedPlan | str") -> str:
     """Returns a line with what is predicted of a plan beside what the compiler says."""
-    refused = f"refused. {found}" if isinstance(found, str) else found
+    refused = f"refused. {verified}" if isinstance(verified, str) else verified
     return f"compiled {index + 1}: {refused}"
 
 

@@ -77,20 +77,20 @@ def _page(args: argparse.Namespace) -> str:
 
     if args.topology:
         leave_devices_alone()
-    found = read_run(args.run[0])
-    setup, why = _planned(found)
+    record = read_run(args.run[0])
+    setup, why = _planned(record)
     compiled = None
     if args.compile:
-        compiled = _compiled(found, setup and setup.step, why, args.topology, args.num_slices)
-    return render(found, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
+        compiled = _compiled(record, setup and setup.step, why, args.topology, args.num_slices)
+    return render(record, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
 
 
-def _planned(found: "RunRecord") -> "tuple[Setup | None, str]":
+def _planned(record: "RunRecord") -> "tuple[Setup | None, str]":
     """Plans the run on emulated devices; returns the plan, or None and why it cannot be planned."""
     from ...train import set_up
 
-    count = found.num_devices
-    if found.config is None:
+    count = record.num_devices
+    if record.config is None:
         return None, "Unknown: this version of jaxpipe does not take the configuration."
     if count is None:
         return None, "Unknown: nothing says on how many devices the run was."
@@ -100,19 +100,19 @@ def _planned(found: "RunRecord") -> "tuple[Setup | None, str]":
 
     try:
         emulate_devices(count)
-        return set_up(_on_any_device(found), jax.devices()), ""
+        return set_up(_on_any_device(record), jax.devices()), ""
     except (ValueError, FileNotFoundError) as error:
         return None, f"The run cannot be planned here: {error}"
 
 
-def _on_any_device(found: "RunRecord") -> "Config":
+def _on_any_device(record: "RunRecord") -> "Config":
     """Returns the config without the kernels of TPUs, which change no shape."""
-    assert found.config is not None
-    return found.config.model_copy(update={"attention": "dot_product", "megablox": "auto"})
+    assert record.config is not None
+    return record.config.model_copy(update={"attention": "dot_product", "megablox": "auto"})
 
 
 def _compiled(
-    found: "RunRecord", plan: "StepPlan | None", why: str, topology: str | None, num_slices: int
+    record: "RunRecord", plan: "StepPlan | None", why: str, topology: str | None, num_slices: int
 ) -> "CompiledMemory":
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
     from ...report import CompiledMemory
@@ -120,13 +120,13 @@ def _compiled(
     from ...train.step import check_single_program
     from ...xla import memory, topology_devices
 
-    if plan is None or found.config is None:
+    if plan is None or record.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
     check_single_program(plan.engine)
     if topology:
         with quiet_stderr():
             devices = topology_devices(topology, num_slices)
-        plan = set_up(found.config, devices).step
+        plan = set_up(record.config, devices).step
     device = plan.pipeline.mesh.devices.flat[0]
     step_memory = memory(compile_train_step(plan), device.platform)
     return CompiledMemory(step_memory, device.device_kind)

@@ -231,7 +231,7 @@ def _check(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> int:
     names = ("ranks", "microbatches", "memory_cap", "max_chunks", "max_slices")
     try:
-        found = search(
+        result = search(
             args.ranks,
             args.microbatches,
             parse_costs(args.costs, args.transfer),
@@ -245,20 +245,20 @@ def _search(args: argparse.Namespace) -> int:
         ours = {f"`{name}`": f"`--{name.replace('_', '-')}`" for name in names}
         raise _with_options(ValueError(_renamed(str(error), ours))) from None
     if args.csv:
-        _write("csv", args.csv, to_csv(found.schedule))
+        _write("csv", args.csv, to_csv(result.schedule))
     figures = {
-        "name": " ".join([found.name, *(f"{key}={value}" for key, value in found.arguments)]),
-        "schedule": describe(found.schedule),
-        "makespan": found.makespan,
-        "step_time": found.step_time,
-        "bound": found.bound,
-        "gap": found.gap,
-        "peak_activations": float(found.peak),
+        "name": " ".join([result.name, *(f"{key}={value}" for key, value in result.arguments)]),
+        "schedule": describe(result.schedule),
+        "makespan": result.makespan,
+        "step_time": result.step_time,
+        "bound": result.bound,
+        "gap": result.gap,
+        "peak_activations": float(result.peak),
     }
     if args.json:
         print(json.dumps(figures, indent=2))
     else:
-        figures["gap"] = f"{found.gap:.2%} above the bound"
+        figures["gap"] = f"{result.gap:.2%} above the bound"
         for name, value in figures.items():
             print(f"{name.replace('_', ' '):18}{value if isinstance(value, str) else f'{value:g}'}")
     return 0
@@ -266,18 +266,18 @@ def _search(args: argparse.Namespace) -> int:
 
 def _schedule(args: argparse.Namespace) -> Schedule:
     """Returns the schedule that the arguments name, checked."""
-    given = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
+    counts = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
     if args.name not in FAMILIES and (args.name.endswith(".csv") or is_file(args.name)):
-        if given:
-            names = ", ".join(f"--{name}" for name in given)
+        if counts:
+            names = ", ".join(f"--{name}" for name in counts)
             raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
         return read_csv(args.name)
     get_family(args.name)  # a wrong name is reported before a missing count
     for name in ("ranks", "microbatches"):
-        if name not in given:
+        if name not in counts:
             raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
     try:
-        return check(build(args.name, **given))
+        return check(build(args.name, **counts))
     except ValueError as error:
         ours = {f"`{name}`": f"`--{name}`" for name in _COUNTS}
         raise ValueError(_renamed(str(error), ours)) from None

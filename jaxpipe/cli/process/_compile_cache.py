@@ -33,6 +33,6 @@ def user_cache_folder(environment: Mapping[str, str]) -> Path:
         >>> str(user_cache_folder({"XDG_CACHE_HOME": "/scratch/cache"}))
         '/scratch/cache/jaxpipe'
     """
-    given = Path(environment.get("XDG_CACHE_HOME", ""))
-    caches = given if given.is_absolute() else Path.home() / ".cache"
+    xdg_cache = Path(environment.get("XDG_CACHE_HOME", ""))
+    caches = xdg_cache if xdg_cache.is_absolute() else Path.home() / ".cache"
     return caches / "jaxpipe"

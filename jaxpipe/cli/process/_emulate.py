@@ -19,19 +19,19 @@ _FLAGS = {
 _THREADS = 64
 
 
-def emulation_environment(num_devices: int, given: Mapping[str, str]) -> dict[str, str]:
+def emulation_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables that make a process see emulated devices.
 
     Args:
-        given: The environment so far. Its flags for XLA are kept, and win.
+        environment: The environment so far. Its flags for XLA are kept, and win.
 
     Returns:
         New values of `XLA_FLAGS` and `NPROC`.
     """
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
-    old = given.get("XLA_FLAGS", "")
+    old = environment.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in old]
-    threads = given.get("NPROC", str(max(_THREADS, 4 * num_devices)))
+    threads = environment.get("NPROC", str(max(_THREADS, 4 * num_devices)))
     return {"XLA_FLAGS": " ".join([old, *added]).strip(), "NPROC": threads}
 
 
@@ -59,25 +59,25 @@ def emulate_devices(num_devices: int) -> None:
         >>> jax.device_count()
         8
     """
-    given = dict(os.environ)
-    is_given = "xla_force_host_platform_device_count" in given.get("XLA_FLAGS", "")
-    os.environ |= emulation_environment(num_devices, given)
+    environment = dict(os.environ)
+    is_given = "xla_force_host_platform_device_count" in environment.get("XLA_FLAGS", "")
+    os.environ |= emulation_environment(num_devices, environment)
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")
-    found = len(jax.local_devices(backend="cpu"))
-    if found != num_devices and not is_given and _can_start_again():
+    seen = len(jax.local_devices(backend="cpu"))
+    if seen != num_devices and not is_given and _can_start_again():
         from jax.extend import backend
 
         backend.clear_backends()
         jax.config.update("jax_num_cpu_devices", num_devices)
-        found = len(jax.local_devices(backend="cpu"))
-    if found != num_devices:
+        seen = len(jax.local_devices(backend="cpu"))
+    if seen != num_devices:
         for name in ("XLA_FLAGS", "NPROC"):
             os.environ.pop(name, None)
-            os.environ |= {name: given[name]} if name in given else {}
+            os.environ |= {name: environment[name]} if name in environment else {}
         raise ValueError(
-            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it has arrays "
+            f"`emulate_devices` is {num_devices}, but JAX sees {seen} CPU devices: it has arrays "
             "or other devices already, or `XLA_FLAGS` asks for another number. Emulate before "
             "anything uses JAX, and remove `--xla_force_host_platform_device_count` from "
             "`XLA_FLAGS`."

@@ -159,14 +159,14 @@ def _attention(layer: LayerWork, layout: Layout, device: Device) -> tuple[float,
 
 def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
     """Returns the exposed seconds of a layer's collectives in one direction."""
-    found: Seconds = {}
+    by_kind: Seconds = {}
     sent = layer.boundary_bytes * layout.tokens
     if layout.tensor > 1:
         group = make_group(layout, device.network, "tensor")
         pairs = 1 if layer.num_experts and layout.experts_over_tensor else 2
         each = 2 * all_gather_seconds(sent, group, device.network)
         hidden = _HIDDEN if "tensor" in layout.overlap else 0.0
-        found["tensor"] = pairs * each * (1 - hidden)
+        by_kind["tensor"] = pairs * each * (1 - hidden)
     if layer.num_experts and (layout.expert > 1 or layout.experts_over_tensor):
         axes = ("expert", "tensor") if layout.experts_over_tensor else ("expert",)
         group = make_group(layout, device.network, *axes)
@@ -176,21 +176,21 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         if layout.experts_gather:
             all_tokens = layout.tokens * layout.expert * layer.expert_boundary_bytes
             gathered = 2 * all_gather_seconds(all_tokens, group, device.network)
-            return found | {"experts": gathered * (1 - hidden)}
+            return by_kind | {"experts": gathered * (1 - hidden)}
         exchanged = 2 * all_to_all_seconds(
             own * chosen * layer.expert_boundary_bytes,
             group,
             device.network,
             _domains(chosen, group) / chosen if layout.deduplicate_experts else 1.0,
         )
-        found["experts"] = exchanged * (1 - hidden)
+        by_kind["experts"] = exchanged * (1 - hidden)
     if layout.context > 1 and layer.attention is not None:
         group = make_group(layout, device.network, "context")
         keys = 2.0 * layer.attention.kv_channels * layout.tokens * layout.context / layout.tensor
         seconds = all_gather_seconds(keys, group, device.network)
         hidden = _HIDDEN if "context" in layout.overlap else 0.0
-        found["context"] = seconds * (1 - hidden)
-    return found
+        by_kind["context"] = seconds * (1 - hidden)
+    return by_kind
 
 
 def _backward_tensor(forward: float, layout: Layout) -> float:

@@ -140,8 +140,8 @@ def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
 
 def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
     """Returns the seconds that a rank works, by kind."""
-    found = (s for stage in own for s in _actions(stages[stage]))
-    return {kind: layout.microbatches * seconds for kind, seconds in add(*found).items()}
+    actions = (s for stage in own for s in _actions(stages[stage]))
+    return {kind: layout.microbatches * seconds for kind, seconds in add(*actions).items()}
 
 
 def _actions(stage: ActionSeconds) -> tuple[Seconds, Seconds, Seconds]:

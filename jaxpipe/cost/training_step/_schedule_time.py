@@ -100,7 +100,7 @@ def extrapolate(
     first: ScheduleTime, second: ScheduleTime, counted: tuple[Layout, Layout], layout: Layout
 ) -> ScheduleTime:
     """Returns the time of a layout's microbatches from those of two shorter ones."""
-    few, more = (one.microbatches for one in counted)
+    few, more = (count.microbatches for count in counted)
     rounds = (layout.microbatches - more) / (more - few)
 
     def beyond(a: float, b: float) -> float:

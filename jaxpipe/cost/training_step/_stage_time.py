@@ -61,10 +61,10 @@ def stage_seconds(
     each = {layer: layer_seconds(layer, layout, device) for layer in work.layers}
     stages = []
     for index, kinds in enumerate(layers):
-        found = [each[kind] for kind in kinds]
-        forward = add(*(one.forward for one in found))
-        back = add(*(one.input for one in found))
-        weight = add(*(one.weight for one in found))
+        layer_times = [each[kind] for kind in kinds]
+        forward = add(*(time.forward for time in layer_times))
+        back = add(*(time.input for time in layer_times))
+        weight = add(*(time.weight for time in layer_times))
         boundary = _embedding_and_head(
             work, layout, device, index == 0, index == len(layers) - 1, len(layers)
         )

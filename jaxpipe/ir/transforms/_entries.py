@@ -328,8 +328,8 @@ def _read(aval: Any, buffer: jax.Array, index: Any, *inner: Any) -> list[jax.Arr
     """Reads `buffer[index, *inner]`, which varies over the axes of `aval` then."""
     indices = index, *inner
     sizes = (1,) * len(indices) + buffer.shape[len(indices) :]
-    found = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
-    x = pvary_like(aval, lax.squeeze(found, range(len(indices))))
+    entry = lax.dynamic_slice(buffer, _starts(buffer, indices), sizes)
+    x = pvary_like(aval, lax.squeeze(entry, range(len(indices))))
     return [_in_layout(x) if _is_whole(buffer, inner) else x]
 
 

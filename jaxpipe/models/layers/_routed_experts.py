@@ -58,8 +58,8 @@ def routed_experts(
         inputs = (w, x, shares.astype(x.dtype))
         num_experts = w["gate"].shape[0]
         constants = (chosen, jnp.arange(num_experts, dtype=chosen.dtype))
-        one = partial(local, num_experts)
-        run = _on_all_shards(one, rules) if automatic_axes() else one
+        shard = partial(local, num_experts)
+        run = _on_all_shards(shard, rules) if automatic_axes() else shard
         # What a step's time is estimated by: kernels skip the rows of other devices.
         with jax.named_scope(f"rows_1_of_{_num_shards(rules)}"):
             parts = run(inputs, constants)

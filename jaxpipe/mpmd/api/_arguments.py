@@ -44,8 +44,8 @@ class StaticArguments:
         indices = self.indices(len(args))
         dynamic = tuple(x for i, x in enumerate(args) if i not in indices)
         named = {name: x for name, x in kwargs.items() if name not in self.argnames}
-        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
-        static = {k: x for k, x in given.items() if k in indices or k in self.argnames}
+        by_key = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        static = {k: x for k, x in by_key.items() if k in indices or k in self.argnames}
         return (dynamic, named), Static(tuple((k, type(x), x) for k, x in static.items()))
 
 
@@ -117,16 +117,16 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
     except ValueError:
         pass
     expected = _paths(tree.unflatten(range(tree.num_leaves)))
-    given = _paths(arguments)
-    missing = [path for path in expected if path not in given]
-    new = [path for path in given if path not in expected]
-    found = [
+    leaves = _paths(arguments)
+    missing = [path for path in expected if path not in leaves]
+    new = [path for path in leaves if path not in expected]
+    differences = [
         f"{what} {_list_paths(paths)}"
         for what, paths in (("they lack", missing), ("they have in addition", new))
         if paths
     ]
     kinds = str(jax.tree.structure(arguments))
-    reason = " and ".join(found) or f"their containers differ: {shorten(kinds, 300)}"
+    reason = " and ".join(differences) or f"their containers differ: {shorten(kinds, 300)}"
     raise ValueError(
         f"The arguments are not like those that the function was compiled for: {reason}. Compile "
         "it for these arguments, or call the uncompiled function, which compiles again if needed."
@@ -143,12 +143,12 @@ def check_types(
     """
     for i, (leaf, shape, dtype) in enumerate(zip(leaves, shapes, dtypes, strict=True)):
         if isinstance(leaf, jax.Array | MpmdArray):
-            given = leaf.shape, leaf.dtype
+            actual = leaf.shape, leaf.dtype
         else:
-            given = type_of(leaf)[:2]
-        if given[0] != shape or given[1] != dtype:
+            actual = type_of(leaf)[:2]
+        if actual[0] != shape or actual[1] != dtype:
             raise ValueError(
-                f"`{list(_paths(arguments))[i]}` is {given[1]}{list(given[0])}, and the function "
+                f"`{list(_paths(arguments))[i]}` is {actual[1]}{list(actual[0])}, and the function "
                 f"was compiled for {dtype}{list(shape)}. Compile it for this shape and dtype, or "
                 "call the uncompiled function, which compiles again if needed."
             )
@@ -180,15 +180,15 @@ def check_given_once(arguments: Arguments, leaves: Sequence[Any], donated: Colle
 
 
 def _paths(arguments: Arguments) -> dict[str, Any]:
-    found = {}
+    leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         which, *rest = path
         if getattr(which, "idx", 0):
             name, rest = getattr(rest[0], "key", ""), rest[1:]
         else:
             name = "args"
-        found[f"{name}{jax.tree_util.keystr(tuple(rest))}"] = leaf
-    return found
+        leaves[f"{name}{jax.tree_util.keystr(tuple(rest))}"] = leaf
+    return leaves
 
 
 def _list_paths(paths: Sequence[str], most: int = 3) -> str:
@@ -235,8 +235,8 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> list[tuple[str,
 
 def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Returns the children of a container with their keys, and the structure of the container."""
-    found, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    return [(jax.tree_util.keystr(path), child) for path, child in found], kind
+    children, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    return [(jax.tree_util.keystr(path), child) for path, child in children], kind
 
 
 def _describe(x: Any) -> str:

@@ -260,7 +260,7 @@ class MpmdArray:
 
 def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]:
     """Maps each group to the array on its devices, in ascending order of the groups."""
-    mesh, found = where.mpmd_mesh, {}
+    mesh, by_rank = where.mpmd_mesh, {}
     for i, array in enumerate(arrays):
         if not isinstance(array, jax.Array):
             rank = (*where.mpmd_idxs, 0)[0]
@@ -277,7 +277,7 @@ def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]
                 f"{name} is on {sorted(map(str, array.devices()))}, which are not the devices of "
                 "one group of `mpmd_mesh`. Put it on a mesh of `mpmd_mesh.unstack`."
             )
-        if rank not in where.mesh_ids or rank in found:
+        if rank not in where.mesh_ids or rank in by_rank:
             raise ValueError(
                 f"{name} is on group {rank}, and `mesh_ids` is {where.mpmd_idxs}. Give one array "
                 "for each of these groups that is in this process."
@@ -287,8 +287,8 @@ def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]
                 f"{name} has the sharding {array.sharding}, and `mpmd_sharding` has the spec "
                 f"{where.spec}. Reshard the array, or give its spec."
             )
-        found[rank] = array
-    return {rank: found[rank] for rank in sorted(found)}
+        by_rank[rank] = array
+    return {rank: by_rank[rank] for rank in sorted(by_rank)}
 
 
 def _kind(x: Any) -> str:

@@ -32,19 +32,19 @@ def deleted_arguments(
             for buffer in instruction.buffers:
                 shared.setdefault(buffer, set()).add(instruction.rank)
     returned = {buffer for buffer, _ in program.outputs}
-    found: DeletedArguments = {}
+    deleted: DeletedArguments = {}
     for i in sorted(donated, key=lambda i: (program.inputs[i][0] not in returned, i)):
         buffer, _ = program.inputs[i]
         kind = _type(buffer.value.aval)
         if results[kind]:
             results[kind] -= 1
-            found[i] = tuple(shared.get(buffer, ()))
-    return found
+            deleted[i] = tuple(shared.get(buffer, ()))
+    return deleted
 
 
-def delete_arguments(leaves: Sequence[Any], given: DeletedArguments) -> None:
+def delete_arguments(leaves: Sequence[Any], deleted: DeletedArguments) -> None:
     """Deletes the donated arguments of a call after all its programs have been started."""
-    for i, ranks in given.items():
+    for i, ranks in deleted.items():
         leaf = leaves[i]
         if isinstance(leaf, MpmdArray):
             leaf.delete_except(ranks)

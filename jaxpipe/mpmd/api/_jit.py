@@ -203,7 +203,7 @@ def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> 
         ValueError: If a leaf of `prefix` is a sharding without a spec.
     """
     prefix = tuple(prefix) if isinstance(prefix, list) and isinstance(tree, tuple) else prefix
-    axis, found = mesh.mpmd_axis_name, []
+    axis, shardings = mesh.mpmd_axis_name, []
     for path, sharding in broadcast_prefix(prefix, tree, name):
         if isinstance(sharding, MpmdSharding):
             if sharding.mesh_ids:
@@ -226,8 +226,8 @@ def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> 
                 *(path, spec, axis),
             )
             sharding = without_axes(spec, (axis,))
-        found.append(sharding)
-    return found
+        shardings.append(sharding)
+    return shardings
 
 
 def mpmd_jit_with_loop(

@@ -148,7 +148,7 @@ class MpmdMesh:
         Raises:
             ValueError: If a group has devices of several processes.
         """
-        found = []
+        ranks = []
         for rank, mesh in enumerate(self.unstack):
             processes = {device.process_index for device in mesh.devices.flat}
             if len(processes) > 1:
@@ -157,8 +157,8 @@ class MpmdMesh:
                     f"{sorted(processes)}. Lay the mesh out so that every group is in one process."
                 )
             if processes == {jax.process_index()}:
-                found.append(rank)
-        return tuple(found)
+                ranks.append(rank)
+        return tuple(ranks)
 
     def process_of(self, rank: int) -> int:
         """Returns the index of the process whose devices form group `rank`."""

@@ -329,8 +329,8 @@ def _digest(text: str) -> str:
 
 def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
     has_parts = isinstance(schedule, SlicedSchedule)
-    given = schedule.schedule if has_parts else schedule
-    checked = as_schedule(given, num_microbatches, num_ranks)
+    whole = schedule.schedule if has_parts else schedule
+    checked = as_schedule(whole, num_microbatches, num_ranks)
     if len(checked.programs) != num_ranks:
         raise ValueError(
             f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "

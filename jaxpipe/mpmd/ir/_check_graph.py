@@ -157,10 +157,10 @@ def _check_tasks(where: str, loop: PipelinedLoop) -> None:
     assert accumulated == Counter(results), (
         f"the tasks of {where} do not accumulate each of its results once on each of its ranks"
     )
-    given = set(loop.body.inputs)
+    inputs = set(loop.body.inputs)
     for name, _, _, task in tasks:
         _check_task(name, task)
-        missing = [v for v in task.reads if v not in given and v not in written]
+        missing = [v for v in task.reads if v not in inputs and v not in written]
         assert not missing, f"{name} reads {missing}, which no task writes"
 
 
@@ -201,9 +201,9 @@ def _check_fragments(graph: MpmdGraph) -> None:
     """Checks that the fragments have each equation once on each of its ranks."""
     assert len(graph.fragments) == 1 + len(graph.loops), "fragments are not between the loops"
     expected = Counter((eqn, rank) for eqn, ranks in graph.ranks.runs_on.items() for rank in ranks)
-    found: Counter[tuple[Eqn, int]] = Counter()
+    counts: Counter[tuple[Eqn, int]] = Counter()
     for segment in graph.fragments:
         for run in segment:
             _check_graph_scope(f"{run.name} on rank {run.rank}", run.graph)
-            found.update((eqn, run.rank) for eqn in run.graph.eqns)
-    assert found == expected, "the fragments do not have each equation once on each of its ranks"
+            counts.update((eqn, run.rank) for eqn in run.graph.eqns)
+    assert counts == expected, "the fragments do not have each equation once on each of its ranks"

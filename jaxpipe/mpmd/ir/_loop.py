@@ -138,11 +138,13 @@ class PipelinedLoop:
     @cached_property
     def microbatches(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """Returns the microbatches for which a rank runs a part of a stage, by (part, rank)."""
-        found: dict[tuple[int, int], list[int]] = {}
+        by_stage_and_rank: dict[tuple[int, int], list[int]] = {}
         for (stage, microbatch), rank in language.rank_by_microbatch(self.schedule).items():
             for i in range(self.num_slices):
-                found.setdefault((stage * self.num_slices + i, rank), []).append(microbatch)
-        return {key: tuple(sorted(microbatches)) for key, microbatches in found.items()}
+                by_stage_and_rank.setdefault((stage * self.num_slices + i, rank), []).append(
+                    microbatch
+                )
+        return {key: tuple(sorted(microbatches)) for key, microbatches in by_stage_and_rank.items()}
 
     @cached_property
     def input_ranks(self) -> tuple[frozenset[int], ...]:
@@ -157,12 +159,12 @@ class PipelinedLoop:
     def _ranks_of_readers(
         self, stage_ranks: Sequence[tuple[int, ...]]
     ) -> tuple[frozenset[int], ...]:
-        found: dict[Var, set[int]] = {invariant: set() for invariant in self.invariants}
+        readers: dict[Var, set[int]] = {invariant: set() for invariant in self.invariants}
         for ranks, stage in zip(stage_ranks, self.stages, strict=True):
             for value in {value for task in stage.tasks.values() for value in task.reads}:
-                if value in found:
-                    found[value].update(ranks)
-        return tuple(frozenset(found[invariant]) for invariant in self.invariants)
+                if value in readers:
+                    readers[value].update(ranks)
+        return tuple(frozenset(readers[invariant]) for invariant in self.invariants)
 
     def __str__(self) -> str:
         return "\n".join(format_loop(self, Names()))

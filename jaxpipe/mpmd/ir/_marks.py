@@ -109,15 +109,15 @@ def _transpose(
     cotangents: Any, *arguments: Any, backward: bool, mark_id: int, part: int | None
 ) -> list[Any]:
     del arguments
-    given = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
-    if not given:
+    nonzero = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
+    if not nonzero:
         return list(cotangents)
     if part is not None:  # JAX's scan cannot transpose zeros of some of its stacked results
-        cotangents, given = list(map(ad.instantiate_zeros, cotangents)), range(len(cotangents))
+        cotangents, nonzero = list(map(ad.instantiate_zeros, cotangents)), range(len(cotangents))
     marked = stage_end_p.bind(
-        *(cotangents[i] for i in given), backward=not backward, mark_id=mark_id, part=part
+        *(cotangents[i] for i in nonzero), backward=not backward, mark_id=mark_id, part=part
     )
-    by_position = dict(zip(given, marked, strict=True))
+    by_position = dict(zip(nonzero, marked, strict=True))
     return [by_position.get(i, t) for i, t in enumerate(cotangents)]
 
 

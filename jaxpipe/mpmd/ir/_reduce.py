@@ -180,9 +180,9 @@ def treduce(
     sizes = {shape[axis] for shape in shapes if shape not in flat}
     if len(sizes) != 1 or flat:
         where = "first dims" if axis == 0 else f"dims at `axis` {axis}"
-        found = sorted({shape[axis : axis + 1] if axis >= 0 else shape for shape in shapes})
+        different = sorted({shape[axis : axis + 1] if axis >= 0 else shape for shape in shapes})
         raise ValueError(
-            f"`xs` has arrays whose {where} are {found}. Give arrays that share this dim, the "
+            f"`xs` has arrays whose {where} are {different}. Give arrays that share this dim, the "
             "number of microbatches."
         )
     (count,) = sizes
@@ -254,9 +254,9 @@ def _broadcast_operation(operation: PyTree, shape: PyTree) -> tuple[ReduceOp, ..
             lambda op, part: [op] * len(jax.tree.leaves(part)), operation, shape, is_leaf=is_op
         )
     except ValueError:
-        given = "is by default" if operation == DEFAULT else "is"
+        verb = "is by default" if operation == DEFAULT else "is"
         raise ValueError(
-            f"`operation` {given} {operation}, which is not a prefix of what a microbatch returns: "
+            f"`operation` {verb} {operation}, which is not a prefix of what a microbatch returns: "
             f"{jax.tree.structure(shape)}. Give one operation for all results, such as "
             "`operation=Add`, or a tree of them that is a prefix."
         ) from None
@@ -291,8 +291,8 @@ class Reduction:
 
     def init(self) -> jax.Array:
         """Returns the array before the first microbatch."""
-        one = jax.ShapeDtypeStruct(self.shape, self.dtype)
-        return self.operation.state(self.num_microbatches, one)
+        result = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return self.operation.state(self.num_microbatches, result)
 
     def update(self, so_far: Any, new: Any, i: Any) -> Any:
         """Returns the array `so_far` after the result `new` of microbatch `i`."""
@@ -322,20 +322,20 @@ def reductions(
         ValueError: If an operation's `update` and `state` return different shapes or dtypes, or its
             `update` reads a traced array that is not one of its arguments.
     """
-    found = [
+    of_results = [
         Reduction(operation, aval.shape, aval.dtype, num_microbatches)
         for aval, operation in zip(avals, operations, strict=True)
     ]
-    for reduction, aval in zip(found, avals, strict=True):
+    for reduction, aval in zip(of_results, avals, strict=True):
         _check_reduction(reduction, aval)
-    return found
+    return of_results
 
 
 def _check_reduction(reduction: Reduction, aval: Any) -> None:
     init = jax.eval_shape(reduction.init)
-    one = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    update, end = jax.make_jaxpr(reduction.update, return_shape=True)(init, one, index)
+    update, end = jax.make_jaxpr(reduction.update, return_shape=True)(init, result, index)
     if any(isinstance(const, Tracer) for const in update.consts):
         raise ValueError(
             f"`operation` has {reduction.operation!r}, whose `update` reads an array that is "

@@ -104,10 +104,10 @@ def format_lambda(
     Args:
         suffix: A function that returns the text behind an input or an output, such as its ranks.
     """
-    given = " ".join(names.typed(value) + suffix(value) for value in inputs)
+    inputs_text = " ".join(names.typed(value) + suffix(value) for value in inputs)
     lines = list(body())
     returned = " ".join(names(atom) + suffix(atom) for atom in outputs)
-    return [f"{{ lambda {given} . let", *indent(lines), f"  in {returned} }}"]
+    return [f"{{ lambda {inputs_text} . let", *indent(lines), f"  in {returned} }}"]
 
 
 def indent(lines: Iterable[str]) -> list[str]:

@@ -98,12 +98,12 @@ def collect_task_times_ms(
     """
     if isinstance(compiled, bool):
         return _collecting(compiled and enabled)
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    times_by_name: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
         _, times = timed_step(compiled, *args)
         for run, start, end in times:
-            found[_name(run, compiled)].append(1e3 * (end - start))
-    return {name: statistics.median(each) for name, each in found.items()}
+            times_by_name[_name(run, compiled)].append(1e3 * (end - start))
+    return {name: statistics.median(each) for name, each in times_by_name.items()}
 
 
 @contextmanager
@@ -111,19 +111,19 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
     if not enabled:
         yield None
         return
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
 
     def observe(compiled: Compiled) -> list[Thunk]:
         def record(time: TaskTime) -> None:
             name = _name(time.run, compiled)
             name = re.sub(r"__\d+(s\d+)?", "", name) if time.run.actions else name
-            found.setdefault(name, []).append(1e3 * (time.end - time.start))
+            times.setdefault(name, []).append(1e3 * (time.end - time.start))
 
         return [_timed(i, thunk, compiled.slot_of, record) for i, thunk in compiled.thunks]
 
     token = OBSERVER.set(observe)
     try:
-        yield found
+        yield times
     finally:
         OBSERVER.reset(token)
 

@@ -77,13 +77,13 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
     """
     result, times = timed_step(compiled, *args)
     loops = compiled.lowered.schedules
-    found: dict[str, Timeline] = {}
+    timelines: dict[str, Timeline] = {}
     for i, schedule in enumerate(loops):
         measured = _measured_by_all(compiled, times, i)
         suffix = f"_loop_{i}" if len(loops) > 1 else ""
-        found[f"measured{suffix}"] = measured
-        found[f"predicted{suffix}"] = schedules.simulate(schedule, _costs(measured))
-    return result, found
+        timelines[f"measured{suffix}"] = measured
+        timelines[f"predicted{suffix}"] = schedules.simulate(schedule, _costs(measured))
+    return result, timelines
 
 
 def _measured_by_all(compiled: Compiled, times: Sequence[TaskTime], loop: int) -> Timeline:
@@ -106,10 +106,10 @@ def _gather_rows(compiled: Compiled, here: Timeline, start_time: float) -> list[
         texts = kv_get(what, range(jax.process_count()), SECONDS)
         if missing := [p for p in range(jax.process_count()) if p not in texts]:
             raise TimeoutError(f"Processes {missing} have not ended the step within {SECONDS:g} s.")
-    found = [json.loads(text) for text in texts.values()]
-    zero = min((start_time for start_time, rows in found if any(rows)), default=0.0)
+    of_processes = [json.loads(text) for text in texts.values()]
+    zero = min((start_time for start_time, rows in of_processes if any(rows)), default=0.0)
     merged: list[list[TimedStep]] = [[] for _ in here.rows]
-    for start_time, rows in found:
+    for start_time, rows in of_processes:
         for row, of_rank in zip(merged, rows, strict=True):
             row += [
                 TimedStep(parse_step(step), start + start_time - zero, end + start_time - zero)
@@ -128,18 +128,18 @@ def _costs(measured: Timeline) -> Costs:
 
     The time of a fused task is divided in the ratio F : B = 1 : 2, and of a B in I : W = 1 : 1.
     """
-    found: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
+    seconds_of: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
     for timed in (timed for row in measured.rows for timed in row):
         actions = actions_of(timed.step)
         weights = [_WEIGHTS[action.op] for action in actions]
         for action, weight in zip(actions, weights, strict=True):
             seconds = float(timed.end - timed.start) * weight / sum(weights)
             for op in (Op.I, Op.W) if action.op is Op.B else (action.op,):
-                found[action.stage, op].append(seconds * _WEIGHTS[op] / weight)
+                seconds_of[action.stage, op].append(seconds * _WEIGHTS[op] / weight)
     stages = range(measured.schedule.num_stages)
 
     def of(op: Op) -> tuple[float, ...]:
-        return tuple(statistics.median(found.get((stage, op), [0.0])) for stage in stages)
+        return tuple(statistics.median(seconds_of.get((stage, op), [0.0])) for stage in stages)
 
     return Costs(of(Op.F), of(Op.I), of(Op.W), atomic_pairs=False)
 

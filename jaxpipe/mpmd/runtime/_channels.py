@@ -36,7 +36,7 @@ def channel_layouts(
 ) -> ChannelLayouts:
     """Returns the layouts of all transfers between this process and others."""
     local, num_channels, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
-    found = {}
+    layouts = {}
     for instruction in program.instructions:
         match instruction:
             case Send(rank, other, buffers, name):
@@ -50,9 +50,9 @@ def channel_layouts(
         num_channels[type(instruction), source, to] += 1
         index = num_channels[type(instruction), source, to]
         channel = f"channel {index} from rank {source} to rank {to}, behind {name},"
-        found[channel] = abbreviate(layout([buffer_spec(b, rank, mesh, specs) for b in buffers]))
+        layouts[channel] = abbreviate(layout([buffer_spec(b, rank, mesh, specs) for b in buffers]))
         peers.add(mesh.process_of(other))
-    return ChannelLayouts(found, peers)
+    return ChannelLayouts(layouts, peers)
 
 
 def buffer_spec(

@@ -94,8 +94,8 @@ def compile_code(
         return P() if spec is None and single else spec
 
     def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:
-        found = specs[buffer, rank]
-        return found() if callable(found) else found
+        known_spec = specs[buffer, rank]
+        return known_spec() if callable(known_spec) else known_spec
 
     with _ignore_unused_donations(), ThreadPoolExecutor(num_threads) as pool:
         compiler = _Compiler(mesh, pool, options)
@@ -211,8 +211,8 @@ class _Compiler:
         if any(map(has_print, run.graph.eqns)):
             # A program with callbacks cannot be saved.
             return self._compile(run, in_specs, out_specs)
-        devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
-        moved = load_on_devices(first.result(), devices, others)
+        devices, compiled_for = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
+        moved = load_on_devices(first.result(), devices, compiled_for)
         return self._compile(run, in_specs, out_specs) if moved is None else moved
 
 

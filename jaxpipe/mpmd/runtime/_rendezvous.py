@@ -111,13 +111,13 @@ def check_agreement(
         TimeoutError: If some processes have not called it in time, naming them.
     """
     here = jax.process_index()
-    others = sorted({*processes} - {here})
-    if not others:
+    peers = sorted({*processes} - {here})
+    if not peers:
         return
     own_facts = json.dumps(dict(facts))
     kv_put(f"facts/{name}", own_facts)
-    values = kv_get(f"facts/{name}", others, timeout)
-    missing = [process for process in others if process not in values]
+    values = kv_get(f"facts/{name}", peers, timeout)
+    missing = [process for process in peers if process not in values]
     if missing:
         raise TimeoutError(
             f"Processes {missing} have not come to `{name}` within {timeout} seconds. They run "
@@ -129,9 +129,9 @@ def check_agreement(
             processes_by_value[fact][value].append(process)
     for fact, values in processes_by_value.items():
         if len(values) > 1:
-            found = "; ".join(f"{value} on {of}" for value, of in values.items())
+            answers = "; ".join(f"{value} on {of}" for value, of in values.items())
             raise ValueError(
-                f"Processes differ in `{name}`. Of {fact} they say: {found}. Run the same "
+                f"Processes differ in `{name}`. Of {fact} they say: {answers}. Run the same "
                 "script with the same settings and the same versions on all of them."
             )
 

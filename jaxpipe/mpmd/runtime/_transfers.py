@@ -170,11 +170,11 @@ def _array_maker(spec: Spec) -> Callable[[Iterator[jax.Array]], jax.Array] | Non
 
 def _key_impl(spec: Spec) -> Any:
     """Returns the generator of a key dtype. JAX returns it for keys only, including traced ones."""
-    found = []
+    impls = []
 
     def look(key: jax.Array) -> jax.Array:
-        found.append(jax.random.key_impl(key))
+        impls.append(jax.random.key_impl(key))
         return key
 
     jax.eval_shape(look, spec)
-    return found[0]
+    return impls[0]

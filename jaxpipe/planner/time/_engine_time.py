@@ -31,9 +31,9 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
     if not device_hardware(request.devices).torus_axes:  # seen in programs of XLA:TPU alone
         return sums
-    if candidate.engine == "scheduled":
+    if candidate.engine.runs_ticks:
         return sums + _store_seconds(candidate, request)
-    if candidate.engine != "none":
+    if candidate.engine.pipelines:
         return sums
     stacks = 0.0
     if request.own is None:  # what a model of one's own writes is counted by its equations
@@ -85,7 +85,7 @@ def expert_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     """
     kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
     experts = request.model.experts
-    if not kind.torus_axes or candidate.engine != "none" or not experts or size == 1:
+    if not kind.torus_axes or candidate.engine.pipelines or not experts or size == 1:
         return 0.0
     sent = request.model.of_layers.read * gathered_parameters(experts, candidate.sizes)
     bandwidth = kind.link_bandwidth * efficiency(kind, "bf16").links / (2 if size == 2 else 1)
@@ -124,7 +124,7 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     if not kind.torus_axes or size == 1:
         return 0.0
     times, itemsize = 1, request.model.of_layers.gradient
-    if candidate.engine == "none":
+    if not candidate.engine.pipelines:
         times = candidate.microbatches
         itemsize = min(itemsize, request.work.layers[-1].weight_bytes)
     layers = candidate.layers_per_stage * candidate.chunks
@@ -139,7 +139,7 @@ def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
     if candidate.microbatches == 1:
         return 0.0
     # Without a pipeline sums are those of the parameters that a device stores.
-    count = stored_parameters if candidate.engine == "none" else gathered_parameters
+    count = gathered_parameters if candidate.engine.pipelines else stored_parameters
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * count(request.model.layer, candidate.sizes)
     return candidate.microbatches * _SUM_BYTES * parameters / _memory_rate(request)

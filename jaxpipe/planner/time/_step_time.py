@@ -10,10 +10,9 @@ from functools import lru_cache
 
 from ...cost.training_step import Layout, Prediction, predict
 from ...schedules import Costs, makespan
-from ...schedules.builders import circular_ticks
-from .._candidates import StepLayout, splits_backward
+from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
-from .._model import PlannedModel
+from .._model import PlannedModel, mesh_sizes
 from .._own_model import PreparedPipeline
 from .._request import Request
 from ._engine_time import data_reduction_seconds, engine_seconds, expert_reduction_seconds
@@ -74,15 +73,14 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.across,
         candidate.microbatches,
         candidate.accumulation,
-        candidate.engine == "none",
-        candidate.gather in ("once", "repeat"),
+        _gather(candidate) in ("once", "repeat"),
         candidate.policy == "none",
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
-    if candidate.engine == "none":
+    if not candidate.engine.pipelines:
         return seconds + sums
     waiting = (S - 1) / (M * v)
     if splits_backward(candidate):
@@ -93,33 +91,41 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
     """Returns the time of a step."""
-    layout = _layout(candidate, request)
-    if candidate.engine != "none":
-        schedule = run.pipeline.schedule or "circular"
+    layout = _layout(
+        request,
+        candidate.mesh,
+        candidate.across,
+        candidate.microbatches,
+        candidate.accumulation,
+        _gather(candidate),
+        keeps_all=candidate.policy == "none",
+    )
+    if candidate.engine.pipelines:
+        schedule = run.pipeline.schedule or candidate.family_name
         counts = _all_layers(candidate, request)
         layout = replace(
             layout,
             schedule=schedule,
             chunks=candidate.chunks,
             layers_per_stage=counts,
-            # Every rank of the circular engine computes the loss of its own microbatches.
-            vocab_parallel=candidate.engine == "circular",
+            # A share of the microbatches takes a rank as long as a share of the vocabulary.
+            vocab_parallel=candidate.engine.shares_loss,
         )
     kind = device_hardware(request.devices)
-    found = predict(request.work, layout, kind)
+    step = predict(request.work, layout, kind)
     recomputed = recomputed_fraction(candidate, request.model)
     if recomputed not in (0, 1):
         other = predict(request.work, replace(layout, remat="selective"), kind)
-        found = _between(other, found, recomputed)
-    parts = dict(found.parts)
+        step = _between(other, step, recomputed)
+    parts = dict(step.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
-    if candidate.engine == "none" and candidate.policy == "none":
+    if not candidate.engine.pipelines and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
-    ticks = _tick_seconds(candidate, run, found)
+    ticks = _tick_seconds(candidate, run, step)
     if ticks is not None:
-        parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
+        parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -128,28 +134,29 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         seconds,
         parts,
         tokens / seconds,
-        found.model_flops_utilization * found.seconds * candidate.accumulation / seconds,
+        step.model_flops_utilization * step.seconds * candidate.accumulation / seconds,
         parts["bubble"] / seconds,
         {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
     )
 
 
-def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
+def _schedule_seconds(step: Prediction, candidate: StepLayout) -> float:
     """Returns the seconds from the first action to the last, as `jaxpipe.cost` has them."""
-    after = found.parts["gradient_reduction"] + found.parts["optimizer"]
+    after = step.parts["gradient_reduction"] + step.parts["optimizer"]
     if candidate.gather in ("once", "repeat"):
-        after += found.parts["fsdp"]
-    return found.seconds - after
+        after += step.parts["fsdp"]
+    return step.seconds - after
 
 
-def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Prediction) -> float | None:
+def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, step: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
-    if candidate.engine == "circular":
+    own_schedule = candidate.engine.own_schedule
+    if own_schedule is not None:
         counts = candidate.num_ranks, candidate.chunks, candidate.microbatches
-        both = map(sum, zip(found.input, found.weight, strict=True))
-        return circular_ticks(*counts) * (max(found.forward) + max(both))
-    if candidate.engine == "scheduled":
-        costs = Costs(found.forward, found.input, found.weight, found.transfer)
+        both = map(sum, zip(step.input, step.weight, strict=True))
+        return own_schedule.num_ticks(*counts) * (max(step.forward) + max(both))
+    if candidate.engine.runs_ticks:
+        costs = Costs(step.forward, step.input, step.weight, step.transfer)
         return float(makespan(run.engine.timeline(run.pipeline, costs)))
     return None
 
@@ -193,10 +200,30 @@ def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
     )
 
 
-def _layout(candidate: StepLayout, request: Request) -> Layout:
-    rows = request.batch // candidate.num_shards // candidate.accumulation // candidate.microbatches
+def _gather(candidate: StepLayout) -> GatherMode:
+    """Returns when weights are gathered: without a pipeline every layer gathers its own."""
+    is_chosen = candidate.engine.pipelines and candidate.gathers
+    return candidate.gather if is_chosen else "layer"
+
+
+def _layout(
+    request: Request,
+    mesh: tuple[int, ...],
+    across: str,
+    microbatches: int,
+    accumulation: int,
+    gather: GatherMode,
+    *,
+    keeps_all: bool,
+) -> Layout:
+    """Returns the layout of a step without a pipeline, as `jaxpipe.cost` has it.
+
+    Args:
+        keeps_all: Whether a backward computes nothing again.
+    """
+    rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
     slices = request.devices.num_slices
-    data, stage, fsdp, tensor, expert, context = candidate.mesh
+    data, stage, fsdp, tensor, expert, context = mesh
     kind = device_hardware(request.devices)
     return Layout(
         data=data,
@@ -205,14 +232,13 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
         tensor=tensor,
         expert=expert,
         context=context,
-        microbatches=candidate.microbatches,
+        microbatches=microbatches,
         rows=rows,
         sequence=request.sequence,
-        remat="none" if candidate.policy == "none" else "full",
-        # Without a pipeline, every layer gathers its own weights.
-        gather="layer" if candidate.engine == "none" or not candidate.gathers else candidate.gather,
+        remat="none" if keeps_all else "full",
+        gather=gather,
         hosts=slices if slices > 1 else 0,
-        order=_order(candidate.across),
+        order=_order(across),
         sequence_parallel=False,
         experts_gather=True,
         shared_optimizer=False,
@@ -228,8 +254,8 @@ def _order(across: str) -> tuple[str, ...]:
 
 def _all_layers(candidate: StepLayout, request: Request) -> tuple[int, ...]:
     """Returns layers per stage with those that run beside the embedding and the head."""
-    first, *others = candidate.counts
-    counts = [first + request.before, *others]
+    first, *rest = candidate.counts
+    counts = [first + request.before, *rest]
     counts[-1] += request.after
     return tuple(counts)
 
@@ -241,18 +267,12 @@ def _unpipelined_seconds(
     across: str,
     microbatches: int,
     accumulation: int,
-    is_unpipelined: bool,
     gathers_once: bool,
     keeps_all: bool,
 ) -> float:
     """Returns the seconds of all microbatches on one rank that has all layers."""
-    candidate = StepLayout(
-        *(mesh, across, "none" if is_unpipelined else "scheduled", "", 1, (), microbatches),
-        *(accumulation, "none" if keeps_all else "full", "layer"),
-        "once" if gathers_once else "layer",
-        1,
-    )
-    layout = _layout(candidate, request)
+    gather = "once" if gathers_once else "layer"
+    layout = _layout(request, mesh, across, microbatches, accumulation, gather, keeps_all=keeps_all)
     return predict(request.work, layout, device_hardware(request.devices)).seconds
 
 

@@ -45,7 +45,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
     Returns:
         Observations of level `bad`, then `warning`, then `note`.
     """
-    found = [
+    all_findings = [
         *_not_finite(run),
         *_skipped(run),
         *_spikes(run),
@@ -59,7 +59,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
         *_large_bubble(bubble),
     ]
     order = ("bad", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return sorted(all_findings, key=lambda finding: order.index(finding.level))
 
 
 def spikes(series: Series) -> np.ndarray:

@@ -32,17 +32,17 @@ class Status:
 
 def status(run: RunRecord, now: float) -> Status:
     """Derives the status of a run from its last metrics, their age and its checkpoints."""
-    done, wanted = run.steps[-1], run.wanted_steps
+    done, num_steps = run.steps[-1], run.wanted_steps
     if problem := _bad(run):
-        return Status("bad", f"Step {done} of {wanted} is bad: {problem}", done, wanted)
-    if done >= wanted:
-        return Status("finished", f"Finished: {done} steps", done, wanted)
+        return Status("bad", f"Step {done} of {num_steps} is bad: {problem}", done, num_steps)
+    if done >= num_steps:
+        return Status("finished", f"Finished: {done} steps", done, num_steps)
     age = max(0.0, now - run.written)
     if age < max(_FRESH_SECONDS, 10 * _step_seconds(run)):
-        return Status("running", f"At step {done} of {wanted}", done, wanted)
+        return Status("running", f"At step {done} of {num_steps}", done, num_steps)
     saved = any(saved.step == done and saved.state == "complete" for saved in run.saved)
     how = "stopped with a checkpoint" if saved else "ended"
-    return Status("stopped", f"{how.capitalize()} at step {done} of {wanted}", done, wanted)
+    return Status("stopped", f"{how.capitalize()} at step {done} of {num_steps}", done, num_steps)
 
 
 def _bad(run: RunRecord) -> str:

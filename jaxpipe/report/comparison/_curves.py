@@ -40,11 +40,11 @@ def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
         Steps; and tokens and the time in steps, if every run has metrics of its speed.
     """
     steps = [np.array(run.steps) for run in runs]
-    found = [Axis("step", "Step", "", steps)]
+    axes = [Axis("step", "Step", "", steps)]
     seconds = [_seconds(run) for run in runs]
     rates = [_per_step(run, "tokens_per_second") for run in runs]
     if not all(len(of_run) for of_run in (*seconds, *rates)):
-        return found
+        return axes
     # Tokens of a step come from its measured speed, which is exact; its time may not be.
     raw = [_per_step(run, "step_time_seconds") for run in runs]
     tokens = [
@@ -54,7 +54,7 @@ def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
     longest = max(float(time[-1]) for time in times)
     unit, size = next((u for u in _TIME_UNITS if longest >= 2 * u[1]), _TIME_UNITS[-1])
     return [
-        *found,
+        *axes,
         Axis("tokens", "Tokens", "tokens", [np.round(of_run) for of_run in tokens]),
         Axis("time", f"Time in steps ({unit})", unit, [time / size for time in times]),
     ]

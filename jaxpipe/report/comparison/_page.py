@@ -73,14 +73,16 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[list[Setting]]:
         version wrote it, has the value "".
     """
     of_runs = [{setting.key: setting for setting in settings(run.values)} for run in runs]
-    keys = dict.fromkeys(key for found in of_runs for key in found if key not in _OWN_KEYS)
-    rows = [[_setting(key, found, of_runs) for found in of_runs] for key in keys]
+    keys = dict.fromkeys(key for values in of_runs for key in values if key not in _OWN_KEYS)
+    rows = [[_setting(key, values, of_runs) for values in of_runs] for key in keys]
     return [row for row in rows if len({setting.value for setting in row}) > 1]
 
 
-def _setting(key: str, found: dict[str, Setting], of_runs: Sequence[dict[str, Setting]]) -> Setting:
-    if key in found:
-        return found[key]
+def _setting(
+    key: str, values: dict[str, Setting], of_runs: Sequence[dict[str, Setting]]
+) -> Setting:
+    if key in values:
+        return values[key]
     other = next(settings[key] for settings in of_runs if key in settings)
     return Setting(key, "", other.default, "unknown", other.meaning)
 
@@ -91,5 +93,5 @@ def _figure_rows(runs: Sequence[RunRecord], states: Sequence[Status]) -> list[li
         {card.name: f"{card.value} {card.unit}".strip() for card in cards(run, state)}
         for run, state in zip(runs, states, strict=True)
     ]
-    names = dict.fromkeys(name for found in of_runs for name in found)
-    return [[name, *(found.get(name, "") for found in of_runs)] for name in names]
+    names = dict.fromkeys(name for figures in of_runs for name in figures)
+    return [[name, *(figures.get(name, "") for figures in of_runs)] for name in names]

@@ -46,10 +46,10 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     if not is_folder(folder):
         return []
     steps = [folder / name for name in list_names(folder) if _NUMBER.match(name)]
-    found = [_saved(step) for step in steps]
+    listed = [_saved(step) for step in steps]
     # A run that is still going may have removed or renamed a step meanwhile.
-    found = [saved for saved, step in zip(found, steps, strict=True) if os.path.lexists(step)]
-    return sorted(found, key=lambda saved: (-saved.step, saved.state))
+    listed = [saved for saved, step in zip(listed, steps, strict=True) if os.path.lexists(step)]
+    return sorted(listed, key=lambda saved: (-saved.step, saved.state))
 
 
 def _saved(step: Path) -> SavedStep:

@@ -53,8 +53,8 @@ class RunRecord:
     @property
     def wanted_steps(self) -> int:
         """Steps of the whole run."""
-        wanted = self.values.get("steps")
-        return wanted if isinstance(wanted, int) else self.steps[-1]
+        num_steps = self.values.get("steps")
+        return num_steps if isinstance(num_steps, int) else self.steps[-1]
 
     @property
     def num_devices(self) -> int | None:

@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     finished: dict[ResultKey, tuple[int, Time]] = {}
     rows: list[list[TimedStep]] = [[] for _ in schedule.programs]
     now: list[Time] = [0] * len(rows)
-    for rank, step, waits, given in walk_topologically(runnable):
+    for rank, step, waits, outputs in walk_topologically(runnable):
         start = now[rank]
         for need in waits:
             home, ready = finished[need]
@@ -111,7 +111,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 start = ready
         length = duration(step, costs)
         end = start + (length * scales[step] if step in scales else length)
-        finished.update(dict.fromkeys(given, (rank, end)))
+        finished.update(dict.fromkeys(outputs, (rank, end)))
         rows[rank].append(TimedStep(step, start, end))
         now[rank] = end
     return Timeline(schedule, tuple(map(tuple, rows)))

@@ -68,6 +68,10 @@ class Family:
         is_live_exact: Whether `most_live` is what lock-step makes of it, for usual counts; a bound
             where the order has no closed form.
         is_usual: Whether planners try it unless they are told what to try.
+        is_variant: Whether it has the actions of another family in nearly their order, so that
+            checks of all kinds of schedules need not run both.
+        ranks_divide_microbatches: Whether it takes no other numbers of microbatches than multiples
+            of the number of ranks.
     """
 
     builder: Callable[..., Schedule]
@@ -83,6 +87,8 @@ class Family:
     live: Live = _live_of_1f1b
     is_live_exact: bool = True
     is_usual: bool = False
+    is_variant: bool = False
+    ranks_divide_microbatches: bool = False
 
     def most_live(self, ranks: int, microbatches: int, chunks: int) -> int:
         """Returns how many (stage, microbatch) residuals the fullest rank stores in lock-step.
@@ -116,6 +122,7 @@ def _interleaved(
     *,
     splits_backward: bool = False,
     is_usual: bool = False,
+    is_variant: bool = False,
 ) -> Family:
     """Returns a family whose chunks take turns after groups of about as many microbatches."""
     return Family(
@@ -129,6 +136,7 @@ def _interleaved(
         splits_backward=splits_backward,
         live=live,
         is_usual=is_usual,
+        is_variant=is_variant,
     )
 
 
@@ -161,7 +169,9 @@ def _in_a_v(
 FAMILIES: dict[str, Family] = {
     "gpipe": Family(gpipe, (), "", "Huang et al., 2019, arXiv 1811.06965", live=_live_of_all),
     "1f1b": Family(one_f_one_b, (), "", "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True),
-    "eager_1f1b": Family(eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322"),
+    "eager_1f1b": Family(
+        eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322", is_variant=True
+    ),
     "interleaved_1f1b": _interleaved(
         interleaved_one_f_one_b, "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True
     ),
@@ -169,6 +179,7 @@ FAMILIES: dict[str, Family] = {
         kimi_k2,
         "Kimi K2, 2025, arXiv 2507.20534",
         lambda S, M, v: _live_of_groups(S, M, v) + 1,  # its warmup is longer by one
+        is_variant=True,
     ),
     "looped_bfs": Family(
         looped_bfs,
@@ -180,7 +191,9 @@ FAMILIES: dict[str, Family] = {
         is_breadth_first=True,
         live=_live_of_all,
     ),
-    "interleaved_gpipe": _interleaved(interleaved_gpipe, "NVIDIA JaxPP, 2025", _live_of_all),
+    "interleaved_gpipe": _interleaved(
+        interleaved_gpipe, "NVIDIA JaxPP, 2025", _live_of_all, is_variant=True
+    ),
     "zero_bubble_h1": Family(
         zero_bubble_h1,
         (),
@@ -233,6 +246,7 @@ FAMILIES: dict[str, Family] = {
         splits_backward=True,
         live=lambda S, M, v: (2 * S - 1) * v,
         is_live_exact=False,
+        is_variant=True,
     ),
     "circular": Family(
         circular,
@@ -243,6 +257,7 @@ FAMILIES: dict[str, Family] = {
         default_chunks=2,
         is_breadth_first=True,
         live=_live_of_all,
+        ranks_divide_microbatches=True,
     ),
 }
 
@@ -318,21 +333,21 @@ def build(
         "latency": latency,
         "spare": spare,
     }
-    given = {option: value for option, value in options.items() if value is not None}
-    for option, value in given.items():
+    arguments = {option: value for option, value in options.items() if value is not None}
+    for option, value in arguments.items():
         if option not in chosen.takes:
-            others = ", ".join(n for n, f in FAMILIES.items() if option in f.takes)
+            takers = ", ".join(n for n, f in FAMILIES.items() if option in f.takes)
             raise ValueError(
                 f"`{option}` is {value}, but {name} takes "
                 f"{' and '.join(f'`{taken}`' for taken in chosen.takes) or 'none such'}. "
-                f"Leave `{option}` out, or choose one of {others}."
+                f"Leave `{option}` out, or choose one of {takers}."
             )
-    counts = {"ranks": ranks, "microbatches": microbatches, **given}
+    counts = {"ranks": ranks, "microbatches": microbatches, **arguments}
     require_positive(**{name: counts[name] for name in counts if name not in _MAY_BE_ZERO})
-    require_small(ranks, microbatches, given.get("chunks", 2), given.get("slices", 1))
+    require_small(ranks, microbatches, arguments.get("chunks", 2), arguments.get("slices", 1))
     if chosen.default_group_size is not None and group is None:
-        given["group"] = chosen.default_group_size(ranks, microbatches)
-    keywords = {_KEYWORDS[option]: value for option, value in given.items()}
+        arguments["group"] = chosen.default_group_size(ranks, microbatches)
+    keywords = {_KEYWORDS[option]: value for option, value in arguments.items()}
     try:
         return chosen.builder(ranks, microbatches, **keywords)
     except ValueError as error:

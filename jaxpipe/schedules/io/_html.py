@@ -67,15 +67,15 @@ def to_html(schedules: Mapping[str, Schedule | Ticks], costs: Costs, title: str 
     return page
 
 
-def _drawn(name: str, given: Schedule | Ticks, costs: Costs) -> dict:
+def _drawn(name: str, order: Schedule | Ticks, costs: Costs) -> dict:
     """Returns what the script reads of one schedule: its steps, in an order that can run."""
-    schedule = given.schedule if isinstance(given, Ticks) else given
+    schedule = order.schedule if isinstance(order, Ticks) else order
     check_costs(costs, schedule.num_stages)
-    steps = _ticked(check_ticks(given)) if isinstance(given, Ticks) else _ordered(given, costs)
+    steps = _ticked(check_ticks(order)) if isinstance(order, Ticks) else _ordered(order, costs)
     stages = [stages_of_rank(schedule, rank) for rank in range(len(schedule.programs))]
     return {
         "name": name,
-        "about": describe(schedule) + (", in ticks of all ranks" * isinstance(given, Ticks)),
+        "about": describe(schedule) + (", in ticks of all ranks" * isinstance(order, Ticks)),
         "ranks": len(schedule.programs),
         "stages": schedule.num_stages,
         "chunks": max(map(len, stages), default=1),
@@ -111,12 +111,12 @@ def _ordered(schedule: Schedule, costs: Costs) -> list[Row]:
         for action in actions_of(step)
     }
     rows: list[Row] = []
-    made: dict[ResultKey, int] = {}
-    for rank, step, waits, given in walk_topologically(runnable):
-        after = sorted({made[need] for need in waits if rows[made[need]][0] != rank})
+    row_of: dict[ResultKey, int] = {}
+    for rank, step, waits, outputs in walk_topologically(runnable):
+        after = sorted({row_of[need] for need in waits if rows[row_of[need]][0] != rank})
         paired = step in halves if isinstance(step, Action) else costs.atomic_pairs
         rows.append((rank, None, step, costs.pair_factor if paired else 1, after))
-        made.update(dict.fromkeys(given, len(rows) - 1))
+        row_of.update(dict.fromkeys(outputs, len(rows) - 1))
     return rows
 
 

@@ -174,7 +174,7 @@ def _paths(
     row: tuple[TimedStep, ...], stages: Sequence[int], y: Time, scale: Time
 ) -> Iterator[str]:
     """Yields the boxes of a rank's actions without names, as few bytes."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    boxes_by_fill: defaultdict[str, list[str]] = defaultdict(list)
     for timed in row:
         x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
         halves = actions_of(timed.step)
@@ -182,8 +182,8 @@ def _paths(
         for i, action in enumerate(halves):
             fill = shade(COLOURS[action.op][0], stages.index(action.stage), len(stages))
             box = f"h{width:.2f}v{height:g}h-{width:.2f}z"
-            found[fill].append(f"M{x:.2f} {y + i * height:g}{box}")
-    for fill, boxes in found.items():
+            boxes_by_fill[fill].append(f"M{x:.2f} {y + i * height:g}{box}")
+    for fill, boxes in boxes_by_fill.items():
         yield f'<path fill="{fill}" d="{"".join(boxes)}"/>'
 
 

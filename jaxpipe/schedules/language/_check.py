@@ -14,7 +14,7 @@ from ._dependencies import (
 from ._schedule import Schedule, slice_ids
 
 # The position of each result: (rank, index in the rank's program, action).
-_Found = dict[ResultKey, tuple[int, int, Action]]
+_Places = dict[ResultKey, tuple[int, int, Action]]
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -48,30 +48,30 @@ def check(schedule: Schedule) -> Schedule:
 
 def _check_results(schedule: Schedule) -> None:
     """Checks that every result is computed once, on the rank of its forward."""
-    found = _find(schedule)
-    _check_complete(schedule, found)
-    _check_same_rank(schedule, found)
+    places = _find(schedule)
+    _check_complete(schedule, places)
+    _check_same_rank(schedule, places)
 
 
-def _find(schedule: Schedule) -> _Found:
+def _find(schedule: Schedule) -> _Places:
     """Returns every result with its position; refuses duplicates and indices out of range."""
     slices = slice_ids(schedule)
-    found: _Found = {}
+    places: _Places = {}
     for rank, program in enumerate(schedule.programs):
         for position, step in enumerate(program):
             for action in actions_of(step):
                 problem = _out_of_range(action, schedule, slices)
                 here = rank, position, action
                 for result in output_keys(action):
-                    if not problem and result in found:
-                        problem = _twice(Action(*result), found[result])
-                    found[result] = here
+                    if not problem and result in places:
+                        problem = _twice(Action(*result), places[result])
+                    places[result] = here
                 if problem:
                     raise ScheduleError(
                         f"Rank {rank} runs {action}, {problem}:\n"
                         f"{text_with_marker(schedule, rank, position)}"
                     )
-    return found
+    return places
 
 
 def _out_of_range(action: Action, schedule: Schedule, slices: tuple[int | None, ...]) -> str:
@@ -91,24 +91,24 @@ def _twice(result: Action, first: tuple[int, int, Action]) -> str:
     )
 
 
-def _check_complete(schedule: Schedule, found: _Found) -> None:
+def _check_complete(schedule: Schedule, places: _Places) -> None:
     slices = slice_ids(schedule)
     # Every result that was found is in range and was found once, so counting them is enough.
-    if len(found) == 3 * schedule.num_stages * schedule.num_microbatches * len(slices):
+    if len(places) == 3 * schedule.num_stages * schedule.num_microbatches * len(slices):
         return
     every = product(
         range(schedule.num_stages), range(schedule.num_microbatches), slices, (Op.F, Op.I, Op.W)
     )
     for stage, microbatch, piece, op in every:
-        if (stage, op, microbatch, piece) not in found:
+        if (stage, op, microbatch, piece) not in places:
             result = Action(stage, op, microbatch, piece)
-            raise ScheduleError(_absent(schedule, result, found))
+            raise ScheduleError(_absent(schedule, result, places))
 
 
-def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
+def _absent(schedule: Schedule, result: Action, places: _Places) -> str:
     """Says which action is missing, and on which rank the rest of its microbatch is."""
     ranks_of_stage, ranks_of_microbatch = [], []
-    for (stage, _, microbatch, _), (rank, _, _) in found.items():
+    for (stage, _, microbatch, _), (rank, _, _) in places.items():
         if stage == result.stage:
             ranks_of_stage.append(rank)
             if microbatch == result.microbatch:
@@ -116,15 +116,15 @@ def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
     ranks = ranks_of_microbatch or ranks_of_stage
     where = f"rank {ranks[0]}" if ranks else "any rank"
     whole = Action(result.stage, Op.B, result.microbatch, result.slice)
-    neither_half = result.op is Op.I and output_keys(whole)[1] not in found
+    neither_half = result.op is Op.I and output_keys(whole)[1] not in places
     name = f"{result} (or {whole})" if neither_half else f"{result}"
     return f"No rank runs {name}. Add it to {where}:\n{shorten(str(schedule), 2000)}"
 
 
-def _check_same_rank(schedule: Schedule, found: _Found) -> None:
+def _check_same_rank(schedule: Schedule, places: _Places) -> None:
     """Checks that every backward runs on the rank that holds its forward's activations."""
-    for (stage, _, microbatch, piece), (rank, position, action) in found.items():
-        home = found[stage, Op.F, microbatch, piece][0]
+    for (stage, _, microbatch, piece), (rank, position, action) in places.items():
+        home = places[stage, Op.F, microbatch, piece][0]
         if rank != home:
             forward = Action(stage, Op.F, microbatch, piece)
             raise ScheduleError(

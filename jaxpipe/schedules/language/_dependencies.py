@@ -35,16 +35,16 @@ def dependency_keys(action: Action, num_stages: int, num_slices: int) -> list[Re
     if op is Op.W:
         return [(stage, Op.I, microbatch, piece)]
     if op is Op.F:
-        found = [(stage - 1, Op.F, microbatch, piece)] if stage > 0 else []
+        keys = [(stage - 1, Op.F, microbatch, piece)] if stage > 0 else []
         if piece is not None and piece > 0:
-            found.append((stage, Op.F, microbatch, piece - 1))
-        return found
-    found = [(stage, Op.F, microbatch, piece)]
+            keys.append((stage, Op.F, microbatch, piece - 1))
+        return keys
+    keys = [(stage, Op.F, microbatch, piece)]
     if stage < num_stages - 1:
-        found.append((stage + 1, Op.I, microbatch, piece))
+        keys.append((stage + 1, Op.I, microbatch, piece))
     if piece is not None and piece < num_slices - 1:
-        found.append((stage, Op.I, microbatch, piece + 1))
-    return found
+        keys.append((stage, Op.I, microbatch, piece + 1))
+    return keys
 
 
 def outputs(action: Action) -> tuple[Action, ...]:
@@ -101,13 +101,13 @@ def walk_topologically(
                 missing = next(need for need in waits if need not in done)
                 waiting.setdefault(missing, []).append(rank)
                 break
-            given = [result for action in actions_of(step) for result in output_keys(action)]
-            done.update(given)
-            for result in given:
+            outputs = [result for action in actions_of(step) for result in output_keys(action)]
+            done.update(outputs)
+            for result in outputs:
                 for other in waiting.pop(result, ()):
                     heappush(turns, (this_round + (other < rank), other))
             positions[rank] += 1
-            yield rank, step, waits, given
+            yield rank, step, waits, outputs
     if waiting:
         stuck = {rank: Action(*need) for need, ranks in waiting.items() for rank in ranks}
         waits_of = {rank: stuck[rank] for rank in sorted(stuck)}

@@ -21,7 +21,7 @@ def owners(schedule: Schedule) -> dict[int, int]:
         {0: 0, 1: 1, 2: 2, 3: 3}
     """
     candidates = ranks_by_stage(schedule)
-    return next(found for most in count(1) if (found := _assign(candidates, most)) is not None)
+    return next(owned for most in count(1) if (owned := _assign(candidates, most)) is not None)
 
 
 def stored_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:

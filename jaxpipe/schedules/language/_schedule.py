@@ -51,7 +51,7 @@ def describe(schedule: Schedule) -> str:
         >>> describe(build("zbv", ranks=4, microbatches=8))
         '4 ranks, 8 stages, 8 microbatches, with F, I, W'
     """
-    found = {action.op for _, action in enumerate_actions(schedule)}
+    ops = {action.op for _, action in enumerate_actions(schedule)}
     counts = (
         (len(schedule.programs), "rank"),
         (schedule.num_stages, "stage"),
@@ -61,8 +61,8 @@ def describe(schedule: Schedule) -> str:
     named = [f"{count} {noun if count == 1 else plurals[noun]}" for count, noun in counts]
     if num_slices(schedule) > 1:
         named.append(f"{num_slices(schedule)} slices")
-    if found:
-        named.append(f"with {', '.join(op.name for op in Op if op in found)}")
+    if ops:
+        named.append(f"with {', '.join(op.name for op in Op if op in ops)}")
     return ", ".join(named)
 
 
@@ -158,10 +158,10 @@ def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
 
 def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     """Returns the `ranks_of_stage` of every stage that has an action, found in one pass."""
-    found: dict[int, set[int]] = {}
+    ranks_of: dict[int, set[int]] = {}
     for rank, action in enumerate_actions(schedule):
-        found.setdefault(action.stage, set()).add(rank)
-    return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(found.items())}
+        ranks_of.setdefault(action.stage, set()).add(rank)
+    return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(ranks_of.items())}
 
 
 def splits_backwards(schedule: Schedule) -> bool:

@@ -75,11 +75,11 @@ def to_lock_step(
     grid = _cheapest(orders, _with_spare(peaks, caps, most), lags)
     assert grid, "without a longest makespan there is a grid"
     longest = max(grid.makespan, free)
-    found = (
+    lean_grids = (
         _cheapest(orders, _with_spare(peaks, caps, spare), lags, longest)
         for spare in lean[::thinned]
     )
-    ticks = ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
+    ticks = ticks_from_grid(plain, next((leaner for leaner in lean_grids if leaner), grid))
     return ticks_of_slices(ticks, slice_ids(schedule))
 
 

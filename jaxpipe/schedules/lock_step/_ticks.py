@@ -77,7 +77,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
         check(ticks.schedule)
     else:
         _check_forwards(ticks.schedule)
-    made = {
+    computed = {
         result: (rank, tick)
         for rank, tick, action in enumerate_ticks(ticks)
         for result in outputs(action)
@@ -93,7 +93,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
             )
         before[rank] = now
         for need in dependencies(action, ticks.schedule.num_stages, slices):
-            home, ready = made[need]
+            home, ready = computed[need]
             if home != rank and need.stage == action.stage:
                 raise ScheduleError(
                     f"Rank {rank} runs {action}, and rank {home} runs {need}. Slices of a "
@@ -124,15 +124,15 @@ def check_no_slices(schedule: Schedule) -> None:
 
 def _check_forwards(schedule: Schedule) -> None:
     """Checks that every stage has a forward of every microbatch, once."""
-    found = Counter(action for _, action in enumerate_actions(schedule))
+    counts = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             for piece in slice_ids(schedule):
                 forward = Action(stage, Op.F, microbatch, piece)
-                if found.pop(forward, 0) != 1:
+                if counts.pop(forward, 0) != 1:
                     raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
-    if found:
-        raise ScheduleError(f"{next(iter(found))} is out of range:\n{schedule}")
+    if counts:
+        raise ScheduleError(f"{next(iter(counts))} is out of range:\n{schedule}")
 
 
 def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:

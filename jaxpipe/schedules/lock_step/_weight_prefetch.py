@@ -54,19 +54,19 @@ def chunk_residencies(
     program: Sequence[Action], *, separate_backward_weights: bool
 ) -> list[ChunkResidency]:
     """Returns the residency of every action of a rank's program without W's."""
-    found: list[ChunkResidency] = []
+    residencies: list[ChunkResidency] = []
     following = next_backward = -1
     sources = _sources(program, separate_backward_weights=separate_backward_weights)
     for action, source in zip(reversed(program), reversed(sources), strict=True):
         ends_residency = action.op is not Op.F and action.stage != next_backward
-        found.append(
+        residencies.append(
             ChunkResidency(source, following if source == PREFETCHED else -1, ends_residency)
         )
         if source == PREFETCHED:
             following = action.stage
         if action.op is not Op.F:
             next_backward = action.stage
-    return found[::-1]
+    return residencies[::-1]
 
 
 def _sources(program: Sequence[Action], *, separate_backward_weights: bool) -> list[int]:

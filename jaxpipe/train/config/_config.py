@@ -1,44 +1,69 @@
 """The config of a training run: its keys, and the checks across keys."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 from pydantic import model_validator
 
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
-from ...engines import ENGINES, Engine
+from ...engines import CONFIG_ENGINES, Engine
 from ._keys import ConfigKeys
 
-_ENGINE_NAMES = {"none": "unpipelined"}
-"""Names of engines in `pipeline_engine` that differ from those of their records."""
 
-_ONE_PROGRAM = ("none", "circular", "scheduled")
-_PIPELINES = ("circular", "scheduled", "mpmd")
-_ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
-    "ici_pipeline_parallelism": _PIPELINES,
-    "dcn_pipeline_parallelism": _PIPELINES,
-    "pipeline_parallel_layers": _PIPELINES,
-    "num_layers_per_pipeline_stage": _PIPELINES,
-    "num_pipeline_repeats": _PIPELINES,
-    "set_remat_policy_on_pipeline_iterations": _PIPELINES,
-    "set_remat_policy_on_layers_per_stage": _PIPELINES,
-    "pipeline_schedule": ("scheduled", "mpmd"),
-    "pipeline_layout": ("scheduled", "mpmd"),
-    "pipeline_vocab_parallel": ("scheduled",),
-    "num_pipeline_slices": ("scheduled", "mpmd"),
-    "pipeline_delay_activation_forwarding": ("circular",),
-    "scan_pipeline_iterations": ("circular",),
-    "scan_pipeline_repeats": ("circular",),
-    "enable_nnx": ("circular",),
-    "pipeline_fsdp_ag_once": ("circular", "scheduled"),
-    "pipeline_fsdp_ag_per_repeat": ("circular", "scheduled"),
-    "pipeline_fsdp_ag_per_layer": ("circular", "scheduled"),
-    "shard_mode": ("circular", "scheduled"),
-    "shard_optimizer_over_data": _ONE_PROGRAM,
-    "mpmd_timeout_seconds": ("mpmd",),
-    "mpmd_trace_step": ("mpmd",),
+def _pipelines(engine: Engine) -> bool:
+    return engine.pipelines
+
+
+def _runs_schedules(engine: Engine) -> bool:
+    return engine.runs_schedules
+
+
+def _has_own_schedule(engine: Engine) -> bool:
+    return engine.own_schedule is not None
+
+
+def _is_one_pipeline(engine: Engine) -> bool:
+    return engine.pipelines and not engine.program_per_rank
+
+
+def _has_programs(engine: Engine) -> bool:
+    return engine.program_per_rank
+
+
+def _option(name: str) -> Callable[[Engine], bool]:
+    """Returns a function that says whether an engine has this argument of `jaxpipe.pipeline`."""
+    return lambda engine: name in engine.options
+
+
+_IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
+    "ici_pipeline_parallelism": _pipelines,
+    "dcn_pipeline_parallelism": _pipelines,
+    "pipeline_parallel_layers": _pipelines,
+    "num_layers_per_pipeline_stage": _pipelines,
+    "num_pipeline_repeats": _pipelines,
+    "set_remat_policy_on_pipeline_iterations": _pipelines,
+    "set_remat_policy_on_layers_per_stage": _pipelines,
+    "pipeline_schedule": _runs_schedules,
+    "pipeline_layout": _runs_schedules,
+    "pipeline_vocab_parallel": _option("vocab_parallel"),
+    "num_pipeline_slices": lambda engine: engine.sliced_stage is not None,
+    "pipeline_delay_activation_forwarding": _option("forwarding_delay"),
+    "scan_pipeline_iterations": _has_own_schedule,
+    "scan_pipeline_repeats": _has_own_schedule,
+    "enable_nnx": _has_own_schedule,
+    "pipeline_fsdp_ag_once": _option("gather"),
+    "pipeline_fsdp_ag_per_repeat": _option("gather"),
+    "pipeline_fsdp_ag_per_layer": _option("gather"),
+    "shard_mode": _is_one_pipeline,
+    "shard_optimizer_over_data": _option("zero1"),
+    "mpmd_timeout_seconds": _has_programs,
+    "mpmd_trace_step": _has_programs,
+}
+_ENGINES_BY_KEY = {
+    key: tuple(name for name, engine in CONFIG_ENGINES.items() if is_read_by(engine))
+    for key, is_read_by in _IS_READ_BY.items()
 }
 """Keys that some engines do not read, with the engines that do."""
 
@@ -69,7 +94,7 @@ class Config(ConfigKeys):
     @property
     def engine(self) -> Engine:
         """Returns the engine that `pipeline_engine` names."""
-        return ENGINES[_ENGINE_NAMES.get(self.pipeline_engine, self.pipeline_engine)]
+        return CONFIG_ENGINES[self.pipeline_engine]
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
@@ -86,7 +111,7 @@ class Config(ConfigKeys):
         self._check_weight_gather()
         parse_xla_flags(self.compile_xla_flags)
         parse_profile_steps(self.profile_steps)
-        if self.engine.per_stage_state:
+        if self.engine.program_per_rank:
             self._check_no_offload()
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -203,9 +228,8 @@ class Config(ConfigKeys):
             return
         dropout = self.dropout_rate if self.enable_dropout else 0.0
         problems = {
-            "`pipeline_engine` is 'none', and Flax's modules run in the pipeline alone": (
-                not self.engine.pipelines
-            ),
+            f"`pipeline_engine` is {self.pipeline_engine!r}, and Flax's modules run in the "
+            "pipeline alone": not self.engine.pipelines,
             f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
             "functions": dropout > 0,
             "`pipeline_fsdp_ag_per_layer` is True, and Flax's pipelines gather a stage at a time": (
@@ -225,9 +249,10 @@ class Config(ConfigKeys):
         _, offloaded = saved_names(self.remat_policy, locations)
         if offloaded:
             raise ValueError(
-                f"`pipeline_engine` is 'mpmd' and `remat_policy` {self.remat_policy!r} offloads "
-                f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
-                "device. Give a policy that saves tensors there, or choose another engine."
+                f"`pipeline_engine` is {self.pipeline_engine!r} and `remat_policy` "
+                f"{self.remat_policy!r} offloads {', '.join(offloaded)}, but what its programs "
+                "leave for each other stays on the device. Give a policy that saves tensors there, "
+                "or choose another engine."
             )
 
 

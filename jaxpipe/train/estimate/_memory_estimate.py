@@ -194,7 +194,7 @@ def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...
     layout = plan.layout
     if plan.schedule is not None:
         peaks = schedules.peak_activations(plan.schedule)
-        return peaks if engine.per_stage_state else (max(peaks),)
+        return peaks if engine.program_per_rank else (max(peaks),)
     if not engine.pipelines:
         return (layout.num_layers,)
     handover = 2 if plan.forwarding_delay else 1

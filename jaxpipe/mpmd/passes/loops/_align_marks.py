@@ -89,13 +89,13 @@ def forward_mark_ids(body: Graph) -> list[int]:
 
 def _stages_by_id(marks: Sequence[Eqn], mark_ids: Sequence[int]) -> dict[Eqn, int]:
     """Returns, for each mark, the index of its id in `mark_ids`; both are in the same order."""
-    found: dict[Eqn, int] = {}
+    stages: dict[Eqn, int] = {}
     start = 0
     for eqn in marks:
         assert _mark_id(eqn) in mark_ids[start:], "marks keep their order"
-        found[eqn] = mark_ids.index(_mark_id(eqn), start)
-        start = found[eqn] + 1
-    return found
+        stages[eqn] = mark_ids.index(_mark_id(eqn), start)
+        start = stages[eqn] + 1
+    return stages
 
 
 def _mark_id(eqn: Eqn) -> int:

@@ -359,12 +359,12 @@ def _stage(
     """Returns the program of one stage."""
     stages_of, uses = where.stages_of, where.uses
     eqns = [eqn for eqn in body.eqns if stage in stages_of[eqn]]
-    made = {value for eqn in eqns for value in eqn.outputs}
+    computed = {value for eqn in eqns for value in eqn.outputs}
     sent = [
         value for eqn in eqns for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
     ]
-    outputs = (*sent, *(value for value in results if value in made))
-    needed = dict.fromkeys(v for eqn in eqns for v in variables(eqn.inputs) if v not in made)
+    outputs = (*sent, *(value for value in results if value in computed))
+    needed = dict.fromkeys(v for eqn in eqns for v in variables(eqn.inputs) if v not in computed)
     backward = _backward_values(eqns, positions, stage, num_stages)
     backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
     shared = [eqn for eqn in eqns if len(stages_of[eqn]) > 1]

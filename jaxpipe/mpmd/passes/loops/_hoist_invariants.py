@@ -129,11 +129,11 @@ def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> Pipe
 
 def _can_hoist(eqn: Eqn, invariant: set[Var]) -> bool:
     """Returns whether an equation may be hoisted."""
-    given = variables(eqn.inputs)
-    if not given or is_mark(eqn) or has_print(eqn) or not invariant.issuperset(given):
+    operands = variables(eqn.inputs)
+    if not operands or is_mark(eqn) or has_print(eqn) or not invariant.issuperset(operands):
         return False
     size = sum(value.num_bytes for value in eqn.outputs)
-    return size <= sum(value.num_bytes for value in given)
+    return size <= sum(value.num_bytes for value in operands)
 
 
 def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:

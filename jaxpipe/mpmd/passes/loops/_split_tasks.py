@@ -120,22 +120,22 @@ def _prints_in_i(backward: Graph, sent: frozenset[Var]) -> set[Var]:
 
 def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index: Var) -> StageTask:
     """Returns a task that adds each gradient in place to its accumulator, where it is computed."""
-    made = set(variables(graph.outputs)).difference(graph.inputs)
-    outputs = [value for value in dict.fromkeys(variables(graph.outputs)) if value in made]
+    computed = set(variables(graph.outputs)).difference(graph.inputs)
+    outputs = [value for value in dict.fromkeys(variables(graph.outputs)) if value in computed]
     writes = tuple(value for value in outputs if value not in reductions)
     results = [value for value in outputs if value in reductions]
     adds = [v for v in results if reductions[v].adds]
-    others = [v for v in results if not reductions[v].adds]
+    folded = [v for v in results if not reductions[v].adds]
 
-    starts = {value: Var(reductions[value].aval) for value in others}
-    ends = {value: Var(reductions[value].aval) for value in others}
+    starts = {value: Var(reductions[value].aval) for value in folded}
+    ends = {value: Var(reductions[value].aval) for value in folded}
     updates = [
         Eqn(
             PrimitiveCall("with_result", partial(_accumulate_result, reductions[v])),
             (starts[v], v, index),
             (ends[v],),
         )
-        for v in others
+        for v in folded
     ]
     inputs = tuple(dict.fromkeys((*graph.inputs, index)))
     inner = Graph(
@@ -147,7 +147,7 @@ def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index:
     reads = tuple(value for value in inputs if value in used)
     accumulators = added.inputs[len(inputs) :]
     whole = Graph((*reads, *accumulators), added.eqns, added.outputs)
-    return StageTask(whole, reads, writes, (*others, *adds))
+    return StageTask(whole, reads, writes, (*folded, *adds))
 
 
 def _accumulate_result(reduction: Reduction, so_far: Any, new: Any, i: Any) -> list[Any]:

@@ -96,9 +96,9 @@ def _stack_results(aval: Any, *ys: Any) -> list[jax.Array]:
     return [jnp.stack([jnp.asarray(y, aval.dtype) for y in ys]) if ys else jnp.zeros(aval.shape)]
 
 
-def _iteration(body: Graph, given: Sequence[Atom]) -> Graph:
-    """Returns one iteration with new variables: it reads `given`. Unrolls inner scans too."""
-    known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
+def _iteration(body: Graph, operands: Sequence[Atom]) -> Graph:
+    """Returns one iteration with new variables: it reads `operands`. Unrolls inner scans too."""
+    known: dict[Var, Atom] = dict(zip(body.inputs, operands, strict=True))
     eqns: list[Eqn] = []
     for eqn in body.eqns:
         outputs = tuple(Var(value.aval) for value in eqn.outputs)

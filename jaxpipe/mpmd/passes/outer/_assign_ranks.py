@@ -87,26 +87,26 @@ def _sorted_ranks(ranks: set[int]) -> Ranks:
 
 def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
     """Returns the owners of stages that read a value, or read values computed from it."""
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     for eqn in reversed(graph.eqns):
         if isinstance(eqn, PipelinedLoop):
             for value, ranks in _ranks_of_inputs(eqn, by_owners=True).items():
-                found.setdefault(value, set()).update(ranks)
+                ranks_of.setdefault(value, set()).update(ranks)
         else:
-            ranks = set().union(*(found.get(value, set()) for value in eqn.outputs))
+            ranks = set().union(*(ranks_of.get(value, set()) for value in eqn.outputs))
             for value in variables(eqn.inputs) if ranks else ():
-                found.setdefault(value, set()).update(ranks)
-    return found
+                ranks_of.setdefault(value, set()).update(ranks)
+    return ranks_of
 
 
 def _ranks_of_inputs(loop: PipelinedLoop, *, by_owners: bool = False) -> dict[Var, set[int]]:
     """Returns the ranks whose tasks read each input of a loop, or those that own these tasks."""
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     readers = loop.owner_ranks if by_owners else loop.input_ranks
     for atom, ranks in zip(loop.inputs, readers, strict=True):
         for value in variables([atom]):
-            found.setdefault(value, set()).update(ranks)
-    return found
+            ranks_of.setdefault(value, set()).update(ranks)
+    return ranks_of
 
 
 def _ranks_after_loops(graph: MpmdGraph, read_by_loops: RankSets) -> dict[Var, set[int]]:
@@ -115,22 +115,22 @@ def _ranks_after_loops(graph: MpmdGraph, read_by_loops: RankSets) -> dict[Var, s
     An equation that depends on a loop runs on the ranks that hold the largest of its inputs. An
     input of the function that loops read counts as held by the ranks of these loops.
     """
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     behind: set[Var] = set()  # values that depend on a loop
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
-            found |= {value: {rank} for value, rank in pairs}
+            ranks_of |= {value: {rank} for value, rank in pairs}
             behind.update(eqn.outputs)
             continue
-        given = variables(eqn.inputs)
-        if behind.isdisjoint(given):
+        operands = variables(eqn.inputs)
+        if behind.isdisjoint(operands):
             continue
         behind.update(eqn.outputs)
-        held = [_ValueOnRanks(v, found.get(v) or read_by_loops.get(v, set())) for v in given]
+        held = [_ValueOnRanks(v, ranks_of.get(v) or read_by_loops.get(v, set())) for v in operands]
         ranks = _ranks_of_eqn(eqn, [operand for operand in held if operand.ranks])
-        found |= {v: {min(ranks)} if prints(eqn) else set(ranks) for v in eqn.outputs}
-    return found
+        ranks_of |= {v: {min(ranks)} if prints(eqn) else set(ranks) for v in eqn.outputs}
+    return ranks_of
 
 
 def _ranks_of_prints(
@@ -140,23 +140,23 @@ def _ranks_of_prints(
 
     That rank holds the printed values, or the inputs of the function that they are computed from.
     """
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     sources = _source_inputs(graph)
     for eqn in graph.eqns:
         if prints(eqn) and eqn.outputs[-1] not in computed_on:
             inputs = set().union(*(sources[value] for value in variables(eqn.inputs)))
             rank = min(_common_ranks(inputs, needed_on, {0}))
-            found |= {value: {rank} for value in eqn.outputs}
-    return found
+            ranks_of |= {value: {rank} for value in eqn.outputs}
+    return ranks_of
 
 
 def _source_inputs(graph: MpmdGraph) -> dict[Var, set[Var]]:
     """Returns the inputs of the function that each value depends on."""
-    found: dict[Var, set[Var]] = {value: {value} for value in graph.inputs}
+    inputs_of: dict[Var, set[Var]] = {value: {value} for value in graph.inputs}
     for eqn in graph.eqns:
-        sources = set().union(*(found[value] for value in variables(eqn.inputs)))
-        found |= dict.fromkeys(eqn.outputs, sources)
-    return found
+        sources = set().union(*(inputs_of[value] for value in variables(eqn.inputs)))
+        inputs_of |= dict.fromkeys(eqn.outputs, sources)
+    return inputs_of
 
 
 def _common_ranks(values: set[Var], needed_on: RankSets, otherwise: set[int]) -> set[int]:
@@ -177,21 +177,21 @@ def _ranks_of_eqn(eqn: Eqn, operands: Sequence[_ValueOnRanks]) -> set[int]:
     if name in (SUM, STACK):
         return set().union(*(operand.ranks for operand in operands))
     if name == WITH:
-        found = [operand.ranks for operand in operands if operand.value is eqn.inputs[-1]]
-        if found:
-            return found[0]
+        of_last = [operand.ranks for operand in operands if operand.value is eqn.inputs[-1]]
+        if of_last:
+            return of_last[0]
     return max(operands, key=lambda o: (o.value.num_bytes, len(o.ranks))).ranks
 
 
 def _ranks_of_outputs(graph: MpmdGraph, computed_on: RankSets) -> dict[Var, set[int]]:
     """Returns the ranks of outputs: as the caller asks, else the ranks that compute the output."""
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     for atom, ranks in zip(graph.outputs, graph.options.out_ranks, strict=True):
         if ranks is not None:
             for value in variables([atom]):
-                found.setdefault(value, set()).update(ranks)
+                ranks_of.setdefault(value, set()).update(ranks)
     outputs = variables(graph.outputs)
-    return {value: computed_on[value] for value in outputs if value in computed_on} | found
+    return {value: computed_on[value] for value in outputs if value in computed_on} | ranks_of
 
 
 def _ranks_that_need(
@@ -201,23 +201,23 @@ def _ranks_that_need(
 
     With `by_owners`, as if only the owner of each stage ran it.
     """
-    found: dict[Var, set[int]] = {value: set() for value in graph.inputs}
-    found |= {value: set() for eqn in graph.eqns for value in eqn.outputs}
+    ranks_of: dict[Var, set[int]] = {value: set() for value in graph.inputs}
+    ranks_of |= {value: set() for eqn in graph.eqns for value in eqn.outputs}
     for value in variables(graph.outputs):
-        found[value] |= returned_on.get(value, set())
+        ranks_of[value] |= returned_on.get(value, set())
     for eqn in reversed(graph.eqns):
         if isinstance(eqn, PipelinedLoop):
             for value, ranks in _ranks_of_inputs(eqn, by_owners=by_owners).items():
-                found[value] |= ranks
+                ranks_of[value] |= ranks
             continue
         if prints(eqn):
-            found[eqn.outputs[-1]] |= computed_on.get(eqn.outputs[-1], set())
-        ranks = set().union(*(found[value] for value in eqn.outputs))
+            ranks_of[eqn.outputs[-1]] |= computed_on.get(eqn.outputs[-1], set())
+        ranks = set().union(*(ranks_of[value] for value in eqn.outputs))
         if ranks:
             ranks = computed_on.get(eqn.outputs[0]) or ranks
             for value in variables(eqn.inputs):
-                found[value] |= ranks
-    return found
+                ranks_of[value] |= ranks
+    return ranks_of
 
 
 def _ranks_of_open_outputs(
@@ -229,10 +229,10 @@ def _ranks_of_open_outputs(
     any of them, a scalar is stored on all ranks and an array on rank 0.
     """
     sources = _source_inputs(graph)
-    found: dict[Var, set[int]] = {}
+    ranks_of: dict[Var, set[int]] = {}
     for value in variables(graph.outputs):
         if value not in returned_on:
             is_scalar = value.aval.shape == ()
             otherwise = set(range(graph.options.num_ranks)) if is_scalar else {0}
-            found[value] = _common_ranks(sources[value], needed_on, otherwise)
-    return found
+            ranks_of[value] = _common_ranks(sources[value], needed_on, otherwise)
+    return ranks_of

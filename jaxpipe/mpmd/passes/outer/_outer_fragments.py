@@ -105,7 +105,7 @@ def _hoist_eqns(graph: MpmdGraph, latest: Mapping[Eqn, int]) -> dict[Eqn, int]:
     This holds if the outputs are no larger than the inputs that no other equation reads, as in an
     addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
     """
-    found = dict(latest)
+    segment_of = dict(latest)
     uses = Counter(value for eqn in graph.eqns for value in set(variables(eqn.inputs)))
     uses.update(variables(graph.outputs))
     made_in: dict[Var, int] = {}
@@ -117,28 +117,28 @@ def _hoist_eqns(graph: MpmdGraph, latest: Mapping[Eqn, int]) -> dict[Eqn, int]:
             continue
         inputs = {value for value in variables(eqn.inputs) if value in made_in}
         taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
-        made = sum(value.num_bytes for value in eqn.outputs)
-        if not has_print(eqn) and inputs and made <= taken:
-            found[eqn] = max(made_in[value] for value in inputs)
-        made_in |= dict.fromkeys(eqn.outputs, found[eqn])
-    return found
+        num_bytes = sum(value.num_bytes for value in eqn.outputs)
+        if not has_print(eqn) and inputs and num_bytes <= taken:
+            segment_of[eqn] = max(made_in[value] for value in inputs)
+        made_in |= dict.fromkeys(eqn.outputs, segment_of[eqn])
+    return segment_of
 
 
 def _exported_values(graph: MpmdGraph, segment_of: Mapping[Eqn, int]) -> set[ValueOnRank]:
     """Returns the values that loops, other ranks or segments, or the caller read from a rank."""
     assignment = graph.ranks
-    found: set[ValueOnRank] = set()
+    exported: set[ValueOnRank] = set()
     made_in = {value: segment for eqn, segment in segment_of.items() for value in eqn.outputs}
     for eqn, segment in segment_of.items():
         later = [v for v in variables(eqn.inputs) if made_in.get(v, segment) != segment]
-        found |= {ValueOnRank(v, rank) for v in later for rank in assignment.runs_on[eqn]}
+        exported |= {ValueOnRank(v, rank) for v in later for rank in assignment.runs_on[eqn]}
     loop_inputs = (atom for loop in graph.loops for atom in loop.inputs)
     for value in variables([*loop_inputs, *graph.outputs]):
-        found |= {ValueOnRank(value, rank) for rank in assignment.needed_on[value]}
+        exported |= {ValueOnRank(value, rank) for rank in assignment.needed_on[value]}
     for value, ranks in assignment.produced_on.items():
         if ranks and set(assignment.needed_on.get(value, ())) - set(ranks):
-            found.add(ValueOnRank(value, ranks[0]))
-    return found
+            exported.add(ValueOnRank(value, ranks[0]))
+    return exported
 
 
 def _levels_of_eqns(
@@ -171,10 +171,10 @@ def _levels_of_eqns(
             level = latest.get(instance, earliest[instance])
             latest[instance] = earliest[instance] if leaves else max(level, earliest[instance])
             for value in variables(eqn.inputs):
-                found = source(value, rank)
-                if found is not None:
-                    bound = latest[instance] - found.num_transfers
-                    latest[found.maker] = min(latest.get(found.maker, bound), bound)
+                origin = source(value, rank)
+                if origin is not None:
+                    bound = latest[instance] - origin.num_transfers
+                    latest[origin.maker] = min(latest.get(origin.maker, bound), bound)
     instances = (EqnOnRank(eqn, rank) for eqn in eqns for rank in assignment.runs_on[eqn])
     return {instance: latest[instance] for instance in instances}
 
@@ -196,8 +196,8 @@ def _run_tasks(
             if r == rank and eqn not in inside
             for value in variables(eqn.inputs)
         }
-        made = [value for eqn in eqns for value in eqn.outputs]
-        writes = tuple(v for v in made if ValueOnRank(v, rank) in exported or v in used)
+        computed = [value for eqn in eqns for value in eqn.outputs]
+        writes = tuple(v for v in computed if ValueOnRank(v, rank) in exported or v in used)
         reads = tuple(free_variables(eqns, writes))
         label = f"{name}_{level}" if several else name
         graph = Graph(reads, tuple(eqns), writes)

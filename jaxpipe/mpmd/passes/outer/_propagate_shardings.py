@@ -40,9 +40,9 @@ def propagate_shardings(graph: MpmdGraph) -> MpmdGraph:
     for value, spec in (*outputs, *_constrained_specs(graph).items()):
         if known.get(value) is None:
             known[value] = spec
-    given = {value: spec for value, spec in known.items() if spec is not None}
+    specs = {value: spec for value, spec in known.items() if spec is not None}
     replicated = {value: PartitionSpec() for loop in graph.loops for value in loop.outputs}
-    return replace(graph, specs=replicated | _propagated(graph, given))
+    return replace(graph, specs=replicated | _propagated(graph, specs))
 
 
 def _propagated(graph: MpmdGraph, known: Mapping[Var, PartitionSpec]) -> dict[Var, PartitionSpec]:
@@ -61,15 +61,15 @@ def _propagated(graph: MpmdGraph, known: Mapping[Var, PartitionSpec]) -> dict[Va
         if not _is_elementwise(eqn):
             continue
         for value in variables(eqn.inputs):
-            for made in eqn.outputs:
-                same = value.aval.shape == made.aval.shape and value.aval.shape
-                if same and root(value) is not root(made):
-                    group[root(made)] = root(value)
-    found: dict[Var, PartitionSpec] = {}
+            for output in eqn.outputs:
+                same = value.aval.shape == output.aval.shape and value.aval.shape
+                if same and root(value) is not root(output):
+                    group[root(output)] = root(value)
+    spec_of: dict[Var, PartitionSpec] = {}
     for value, spec in known.items():
-        found.setdefault(root(value), spec)
+        spec_of.setdefault(root(value), spec)
     everything = [*graph.inputs, *(v for eqn in graph.eqns for v in eqn.outputs)]
-    return {v: found[root(v)] for v in everything if root(v) in found} | dict(known)
+    return {v: spec_of[root(v)] for v in everything if root(v) in spec_of} | dict(known)
 
 
 def _constrained_specs(graph: MpmdGraph) -> dict[Var, PartitionSpec]:

@@ -52,17 +52,17 @@ def fuse_programs(program: MpmdProgram) -> MpmdProgram:
 def _fusible_pairs(program: MpmdProgram) -> dict[int, int]:
     """Maps the index of each task to the index of the next one of its rank, if they are fused."""
     last: dict[int, int] = {}
-    found: dict[int, int] = {}
+    pairs: dict[int, int] = {}
     for index, instruction in enumerate(program.instructions):
         before = last.get(instruction.rank)
         if isinstance(instruction, RunTask):
             first = None if before is None else program.instructions[before]
             if before is not None and isinstance(first, RunTask) and _can_fuse(first, instruction):
-                found[before] = index
+                pairs[before] = index
                 last.pop(instruction.rank)
                 continue
         last[instruction.rank] = index
-    return found
+    return pairs
 
 
 def _can_fuse(first: RunTask, second: RunTask) -> bool:
@@ -110,18 +110,18 @@ def _fuse_graphs(
 ) -> Graph:
     """Returns both programs as a single one that reads `reads` and writes `writes`."""
     a, b = first.graph, second.graph
-    made: dict[Buffer, Atom] = dict(zip(first.reads, a.inputs, strict=True))
-    made.update(zip(first.writes, a.outputs, strict=True))
+    value_of: dict[Buffer, Atom] = dict(zip(first.reads, a.inputs, strict=True))
+    value_of.update(zip(first.writes, a.outputs, strict=True))
     inputs = [atom for buffer, atom in zip(first.reads, a.inputs, strict=True) if buffer in reads]
     renamed: dict[Var, Atom] = {}
     for buffer, value in zip(second.reads, b.inputs, strict=True):
-        if buffer in made:
-            renamed[value] = made[buffer]
+        if buffer in value_of:
+            renamed[value] = value_of[buffer]
         else:
             inputs.append(value)
-    made.update(
+    value_of.update(
         (buffer, renamed.get(atom, atom) if isinstance(atom, Var) else atom)
         for buffer, atom in zip(second.writes, b.outputs, strict=True)
     )
     eqns = (*a.eqns, *substitute_inputs(b.eqns, renamed))
-    return Graph(tuple(inputs), eqns, tuple(made[buffer] for buffer in writes))
+    return Graph(tuple(inputs), eqns, tuple(value_of[buffer] for buffer in writes))

@@ -72,26 +72,26 @@ class Problem:
     @cached_property
     def down(self) -> tuple[Time, ...]:
         """[num_stages] the time from the start of a microbatch to its F in each stage."""
-        found: list[Time] = [0]
+        starts: list[Time] = [0]
         for stage, hop in enumerate(self.hops):
-            found.append(found[-1] + self.times[F][stage] + hop)
-        return tuple(found)
+            starts.append(starts[-1] + self.times[F][stage] + hop)
+        return tuple(starts)
 
     @cached_property
     def back(self) -> tuple[Time, ...]:
         """[num_stages] the time from the first I of a microbatch to its I in each stage."""
-        found: list[Time] = [0]
+        starts: list[Time] = [0]
         for stage in range(self.num_stages - 1, 0, -1):
-            found.append(found[-1] + self.times[I][stage] + self.hops[stage - 1])
-        return tuple(reversed(found))
+            starts.append(starts[-1] + self.times[I][stage] + self.hops[stage - 1])
+        return tuple(reversed(starts))
 
     @cached_property
     def up(self) -> tuple[Time, ...]:
         """[num_stages] the time from the end of a stage's I to the end of stage 0's W behind it."""
-        found: list[Time] = [self.times[W][0]]
+        ends: list[Time] = [self.times[W][0]]
         for stage, hop in enumerate(self.hops):
-            found.append(hop + self.times[I][stage] + found[-1])
-        return tuple(found)
+            ends.append(hop + self.times[I][stage] + ends[-1])
+        return tuple(ends)
 
     def round_trip(self, first: int, last: int) -> Time:
         """Returns the time from the start of F in stage `first` to the start of I in `last`."""
@@ -137,11 +137,11 @@ def stage_costs(problem: Problem) -> Costs:
 
 def rank_of_stages(schedule: Schedule) -> tuple[int, ...] | None:
     """Returns [num_stages] the rank of every stage; None if one is on several ranks."""
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, action in enumerate_actions(schedule):
-        if found.setdefault(action.stage, rank) != rank:
+        if rank_of.setdefault(action.stage, rank) != rank:
             return None
-    return tuple(found[stage] for stage in range(schedule.num_stages))
+    return tuple(rank_of[stage] for stage in range(schedule.num_stages))
 
 
 def words_of(schedule: Schedule) -> Words:
@@ -166,12 +166,12 @@ def peak_bytes(problem: Problem, words: Words) -> list[Time]:
         *(kept - stored for kept, stored in zip(problem.kept, problem.stored, strict=True)),
         *(-kept for kept in problem.kept),
     ]
-    found = []
+    peaks = []
     for word in words:
         now: Time = 0
         most: Time = 0
         for code in word:
             now += changes[code]
             most = max(most, now)
-        found.append(most)
-    return found
+        peaks.append(most)
+    return peaks

@@ -75,9 +75,9 @@ microbatches. The best of the table is on average within 0.01% of the best of th
 @cache
 def recipes() -> Sequence[Recipe]:
     """Returns all recipes: three paces, the orders of families, then the other rows."""
-    first, *others = (_of_row(*row) for row in _TABLE)
+    first, *rest = (_of_row(*row) for row in _TABLE)
     named = (partial(_named, name=name) for name in _NAMES)
-    return [first, *others[:2], *named, *others[2:]]
+    return [first, *rest[:2], *named, *rest[2:]]
 
 
 def _of_row(kind: str, values: tuple[Time, ...]) -> Recipe:

@@ -124,13 +124,13 @@ def _other_limits(problem: Problem, limits: tuple[Time, ...], random: Random) ->
     """Returns limits of which one, or those on one side of a rank, are a stage more or less."""
     chosen, change = random.randrange(len(limits)), random.choice((-2, -1, 1, 2))
     side = random.choice((-1, 0, 1))
-    found = list(limits)
+    changed = list(limits)
     for rank, limit in enumerate(limits):
         if rank == chosen or (rank - chosen) * side > 0:
             size = problem.stored[problem.stages[rank][0]]
             least, most = problem.footprint[rank], problem.caps[rank]
-            found[rank] = min(most, max(least, limit + change * size))
-    return tuple(found)
+            changed[rank] = min(most, max(least, limit + change * size))
+    return tuple(changed)
 
 
 def _other_urgency(
@@ -139,11 +139,11 @@ def _other_urgency(
     """Returns keys of which one, or those of an operation on one side of a stage, are changed."""
     S, op, side = problem.num_stages, random.choice((F, I)), random.choice((-1, 0, 0, 1))
     chosen, change = random.randrange(S), random.gauss(0, 1) * float(_work(problem))
-    found = list(urgency)
+    changed = list(urgency)
     for stage in range(S):
         if stage == chosen or (stage - chosen) * side > 0:
-            found[op * S + stage] += change
-    return tuple(found)
+            changed[op * S + stage] += change
+    return tuple(changed)
 
 
 def _work(problem: Problem) -> Time:

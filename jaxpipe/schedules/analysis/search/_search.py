@@ -23,7 +23,7 @@ from ._arguments import ActivationMemory, checked_arguments, each, memory_of_slo
 from ._bounds import lower_bound
 from ._named import Named, build_named, named_bound, named_candidates, named_time
 from ._problem import Problem, Words, peak_bytes, stage_costs, to_schedule, words_of
-from ._solve import ROUNDING, Budget, Found, Solver, is_enough
+from ._solve import ROUNDING, Budget, Solution, Solver, is_enough
 
 SEARCHED = "searched"
 """The name of a schedule that is of no family."""
@@ -131,10 +131,10 @@ def search(
         named_candidates(ranks, microbatches, max_chunks=max_chunks, max_slices=max_slices)
     )
     if placement is not None:
-        named = [one for one in named if one.rank_of == settings[0].problem.rank_of]
+        named = [family for family in named if family.rank_of == settings[0].problem.rank_of]
     fitting = [setting for setting in settings if setting.fits]
-    as_run = partial(_in_ticks, costs) if lock_step else _as_found
-    orders = [as_run(found) for found in _orders(fitting)]
+    as_run = partial(_in_ticks, costs) if lock_step else _unchanged
+    orders = [as_run(order) for order in _orders(fitting)]
     best_order = reduce(_better, orders) if orders else None
     best = _best_named(named, settings, costs, best_order, as_run)
     require(best is not None, *_too_small(memory_cap, settings))
@@ -186,7 +186,7 @@ def _problem(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Fit:
     """A schedule that fits, with its figures in the caller's units; `Candidate` has the fields."""
 
     name: str
@@ -197,22 +197,22 @@ class _Found:
     peak: Time | Fraction
 
 
-def _as_found(found: _Found) -> _Found:
-    return found
+def _unchanged(fit: _Fit) -> _Fit:
+    return fit
 
 
-def _in_ticks(costs: Costs, found: _Found) -> _Found:
+def _in_ticks(costs: Costs, fit: _Fit) -> _Fit:
     """Returns what was found with its time and bytes in lock-step."""
-    setting, schedule = found.setting, _schedule(found)
+    setting, schedule = fit.setting, _schedule(fit)
     size, stage_costs = setting.problem.stored[0], _costs(setting, costs)
     slots = floor(setting.problem.caps[0] / size * (1 + ROUNDING)) if size else None
     ticks = to_lock_step(schedule, stage_costs, memory_cap=slots)
     time = makespan(simulate_ticks(ticks, stage_costs)) / setting.pieces
     peak = _divided(size * max(peak_activations(ticks.schedule)), setting.pieces)
-    return replace(found, schedule=schedule, step_time=time, peak=peak)
+    return replace(fit, schedule=schedule, step_time=time, peak=peak)
 
 
-def _orders(settings: list[_Setting]) -> list[_Found]:
+def _orders(settings: list[_Setting]) -> list[_Fit]:
     """Returns the best order of every setting that was tried.
 
     Every placement is tried a little, unless its bound is no better than what has been found. Most
@@ -235,7 +235,7 @@ def _orders(settings: list[_Setting]) -> list[_Found]:
         solvers.append((setting, solver))
     for index, fraction in enumerate(_FRACTIONS):
         solvers.sort(key=lambda each: each[1].best.objective / each[0].pieces)
-        promising = [one for one in solvers if not is_enough(best_time(), one[0].bound)]
+        promising = [pair for pair in solvers if not is_enough(best_time(), pair[0].bound)]
         if index < len(promising):
             solver = promising[index][1]
             solver.try_recipes(_MORE_RECIPES, budget.part(fraction / 2))
@@ -243,39 +243,41 @@ def _orders(settings: list[_Setting]) -> list[_Found]:
     return [_searched(setting, solver.best) for setting, solver in solvers]
 
 
-def _searched(setting: _Setting, found: Found) -> _Found:
-    peak = _peak(setting, found.words)
+def _searched(setting: _Setting, solution: Solution) -> _Fit:
+    peak = _peak(setting, solution.words)
     assert peak is not None, "an order is within its caps"
-    return _Found(SEARCHED, (), setting, found.words, found.objective / setting.pieces, peak)
+    return _Fit(SEARCHED, (), setting, solution.words, solution.objective / setting.pieces, peak)
 
 
 def _best_named(
     named: Iterable[Named],
     settings: list[_Setting],
     costs: Costs,
-    best: _Found | None,
-    as_run: Callable[[_Found], _Found],
-) -> _Found | None:
+    best: _Fit | None,
+    as_run: Callable[[_Fit], _Fit],
+) -> _Fit | None:
     """Returns the better of what was found and the best family."""
     by_placement = {setting.problem.rank_of: setting for setting in settings}
     some = settings[0].problem
-    for one in named:
-        setting = by_placement.get(one.rank_of) if one.rank_of else None
+    for family in named:
+        setting = by_placement.get(family.rank_of) if family.rank_of else None
         # A fused pair may take less time than its halves, which no bound knows.
         if best is not None and setting is not None and costs.pair_factor >= 1:
-            bound = named_bound(one, setting.problem) / setting.pieces
+            bound = named_bound(family, setting.problem) / setting.pieces
             if bound > best.step_time * (1 + ROUNDING):
                 continue
-        schedule = build_named(one, some.num_ranks, some.num_microbatches)
+        schedule = build_named(family, some.num_ranks, some.num_microbatches)
         if schedule is None:
             continue
         setting = setting or _setting_of(schedule, settings[0])
         peak = _peak(setting, words_of(schedule))
         if peak is None:
             continue
-        time = named_time(one, schedule, setting.problem, _costs(setting, costs)) / setting.pieces
-        found = _Found(one.name, one.arguments, setting, schedule, time, peak)
-        best = _better(as_run(found), best)
+        time = (
+            named_time(family, schedule, setting.problem, _costs(setting, costs)) / setting.pieces
+        )
+        fit = _Fit(family.name, family.arguments, setting, schedule, time, peak)
+        best = _better(as_run(fit), best)
     return best
 
 
@@ -286,12 +288,12 @@ def _setting_of(schedule: Schedule, straight: _Setting) -> _Setting:
     return _Setting(replace(problem, transfer=problem.transfer * slices, caps=caps), slices)
 
 
-def _costs(setting: _Setting, given: Costs) -> Costs:
+def _costs(setting: _Setting, whole: Costs) -> Costs:
     """Returns the costs of a setting's stages, with those of fused pairs as they were given."""
     return replace(
         stage_costs(setting.problem),
-        pair_factor=given.pair_factor,
-        atomic_pairs=given.atomic_pairs,
+        pair_factor=whole.pair_factor,
+        atomic_pairs=whole.atomic_pairs,
     )
 
 
@@ -307,35 +309,35 @@ def _divided(size: Time, pieces: int) -> Time | Fraction:
     return Fraction(size, pieces) if isinstance(size, int) else size / pieces
 
 
-def _better(one: _Found, other: _Found | None) -> _Found:
+def _better(one: _Fit, other: _Fit | None) -> _Fit:
     """Returns the faster of two, of equal ones the leaner, of those the family."""
     if other is None or not is_enough(other.step_time, one.step_time):
         return one
     if not is_enough(one.step_time, other.step_time):
         return other
-    return min(one, other, key=lambda found: (found.peak, found.name == SEARCHED))
+    return min(one, other, key=lambda fit: (fit.peak, fit.name == SEARCHED))
 
 
-def _schedule(found: _Found) -> Schedule:
+def _schedule(fit: _Fit) -> Schedule:
     """Returns what was found as a schedule that is checked."""
-    if isinstance(found.schedule, Schedule):
-        return found.schedule
-    return check(to_schedule(found.setting.problem, found.schedule))
+    if isinstance(fit.schedule, Schedule):
+        return fit.schedule
+    return check(to_schedule(fit.setting.problem, fit.schedule))
 
 
-def _candidate(found: _Found, costs: Costs, bound: Time, time: Time | None) -> Candidate:
+def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candidate:
     """Returns what was found, with its makespan if that is known, or else the simulator's."""
-    schedule = _schedule(found)
+    schedule = _schedule(fit)
     if time is None:
-        timeline = simulate(schedule, _costs(found.setting, costs))
-        time = makespan(timeline) / found.setting.pieces
+        timeline = simulate(schedule, _costs(fit.setting, costs))
+        time = makespan(timeline) / fit.setting.pieces
     return Candidate(
-        found.name,
-        found.arguments,
+        fit.name,
+        fit.arguments,
         schedule,
         time,
-        found.peak,
-        found.step_time,
+        fit.peak,
+        fit.step_time,
         bound,
     )
 

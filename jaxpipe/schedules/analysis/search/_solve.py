@@ -28,7 +28,7 @@ Plan = Rules | Recipe
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """Words with their makespan, or longest span, and the plan that has made them."""
 
     words: Words
@@ -73,13 +73,13 @@ class Solver:
         self.problem, self.bound = problem, lower_bound(problem)
         self._small = _with_fewer_microbatches(problem)
         self._small_bound = lower_bound(self._small)
-        self._known: list[Found] = []
+        self._known: list[Solution] = []
         self._tried = 0  # recipes
         self._used: list[Plan] = []
         safe = pace_rules(problem, pace=0.25, wait_forward=1, wait_weight=0.5, reserve=0)
-        found = _best_of(problem, safe, budget)
-        assert found is not None, "a list schedule never deadlocks"
-        self.best = found
+        solution = _best_of(problem, safe, budget)
+        assert solution is not None, "a list schedule never deadlocks"
+        self.best = solution
 
     @property
     def is_done(self) -> bool:
@@ -93,9 +93,9 @@ class Solver:
         for recipe in chosen:
             if self.is_done or budget.left <= 0:
                 return
-            found = _best_of(self._small, recipe, budget)
-            if found is not None:
-                self._add(found)
+            solution = _best_of(self._small, recipe, budget)
+            if solution is not None:
+                self._add(solution)
         self._use_best(budget)
 
     def improve(self, budget: Budget, seed: int = 0) -> None:
@@ -109,34 +109,34 @@ class Solver:
             for index, climber in enumerate(climbers):
                 assert isinstance(climber.plan, Rules)
                 rules = mutated(self._small, climber.plan, random)
-                found = _best_of(self._small, rules, budget, [rules.margin])
-                if found is not None and found.objective <= climber.objective:
-                    climbers[index] = found
-                    self._add(found)
+                solution = _best_of(self._small, rules, budget, [rules.margin])
+                if solution is not None and solution.objective <= climber.objective:
+                    climbers[index] = solution
+                    self._add(solution)
             if any(is_enough(climber.objective, self._small_bound) for climber in climbers):
                 break
         self._use_best(budget)
 
-    def _add(self, found: Found) -> None:
-        self._known.append(found)
-        if self._small is self.problem and found.objective < self.best.objective:
-            self.best = found
+    def _add(self, solution: Solution) -> None:
+        self._known.append(solution)
+        if self._small is self.problem and solution.objective < self.best.objective:
+            self.best = solution
 
-    def _climbers(self, budget: Budget) -> list[Found]:
+    def _climbers(self, budget: Budget) -> list[Solution]:
         """Returns the best rules that are followed to the letter, and the best that are not."""
-        found = []
+        climbers = []
         for known in sorted(self._known, key=_objective):
             plan = known.plan
             if not isinstance(plan, Rules):
                 plan = _rules(self._small, plan, known)
                 known = _best_of(self._small, plan, budget)
             if known is not None and isinstance(known.plan, Rules):
-                kinds = [other.plan.strict for other in found]
+                kinds = [other.plan.strict for other in climbers]
                 if kinds.count(known.plan.strict) < (1 if known.plan.strict else 2):
-                    found.append(known)
-            if len(found) == _STARTS:
+                    climbers.append(known)
+            if len(climbers) == _STARTS:
                 break
-        return found
+        return climbers
 
     def _use_best(self, budget: Budget) -> None:
         """Makes orders with all microbatches by the best plans."""
@@ -151,13 +151,13 @@ class Solver:
             objectives.add(known.objective)
             if known.plan not in self._used:
                 self._used.append(known.plan)
-                found = _best_of(self.problem, known.plan, budget)
-                if found is not None and found.objective < self.best.objective:
-                    self.best = found
+                solution = _best_of(self.problem, known.plan, budget)
+                if solution is not None and solution.objective < self.best.objective:
+                    self.best = solution
 
 
-def _objective(found: Found) -> Time:
-    return found.objective
+def _objective(solution: Solution) -> Time:
+    return solution.objective
 
 
 def is_enough(objective: Time, enough: Time) -> bool:
@@ -173,27 +173,27 @@ def _with_fewer_microbatches(problem: Problem) -> Problem:
     return replace(problem, num_microbatches=few)
 
 
-def _rules(problem: Problem, recipe: Recipe, found: Found) -> Rules:
+def _rules(problem: Problem, recipe: Recipe, solution: Solution) -> Rules:
     """Returns the rules that a recipe makes, or rules that come near to its order."""
-    made = recipe(problem)
-    return made if isinstance(made, Rules) else fitted_rules(problem, found.words)
+    plan = recipe(problem)
+    return plan if isinstance(plan, Rules) else fitted_rules(problem, solution.words)
 
 
 def _best_of(
     problem: Problem, plan: Plan, budget: Budget, margins: Sequence[Time] = _MARGINS
-) -> Found | None:
+) -> Solution | None:
     """Returns the best of the orders of a plan, as it is and with W's put in anew."""
-    made = plan if isinstance(plan, Rules) else plan(problem)
-    best: Found | None = None
-    if made is None:
+    rules = plan if isinstance(plan, Rules) else plan(problem)
+    best: Solution | None = None
+    if rules is None:
         return None
-    if not isinstance(made, Rules):
-        orders = made
-    elif made.strict:
-        orders = strict_order(problem, made)
+    if not isinstance(rules, Rules):
+        orders = rules
+    elif rules.strict:
+        orders = strict_order(problem, rules)
     else:
-        words, _ = dispatch(problem, made)
-        best = Found(words, run_words(problem, words), plan)
+        words, _ = dispatch(problem, rules)
+        best = Solution(words, run_words(problem, words), plan)
         budget.spend(problem, _DISPATCH_RUNS)
         orders = forwards_and_inputs(problem, best.words)
     for margin in margins:
@@ -201,5 +201,5 @@ def _best_of(
         timed = fill_weights(problem, orders, margin * lower_bound(problem))
         if timed is not None and (best is None or timed.objective < best.objective):
             used = replace(plan, margin=margin) if isinstance(plan, Rules) and plan.strict else plan
-            best = Found(timed.words, timed.objective, used)
+            best = Solution(timed.words, timed.objective, used)
     return best

@@ -35,8 +35,8 @@ _LOGITS = 1.25
 part never stored."""
 
 
-class Parts(NamedTuple):
-    """What all engines have, in bytes.
+class MemoryTerms(NamedTuple):
+    """Numbers of which the memory of every engine is made: counts of parameters, and bytes.
 
     `stored` and `whole` are parameters of the layers of a rank, as stored and as read, `boundary`
     and `whole_boundary` those before and after the pipeline, `head` and `outer` those of the head
@@ -138,7 +138,7 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
 
 
-def step_parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> Parts:
+def memory_terms(model: PlannedModel, candidate: StepLayout, tokens: float) -> MemoryTerms:
     """Returns what the memory of a layout is made of."""
     mesh, sizes = candidate.mesh, _on_mesh(model, candidate.mesh)
     itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
@@ -146,7 +146,7 @@ def step_parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> Par
     work = tokens * _live_bytes(model, mesh)
     layers = candidate.layers_per_stage * candidate.chunks
     logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
-    return Parts(
+    return MemoryTerms(
         layers * sizes.stored_layer,
         layers * sizes.layer,
         sizes.layer,
