@@ -13,6 +13,7 @@ from . import _stacked
 from ._engine import Engine, OwnSchedule, PipelinePlan
 from ._jit import jit
 from ._memory_cap import check_cap
+from .fsdp import weight_gathers
 
 _OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1, num_ticks=circular_ticks)
 
@@ -55,7 +56,7 @@ def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str
         delay=plan.forwarding_delay,
         names=("`microbatches`", "`forwarding_delay`"),
     )
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
+    gather, boundary_gather = weight_gathers(plan, weights, keys)
     return {
         "mesh": plan.mesh,
         "delay": plan.forwarding_delay,

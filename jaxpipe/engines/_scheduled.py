@@ -15,6 +15,7 @@ from . import _stacked
 from ._engine import Engine, PipelinePlan
 from ._jit import jit
 from ._memory_cap import activation_cap
+from .fsdp import weight_gathers
 
 
 def _prepare(
@@ -39,7 +40,7 @@ def _value(
     assert plan.schedule is not None
     weights, batch_inputs = _undifferentiated((weights, batch_inputs))
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
+    gather, boundary_gather = weight_gathers(plan, weights, keys)
     result = scheduled_engine.scheduled_value(
         model,
         weights,
@@ -59,7 +60,7 @@ def _value_and_grad(
 ) -> Any:
     assert plan.ticks is not None
     weights, batch_inputs = _undifferentiated((weights, batch_inputs))
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
+    gather, boundary_gather = weight_gathers(plan, weights, keys)
     result = scheduled_engine.scheduled_value_and_grad(
         model,
         weights,

@@ -5,7 +5,6 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,25 +18,17 @@ from ..autodiff.staged_model import run_layers, run_sliced_layers
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
 from ..sharding.specs import reshard
-from ..spmd import Gather
-from ..spmd.ranks import is_spec, masked_layer, stages_on_ranks
+from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import (
-    gather_by_specs,
-    gather_in_layers,
     gathering_layer,
-    join_gathers,
-    layer_gather,
 )
 from ._engine import PipelinePlan
 from .fsdp import (
     ROW_AXES,
-    cast_params,
-    manual_row_axes,
-    over_data,
+    gather_of_layer,
     param_spec_tree,
-    read_spec_tree,
 )
-from .fsdp._frozen_shards import gathering, key_specs, to_shards
+from .fsdp._frozen_shards import gathering, to_shards
 
 
 def check_call(name: str) -> None:
@@ -188,23 +179,9 @@ def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
     """
     layer = gathering(plan, layer)
     if plan.gather == "layer":
-        layer = gathering_layer(layer, _gather_of_layer(plan))
+        layer = gathering_layer(layer, gather_of_layer(plan))
     layer = plan.layer_remat(layer)
     return plan.layer_remat(masked_layer(layer)) if plan.layout.counts else layer
-
-
-def _gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a function that gathers the weights of one layer over `fsdp`."""
-    stored, rows = plan.layer_specs, manual_row_axes(plan)
-    unsharded, cast = read_spec_tree(plan, "stages", stored), partial(cast_params, plan, "stages")
-    gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
-
-    def run(weights: PyTree, x: PyTree) -> PyTree:
-        # A program without ranks, such as that of shapes, has weights that are whole.
-        has_ranks = "stage" in jax.sharding.get_abstract_mesh().manual_axes
-        return gather(weights, x) if has_ranks else weights
-
-    return run
 
 
 def put(
@@ -278,59 +255,6 @@ def rank_bytes(
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(where), strict=True)
     size = sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
     return (size,) * plan.mesh.shape["stage"]
-
-
-def weight_gathers(
-    plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
-) -> tuple[Gather, Gather]:
-    """Returns the gather of the weights of a stage, and that of `{"embed": ..., "head": ...}`."""
-    boundary = {name: weights[name] for name in ("embed", "head")}
-    return _stage_gather(plan, weights["stages"], keys), boundary_gather(plan, boundary)
-
-
-def boundary_gather(plan: PipelinePlan, boundary: dict[str, PyTree]) -> Gather:
-    """Returns the gather of the weights of embedding and head, or of one of them."""
-    of_groups = {name: _specs(plan, name, tree) for name, tree in boundary.items()}
-    stored, read, gradients = (
-        {name: specs[i] for name, specs in of_groups.items()} for i in range(3)
-    )
-
-    def cast(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {name: cast_params(plan, name, tree) for name, tree in boundary.items()}
-
-    return _whole_gather(plan, cast, stored, read, gradients)
-
-
-def _stage_gather(plan: PipelinePlan, stages: PyTree, keys: PyTree) -> Gather:
-    specs = _specs(plan, "stages", stages)
-    of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
-    of_layers = partial(gather_in_layers, batch_axes=manual_row_axes(plan))
-    if plan.gather != "layer":
-        gather = of_all(*specs)
-    elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
-        gather = of_layers(*specs)
-    else:  # as `share` returns stages
-        parts = {"layers": of_layers, "shared": of_all}
-        gather = join_gathers({k: of(*(tree[k] for tree in specs)) for k, of in parts.items()})
-    return replace(gather, key_specs=key_specs(plan, keys))
-
-
-def _whole_gather(plan: PipelinePlan, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
-    when = "once" if plan.gather == "layer" else plan.gather
-    return gather_by_specs(*specs, when=when, cast=cast, batch_axes=manual_row_axes(plan))
-
-
-def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns specs of stored and of gathered weights, and of stored gradients: of one stage."""
-    lead = (None,) * 3 if group == "stages" else ()
-    dropped = max(0, len(lead) - 1)  # the dims of chunks and ranks
-
-    def specs(plan: PipelinePlan) -> PyTree:
-        tree = param_spec_tree(group, weights, plan.mesh, plan.param_specs, lead)
-        return jax.tree.map(lambda spec: PartitionSpec(*spec[dropped:]), tree)
-
-    stored, gradients = specs(plan), specs(over_data(plan, {group: weights}))
-    return stored, read_spec_tree(plan, group, stored, len(lead) - dropped), gradients
 
 
 def may_divide_rows(mesh: Mesh) -> bool:

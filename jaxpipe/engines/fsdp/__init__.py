@@ -1,5 +1,8 @@
 """Parameters that are sharded over the axis `fsdp`, and rows that are divided over devices."""
 
+from ._gathers import boundary_gather as boundary_gather
+from ._gathers import gather_of_layer as gather_of_layer
+from ._gathers import weight_gathers as weight_gathers
 from ._params import ROW_AXES as ROW_AXES
 from ._params import cast_floats as cast_floats
 from ._params import cast_params as cast_params

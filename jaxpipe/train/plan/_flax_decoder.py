@@ -29,7 +29,7 @@ from ... import nnx as nnx_frontend
 from ...autodiff import StagedModel
 from ...autodiff.staged_model import Aux, combine_losses, total
 from ...engines import Engine, PipelinePlan
-from ...engines._stacked import boundary_gather
+from ...engines.fsdp import boundary_gather
 from ...models.weights._abstract import is_weight, stack_weights, weight_shapes
 from ...modules._settings import pipeline_settings
 from ...sharding.layout import LayerLayout

@@ -1,0 +1,88 @@
+"""The gathers of the weights of stages, of single layers, and of embedding and head."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ...spmd import Gather
+from ...spmd.ranks import is_spec
+from ...spmd.weight_gather import (
+    gather_by_specs,
+    gather_in_layers,
+    join_gathers,
+    layer_gather,
+)
+from .._engine import PipelinePlan
+from ._frozen_shards import key_specs
+from ._params import cast_params, manual_row_axes, over_data, param_spec_tree, read_spec_tree
+
+
+def weight_gathers(
+    plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
+) -> tuple[Gather, Gather]:
+    """Returns the gather of the weights of a stage, and that of `{"embed": ..., "head": ...}`."""
+    boundary = {name: weights[name] for name in ("embed", "head")}
+    return _stage_gather(plan, weights["stages"], keys), boundary_gather(plan, boundary)
+
+
+def boundary_gather(plan: PipelinePlan, boundary: dict[str, PyTree]) -> Gather:
+    """Returns the gather of the weights of embedding and head, or of one of them."""
+    of_groups = {name: _specs(plan, name, tree) for name, tree in boundary.items()}
+    stored, read, gradients = (
+        {name: specs[i] for name, specs in of_groups.items()} for i in range(3)
+    )
+
+    def cast(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {name: cast_params(plan, name, tree) for name, tree in boundary.items()}
+
+    return _whole_gather(plan, cast, stored, read, gradients)
+
+
+def _stage_gather(plan: PipelinePlan, stages: PyTree, keys: PyTree) -> Gather:
+    specs = _specs(plan, "stages", stages)
+    of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
+    of_layers = partial(gather_in_layers, batch_axes=manual_row_axes(plan))
+    if plan.gather != "layer":
+        gather = of_all(*specs)
+    elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
+        gather = of_layers(*specs)
+    else:  # as `share` returns stages
+        parts = {"layers": of_layers, "shared": of_all}
+        gather = join_gathers({k: of(*(tree[k] for tree in specs)) for k, of in parts.items()})
+    return replace(gather, key_specs=key_specs(plan, keys))
+
+
+def _whole_gather(plan: PipelinePlan, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
+    when = "once" if plan.gather == "layer" else plan.gather
+    return gather_by_specs(*specs, when=when, cast=cast, batch_axes=manual_row_axes(plan))
+
+
+def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns specs of stored and of gathered weights, and of stored gradients: of one stage."""
+    lead = (None,) * 3 if group == "stages" else ()
+    dropped = max(0, len(lead) - 1)  # the dims of chunks and ranks
+
+    def specs(plan: PipelinePlan) -> PyTree:
+        tree = param_spec_tree(group, weights, plan.mesh, plan.param_specs, lead)
+        return jax.tree.map(lambda spec: PartitionSpec(*spec[dropped:]), tree)
+
+    stored, gradients = specs(plan), specs(over_data(plan, {group: weights}))
+    return stored, read_spec_tree(plan, group, stored, len(lead) - dropped), gradients
+
+
+def gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a function that gathers the weights of one layer over `fsdp`."""
+    stored, rows = plan.layer_specs, manual_row_axes(plan)
+    unsharded, cast = read_spec_tree(plan, "stages", stored), partial(cast_params, plan, "stages")
+    gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
+
+    def run(weights: PyTree, x: PyTree) -> PyTree:
+        # A program without ranks, such as that of shapes, has weights that are whole.
+        has_ranks = "stage" in jax.sharding.get_abstract_mesh().manual_axes
+        return gather(weights, x) if has_ranks else weights
+
+    return run
