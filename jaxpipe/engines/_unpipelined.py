@@ -15,6 +15,7 @@ from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
+from ..spmd.weight_gather import as_stored_on_gpus
 from . import _stacked
 from ._engine import Engine, PipelinePlan
 from ._jit import jit
@@ -101,13 +102,19 @@ def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
     the functions of the user decide.
     """
     mesh, weights = plan.mesh, cast_params(plan, group, weights)
-    if mesh.shape.get("fsdp", 1) == 1 or AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types:
         return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)
-    for specs in (stored, read_spec_tree(plan, group, stored)):
+    read = read_spec_tree(plan, group, stored)
+
+    def constrain(weights: PyTree, specs: PyTree) -> PyTree:
         where = jax.tree.map(partial(NamedSharding, mesh), specs)
-        weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, where)
-    return weights
+        return jax.tree.map(jax.lax.with_sharding_constraint, weights, where)
+
+    weights = weights if read == stored else constrain(weights, stored)
+    if group == "stages" and not jax.sharding.get_abstract_mesh().empty:
+        weights = as_stored_on_gpus(weights, stored)
+    return weights if read == stored else constrain(weights, read)
 
 
 def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:

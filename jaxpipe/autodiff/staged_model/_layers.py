@@ -32,10 +32,6 @@ def run_layers(
         unroll: Whether the loop is written out.
     """
     layer = with_aux(layer)
-    num_layers = len(jax.tree.leaves((weights, keys))[0]) if num_layers is None else num_layers
-    if num_layers == 1:  # a loop would only copy
-        weights, keys = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
-        return layer(weights, x, inputs_m, keys)
 
     def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
         return layer(one[0], x, inputs_m, one[1])
@@ -75,12 +71,6 @@ def run_sliced_layers(
         return like_input(y, x), (aux, made.earlier, made.new)
 
     given = weights, keys, past.earlier
-    num_layers = len(jax.tree.leaves(given)[0]) if num_layers is None else num_layers
-    if num_layers == 1:  # a loop would only copy
-        x, made = step(x, jax.tree.map(lambda leaf: leaf[0], given))
-        made = jax.tree.map(lambda leaf: leaf[None], made)
-    else:
-        x, made = jax.lax.scan(step, x, given, unroll=unroll)
-    aux, earlier, new = made
+    x, (aux, earlier, new) = jax.lax.scan(step, x, given, length=num_layers, unroll=unroll)
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
     return x, total, replace(past, earlier=earlier, new=new)
