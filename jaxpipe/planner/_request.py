@@ -19,8 +19,7 @@ from ..sharding import AXES
 from ..sharding.layout import parse_layout
 from ..train import Config, load_config
 from ..train.config import base_yaml, parse_yaml
-from ..train.plan import ModelConfig
-from ..train.plan._family import model_config
+from ..train.plan import ModelConfig, model_config
 from ._candidates import Space, engine_named
 from ._devices import Devices
 from ._model import PlannedModel, planned_model

@@ -10,8 +10,7 @@ import jax
 from ..api import PipelinedModel, pipeline
 from ..autodiff import remat_by_name
 from ..sharding import make_mesh
-from ..train.step import check_single_program
-from ..train.step._compile_report import report_train_step
+from ..train.step import check_single_program, report_train_step
 from ..xla import compile_only_devices
 from ..xla.compile_report import CompileReport
 from ._keys import checked_setup

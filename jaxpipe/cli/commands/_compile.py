@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...train import set_up
     from ...train.logs import describe
-    from ...train.step import check_single_program
-    from ...train.step._compile_report import does_not_fit
+    from ...train.step import check_single_program, does_not_fit
     from ...xla.compile_report import report_json, report_text
 
     setup = set_up(config, devices)
@@ -141,7 +140,7 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
 def _compile(plan: "StepPlan") -> tuple[Any, str]:
     """Compiles a step, and returns its report and its HLO."""
     from ...train.logs import compiling
-    from ...train.step._compile_report import report_train_step
+    from ...train.step import report_train_step
 
     with compiling(sys.stderr, "the train step", say_end=False):
         return report_train_step(plan)

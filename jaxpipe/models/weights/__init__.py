@@ -7,6 +7,5 @@ from ._abstract import is_weight as is_weight
 from ._abstract import logical_axes as logical_axes
 from ._abstract import mask_padding_layers as mask_padding_layers
 from ._abstract import num_parameters as num_parameters
-from ._abstract import read_dtypes as read_dtypes
 from ._abstract import stack_weights as stack_weights
 from ._abstract import weight_shapes as weight_shapes

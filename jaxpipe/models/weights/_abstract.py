@@ -67,15 +67,6 @@ def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
 
 
-def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
-    """Returns the dtype to which each weight may be cast before a model reads it.
-
-    Returns:
-        A tree of dtypes: `dtype`, or the stored dtype for weights that are `exact`.
-    """
-    return jax.tree.map(lambda w: jnp.dtype(w.dtype if w.exact else dtype), tree, is_leaf=is_weight)
-
-
 def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
     """Returns the abstract weights of many equal layers, stacked.
 

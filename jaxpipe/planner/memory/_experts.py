@@ -8,7 +8,7 @@ D embed, F width of an expert, k experts of a token, t tokens of a microbatch on
 
 from ...autodiff.backward import saved_names
 from ...models.layers import num_chunks
-from ...train.plan._model import CHUNK_ROWS
+from ...train.plan import CHUNK_ROWS
 from .._model import PlannedModel, Sizes, gathered_parameters
 
 _IN_ACTIVATION, _IN_WEIGHTS = (5, 3), (3, 1)

@@ -5,11 +5,13 @@ from ._devices import BatchPlan as BatchPlan
 from ._devices import DeviceLayout as DeviceLayout
 from ._family import MODEL_FAMILIES as MODEL_FAMILIES
 from ._family import ModelConfig as ModelConfig
+from ._family import model_config as model_config
 from ._from_config import compiler_options as compiler_options
 from ._from_config import learning_rate as learning_rate
 from ._from_config import schedule_request as schedule_request
 from ._from_config import set_up as set_up
 from ._from_config import step_traits as step_traits
+from ._model import CHUNK_ROWS as CHUNK_ROWS
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
 from ._setup import StepPlan as StepPlan

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ... import models
-from ...models.layers._routed_experts import Experts
+from ...models.layers import Experts
 from ..config._config import Config
 
 ModelConfig = models.LlamaConfig | models.DeepseekConfig

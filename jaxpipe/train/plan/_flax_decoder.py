@@ -30,8 +30,8 @@ from ...autodiff import StagedModel
 from ...autodiff.staged_model import Aux, combine_losses, total
 from ...engines import Engine, PipelinePlan
 from ...engines.fsdp import boundary_gather
-from ...models.weights._abstract import is_weight, stack_weights, weight_shapes
-from ...modules._settings import pipeline_settings
+from ...models.weights import is_weight, stack_weights, weight_shapes
+from ...modules import pipeline_settings
 from ...sharding.layout import LayerLayout
 from ...spmd.ranks import on_ranks
 from ._model import ModelPlan, build_model

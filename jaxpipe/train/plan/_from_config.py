@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from ... import models, sharding
 from ...autodiff.backward import TENSORS, check_offload
-from ...data.batches._batches import global_batch_size
+from ...data.batches import global_batch_size
 from ...engines import PipelinePlan, When
 from ...schedules import language
-from ...sharding._rules import gathered_rules
+from ...sharding import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...spmd.weight_gather import specs_of

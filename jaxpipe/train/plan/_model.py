@@ -11,10 +11,14 @@ from ... import autodiff, models, sharding
 from ...autodiff import StagedModel
 from ...autodiff.backward import saved_names
 from ...engines import Engine, PipelinePlan
-from ...models.layers._gpu_grouped_matmul import pallas_gpu_grouped_matmul
-from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
-from ...models.layers._projection import PROJECTIONS
-from ...models.layers._routed_experts import routed_experts
+from ...models.layers import (
+    PROJECTIONS,
+    GroupedMatmul,
+    megablox,
+    pallas_gpu_grouped_matmul,
+    ragged_dot,
+    routed_experts,
+)
 from ._attention import AttentionPlan
 from ._weight_plan import WeightPlan
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ... import models
-from ...models.weights._abstract import is_weight, stack_weights, weight_shapes
+from ...models.weights import is_weight, stack_weights, weight_shapes
 from ...sharding import Rules
 from ...sharding.layout import LayerLayout
 from ...spmd.ranks import is_spec

@@ -2,6 +2,8 @@
 
 from ._aot import check_single_program as check_single_program
 from ._aot import compile_train_step as compile_train_step
+from ._compile_report import does_not_fit as does_not_fit
+from ._compile_report import report_train_step as report_train_step
 from ._evaluate import EvaluationPlan as EvaluationPlan
 from ._evaluate import make_evaluate as make_evaluate
 from ._init import layer_keys as layer_keys

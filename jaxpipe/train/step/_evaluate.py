@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ...data.batches._batches import FiniteBatches
+from ...data.batches import FiniteBatches
 from ..plan._setup import StepPlan
 from ._shard_batch import shard_batch_of_step
 from ._state import TrainState

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ... import mpmd, schedules
-from ...models.weights._abstract import weight_shapes
+from ...models.weights import weight_shapes
 from ...mpmd import profiling
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Int64
 
-from ...data.batches._batches import Batch, RowsByStep
+from ...data.batches import Batch, RowsByStep
 from ..plan._devices import BatchPlan
 
 

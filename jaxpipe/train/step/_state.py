@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from ... import models, sharding
-from ...models.weights._abstract import weight_shapes
+from ...models.weights import weight_shapes
 from ..optim._decay import exclude_from_decay
 from ..optim._optimizer import adamw, weight_decay_mask
 from ..optim._router_bias import drop_router_biases
