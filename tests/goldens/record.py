@@ -51,6 +51,7 @@ FRONT_DOOR = [
 ]
 CIRCULAR: runs.Settings = {"ici_pipeline_parallelism": 2}
 FSDP_2: runs.Settings = {"ici_fsdp_parallelism": 2}
+ACCUMULATED: runs.Settings = {"gradient_accumulation_steps": 2, "per_device_batch_size": 2.0}
 LOOPS: dict[str, tuple[int, runs.Settings]] = {
     "once": (4, CIRCULAR | FSDP_2 | {"pipeline_fsdp_ag_once": True}),
     "per repeat": (4, CIRCULAR | FSDP_2 | {"pipeline_fsdp_ag_per_repeat": True}),
@@ -60,8 +61,8 @@ LOOPS: dict[str, tuple[int, runs.Settings]] = {
     "no scan of repeats": (2, CIRCULAR | {"scan_pipeline_repeats": False}),
     "vocabulary parallel": (2, CIRCULAR | {"pipeline_vocab_parallel": True}),
     "no pipeline": (2, FSDP_2),
-    "no pipeline, accumulated": (2, FSDP_2 | {"gradient_accumulation_steps": 2}),
-    "accumulated": (2, CIRCULAR | {"gradient_accumulation_steps": 2}),
+    "no pipeline, accumulated": (2, FSDP_2 | ACCUMULATED),
+    "accumulated": (2, CIRCULAR | ACCUMULATED),
 }
 CHECKPOINT = {
     "ici_fsdp_parallelism": 4,

@@ -12,7 +12,7 @@ from jaxpipe.xla.compiler_flags import FLAGS, CompilerFlag, StepTraits, default_
 from jaxpipe.xla.hlo import Audit
 
 H100 = StepTraits("gpu", "NVIDIA H100 80GB HBM3", "circular")
-MPMD = dataclasses.replace(H100, engine="mpmd")
+MPMD = dataclasses.replace(H100, engine="mpmd", program_per_rank=True)
 TRIED = (jax.__version__,)
 
 

@@ -260,5 +260,6 @@ def compile_graph(
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
     device = mesh.devices.flat[0]
-    defaults = default_options(FLAGS, StepTraits(device.platform, device.device_kind, "mpmd"))
+    traits = StepTraits(device.platform, device.device_kind, "mpmd", program_per_rank=True)
+    defaults = default_options(FLAGS, traits)
     return jitted.lower(*shapes).compile(compiler_options=defaults | dict(options))

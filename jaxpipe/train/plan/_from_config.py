@@ -75,7 +75,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
             fix="Change one of them.",
         ),
         config.max_target_length,
-        in_host_memory=config.engine.per_stage_state,
+        in_host_memory=config.engine.program_per_rank,
     )
     weights = WeightPlan(
         MODEL_FAMILIES[config.decoder_block],
@@ -336,6 +336,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         device.platform,
         device.device_kind,
         config.pipeline_engine,
+        program_per_rank=config.engine.program_per_rank,
         forwarding_delay=config.pipeline_delay_activation_forwarding,
         deterministic=config.deterministic,
         layer_bytes=layer_bytes(config),

@@ -39,7 +39,7 @@ def check_single_program(engine: Engine) -> None:
     Raises:
         ValueError: If the engine is `mpmd`.
     """
-    if engine.per_stage_state:
+    if engine.program_per_rank:
         raise ValueError(
             "`pipeline_engine` is 'mpmd', whose step is many programs, and what is compiled ahead "
             "is one. Give `pipeline_engine=scheduled`, which runs the same schedules."

@@ -75,7 +75,7 @@ _BY_RANK = _Programs(
 
 
 def _programs(plan: StepPlan) -> _Programs:
-    return _BY_RANK if plan.engine.per_stage_state else _ONE
+    return _BY_RANK if plan.engine.program_per_rank else _ONE
 
 
 def init_state(plan: StepPlan) -> TrainState:

@@ -14,7 +14,8 @@ class StepTraits:
     Attributes:
         platform: The platform of the devices: `tpu`, `gpu` or `cpu`.
         device_kind: Their `device_kind` in JAX, such as "TPU v5".
-        engine: The engine: `circular`, `scheduled`, `mpmd` or `none`.
+        engine: The name of the engine, for the reader.
+        program_per_rank: Whether ranks run programs of their own.
         forwarding_delay: Whether activations are handed over one tick late.
         deterministic: Whether results must be equal bit for bit in every run.
         layer_bytes: Bytes of the whole weights of one layer in the dtype of computation; 0 if they
@@ -24,6 +25,7 @@ class StepTraits:
     platform: str
     device_kind: str
     engine: str
+    program_per_rank: bool = False
     forwarding_delay: bool = False
     deterministic: bool = False
     layer_bytes: int = 0

@@ -18,8 +18,8 @@ _WITH_SPARSE_CORES = tuple(
 )
 
 
-def _is_mpmd(traits: StepTraits) -> bool:
-    return traits.engine == "mpmd"
+def _has_program_per_rank(traits: StepTraits) -> bool:
+    return traits.program_per_rank
 
 
 def _is_deterministic(traits: StepTraits) -> bool:
@@ -109,7 +109,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "Programs of ranks are compiled in parallel. Several threads for each took a quarter more "
         "CPU time for a small transformer.",
         _JAX,
-        _is_mpmd,
+        _has_program_per_rank,
     ),
     CompilerFlag(
         "concurrent order",
@@ -139,7 +139,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "No CUDA graphs for programs of ranks: every microbatch calls them with other buffers, and "
         "a graph is updated whenever the addresses of its buffers change.",
         _JAX,
-        _is_mpmd,
+        _has_program_per_rank,
     ),
     CompilerFlag(
         "latency hiding",
