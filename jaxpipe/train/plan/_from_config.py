@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ... import models, sharding
+from ... import sharding
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import PipelinePlan, When
@@ -18,7 +18,6 @@ from ...schedules import language
 from ...sharding import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
-from ...spmd.weight_gather import specs_of
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
@@ -193,7 +192,6 @@ def _step_plan(
     selection: ScheduleSelection | None,
 ) -> StepPlan:
     devices, model = weights.devices, _model_plan(config, weights)
-    logical_layer = models.logical_axes(weights.abstract_groups["stages"])
     pipeline = PipelinePlan(
         mesh=devices.mesh,
         layout=weights.layout,
@@ -207,7 +205,7 @@ def _step_plan(
         param_specs=weights.specs(devices.rules),
         read_specs=weights.specs(gathered_rules(devices.rules)),
         gradient_specs=weights.specs(devices.optimizer_rules),
-        layer_specs=specs_of(logical_layer, devices.rules),
+        layer_specs=weights.spec_tree(devices.rules)["stages"],
         row_axes=devices.batch_axes,
         compute_dtype=jnp.dtype(config.dtype),
         exact_params=weights.exact,

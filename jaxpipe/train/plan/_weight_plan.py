@@ -121,10 +121,20 @@ class WeightPlan:
         tree = self.abstract_unstacked
         return {"embed": tree["embed"], "stages": tree["layer"], "head": tree["head"]}
 
+    def spec_tree(self, rules: Rules) -> dict[str, Any]:
+        """Returns the spec of every weight of `abstract_groups` under rules."""
+        groups = self.abstract_groups
+        # A mesh axis that divides the stack divides no dim of a layer.
+        groups["stages"] = stack_weights(groups["stages"], (1,) * len(STACK_AXES), STACK_AXES)
+        specs = specs_of(models.logical_axes(groups), rules)
+        specs["stages"] = jax.tree.map(
+            lambda spec: PartitionSpec(*spec[len(STACK_AXES) :]), specs["stages"], is_leaf=is_spec
+        )
+        return specs
+
     def specs(self, rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
-        """Returns the spec of every weight under rules, by its path in `abstract_groups`."""
-        specs = specs_of(models.logical_axes(self.abstract_groups), rules)
-        leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+        """Returns the specs of `spec_tree` by their paths."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.spec_tree(rules), is_leaf=is_spec)
         return tuple((jax.tree_util.keystr(path), spec) for path, spec in leaves)
 
     @property
