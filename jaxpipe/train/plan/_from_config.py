@@ -233,12 +233,11 @@ def _step_plan(
 
 def _when_gathered(config: Config) -> When:
     """Returns when weights that are sharded over `fsdp` are gathered."""
-    by_key: dict[When, bool] = {
-        "once": config.pipeline_fsdp_ag_once,
-        "repeat": config.pipeline_fsdp_ag_per_repeat,
-        "layer": config.pipeline_fsdp_ag_per_layer,
-    }
-    return next((when for when, is_chosen in by_key.items() if is_chosen), "tick")
+    if config.pipeline_fsdp_ag_per_layer:
+        return "layer"
+    if config.pipeline_fsdp_ag_per_repeat:
+        return "repeat"
+    return "once" if config.pipeline_fsdp_ag_once else "tick"
 
 
 def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:

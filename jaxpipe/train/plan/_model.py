@@ -108,14 +108,14 @@ def build_model(
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(
         weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
     )
-    has_slices = weights.family.has_slices and engine.sliced_stage is not None
+    sliced_stage = engine.sliced_stage if weights.family.has_slices else None
     return StagedModel(
         embed,
         engine.stage(pipeline, run_layer),
         loss,
         tied=weights.tied,
         vocab_parallel_loss=vocab_parallel_loss if plan.vocab_parallel else None,
-        sliced_stage=engine.sliced_stage(pipeline, run_layer) if has_slices else None,
+        sliced_stage=None if sliced_stage is None else sliced_stage(pipeline, run_layer),
     )
 
 
