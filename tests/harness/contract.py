@@ -263,7 +263,7 @@ def ticks_of(row: Row) -> lock_step.Ticks:
     return _ticks(row.schedule, row.ranks, row.microbatches, chunks, slices)
 
 
-def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
+def flax(value: Callable, row: Row, case: Case) -> Any:
     """The model's layer as a module of Linen or NNX, in the frontend's pipeline."""
     assert not row.dropout, "Flax draws other masks than the model's functions"
     assert not row.zero, "gradients of frontends lie as their weights do"
@@ -288,7 +288,8 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
         decoder = FLAX_DECODER.FlaxDecoder(
             case.model, case.layer, config, mesh, boundary, more, row.batch_axes
         )
-        return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.batch_inputs, case.keys)
+        value_and_grad = jax.value_and_grad(value(decoder), has_aux=True)
+        return jax.jit(value_and_grad)(placed(case, mesh), case.batch_inputs, case.keys)
 
 
 def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
@@ -312,8 +313,8 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {
     "circular": circular,
     "scheduled": scheduled,
     "mpmd": mpmd_one_process,
-    "linen": functools.partial(flax, FLAX_DECODER.linen_value_and_grad),
-    "nnx": functools.partial(flax, FLAX_DECODER.nnx_value_and_grad),
+    "linen": functools.partial(flax, FLAX_DECODER.linen_value),
+    "nnx": functools.partial(flax, FLAX_DECODER.nnx_value),
 }
 
 

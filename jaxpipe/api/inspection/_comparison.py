@@ -96,13 +96,6 @@ def compare(got: Result, wanted: Result) -> dict[str, float]:
     return errors
 
 
-def numbers_by_name(result: Result) -> dict[str, Any]:
-    """Returns what a program computes, by the names of `compare`."""
-    metrics = {f"metrics[{name!r}]": x for name, x in result.metrics.items()}
-    grads = {f"gradients{name}": x for name, x in result.grads.items()}
-    return {"loss": result.loss} | metrics | grads
-
-
 def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> frozenset[str]:
     """Returns the names of results that are rounding, so that no program meets the tolerance.
 

@@ -77,11 +77,6 @@ def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> fl
     return max(inside, outside) + _latency(group, network)
 
 
-def all_reduce_seconds(total_bytes: float, group: Group, network: Network) -> float:
-    """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * all_gather_seconds(total_bytes, group, network)
-
-
 def all_to_all_seconds(
     sent_bytes: float, group: Group, network: Network, outside_share: float = 1.0
 ) -> float:

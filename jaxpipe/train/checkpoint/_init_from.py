@@ -26,7 +26,8 @@ from ._store import (
     saved_leaf_specs,
 )
 
-CHECKPOINTS_FOLDER, WEIGHTS_FOLDER = "checkpoints", "weights"
+CHECKPOINTS_FOLDER = "checkpoints"
+WEIGHTS_FOLDER = "weights"
 """Folders of a run, and of `jaxpipe convert`."""
 
 _NOT_COMPUTED = ("load_balance_loss_weight",)

@@ -128,16 +128,6 @@ class NnxLayer(nnx.Module):
         return y
 
 
-def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
-    """Differentiates `linen_value`.
-
-    Returns:
-        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
-        `spmd.circular_engine.circular_value_and_grad`.
-    """
-    return jax.value_and_grad(linen_value(decoder), has_aux=True)
-
-
 def linen_value(decoder: FlaxDecoder) -> Callable:
     """Builds the loss of a decoder whose layers are Linen modules.
 
@@ -158,16 +148,6 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
         return y, {name: jnp.sum(value) for name, (value,) in values.items()}
 
     return _decoder_value(decoder, run)
-
-
-def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
-    """Differentiates `nnx_value`.
-
-    Returns:
-        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
-        `spmd.circular_engine.circular_value_and_grad`.
-    """
-    return jax.value_and_grad(nnx_value(decoder), has_aux=True)
 
 
 def nnx_value(decoder: FlaxDecoder) -> Callable:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...language._action import Action, Op, actions_of
-from ...language._schedule import Schedule, enumerate_actions
+from ...language._schedule import Schedule
 from .._simulate import Costs, Time
 
 F, I, W = range(3)  # noqa: E741
@@ -133,15 +133,6 @@ def to_schedule(problem: Problem, words: Words) -> Schedule:
 def stage_costs(problem: Problem) -> Costs:
     """Returns the costs with which `simulate` has the times of a problem."""
     return Costs(*problem.times, transfer=problem.transfer)
-
-
-def rank_of_stages(schedule: Schedule) -> tuple[int, ...] | None:
-    """Returns [num_stages] the rank of every stage; None if one is on several ranks."""
-    rank_of: dict[int, int] = {}
-    for rank, action in enumerate_actions(schedule):
-        if rank_of.setdefault(action.stage, rank) != rank:
-            return None
-    return tuple(rank_of[stage] for stage in range(schedule.num_stages))
 
 
 def words_of(schedule: Schedule) -> Words:
