@@ -46,7 +46,7 @@ class PipelinePlan:
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
             for layers of one kind.
         param_specs: How parameters are sharded over other axes than `stage`, by their path in the
-            groups of weights, such as "['stages']['up']"; without dims of stages and layers. All
+            groups of weights, such as `['stages']['up']`; without dims of stages and layers. All
             others are sharded over `fsdp`.
         read_specs: How parameters are sharded where functions read them, likewise by path. All
             others are sharded as they are stored, but for `fsdp`.
