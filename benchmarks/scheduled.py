@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, recompute, unpipelined
+from jaxpipe.autodiff.staged_model import run_layers
 from jaxpipe.models.layers import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
@@ -162,10 +163,14 @@ def make(num_microbatches: int) -> tuple[Any, Any, StagedModel]:
     }
     batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
     batch_inputs["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
-    functions = models.llama(
+    embed, layer, loss = models.llama(
         CONFIG, attention=dot_product_attention, constrain=sharding.constrain_with()
     )
-    return weights, batch_inputs, StagedModel(*functions)
+
+    def stage(weights: Any, x: Any, inputs_m: Any, keys: Any) -> Any:
+        return run_layers(layer, weights, x, inputs_m, keys)
+
+    return weights, batch_inputs, StagedModel(embed, stage, loss)
 
 
 def plain(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:

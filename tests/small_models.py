@@ -42,12 +42,12 @@ _DEEPSEEK_V3: dict[str, Any] = _DEEPSEEK_V2 | {
 }
 
 
-def stack(layer: Callable) -> Callable:
+def stack(layer: Callable, scan: bool = True) -> Callable:
     """Returns the stage that runs layers, on whole sequences or on a slice of each."""
 
     def stage(weights: Any, x: Any, batch_inputs: Any, keys: Any, *past: Any) -> Any:
         run = run_sliced_layers if past else run_layers
-        return run(layer, weights, x, batch_inputs, keys, *past)
+        return run(layer, weights, x, batch_inputs, keys, *past, scan=scan)
 
     return stage
 

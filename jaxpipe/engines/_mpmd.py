@@ -78,11 +78,11 @@ def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    return partial(run_layers, plan.layer_remat(layer), unroll=not plan.scan_layers)
+    return partial(run_layers, plan.layer_remat(layer), scan=plan.scan_layers)
 
 
 def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    return partial(run_sliced_layers, plan.layer_remat(layer), unroll=not plan.scan_layers)
+    return partial(run_sliced_layers, plan.layer_remat(layer), scan=plan.scan_layers)
 
 
 def _check_call(name: str) -> None:

@@ -168,7 +168,7 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
 
 
 def _loop(plan: PipelinePlan) -> dict[str, Any]:
-    return {"num_layers": plan.layout.layers_per_stage, "unroll": not plan.scan_layers}
+    return {"num_layers": plan.layout.layers_per_stage, "scan": plan.scan_layers}
 
 
 def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:

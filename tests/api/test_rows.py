@@ -18,7 +18,7 @@ import jaxpipe as jp
 from jaxpipe import models, sharding
 from jaxpipe.ir.rows import Mixed, Rows, Sum, Whole, compare
 from jaxpipe.models.layers import dot_product_attention
-from small_models import small_llama
+from small_models import small_llama, stack
 
 D, V, L, B, T, M = 8, 12, 4, 16, 4, 4
 EXPERTS, CAPACITY = 4, 5
@@ -719,14 +719,14 @@ def test_a_sum_in_x_is_refused_where_devices_would_gather_it():
 
 def test_the_houses_llama_is_row_wise_and_its_loss_adds_up():
     config = small_llama()
-    functions = models.llama(
+    embed, layer, loss = models.llama(
         config,
         attention=dot_product_attention,
         constrain=sharding.no_constraint,
         num_vocab_tiling=2,  # with a derivative of its own
     )
     shapes = models.llama_weights(config)
-    stage = jax.tree.map(lambda w: jnp.zeros((2, *w.shape)), shapes["layer"])
+    layers = jax.tree.map(lambda w: jnp.zeros((2, *w.shape)), shapes["layer"])
     boundary = jax.tree.map(lambda w: jnp.zeros(w.shape), {k: shapes[k] for k in ("embed", "head")})
 
     def of_rows(num_rows: int) -> dict[str, Any]:
@@ -744,8 +744,8 @@ def test_the_houses_llama_is_row_wise_and_its_loss_adds_up():
         known = [*[Whole()] * len(jax.tree.leaves(weights)), *[Rows(0)] * count]
         return compare(traced(4), traced(1), known, 4)
 
-    assert relations(functions[0], boundary["embed"], False) == [Rows(0)]
-    assert relations(lambda w, x, b: functions[1](w, x, b, ())[0], stage, True) == [Rows(0)]
-    found = relations(functions[2], boundary, True)
+    assert relations(embed, boundary["embed"], False) == [Rows(0)]
+    assert relations(lambda w, x, b: stack(layer)(w, x, b, ())[0], layers, True) == [Rows(0)]
+    found = relations(loss, boundary, True)
     assert not any(isinstance(relation, Mixed) for relation in found)
     assert found[0] == Sum(0)

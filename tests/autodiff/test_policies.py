@@ -12,7 +12,7 @@ from jaxpipe.autodiff import POLICIES, remat_by_name
 from jaxpipe.autodiff.backward import OFFLOADED, TENSORS, check_offload, pullback
 from jaxpipe.models.layers import dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
-from small_models import small_deepseek, small_llama
+from small_models import small_deepseek, small_llama, stack
 
 L, b, T, D, H, K, C, F = 3, 2, 5, 16, 4, 2, 8, 32  # no tensor's shape is that of a weight
 TINY = small_llama(
@@ -55,14 +55,14 @@ KEPT = {
 PLACES = {"decoder_layer_input": "device", "context": "offload", "mlpwi_0": "device"}
 
 
-def residuals(wrap: Any, **options: Any) -> list[tuple[tuple[int, ...], bool]]:
+def residuals(wrap: Any, layer_remat: Any = lambda f: f) -> list[tuple[tuple[int, ...], bool]]:
     """The shape of each residual of a tick, and whether it is offloaded."""
-    _, stage, _ = models.llama(
+    _, layer, _ = models.llama(
         TINY,
         attention=dot_product_attention,
         constrain=sharding.no_constraint,
-        **options,
     )
+    stage = stack(layer_remat(layer))
     layers = stack_weights(models.llama_weights(TINY)["layer"], (L,), ("layers",))
     ids = jax.ShapeDtypeStruct((b, T), jnp.int32)
     batch_inputs = {"positions": ids, "segment_ids": ids}
@@ -107,7 +107,7 @@ def test_a_policy_on_ticks_decides_what_is_kept_of_layers_that_have_one_too():
 
 def test_models_name_every_tensor_that_a_policy_can_keep():
     config = small_deepseek()
-    _, stage, _ = models.deepseek(
+    _, layer, _ = models.deepseek(
         config,
         attention=dot_product_attention,
         experts=routed_experts(sharding.DEFAULT_RULES),
@@ -117,7 +117,7 @@ def test_models_name_every_tensor_that_a_policy_can_keep():
     ids, shares = (jax.ShapeDtypeStruct((b, T), dtype) for dtype in (jnp.int32, jnp.float32))
     batch_inputs = {"positions": ids, "segment_ids": ids, "target_weights": shares}
     x = jax.ShapeDtypeStruct((b, T, D), jnp.float32)
-    program = str(jax.make_jaxpr(stage)(weight_shapes(layers), x, batch_inputs, ()))
+    program = str(jax.make_jaxpr(stack(layer))(weight_shapes(layers), x, batch_inputs, ()))
     assert {name for name in TENSORS if f"name={name}]" in program} == {*TENSORS}
 
 

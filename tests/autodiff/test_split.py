@@ -17,7 +17,7 @@ from jaxpipe.autodiff import remat_by_name
 from jaxpipe.autodiff.backward import combine, floating, split_backward
 from jaxpipe.autodiff.staged_model import index_leading
 from jaxpipe.models.layers import dot_product_attention, routed_experts
-from small_models import small_deepseek, small_llama
+from small_models import small_deepseek, small_llama, stack
 
 L, b, T, D = 3, 2, 5, 16
 TOLERANCE = 1e-5
@@ -78,16 +78,21 @@ def mlp() -> Case:
     return Case(stage, layers_of(models.mlp_weights(D, 32, 8)), x, batch_inputs, keys())
 
 
-def llama(wrap: Callable = lambda f: f, dtype: Any = jnp.float32, **options: Any) -> Case:
+def llama(
+    wrap: Callable = lambda f: f,
+    dtype: Any = jnp.float32,
+    layer_remat: Callable = lambda f: f,
+    scan_layers: bool = True,
+) -> Case:
     config = small_llama(base_num_decoder_layers=L)
-    _, stage, _ = models.llama(
+    _, layer, _ = models.llama(
         config,
         attention=dot_product_attention,
         constrain=sharding.no_constraint,
         dropout_rate=0.1,
         dtype=dtype,
-        **options,
     )
+    stage = stack(layer_remat(layer), scan_layers)
     weights = layers_of(models.llama_weights(config, dtype))
     return Case(wrap(stage), weights, normal(1, b, T, D).astype(dtype), token_side(), keys())
 
@@ -96,7 +101,7 @@ def deepseek(
     wrap: Callable = lambda f: f, constrain: Any = sharding.no_constraint, **options: Any
 ) -> Case:
     config = small_deepseek(q_lora_rank=6, kv_lora_rank=7, v_head_dim=9)
-    _, stage, _ = models.deepseek(
+    _, layer, _ = models.deepseek(
         config,
         attention=dot_product_attention,
         experts=routed_experts(sharding.DEFAULT_RULES),
@@ -104,7 +109,7 @@ def deepseek(
         **options,
     )
     weights = layers_of(models.deepseek_weights(config))
-    return Case(wrap(stage), weights, normal(1, b, T, D), token_side())
+    return Case(wrap(stack(layer)), weights, normal(1, b, T, D), token_side())
 
 
 def with_jit() -> Case:

@@ -20,7 +20,7 @@ def run_layers(
     keys: PyTree = (),
     *,
     num_layers: int | None = None,
-    unroll: bool = False,
+    scan: bool | None = None,
 ) -> tuple[PyTree, Aux]:
     """Runs layers of equal structure in a loop that is compiled once.
 
@@ -29,14 +29,18 @@ def run_layers(
         weights: [n, ...] leaves.
         keys: [n, ...] leaves, or ().
         num_layers: n, if there may be no leaf that says it.
-        unroll: Whether the loop is written out.
+        scan: Whether they run in a `lax.scan`. None: if there are several.
     """
     layer = with_aux(layer)
 
     def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
         return layer(one[0], x, inputs_m, one[1])
 
-    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers, unroll=unroll)
+    num_layers = len(jax.tree.leaves((weights, keys))[0]) if num_layers is None else num_layers
+    if num_layers == 1 and scan is None:  # split backwards keep less without a loop
+        weights, keys = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
+        return layer(weights, x, inputs_m, keys)
+    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers, unroll=scan is False)
     return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
 
 
@@ -49,7 +53,7 @@ def run_sliced_layers(
     past: Past,
     *,
     num_layers: int | None = None,
-    unroll: bool = False,
+    scan: bool | None = None,
 ) -> tuple[PyTree, Aux, Past]:
     """Runs layers of equal structure on one slice of the sequences of a microbatch.
 
@@ -59,7 +63,7 @@ def run_sliced_layers(
         keys: [n, ...] leaves, or ().
         past: The state of all layers, [n, ...] leaves.
         num_layers: n, if there may be no leaf that says it.
-        unroll: Whether the loop is written out.
+        scan: Whether they run in a `lax.scan`. None: if there are several.
 
     Returns:
         (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
@@ -71,6 +75,13 @@ def run_sliced_layers(
         return like_input(y, x), (aux, made.earlier, made.new)
 
     given = weights, keys, past.earlier
-    x, (aux, earlier, new) = jax.lax.scan(step, x, given, length=num_layers, unroll=unroll)
+    num_layers = len(jax.tree.leaves(given)[0]) if num_layers is None else num_layers
+    if num_layers == 1 and scan is None:
+        x, made = step(x, jax.tree.map(lambda leaf: leaf[0], given))
+        aux, earlier, new = jax.tree.map(lambda leaf: leaf[None], made)
+    else:
+        x, (aux, earlier, new) = jax.lax.scan(
+            step, x, given, length=num_layers, unroll=scan is False
+        )
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
     return x, total, replace(past, earlier=earlier, new=new)
