@@ -20,16 +20,11 @@ from .fsdp import over_data
 Reshard = Callable[[PyTree], PyTree]
 
 
-def identity(tree: PyTree) -> PyTree:
-    """Returns `tree`."""
-    return tree
-
-
 def gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree],
     num_steps: int,
     *,
-    reshard: Reshard = identity,
+    reshard: Reshard = lambda sums: sums,
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
@@ -98,26 +93,24 @@ def unrolled_gradient_accumulation(
 def with_calls(engine: Engine) -> Engine:
     """Returns an engine that runs M microbatches A times, if its plan says so, and sums results."""
 
-    def accumulate(run: Callable, plan: PipelinePlan, tied: bool, has_grads: bool) -> Callable:
-        if engine.per_stage_state:
-            return unrolled_gradient_accumulation(run, plan.num_calls)
-
-        def as_stored(sums: PyTree) -> PyTree:
-            value, grads = sums
-            stored = over_data(plan, grads)
-            return value, engine.put_like(stored, grads, grads, tied)
-
-        reshard = as_stored if has_grads else identity
-        return gradient_accumulation(run, plan.num_calls, reshard=reshard)
-
-    def of_calls(run: Callable, has_grads: bool) -> Callable:
+    def of_calls(run: Callable, *, has_grads: bool) -> Callable:
         def run_calls(
             plan: PipelinePlan, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
             def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> Any:
                 return run(plan, model, weights, inputs, keys)
 
-            return accumulate(call, plan, model.tied, has_grads)(weights, inputs, keys)
+            def as_stored(sums: PyTree) -> PyTree:
+                if not has_grads:
+                    return sums
+                value, grads = sums
+                return value, engine.put_like(over_data(plan, grads), grads, grads, model.tied)
+
+            if engine.per_stage_state:
+                calls = unrolled_gradient_accumulation(call, plan.num_calls)
+            else:
+                calls = gradient_accumulation(call, plan.num_calls, reshard=as_stored)
+            return calls(weights, inputs, keys)
 
         return run_calls
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from .. import schedules
@@ -15,7 +15,7 @@ from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd.weight_gather import as_stored_on_gpus
+from ..spmd.weight_gather import as_stored_on_gpus, constrain_by
 from . import _stacked
 from ._engine import Engine, PipelinePlan
 from ._jit import jit
@@ -106,15 +106,10 @@ def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
         return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)
     read = read_spec_tree(plan, group, stored)
-
-    def constrain(weights: PyTree, specs: PyTree) -> PyTree:
-        where = jax.tree.map(partial(NamedSharding, mesh), specs)
-        return jax.tree.map(jax.lax.with_sharding_constraint, weights, where)
-
-    weights = weights if read == stored else constrain(weights, stored)
+    weights = weights if read == stored else constrain_by(stored, mesh)(weights)
     if group == "stages" and not jax.sharding.get_abstract_mesh().empty:
         weights = as_stored_on_gpus(weights, stored)
-    return weights if read == stored else constrain(weights, read)
+    return weights if read == stored else constrain_by(read, mesh)(weights)
 
 
 def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:

@@ -33,14 +33,11 @@ def run_layers(
     """
     layer = with_aux(layer)
 
-    def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
-        return layer(one[0], x, inputs_m, one[1])
+    def step(x: PyTree, stacked: tuple[Any, Any]) -> tuple[PyTree, Aux]:
+        weights, key = stacked
+        return layer(weights, x, inputs_m, key)
 
-    num_layers = len(jax.tree.leaves((weights, keys))[0]) if num_layers is None else num_layers
-    if num_layers == 1 and scan is None:  # split backwards keep less without a loop
-        weights, keys = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
-        return layer(weights, x, inputs_m, keys)
-    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers, unroll=scan is False)
+    x, aux = _scan(step, x, (weights, keys), num_layers, scan)
     return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
 
 
@@ -69,19 +66,23 @@ def run_sliced_layers(
         (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
     """
 
-    def step(x: PyTree, one: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
-        weights, key, earlier = one
+    def step(x: PyTree, stacked: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
+        weights, key, earlier = stacked
         y, (aux, made) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
         return like_input(y, x), (aux, made.earlier, made.new)
 
-    given = weights, keys, past.earlier
-    num_layers = len(jax.tree.leaves(given)[0]) if num_layers is None else num_layers
-    if num_layers == 1 and scan is None:
-        x, made = step(x, jax.tree.map(lambda leaf: leaf[0], given))
-        aux, earlier, new = jax.tree.map(lambda leaf: leaf[None], made)
-    else:
-        x, (aux, earlier, new) = jax.lax.scan(
-            step, x, given, length=num_layers, unroll=scan is False
-        )
+    stacked = weights, keys, past.earlier
+    x, (aux, earlier, new) = _scan(step, x, stacked, num_layers, scan)
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
     return x, total, replace(past, earlier=earlier, new=new)
+
+
+def _scan(
+    step: Callable, x: PyTree, stacked: PyTree, num_layers: int | None, scan: bool | None
+) -> tuple[PyTree, PyTree]:
+    """Runs `step` on every layer of a stack, and stacks what it returns beside x."""
+    num_layers = len(jax.tree.leaves(stacked)[0]) if num_layers is None else num_layers
+    if num_layers == 1 and scan is None:  # split backwards keep less without a loop
+        x, returned = step(x, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), stacked))
+        return x, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), returned)
+    return jax.lax.scan(step, x, stacked, length=num_layers, unroll=scan is False)

@@ -1,6 +1,7 @@
 """Specs of parameters over the axis `fsdp`, and the axes that divide the rows of a microbatch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,11 +83,10 @@ def param_spec_tree(
         A tree of `PartitionSpec`.
     """
 
-    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
-        name = f"['{group}']{jax.tree_util.keystr(path)}"
+    def spec(name: str, leaf: Any) -> PartitionSpec | None:
         return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
 
-    return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)
+    return _map_named(spec, group, tree, is_leaf=lambda x: x is None)
 
 
 def read_spec_tree(plan: PipelinePlan, group: str, stored: PyTree, num_stacked: int = 0) -> PyTree:
@@ -97,13 +97,12 @@ def read_spec_tree(plan: PipelinePlan, group: str, stored: PyTree, num_stacked: 
     """
     table = dict(plan.read_specs)
 
-    def spec(path: Any, stored: PartitionSpec) -> PartitionSpec:
-        read = table.get(f"['{group}']{jax.tree_util.keystr(path)}")
-        if read is None:
+    def spec(name: str, stored: PartitionSpec) -> PartitionSpec:
+        if name not in table:
             return without_axes(stored, ("fsdp",))
-        return PartitionSpec(*(None,) * num_stacked, *read)
+        return PartitionSpec(*(None,) * num_stacked, *table[name])
 
-    return jax.tree_util.tree_map_with_path(spec, stored, is_leaf=is_spec)
+    return _map_named(spec, group, stored, is_leaf=is_spec)
 
 
 def cast_floats(dtype: Any, tree: PyTree) -> PyTree:
@@ -118,13 +117,21 @@ def cast_floats(dtype: Any, tree: PyTree) -> PyTree:
 def cast_params(plan: PipelinePlan, group: str, params: PyTree) -> PyTree:
     """Returns parameters in the dtype in which functions read them."""
 
-    def cast(path: Any, leaf: Any) -> Any:
-        is_exact = f"['{group}']{jax.tree_util.keystr(path)}" in plan.exact_params
-        return leaf if is_exact else cast_floats(plan.compute_dtype, leaf)
+    def cast(name: str, leaf: Any) -> Any:
+        return leaf if name in plan.exact_params else cast_floats(plan.compute_dtype, leaf)
 
-    if plan.compute_dtype is None:
-        return params
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return params if plan.compute_dtype is None else _map_named(cast, group, params)
+
+
+def _map_named(
+    f: Callable, group: str, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+    """Maps `f(name, leaf)` over a group, whose leaves are named by their path from the group on."""
+
+    def named(path: Any, leaf: Any) -> Any:
+        return f(f"['{group}']{jax.tree_util.keystr(path)}", leaf)
+
+    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
 def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:

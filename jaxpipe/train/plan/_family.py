@@ -7,6 +7,7 @@ read must keep their defaults.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ class ModelFamily:
             all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
+        tied: `sizes -> whether` the loss reads the weights of the embedding.
         has_slices: Whether its layers can run slices of sequences.
     """
 
@@ -37,6 +39,7 @@ class ModelFamily:
     model: Callable[..., tuple[Callable, Callable, Callable]]
     extra_keys: tuple[str, ...] = ()
     extra_batch_inputs: tuple[str, ...] = ()
+    tied: Callable[..., bool] = lambda sizes: False
     has_slices: bool = False
 
     @property
@@ -53,7 +56,13 @@ def _llama(
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(models.LlamaConfig, models.llama_weights, _llama, has_slices=True),
+    "llama": ModelFamily(
+        models.LlamaConfig,
+        models.llama_weights,
+        _llama,
+        tied=attrgetter("logits_via_embedding"),
+        has_slices=True,
+    ),
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,

@@ -113,7 +113,7 @@ class WeightPlan:
     @property
     def tied(self) -> bool:
         """Returns whether the loss reads the weights of the embedding."""
-        return getattr(self.sizes, "logits_via_embedding", False)
+        return self.family.tied(self.sizes)
 
     @property
     def abstract_groups(self) -> dict[str, Any]:
