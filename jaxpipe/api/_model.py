@@ -8,13 +8,13 @@ any pytree of arrays [B, ...].
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
-from ..engines.fsdp import cast_floats
+from ..engines.fsdp import cast_group
 
 
 def _identity(tree: Any) -> Any:
@@ -63,6 +63,13 @@ class Model:
         sliced_leaves: For schedules with slices of sequences: booleans in a tree that is a prefix
             of `batch`, true for leaves [B, T, ...] that are cut along T. Default: all leaves with
             at least two dims.
+        contributions: Whether functions return what they contribute to the batch, in place of
+            means: the loss, `aux` and metrics are summed over layers, microbatches and the devices
+            that divide rows. It is for losses whose weights are known before the step, such as
+            those of tokens divided by the sum over the batch. `batch` then has leaves [A * M, b,
+            ...], `loss` returns (loss, metrics), functions cast parameters themselves and run on
+            the rows of a device, and `layer` is given the key of a microbatch, the same on every
+            device: `sharding.local_rows` draws by it.
 
     Example:
         >>> model = Model(
@@ -83,6 +90,7 @@ class Model:
     shared: bool = False
     sliced_leaves: PyTree = None
     vocab_parallel_loss: Callable[..., Any] | None = None
+    contributions: bool = False
 
     def __post_init__(self) -> None:
         layer = self.layer
@@ -250,23 +258,39 @@ def check_sliced(model: Model, num_slices: int) -> None:
 
 
 def cast_model(model: Model, dtype: Any) -> Model:
-    """Returns a model whose functions are given parameters that are cast to `dtype`."""
-    if dtype is None:
+    """Returns a model whose functions are given parameters that are cast by `compute_dtype`."""
+    if dtype is None or model.contributions:
         return model
 
-    def casting(function: Any) -> Any:
+    def casting(function: Any, group: str) -> Any:
         @wraps(function)
         def call(params: PyTree, *arguments: Any) -> Any:
-            return function(cast_floats(dtype, params), *arguments)
+            return function(cast_group(dtype, group, params), *arguments)
+
+        return call
+
+    def casting_layer(function: Any, group: str) -> Any:
+        if not model.shared:
+            return casting(function, group)
+
+        @wraps(function)
+        def call(params: PyTree, *arguments: Any) -> Any:
+            own = cast_group(dtype, group, params["layer"])
+            shared = cast_group(dtype, "['shared']", params["shared"])
+            return function({"layer": own, "shared": shared}, *arguments)
 
         return call
 
     layers: Any = model.layer
-    by_kind = isinstance(layers, Mapping)
+    if isinstance(layers, Mapping):
+        layers = {k: casting_layer(f, f"['layers'][{k!r}]") for k, f in layers.items()}
+    else:
+        layers = casting_layer(layers, "['layers']")
+    of_loss = partial(casting, group="" if model.tied else "['head']")
     return replace(
         model,
-        embed=casting(model.embed),
-        layer={k: casting(f) for k, f in layers.items()} if by_kind else casting(layers),
-        loss=casting(model.loss),
-        vocab_parallel_loss=model.vocab_parallel_loss and casting(model.vocab_parallel_loss),
+        embed=casting(model.embed, "['embed']"),
+        layer=layers,
+        loss=of_loss(model.loss),
+        vocab_parallel_loss=model.vocab_parallel_loss and of_loss(model.vocab_parallel_loss),
     )

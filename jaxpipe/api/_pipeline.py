@@ -10,7 +10,7 @@ from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
 from ..engines import ENGINES, Engine, When, usual_engine
-from ..schedules import Schedule, language
+from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, cast_model, check_model, check_sliced
@@ -38,6 +38,10 @@ def pipeline(
     accumulate: int = 1,
     compute_dtype: Any = None,
     compiler_options: Mapping[str, str | bool | int] | None = None,
+    costs: Costs | None = None,
+    scan_layers: bool | None = None,
+    scan_repeats: bool = True,
+    scan_ticks: bool = True,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
     param_specs: SpecRule | None = None,
     memory_cap: float | None = None,
@@ -82,8 +86,16 @@ def pipeline(
             summed.
         compute_dtype: The dtype, such as `jnp.bfloat16`, to which floating-point parameters are
             cast before they are gathered and a function of the model is given them. Gradients are
-            summed in float32, and are in the dtype of the parameters. Default: none.
+            summed in float32, and are in the dtype of the parameters. Or `(path, leaf) -> dtype or
+            None`, where `path` is one from the groups on, such as `['layers']['up']`. Default:
+            none.
         compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
+        costs: The costs of actions, by which the engine "scheduled" chooses the tick of each.
+            Default: F costs 1, and a whole backward 2.
+        scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once.
+            Default: if there are several.
+        scan_repeats: Whether the repeats of the engine "circular" run in a `lax.scan`.
+        scan_ticks: Whether its ticks run in a `lax.scan`.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
             `['layers'][0]['base']['up']`; or booleans in a tree that is a prefix of the user's
             tree. They get no gradients. Default: all are trained.
@@ -91,7 +103,9 @@ def pipeline(
             leaf) -> PartitionSpec` or None; or specs in a tree that is a prefix of the user's tree,
             as `nn.get_partition_spec` and `nnx.get_partition_spec` return it. The pipeline divides
             layers over `stage`: specs are for the dims of a leaf, and the dim of stacked layers is
-            None. A leaf without a spec is divided over `fsdp`; one with a spec only as it says.
+            None. A leaf without a spec is divided over `fsdp`; one with a spec only as it says. A
+            dim that is divided over `fsdp` is whole where functions read it, also over other axes
+            of the dim.
         memory_cap: The most microbatches that a rank may store for its backwards at a time, in
             microbatches of a whole rank as in `schedules.search`. The engine "scheduled", which
             runs some forwards earlier than the schedule has them, then does so only within the
@@ -145,7 +159,7 @@ def pipeline(
             "`vocab_parallel` is True, and the model has no `vocab_parallel_loss` that ranks can "
             "compute together. Give `jp.Model(..., vocab_parallel_loss=...)`, or leave it out."
         )
-    as_run, ticks = selected.prepare(order, num_ranks, microbatches, None, memory_cap)
+    as_run, ticks = selected.prepare(order, num_ranks, microbatches, costs, memory_cap)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
     return PipelinedModel(
@@ -169,6 +183,9 @@ def pipeline(
         accumulate=accumulate,
         compute_dtype=compute_dtype,
         compiler_options=tuple((compiler_options or {}).items()),
+        scan_layers=scan_layers,
+        scan_repeats=scan_repeats,
+        scan_ticks=scan_ticks,
     )
 
 

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep
+from ..autodiff.staged_model import slice_sequences
 from ..engines import Engine, PipelinePlan, When
-from ..engines.fsdp import layer_specs, num_row_shards
+from ..engines.fsdp import gathered_size, layer_specs, num_row_shards
 from ..schedules import Schedule, language
 from ..schedules.lock_step import Ticks
 from ._frozen import (
@@ -44,6 +45,7 @@ from ._rows import RowReport, row_report, smallest_factor
 from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
     PieceInputs,
+    contributing_model,
     make_inputs,
     on_all_rows,
     piece_shapes,
@@ -93,8 +95,11 @@ class PipelinedModel(InspectedModel):
         forwarding_delay: Whether x is handed over one tick late.
         vocab_parallel: Whether all ranks compute the loss together.
         accumulate: A, the number of times that M microbatches are run.
-        compute_dtype: The dtype to which parameters are cast before they are gathered.
+        compute_dtype: The dtype to which parameters are cast before they are gathered, or a rule.
         compiler_options: XLA's options for every program.
+        scan_layers: Whether the layers of a stage run in a loop. None: if there are several.
+        scan_repeats: Whether repeats of the engine `circular` run in a loop.
+        scan_ticks: Whether its ticks do.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 
@@ -118,6 +123,9 @@ class PipelinedModel(InspectedModel):
     accumulate: int = 1
     compute_dtype: Any = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    scan_layers: bool | None = None
+    scan_repeats: bool = True
+    scan_ticks: bool = True
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
     def shard(self, params: PyTree, *, like: PyTree = None) -> StoredParams:
@@ -187,8 +195,18 @@ class PipelinedModel(InspectedModel):
         stages = self.engine.stack(plan, stack_all(self.model.layer, groups["layers"]))
         return jax.tree.map(jnp.asarray, others) | {"stages": stages}
 
-    def _shapes(self, params: PyTree) -> StoredParams:
-        """Returns the shapes of stored parameters."""
+    def shapes(self, params: PyTree) -> StoredParams:
+        """Returns the shapes of parameters as the engine stores them.
+
+        Args:
+            params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
+
+        Returns:
+            The same as `shard(params)`, with a `jax.ShapeDtypeStruct` for each array.
+
+        Raises:
+            ValueError: If the tree is not that of the model, or layers are not alike.
+        """
         if is_stored(params):
             return jax.tree.map(shape_of, params)
         num_layers, in_list, specs = self._check_params(params)
@@ -432,7 +450,7 @@ class PipelinedModel(InspectedModel):
             self.remat,
             forwarding_delay=self.forwarding_delay,
             # Without shards there is nothing to gather.
-            gather=self.gather if self.mesh.shape.get("fsdp", 1) > 1 else "once",
+            gather=self.gather if gathered_size(self.mesh, specs) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
             param_specs=specs,
             layer_remat=self.layer_remat,
@@ -441,6 +459,9 @@ class PipelinedModel(InspectedModel):
             num_calls=self.accumulate,
             compute_dtype=self.compute_dtype,
             compiler_options=self.compiler_options,
+            scan_layers=self.scan_layers,
+            scan_repeats=self.scan_repeats,
+            scan_ticks=self.scan_ticks,
         )
 
     @property
@@ -484,6 +505,10 @@ class PipelinedModel(InspectedModel):
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         plan, num_layers = self._plan_of(params), params["layers"].num_layers
         weights = weights_of(params)
+        if self.model.contributions:
+            return self._arguments_of_contributions(
+                plan, weights, total_layers(num_layers), batch, key
+            )
         keys, key_or_none = ((), ()), ()
         if takes_key(self.model):
             key_or_none = key = check_key(key)
@@ -530,6 +555,29 @@ class PipelinedModel(InspectedModel):
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
         return plan, self._staged_model(model, plan), weights, inputs, layer_keys
 
+    def _arguments_of_contributions(
+        self,
+        plan: PipelinePlan,
+        weights: dict[str, Any],
+        num_layers: int,
+        batch: PyTree,
+        key: Array | None,
+    ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PyTree, Any]:
+        """Returns the arguments of an engine for functions that return contributions."""
+        keys: Any = ()
+        if key is not None and takes_key(self.model):
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(num_layers))
+        if plan.gather == "layer":
+            plan = replace(plan, layer_specs=layer_specs(plan, weights["stages"]))
+        stages_of = [partial(self.engine.stage, plan)]
+        if self.num_slices > 1:
+            assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
+            stages_of.append(partial(self.engine.sliced_stage, plan))
+        model = contributing_model(self.model, *stages_of)
+        inputs = slice_sequences(batch, self.num_slices, 2)
+        layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, ()))
+        return plan, model, weights, inputs, layer_keys
+
     def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:
         """Says which functions of the model run on the rows of a device, and why others do not.
 
@@ -545,7 +593,7 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If `params` is not the tree of the model, or the batch does not divide.
         """
-        stored = self._shapes(params)
+        stored = self.shapes(params)
         plan, weights = self._plan_of(stored), unmark(weights_of(stored))
         if takes_key(self.model) and key is None:
             key = jax.eval_shape(lambda: jax.random.key(0))

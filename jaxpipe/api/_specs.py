@@ -4,6 +4,7 @@ The user gives a spec for a leaf of the user's own tree. Engines are given a spe
 of one layer, or of another group, by its path.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from ..engines import ParamSpecs
-from ..sharding.specs import axes_of_dim
+from ..sharding.specs import axes_of, axes_of_dim
 from ._dependence import dependent_inputs
 
 SpecRule = Callable[[str, Any], PartitionSpec | None] | PyTree
@@ -52,6 +53,7 @@ def param_specs(
             continue
         for prefix, layers in ((f"['{k}']", tree[k]) for k in tree) if has_kinds else [("", tree)]:
             one = _of_one_layer(layers, f"params['layers']{prefix}")
+            _check_stage(one, f"params['layers']{prefix}")
             found |= _by_path(f"['stages']{prefix}", one)
     if shared:  # a stage is given its layers and a copy of what they share
         stages = {n.removeprefix("['stages']"): s for n, s in found.items() if "['stages']" in n}
@@ -92,7 +94,7 @@ def _check(name: str, shape: Sequence[int], spec: Any, mesh: Mesh) -> None:
         raise ValueError(f"{start}. Give a `PartitionSpec`, or None for the default.")
     if len(spec) > len(shape):
         raise ValueError(f"{start}, which has fewer dims.")
-    free = [axis for axis in mesh.axis_names if axis not in ("stage", "data")]
+    free = [axis for axis in mesh.axis_names if axis != "data"]
     unsplit = None, PartitionSpec.UNCONSTRAINED
     if not all(dim in unsplit or isinstance(dim, str | tuple | list) for dim in spec):
         raise ValueError(f"{start}. Give the name of an axis, or None, for each dim.")
@@ -100,23 +102,29 @@ def _check(name: str, shape: Sequence[int], spec: Any, mesh: Mesh) -> None:
     for dim, axes in enumerate(dims):
         for axis in axes:
             if axis not in free:
-                why = {
-                    "stage": "the pipeline divides layers over it",
-                    "data": "it divides rows",
-                }.get(axis, "`mesh` has no such axis")
+                why = "it divides rows" if axis == "data" else "`mesh` has no such axis"
                 raise ValueError(
                     f"{start}, and {axis!r} is no axis for parameters: {why}. Name one of {free}."
                 )
-        if len(axes) > 1:
-            raise ValueError(f"{start}, and dim {dim} has {len(axes)} axes. Give one at most.")
-        if axes and shape[dim] % mesh.shape[axes[0]]:
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dim] % count:
             raise ValueError(
                 f"{start}, and dim {dim} of size {shape[dim]} does not divide over "
-                f"{axes[0]!r} of size {mesh.shape[axes[0]]}."
+                f"{' and '.join(map(repr, axes))} of size {count}."
             )
     used = [axis for axes in dims for axis in axes]
     if len(set(used)) < len(used):
         raise ValueError(f"{start}, which has an axis twice.")
+
+
+def _check_stage(marks: PyTree, name: str) -> None:
+    """Raises a `ValueError` if a spec of a layer has the axis of stages."""
+    for path, (spec,) in jax.tree_util.tree_leaves_with_path(marks, is_leaf=_is_mark):
+        if spec is not None and "stage" in axes_of(spec):
+            raise ValueError(
+                f"`param_specs` has {spec} for `{name}{_name(path)}`, and 'stage' is no axis for "
+                "parameters: the pipeline divides layers over it. Name another."
+            )
 
 
 def _of_groups(

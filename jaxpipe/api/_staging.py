@@ -361,6 +361,53 @@ def staged_model(
     return replace(staged, sliced_stage=make(sliced_stage_of, sliced_layer))
 
 
+def contributing_model(
+    model: Model,
+    stage_of: Callable[[Any], Callable],
+    sliced_stage_of: Callable[[Any], Callable] | None = None,
+) -> StagedModel:
+    """Returns a model whose functions return contributions, as engines run it.
+
+    Args:
+        stage_of: From a layer, or layers by kind, to the stage that runs layers.
+    """
+
+    def on_head(function: Callable) -> Callable:
+        def run(boundary: dict[str, Any], *arguments: Any) -> Any:
+            return function(boundary if model.tied else boundary["head"], *arguments)
+
+        return run
+
+    def of_layer(function: Any) -> Callable:
+        def run(weights: Any, x: PyTree, inputs: PyTree, constants: Any) -> Any:
+            key, frozen = constants
+            y, aux = x_and_aux(function(join(weights, frozen), x, inputs, key), x)
+            return y, aux
+
+        return run
+
+    def of_sliced_layer(function: Any) -> Callable:
+        def run(weights: Any, x: PyTree, given: tuple[PyTree, Past], constants: Any) -> Any:
+            (inputs, past), (key, frozen) = given, constants
+            returned, past = function(join(weights, frozen), x, inputs, key, past)
+            y, aux = x_and_aux(returned, x)
+            return y, (aux, past)
+
+        return run
+
+    def stage(stage_of: Callable, of_layer: Callable) -> Callable:
+        return stage_of(jax.tree.map(of_layer, model.layer))
+
+    return StagedModel(
+        embed=lambda weights, inputs: model.embed(weights, inputs, ()),
+        stage=stage(stage_of, of_layer),
+        loss=on_head(lambda head, x, inputs: model.loss(head, x, inputs, ())),
+        tied=model.tied,
+        vocab_parallel_loss=model.vocab_parallel_loss,
+        sliced_stage=sliced_stage_of and stage(sliced_stage_of, of_sliced_layer),
+    )
+
+
 def _sharing_stage(
     model: Model, own_copy: Callable[[Any], PyTree], stage_of: Callable, of_layer: Callable
 ) -> Callable:

@@ -1,11 +1,13 @@
 """The engine `circular`: MaxText's circular pipeline in one program."""
 
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 from .. import schedules
 from ..autodiff import StagedModel
-from ..schedules import Costs, Schedule, Timeline, lock_step
+from ..schedules import Costs, Schedule, Timeline
+from ..schedules.analysis import TimedStep, duration
 from ..schedules.builders import circular_ticks
 from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
@@ -84,8 +86,44 @@ def _value_and_grad(
 
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+    """Returns the timeline of a loop of ticks and its transpose, which all ranks run together."""
     assert plan.schedule is not None
-    return lock_step.simulate_ticks(lock_step.to_lock_step(plan.schedule, costs), costs)
+    last, num_forwards = plan.layout.num_ranks - 1, plan.num_microbatches * plan.layout.num_repeats
+
+    def tick(rank: int, i: int) -> int:
+        if i < num_forwards:
+            return i + rank * _handover(plan)
+        return _num_ticks(plan) + i - num_forwards + (last - rank) * _handover(plan)
+
+    programs = plan.schedule.programs
+    lengths: list[Any] = [0] * (2 * _num_ticks(plan))
+    for rank, program in enumerate(programs):
+        for i, step in enumerate(program):
+            lengths[tick(rank, i)] = max(lengths[tick(rank, i)], duration(step, costs))
+    starts = list(accumulate(lengths, initial=0))
+    rows = (
+        tuple(
+            TimedStep(step, starts[tick(rank, i)], starts[tick(rank, i)] + duration(step, costs))
+            for i, step in enumerate(program)
+        )
+        for rank, program in enumerate(programs)
+    )
+    return Timeline(plan.schedule, tuple(rows))
+
+
+def _handover(plan: PipelinePlan) -> int:
+    """Returns the ticks after which the next rank has what a rank computes."""
+    return 2 if plan.forwarding_delay else 1
+
+
+def _num_ticks(plan: PipelinePlan) -> int:
+    counts = plan.layout.num_ranks, plan.layout.num_repeats, plan.num_microbatches
+    return circular_ticks(*counts, _handover(plan))
+
+
+def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
+    """Returns the ticks: the loop keeps the stage input of each, also of those in a bubble."""
+    return (_num_ticks(plan),) * plan.layout.num_ranks
 
 
 def _may_divide(plan: PipelinePlan) -> bool:
@@ -126,6 +164,7 @@ CIRCULAR = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    kept_inputs=_kept_inputs,
     may_divide=_may_divide,
     own_schedule=_OWN_SCHEDULE,
 )

@@ -47,12 +47,7 @@ class PipelinePlan:
             for layers of one kind.
         param_specs: How parameters are sharded over other axes than `stage`, by their path in the
             groups of weights, such as `['stages']['up']`; without dims of stages and layers. All
-            others are sharded over `fsdp`.
-        read_specs: How parameters are sharded where functions read them, likewise by path. All
-            others are sharded as they are stored, but for `fsdp`.
-        gradient_specs: How gradients are stored, likewise by path. None: as `zero1` says.
-        row_axes: Mesh axes along which devices have rows of their own. None: those of `data` and
-            `fsdp` that are larger than 1.
+            others are sharded over `fsdp`. Dims that are sharded over `fsdp` are gathered.
         whole_microbatches: Whether functions of the model are given whole microbatches, whose rows
             XLA divides over devices; false if each runs on the rows of a device.
         layer_remat: A wrapper of layers, as `remat` is one of stages.
@@ -61,9 +56,9 @@ class PipelinePlan:
         zero1: Whether gradients, and the state of an optimizer, are divided over `data` too.
         num_calls: A, the number of times that M microbatches are run, whose results are summed.
         compiler_options: XLA's options for every program, by name.
-        compute_dtype: The dtype to which parameters are cast before they are gathered. None: they
-            stay as they are.
-        exact_params: Paths of parameters that are not cast.
+        compute_dtype: The dtype to which floating-point parameters are cast before they are
+            gathered; or `(path, leaf) -> dtype or None`, where `path` is such as
+            `['layers']['up']`. None: they stay as they are.
     """
 
     mesh: Mesh
@@ -80,9 +75,6 @@ class PipelinePlan:
     scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
     param_specs: ParamSpecs = ()
-    read_specs: ParamSpecs = ()
-    gradient_specs: ParamSpecs | None = None
-    row_axes: tuple[str, ...] | None = None
     whole_microbatches: bool = False
     layer_remat: Remat = keep
     layer_specs: PyTree = None
@@ -90,7 +82,6 @@ class PipelinePlan:
     num_calls: int = 1
     compiler_options: tuple[tuple[str, Any], ...] = ()
     compute_dtype: Any = None
-    exact_params: frozenset[str] = frozenset()
 
 
 class OwnSchedule(NamedTuple):
@@ -172,6 +163,7 @@ class Engine:
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
+        kept_inputs: `(plan) -> [S]` the stage inputs that a rank keeps for backwards at a time.
         may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where a
             rank runs functions in a branch that others do not take, it may not: XLA's partitioner
             may move rows by a collective permute, for which devices of all ranks wait.
@@ -216,6 +208,7 @@ class Engine:
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelinePlan, Costs], Timeline]
+    kept_inputs: Callable[[PipelinePlan], tuple[int, ...]]
     may_divide: Callable[[PipelinePlan], bool]
     sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None
     own_schedule: OwnSchedule | None = None

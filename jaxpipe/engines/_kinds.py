@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Aux, Past, with_aux
 from ._engine import Engine, ParamSpecs, PipelinePlan
+from .fsdp import is_rule
 
 
 def with_kinds(engine: Engine) -> Engine:
@@ -85,12 +86,19 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
         of_kind = {
             "layout": layout,
             "param_specs": _specs_of_kind(plan.param_specs, kind),
-            "read_specs": _specs_of_kind(plan.read_specs, kind),
+            "compute_dtype": _dtype_of_kind(plan.compute_dtype, kind),
             "layer_specs": None if plan.layer_specs is None else plan.layer_specs[kind],
         }
         plans[kind] = replace(plan, kinds=(), **of_kind)
         first = last
     return plans
+
+
+def _dtype_of_kind(dtype: Any, kind: str) -> Any:
+    """Returns the rule of dtypes by paths of a model that has no other kind."""
+    if not is_rule(dtype):
+        return dtype
+    return lambda path, leaf: dtype(path.replace("['layers']", f"['layers']['{kind}']", 1), leaf)
 
 
 def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:

@@ -242,6 +242,11 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return schedules.simulate(plan.schedule, costs)
 
 
+def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
+    assert plan.schedule is not None
+    return tuple(schedules.peak_activations(plan.schedule))
+
+
 MPMD = Engine(
     name="mpmd",
     config_name="mpmd",
@@ -274,6 +279,7 @@ MPMD = Engine(
     gather=_gather,
     jit=_jit,
     timeline=_timeline,
+    kept_inputs=_kept_inputs,
     may_divide=lambda plan: True,
     sliced_stage=_sliced_stage,
 )

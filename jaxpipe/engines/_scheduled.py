@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .. import schedules
 from ..autodiff import StagedModel
 from ..schedules import Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
@@ -91,6 +92,13 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return lock_step.simulate_ticks(plan.ticks, costs)
 
 
+def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
+    """Returns what the fullest rank keeps, as buffers of all ranks are equally large."""
+    assert plan.schedule is not None
+    peaks = schedules.peak_activations(plan.schedule)
+    return (max(peaks),) * len(peaks)
+
+
 @jax.custom_jvp
 def _identity(x: Any) -> Any:
     return x
@@ -150,6 +158,7 @@ SCHEDULED = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    kept_inputs=_kept_inputs,
     may_divide=lambda plan: False,
     sliced_stage=_stacked.sliced_stage,
 )

@@ -105,7 +105,7 @@ def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
     if AxisType.Explicit in mesh.axis_types:
         return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)
-    read = read_spec_tree(plan, group, stored)
+    read = read_spec_tree(stored)
     weights = weights if read == stored else constrain_by(stored, mesh)(weights)
     if group == "stages" and not jax.sharding.get_abstract_mesh().empty:
         weights = as_stored_on_gpus(weights, stored)
@@ -157,5 +157,6 @@ UNPIPELINED = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
+    kept_inputs=lambda plan: (plan.layout.num_layers,) * plan.mesh.shape["stage"],
     may_divide=lambda plan: True,
 )

@@ -7,7 +7,7 @@ from .. import schedules
 from .._input import MAX_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import Timeline, analysis, language
 from ..schedules.analysis import TimedStep
-from ..train.estimate import peak_live_microbatches, predicted_timeline
+from ..train.estimate import predicted_timeline
 from ..train.plan import StepPlan
 
 MAX_ACTIONS = 20_000
@@ -36,7 +36,7 @@ def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
 
 
 def _predicted(plan: StepPlan) -> Timeline | None:
-    return predicted_timeline(plan.engine, plan.pipeline, recomputes=plan.model.remat.recomputes)
+    return predicted_timeline(plan)
 
 
 def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
@@ -45,8 +45,8 @@ def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)
-    held = peak_live_microbatches(plan.engine, plan.pipeline)
-    lock_step = plan.pipeline.schedule is None or plan.pipeline.ticks is not None
+    held = sorted({*plan.engine.kept_inputs(plan.pipeline)})[::-1]
+    lock_step = not plan.engine.program_per_rank
     return [
         ("Schedule", name),
         ("Ranks", f"{schedules.num_ranks(schedule)}"),

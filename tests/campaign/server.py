@@ -31,7 +31,7 @@ _IMPORTED = (
         "jaxpipe.xla",
     ),
     *("jaxpipe.report", "jaxpipe.train", "jaxpipe.hugging_face"),
-    *("jaxpipe.train.plan._flax_decoder", "jaxpipe.train.loop._loop"),
+    *("jaxpipe.train.plan._flax_layer", "jaxpipe.train.loop._loop"),
 )
 
 

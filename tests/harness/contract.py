@@ -27,10 +27,11 @@ from jaxpipe.models.weights import stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
-from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
+from jaxpipe.train.plan import MODEL_FAMILIES
 from small_models import small_deepseek, small_llama, stack
 
-FLAX_DECODER = import_flax_decoder()
+from . import flax_decoder
+
 TOLERANCE = 1e-5
 
 
@@ -285,7 +286,7 @@ def flax(value: Callable, row: Row, case: Case) -> Any:
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         more = MODEL_FAMILIES[row.model].extra_batch_inputs
-        decoder = FLAX_DECODER.FlaxDecoder(
+        decoder = flax_decoder.FlaxDecoder(
             case.model, case.layer, config, mesh, boundary, more, row.batch_axes
         )
         value_and_grad = jax.value_and_grad(value(decoder), has_aux=True)
@@ -313,8 +314,8 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {
     "circular": circular,
     "scheduled": scheduled,
     "mpmd": mpmd_one_process,
-    "linen": functools.partial(flax, FLAX_DECODER.linen_value),
-    "nnx": functools.partial(flax, FLAX_DECODER.nnx_value),
+    "linen": functools.partial(flax, flax_decoder.linen_value),
+    "nnx": functools.partial(flax, flax_decoder.nnx_value),
 }
 
 

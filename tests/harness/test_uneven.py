@@ -16,7 +16,7 @@ from jaxpipe.ir.graph import _in_place
 from jaxpipe.ir.transforms import _entries
 from jaxpipe.spmd.ranks import _varying
 from jaxpipe.spmd.weight_gather import _per_layer
-from jaxpipe.train.step import init_state, layer_keys, make_value_and_grad, shard_batch
+from jaxpipe.train.step import init_state, make_value_and_grad, shard_batch
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
 # Devices, ranks, and what differs. Every run of a line has the same layers.
@@ -54,10 +54,8 @@ def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     state = init_state(setup.step)
     batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
     with jax.set_mesh(setup.mesh):
-        keys = jax.jit(functools.partial(layer_keys, setup.step, setup.step.dropout_seed))(
-            jnp.int32(3)
-        )
-        value, grads = jax.jit(engine)(state["weights"], shard_batch(setup.batch, batch), keys)
+        batch = shard_batch(setup.batch, batch)
+        value, grads = jax.jit(engine)(state["weights"], batch, jnp.int32(3))
     return jax.device_get(value), flat(setup, state | {"weights": grads})
 
 

@@ -28,7 +28,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     config = load_config([folder / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:1])
     weights = first_state(setup.step, config.init_from)["weights"]
-    model = setup.step.build_model()
+    model = setup.step.pipe.model
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),
@@ -36,9 +36,10 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         "segment_ids": jnp.ones((rows, length), jnp.int32),
         "target_weights": jnp.ones((rows, length)),
     }
-    x = model.embed(weights["embed"], batch_inputs)
-    stages = jax.tree.map(lambda leaf: leaf[0, 0], weights["stages"])
-    x, _ = model.stage(stages, x, batch_inputs, ((), ()))
+    x = model.embed(weights["embed"], batch_inputs, ())
+    for i in range(setup.state.weights.layout.num_layers):
+        layer = jax.tree.map(lambda leaf: leaf[0, 0, i], weights["stages"])  # noqa: B023
+        x, _ = model.layer(layer, x, batch_inputs, ())
     x = rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)

@@ -147,8 +147,7 @@ def test_a_preset_is_a_model_of_its_family(name):
     family = MODEL_FAMILIES[preset.pop("decoder_block", "llama")]
     assert setup.state.weights.sizes == family.sizes(**preset)
     sizes = setup.state.weights.sizes
-    model = setup.step.build_model()
-    assert model.tied == getattr(sizes, "logits_via_embedding", False)
+    assert setup.step.pipe.model.tied == getattr(sizes, "logits_via_embedding", False)
 
 
 @pytest.mark.parametrize(

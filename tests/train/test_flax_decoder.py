@@ -159,8 +159,8 @@ def test_what_a_rim_cannot_carry_is_refused_by_name(settings: dict[str, Any], me
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxpipe.train.plan._flax_decoder", None)
-    monkeypatch.delattr("jaxpipe.train.plan._flax_decoder", raising=False)
+    monkeypatch.setitem(sys.modules, "jaxpipe.train.plan._flax_layer", None)
+    monkeypatch.delattr("jaxpipe.train.plan._flax_layer", raising=False)
     config = Config.model_validate({"ici_pipeline_parallelism": 2, "enable_nnx": False})
     with pytest.raises(ValueError, match=r'pip install "jaxpipe\[flax\]"'):
         set_up(config, jax.devices())

@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[int, Settings]] = {
 
 def timeline_of(setup: Setup) -> Timeline | None:
     step = setup.step
-    return predicted_timeline(step.engine, step.pipeline, recomputes=step.model.remat.recomputes)
+    return predicted_timeline(step)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -93,7 +93,7 @@ def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
 
 def test_moments_and_weights_are_split_alike():
     setup = set_up(config_of(CIRCULAR), jax.devices())
-    where = state_shardings(setup.state)
+    where = state_shardings(setup.step)
     adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
     assert adam.mu == adam.nu == where["weights"]
     spec = where["weights"]["stages"]["mlp"]["up"].spec
@@ -244,7 +244,7 @@ def test_what_is_kept_and_how_the_loss_is_cut_change_no_loss(tmp_path, uninterru
 def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_path, uninterrupted):
     rules = (("embed", None), ("mlp", "fsdp"))
     settings = {**CIRCULAR, "logical_axis_rules": rules}
-    where = state_shardings(set_up(config_of(settings), jax.devices()).state)
+    where = state_shardings(set_up(config_of(settings), jax.devices()).step)
     assert where["weights"]["stages"]["mlp"]["up"].spec == P(None, "stage", None, None, "fsdp")
     history = run(tmp_path, **settings, dataset_type="text")
     np.testing.assert_allclose(losses(history), uninterrupted, rtol=1e-5)

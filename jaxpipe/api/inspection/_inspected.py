@@ -47,7 +47,7 @@ class InspectedModel:
     jit: Callable[..., Callable]
     plan: Callable[..., PipelinePlan]
     _arguments: Callable[..., Any]
-    _shapes: Callable[[PyTree], Any]
+    shapes: Callable[[PyTree], Any]
     _any_num_layers: Any
     takes_key: Any
 
@@ -131,7 +131,7 @@ class InspectedModel:
         Raises:
             ValueError: If the device is unknown, or the batch does not divide.
         """
-        stored = self._shapes(params)
+        stored = self.shapes(params)
         key = _any_key() if self.takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
@@ -187,7 +187,7 @@ class InspectedModel:
             )
         mesh = self.mesh if devices is None else topology_mesh(self.mesh, devices)
         pipe: Any = replace(cast(Any, self), mesh=mesh)
-        stored = pipe._shapes(params)
+        stored = pipe.shapes(params)
         layers = stored["layers"]
         plan = pipe.plan(layers.num_layers, layers.specs)
         weights = weights_of(stored)

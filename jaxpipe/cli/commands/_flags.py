@@ -48,7 +48,8 @@ def probe_flags(
 
     def compile_with(options: Mapping[str, str]) -> "CompileReport":
         options = {**options, **user_options}
-        return compile_step(dataclasses.replace(setup.step, compiler_options=options))
+        pipe = dataclasses.replace(setup.step.pipe, compiler_options=tuple(options.items()))
+        return compile_step(dataclasses.replace(setup.step, pipe=pipe))
 
     errors = jax.errors.JaxRuntimeError, RuntimeError, ValueError
     probed = []

@@ -4,8 +4,10 @@ from ._gathers import boundary_gather as boundary_gather
 from ._gathers import gather_of_layer as gather_of_layer
 from ._gathers import weight_gathers as weight_gathers
 from ._params import ROW_AXES as ROW_AXES
-from ._params import cast_floats as cast_floats
+from ._params import cast_group as cast_group
 from ._params import cast_params as cast_params
+from ._params import gathered_size as gathered_size
+from ._params import is_rule as is_rule
 from ._params import layer_specs as layer_specs
 from ._params import manual_row_axes as manual_row_axes
 from ._params import num_row_shards as num_row_shards

@@ -71,13 +71,13 @@ def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyT
         return jax.tree.map(lambda spec: PartitionSpec(*spec[dropped:]), tree)
 
     stored, gradients = specs(plan), specs(over_data(plan, {group: weights}))
-    return stored, read_spec_tree(plan, group, stored, len(lead) - dropped), gradients
+    return stored, read_spec_tree(stored), gradients
 
 
 def gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer over `fsdp`."""
     stored, rows = plan.layer_specs, manual_row_axes(plan)
-    unsharded, cast = read_spec_tree(plan, "stages", stored), partial(cast_params, plan, "stages")
+    unsharded, cast = read_spec_tree(stored), partial(cast_params, plan, "stages")
     gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
 
     def run(weights: PyTree, x: PyTree) -> PyTree:

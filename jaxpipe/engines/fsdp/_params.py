@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ...sharding.specs import axes_of_dim, without_axes
+from ...sharding.specs import axes_of_dim
 from ...spmd.ranks import is_spec
 from .._engine import ParamSpecs, PipelinePlan
 
@@ -24,10 +24,13 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def manual_row_axes(plan: PipelinePlan) -> tuple[str, ...]:
-    """Returns the axes along which each device calls functions with its own rows."""
-    if plan.row_axes is not None:
-        return plan.row_axes
-    return () if plan.whole_microbatches else row_axes(plan.mesh)
+    """Returns the axes along which each device calls functions with its own rows.
+
+    Axes of size 1 too: where they are explicit, arrays are typed by them.
+    """
+    if plan.whole_microbatches:
+        return ()
+    return tuple(axis for axis in ROW_AXES if axis in plan.mesh.shape)
 
 
 def num_row_shards(mesh: Mesh) -> int:
@@ -89,38 +92,55 @@ def param_spec_tree(
     return _map_named(spec, group, tree, is_leaf=lambda x: x is None)
 
 
-def read_spec_tree(plan: PipelinePlan, group: str, stored: PyTree, num_stacked: int = 0) -> PyTree:
+def gathered_size(mesh: Mesh, specs: ParamSpecs) -> int:
+    """Returns the largest number of devices over which a parameter is gathered."""
+    dims = [axes_of_dim(dim) for _, spec in specs for dim in spec]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in dims if "fsdp" in axes]
+    return max(mesh.shape.get("fsdp", 1), *sizes, 1)
+
+
+def read_spec_tree(stored: PyTree) -> PyTree:
     """Returns the specs of gathered parameters, from those of stored ones.
 
-    Args:
-        num_stacked: Dims of specs that only stack layers.
+    A dim that is divided over `fsdp` is gathered, also over other axes of the dim.
     """
-    table = dict(plan.read_specs)
 
-    def spec(name: str, stored: PartitionSpec) -> PartitionSpec:
-        if name not in table:
-            return without_axes(stored, ("fsdp",))
-        return PartitionSpec(*(None,) * num_stacked, *table[name])
+    def read(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(None if "fsdp" in axes_of_dim(dim) else dim for dim in spec))
 
-    return _map_named(spec, group, stored, is_leaf=is_spec)
+    return jax.tree.map(read, stored, is_leaf=is_spec)
 
 
-def cast_floats(dtype: Any, tree: PyTree) -> PyTree:
-    """Returns a tree whose floating-point leaves are cast."""
+def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
+    """Returns the parameters of a group in the dtype in which functions read them.
 
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    Args:
+        dtype: A dtype; or `(path, leaf) -> dtype or None`, as of `PipelinePlan.compute_dtype`.
+        group: The path of the group, such as `['layers']`.
+    """
 
-    return jax.tree.map(cast, tree)
+    def cast(path: Any, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        name = f"{group}{jax.tree_util.keystr(path)}".removesuffix(".value")
+        wanted = dtype(name, leaf) if is_rule(dtype) else dtype
+        return leaf if wanted is None else leaf.astype(wanted)
+
+    return params if dtype is None else jax.tree_util.tree_map_with_path(cast, params)
+
+
+def is_rule(dtype: Any) -> bool:
+    """Returns whether `PipelinePlan.compute_dtype` is a rule by path, not a dtype."""
+    return callable(dtype) and not hasattr(dtype, "dtype") and not isinstance(dtype, type)
 
 
 def cast_params(plan: PipelinePlan, group: str, params: PyTree) -> PyTree:
-    """Returns parameters in the dtype in which functions read them."""
-
-    def cast(name: str, leaf: Any) -> Any:
-        return leaf if name in plan.exact_params else cast_floats(plan.compute_dtype, leaf)
-
-    return params if plan.compute_dtype is None else _map_named(cast, group, params)
+    """Returns parameters of a group of engines in the dtype in which functions read them."""
+    if group in ("stages", "frozen"):
+        if isinstance(params, dict) and params.keys() == {"layers", "shared"}:
+            return {k: cast_group(plan.compute_dtype, f"['{k}']", x) for k, x in params.items()}
+        group = "layers"
+    return cast_group(plan.compute_dtype, f"['{group}']", params)
 
 
 def _map_named(
@@ -153,8 +173,6 @@ def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
     Returns:
         The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
-    if plan.gradient_specs is not None:
-        return replace(plan, param_specs=plan.gradient_specs)
     if not plan.zero1:
         return plan
     num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
@@ -173,7 +191,7 @@ def _over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Parti
     axes = [tuple(axes_of_dim(dim)) for dim in spec]
     shards = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
     divides = [n % (size * k) == 0 for n, k in zip(shape, shards, strict=True)]
-    candidates = [i for i, names in enumerate(axes) if names == ("fsdp",) and divides[i]]
+    candidates = [i for i, names in enumerate(axes) if "fsdp" in names and divides[i]]
     candidates = candidates or [i for i, names in enumerate(axes) if not names and divides[i]]
     if size == 1 or not candidates:
         return spec

@@ -25,7 +25,7 @@ from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES
-from ..step._state import TrainState, state_logical_axes, state_rules, state_shapes
+from ..step._state import TrainState, state_logical_axes, state_shapes
 from ._conversions import (
     FromCanonical,
     StoredShardings,
@@ -47,12 +47,12 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
     """
     in_order, is_per_stage = is_in_layer_order(plan.weights), plan.weights.per_stage
     plan = _with_one_stage(plan, plan.weights.num_layers_after)
-    axes, rules = state_logical_axes(plan), state_rules(plan.weights.devices)
+    axes, rules = state_logical_axes(plan), plan.weights.devices.rules
     num_layers, mesh = plan.weights.layout.num_layers, plan.weights.devices.mesh
 
     def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
-            shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
+            shape, spec = leaf.shape, sharding.partition_spec(axes, rules)
             if is_stacked(axes):
                 shape = (num_layers, *shape[len(STACK_AXES) :])
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])

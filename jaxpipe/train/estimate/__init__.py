@@ -6,6 +6,5 @@ from ._device_flops import step_work as step_work
 from ._fits import host_bytes as host_bytes
 from ._memory_estimate import MemoryEstimate as MemoryEstimate
 from ._memory_estimate import estimate_memory as estimate_memory
-from ._memory_estimate import peak_live_microbatches as peak_live_microbatches
 from ._peak_memory import memory_metrics as memory_metrics
 from ._timeline import predicted_timeline as predicted_timeline

@@ -3,7 +3,7 @@
 import jax
 
 from ... import schedules
-from ...models.weights import weight_shapes
+from ...api import weights_of
 from ...sharding.layout import LayerLayout
 from ..estimate._timeline import predicted_timeline
 from ..plan._setup import Setup
@@ -23,25 +23,26 @@ def describe(setup: Setup, done: int) -> str:
         f"{batch.num_microbatches} microbatches of {batch.microbatch_size} x "
         f"{batch.length} tokens" + (f", {calls} times a step" if calls > 1 else ""),
     ]
-    recomputes = setup.step.model.remat.recomputes
     if setup.schedule_reason is not None:
         lines.append(f"schedule {setup.schedule_reason}")
-    elif timeline := predicted_timeline(setup.step.engine, setup.pipeline, recomputes=recomputes):
+    elif timeline := predicted_timeline(setup.step):
         lines.append(f"schedule circular: bubble {schedules.bubble_fraction(timeline):.1%}")
     if config.debug_sharding:
-        lines += sharding_lines(weights)
+        lines += _sharding_lines(setup)
     if done:
         lines.append(f"resumed after step {done}")
     return "\n".join(lines)
 
 
-def sharding_lines(weights: WeightPlan) -> list[str]:
+def _sharding_lines(setup: Setup) -> list[str]:
     """Returns a line for every weight: its shape, and the mesh axes that shard each dim."""
-    shapes = jax.tree_util.tree_leaves_with_path(weight_shapes(weights.abstract))
-    specs = (sharding.spec for sharding in jax.tree.leaves(weights.shardings))
+    plan, stored = setup.pipeline, weights_of(setup.step.stored)
+    where = jax.tree.leaves(setup.step.engine.shardings(plan, stored, setup.state.weights.tied))
+    leaves = jax.tree_util.tree_leaves_with_path(stored)
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
     return [
-        f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
-        for (path, leaf), spec in zip(shapes, specs, strict=True)
+        f"{name}: {list(leaf.shape)} over {sharding.spec}"
+        for name, (_, leaf), sharding in zip(names, leaves, where, strict=True)
     ]
 
 

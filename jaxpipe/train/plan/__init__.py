@@ -15,6 +15,5 @@ from ._model import CHUNK_ROWS as CHUNK_ROWS
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
 from ._setup import StepPlan as StepPlan
-from ._setup import import_flax_decoder as import_flax_decoder
 from ._state_plan import StatePlan as StatePlan
 from ._weight_plan import WeightPlan as WeightPlan

@@ -21,27 +21,15 @@ class DeviceLayout:
     Attributes:
         mesh: The mesh of all devices.
         rules: Logical axis rules of weights and activations.
-        optimizer_rules: Those of the optimizer's state, and of the gradients that it takes. With
-            ZeRO-1 (`shard_optimizer_over_data`) they split over the axis `data` too.
     """
 
     mesh: Mesh
     rules: sharding.Rules
-    optimizer_rules: sharding.Rules
 
     @property
     def platform(self) -> str:
         """Returns the platform of the devices, such as `tpu`."""
         return self.mesh.devices.flat[0].platform
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Returns the mesh axes that split the batch and nothing else inside a layer.
-
-        These are `data`, `fsdp`, both or neither: along them every device has rows of its own.
-        """
-        batch = dict(self.rules)["activation_batch"]
-        return tuple(axis for axis in ("data", "fsdp") if axis in batch)
 
     def shardings(self, shapes: PyTree, axes: PyTree) -> PyTree[NamedSharding]:
         """Returns the shardings of arrays with these logical axes.

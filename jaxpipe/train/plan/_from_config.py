@@ -4,18 +4,20 @@ This is the one place where a run's plans are made. S ranks, M microbatches.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ... import sharding
+from ...api import pipeline
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
-from ...engines import PipelinePlan, When
+from ...engines import Engine, When
+from ...engines.fsdp import ROW_AXES
+from ...models import logical_axes
+from ...models.weights import weight_shapes
 from ...schedules import language
-from ...sharding import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
@@ -26,9 +28,9 @@ from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
 from ._family import MODEL_FAMILIES, layer_bytes, model_config
 from ._layout import LayerSettings, circular_layout, scheduled_layout
-from ._model import ModelPlan, RematPlan, select_grouped_matmul
+from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
 from ._schedule_selection import ScheduleRequest, ScheduleSelection
-from ._setup import FlaxFrontend, Setup, StepPlan, import_flax_decoder
+from ._setup import Setup, StepPlan
 from ._state_plan import LearningRate, OptimizerPlan, StatePlan
 from ._weight_plan import WeightPlan
 
@@ -87,12 +89,10 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         else None,
         device_layout,
     )
+    _check_shardings(config.engine, weights, batch)
     step = _step_plan(config, weights, batch, selection)
     _check_sizes(step)
-    _check_shardings(step)
     check_weight_decay_exclude(config.weight_decay_exclude, drop_router_biases(weights.abstract))
-    if step.frontend is not None:
-        import_flax_decoder().check_frontend(step.frontend.fields, device_layout.mesh)
     return Setup(config, step, None if selection is None else selection.reason)
 
 
@@ -109,8 +109,13 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
     rules = sharding.override_rules(
         tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
     )
-    zero1 = config.shard_optimizer_over_data
-    return DeviceLayout(mesh, rules, sharding.zero1_rules(rules) if zero1 else rules)
+    missing = {axis for axis in ROW_AXES if axis not in dict(rules)["activation_batch"]}
+    if divided := [axis for axis in sorted(missing) if mesh.shape[axis] > 1]:
+        raise ValueError(
+            f"`logical_axis_rules` divides 'activation_batch' over no {divided[0]!r}, and the mesh "
+            f"has {mesh.shape[divided[0]]} of that axis, each with rows of its own. Add the axis."
+        )
+    return DeviceLayout(mesh, rules)
 
 
 def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -191,42 +196,43 @@ def _step_plan(
     batch: BatchPlan,
     selection: ScheduleSelection | None,
 ) -> StepPlan:
-    devices, model = weights.devices, _model_plan(config, weights)
-    pipeline = PipelinePlan(
-        mesh=devices.mesh,
-        layout=weights.layout,
-        num_microbatches=batch.num_microbatches,
-        schedule=None if selection is None else selection.schedule,
-        ticks=None if selection is None else selection.ticks,
+    model, mesh = _model_plan(config, weights), weights.devices.mesh
+    dtype, exact = jnp.dtype(config.dtype), weights.exact
+    options = {
+        "gather": _when_gathered(config),
+        "zero1": config.shard_optimizer_over_data,
+        "forwarding_delay": config.pipeline_delay_activation_forwarding,
+        "vocab_parallel": config.pipeline_vocab_parallel,
+    }
+    pipe = pipeline(
+        build_model(model, weights, config.enable_nnx),
+        schedule=config.engine.own_schedule.family
+        if config.engine.own_schedule
+        else selection and selection.schedule,
+        mesh=mesh,
+        microbatches=batch.num_microbatches,
+        chunks=weights.layout.num_repeats if config.engine.own_schedule else None,
+        layers_per_stage=[len(ids) for ids in weights.layout.stage_layer_ids],
+        engine=config.engine.name,
         remat=model.remat.tick,
         layer_remat=model.remat.layer,
-        forwarding_delay=config.pipeline_delay_activation_forwarding,
-        gather=_when_gathered(config),
-        param_specs=weights.specs(devices.rules),
-        read_specs=weights.specs(gathered_rules(devices.rules)),
-        gradient_specs=weights.specs(devices.optimizer_rules),
-        layer_specs=weights.spec_tree(devices.rules)["stages"],
-        row_axes=devices.batch_axes,
-        compute_dtype=jnp.dtype(config.dtype),
-        exact_params=weights.exact,
-        num_calls=batch.gradient_accumulation_steps,
-        vocab_parallel=config.pipeline_vocab_parallel,
+        accumulate=batch.gradient_accumulation_steps,
+        compute_dtype=lambda path, leaf: None if path in exact else dtype,
+        compiler_options=compiler_options(config, mesh.devices.flat[0]),
+        costs=None if selection is None else selection.costs,
         scan_layers=config.scan_layers_per_stage,
         scan_repeats=config.scan_pipeline_repeats,
         scan_ticks=config.scan_pipeline_iterations,
+        param_specs=weights.param_specs,
+        **{name: value for name, value in options.items() if name in config.engine.options},
     )
-    fields = None
-    if config.enable_nnx is not None:
-        fields = _frontend_fields(config.model_dump(), weights, batch)
     return StepPlan(
-        config.engine,
-        pipeline,
+        pipe,
         model,
-        None if fields is None else FlaxFrontend(config.enable_nnx is True, fields),
         StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
         batch,
+        config.shard_optimizer_over_data,
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
-        compiler_options(config, devices.mesh.devices.flat[0]),
         config.mpmd_timeout_seconds,
     )
 
@@ -297,23 +303,6 @@ def learning_rate(config: Config) -> LearningRate:
     )
 
 
-def _frontend_fields(
-    values: Mapping[str, Any], weights: WeightPlan, batch: BatchPlan
-) -> SimpleNamespace:
-    """Returns the fields that `create_pipeline` reads: keys of a config, and a run's own values."""
-    own_values = {
-        "num_decoder_layers": weights.layout.num_layers,
-        "pipeline_parallel_layers": -1,
-        "num_pipeline_microbatches": batch.num_microbatches,
-        "micro_batch_size_to_train_on": batch.num_microbatches * batch.microbatch_size,
-        "logical_axis_rules": weights.devices.rules,
-        "pipeline_batch_axes": weights.devices.batch_axes,
-        # The model's layer has its policy around it already.
-        "set_remat_policy_on_layers_per_stage": False,
-    }
-    return SimpleNamespace(**(dict(values) | own_values))
-
-
 def compiler_options(config: Config, device: Any) -> dict[str, str]:
     """Returns XLA's options for every program that a run computes with.
 
@@ -370,11 +359,13 @@ def _check_sizes(step: StepPlan) -> None:
         )
 
 
-def _check_shardings(step: StepPlan) -> None:
+def _check_shardings(engine: Engine, weights: WeightPlan, batch: BatchPlan) -> None:
     """Checks that arrays divide over the devices, as programs of all or of single ranks do it."""
-    if step.engine.per_stage_state:
-        _check_mpmd_axis_rules(step.state.weights.devices.rules)
-    _ = step.state.weights.shardings, step.batch.shardings
+    if engine.program_per_rank:
+        _check_mpmd_axis_rules(weights.devices.rules)
+    tree = weights.abstract
+    weights.devices.shardings(weight_shapes(tree), logical_axes(tree))
+    _ = batch.shardings
 
 
 def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:

@@ -1,16 +1,16 @@
 """Builds the model of a run from the three functions that every engine runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import autodiff, models, sharding
-from ...autodiff import StagedModel
+from ...api import Model
 from ...autodiff.backward import saved_names
-from ...engines import Engine, PipelinePlan
+from ...autodiff.staged_model import Past
 from ...models.layers import (
     PROJECTIONS,
     GroupedMatmul,
@@ -95,28 +95,55 @@ class ModelPlan:
     remat: RematPlan
 
 
-def build_model(
-    plan: ModelPlan, weights: WeightPlan, engine: Engine, pipeline: PipelinePlan
-) -> StagedModel:
-    """Builds the model of a run as its engine runs it, of functions of one microbatch."""
+def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -> Model:
+    """Builds the model of a run for the front door, of functions that return contributions.
+
+    Args:
+        enable_nnx: Whether a layer is a module of NNX, or of Linen; None for a plain function.
+    """
     embed, layer, loss = build_functions(plan, weights)
+    if enable_nnx is not None:
+        layer = import_flax_layer().flax_layer(
+            layer, weights.abstract_unstacked["layer"], is_nnx=enable_nnx
+        )
 
-    def run_layer(weights: PyTree, x: PyTree, inputs_m: PyTree, constants: tuple[Any, Any]) -> Any:
-        dropout_key, _ = constants
-        return layer(weights, x, inputs_m, dropout_key)
+    def whole(weights: PyTree, x: PyTree, batch: PyTree) -> Any:
+        return layer(weights, x, batch, ())
 
+    def sliced(weights: PyTree, x: PyTree, batch: PyTree, past: Past) -> Any:
+        if past.num_slices == 1:
+            return *layer(weights, x, batch, ()), replace(past, new=())
+        y, (aux, past) = layer(weights, x, (batch, past), ())
+        return y, aux, past
+
+    without_key = sliced if weights.family.has_slices else whole
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(
         weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
     )
-    sliced_stage = engine.sliced_stage if weights.family.has_slices else None
-    return StagedModel(
-        embed,
-        engine.stage(pipeline, run_layer),
-        loss,
+    return Model(
+        embed=embed,
+        layer=layer if plan.dropout_rate else without_key,
+        loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
         vocab_parallel_loss=vocab_parallel_loss if plan.vocab_parallel else None,
-        sliced_stage=None if sliced_stage is None else sliced_stage(pipeline, run_layer),
+        contributions=True,
     )
+
+
+def import_flax_layer() -> Any:
+    """Imports the module `_flax_layer`, which needs Flax.
+
+    Raises:
+        ValueError: If Flax is not installed.
+    """
+    try:
+        from . import _flax_layer
+    except ImportError as error:
+        raise ValueError(
+            "`enable_nnx` is set, which needs Flax, and it cannot be imported "
+            f'({error}). `pip install "jaxpipe[flax]"`, or leave `enable_nnx` at null.'
+        ) from error
+    return _flax_layer
 
 
 def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Callable, Callable]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from ... import schedules
 from ...engines import Engine
 from ...schedules import Costs, Schedule, Timeline, builders, language, lock_step
-from ...schedules.lock_step import Ticks
 
 _MAX_TIME_RATIO = 0.98
 """More chunks per rank are taken only if they cut a step's time to this share or less."""
@@ -25,12 +24,12 @@ class ScheduleSelection:
     Attributes:
         schedule: The actions of every rank, in order.
         reason: The line.
-        ticks: The schedule in lock-step, for engines that run it so; None for the others.
+        costs: The costs of its stages.
     """
 
     schedule: Schedule
     reason: str
-    ticks: Ticks | None = None
+    costs: Costs
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def _select_and_time(
         timeline = lock_step.simulate_ticks(ticks, costs)
         bubble, num_ticks = _describe_bubble(timeline), lock_step.num_ticks(ticks)
         reason = f"{description}: {num_ticks} ticks, {bubble} in lock-step, {activations}"
-    return ScheduleSelection(as_run, reason, ticks), float(schedules.makespan(timeline))
+    return ScheduleSelection(as_run, reason, costs), float(schedules.makespan(timeline))
 
 
 def _describe_bubble(timeline: Timeline) -> str:

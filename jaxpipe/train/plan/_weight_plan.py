@@ -14,7 +14,6 @@ from jaxtyping import Int, PyTree
 
 from ... import models
 from ...models.weights import is_weight, stack_weights, weight_shapes
-from ...sharding import Rules
 from ...sharding.layout import LayerLayout
 from ...spmd.ranks import is_spec
 from ...spmd.weight_gather import specs_of
@@ -116,39 +115,31 @@ class WeightPlan:
         return self.family.tied(self.sizes)
 
     @property
-    def abstract_groups(self) -> dict[str, Any]:
-        """Returns abstract weights of `embed`, of `head`, and of one layer as `stages`."""
+    def abstract_params(self) -> dict[str, Any]:
+        """Returns shapes in the tree of the front door; leaves of `layers` are [L, ...]."""
         tree = self.abstract_unstacked
-        return {"embed": tree["embed"], "stages": tree["layer"], "head": tree["head"]}
+        layers = stack_weights(tree["layer"], (self.layout.num_layers,), ("layers",))
+        return weight_shapes({"embed": tree["embed"], "layers": layers, "head": tree["head"]})
 
-    def spec_tree(self, rules: Rules) -> dict[str, Any]:
-        """Returns the spec of every weight of `abstract_groups` under rules."""
-        groups = self.abstract_groups
+    @property
+    def param_specs(self) -> dict[str, Any]:
+        """Returns the spec of every leaf of `abstract_params`."""
+        tree = self.abstract_unstacked
         # A mesh axis that divides the stack divides no dim of a layer.
-        groups["stages"] = stack_weights(groups["stages"], (1,) * len(STACK_AXES), STACK_AXES)
-        specs = specs_of(models.logical_axes(groups), rules)
-        specs["stages"] = jax.tree.map(
-            lambda spec: PartitionSpec(*spec[len(STACK_AXES) :]), specs["stages"], is_leaf=is_spec
+        layers = stack_weights(tree["layer"], (1,) * len(STACK_AXES), STACK_AXES)
+        groups = {"embed": tree["embed"], "layers": layers, "head": tree["head"]}
+        specs = specs_of(models.logical_axes(groups), self.devices.rules)
+        specs["layers"] = jax.tree.map(
+            lambda spec: PartitionSpec(None, *spec[len(STACK_AXES) :]),
+            specs["layers"],
+            is_leaf=is_spec,
         )
         return specs
-
-    def specs(self, rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
-        """Returns the specs of `spec_tree` by their paths."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.spec_tree(rules), is_leaf=is_spec)
-        return tuple((jax.tree_util.keystr(path), spec) for path, spec in leaves)
 
     @property
     def exact(self) -> frozenset[str]:
         """Returns the paths of weights that are read in the dtype in which they are stored."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_groups, is_leaf=is_weight)
+        tree = self.abstract_unstacked
+        groups = {"embed": tree["embed"], "layers": tree["layer"], "head": tree["head"]}
+        leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=is_weight)
         return frozenset(jax.tree_util.keystr(path) for path, weight in leaves if weight.exact)
-
-    @property
-    def shardings(self) -> Any:
-        """Returns a `NamedSharding` for every leaf of `abstract`.
-
-        Raises:
-            ValueError: If a dim does not divide by the mesh axes that split it.
-        """
-        tree = self.abstract
-        return self.devices.shardings(weight_shapes(tree), models.logical_axes(tree))

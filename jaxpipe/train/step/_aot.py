@@ -8,7 +8,6 @@ from jaxtyping import PyTree
 from ...engines import Engine
 from ..plan._devices import BatchPlan
 from ..plan._setup import StepPlan
-from ..plan._state_plan import StatePlan
 from ._state import TrainState, state_shapes, state_shardings
 from ._step import make_train_step
 
@@ -28,7 +27,7 @@ def compile_train_step(plan: StepPlan) -> jax.stages.Compiled:
     check_single_program(plan.engine)
     # Built outside of the mesh's context: constants computed on the way need a device that exists.
     step: Any = make_train_step(plan)
-    arguments = abstract_state(plan.state), abstract_batch(plan.batch)
+    arguments = abstract_state(plan), abstract_batch(plan.batch)
     with jax.set_mesh(plan.pipeline.mesh):
         return step.lower(*arguments).compile()
 
@@ -46,9 +45,9 @@ def check_single_program(engine: Engine) -> None:
         )
 
 
-def abstract_state(plan: StatePlan) -> TrainState:
+def abstract_state(plan: StepPlan) -> TrainState:
     """Returns the train state as `jax.ShapeDtypeStruct` with a sharding for every leaf."""
-    return jax.tree.map(_with_sharding, state_shapes(plan), state_shardings(plan))
+    return jax.tree.map(_with_sharding, state_shapes(plan.state), state_shardings(plan))
 
 
 def abstract_batch(plan: BatchPlan) -> PyTree:

@@ -52,8 +52,7 @@ def does_not_fit(reason: str) -> str:
 
 def _bubble(plan: StepPlan) -> float:
     """Returns the share of the pipeline's time in which a device waits, by the schedule."""
-    recomputes = plan.model.remat.recomputes
-    timeline = predicted_timeline(plan.engine, plan.pipeline, recomputes=recomputes)
+    timeline = predicted_timeline(plan)
     return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
 
 

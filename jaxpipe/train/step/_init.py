@@ -1,17 +1,15 @@
-"""Initial weights and dropout keys, from the seeds of a run.
+"""Initial weights, from the seed of a run.
 
-They are folded from the number of a layer, so runs are equal in every layout.
+Keys are folded from the number of a layer, so runs are equal in every layout.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from ... import models
-from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
 
 
@@ -43,32 +41,3 @@ def init_layers(
     """
     layer = weights.abstract_unstacked["layer"]
     return models.initialize_layers(layer, jax.random.key(seed), dims, layer_ids=layer_ids)
-
-
-def layer_keys(plan: StepPlan, seed: int | None, step: Int[Array, ""] | int = 0) -> PyTree:
-    """Returns what layers are given besides weights and inputs, as the engine stores it.
-
-    Args:
-        seed: The seed of the dropout keys of all steps; None without dropout.
-    """
-    layers = range(plan.pipeline.layout.num_layers)
-    constants = plan.engine.stack(plan.pipeline, ())
-    keys = _dropout_keys_of_layers(seed, step, layers)
-    return plan.engine.layer_keys(plan.pipeline, keys, constants)
-
-
-def _dropout_keys_of_layers(
-    seed: int | None, step: Int[Array, ""] | int, layer_ids: Sequence[int]
-) -> PyTree:
-    """Folds the dropout keys of layers from a step.
-
-    Args:
-        layer_ids: [layers] layers of the model; -1 for padding.
-
-    Returns:
-        [layers] keys; () without dropout.
-    """
-    if seed is None:
-        return ()
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(layer_ids))

@@ -19,7 +19,7 @@ from ...mpmd import profiling
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
-from ._init import init_boundary, init_layers, layer_keys
+from ._init import init_boundary, init_layers
 from ._one_program import make_value, make_value_and_grad
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
@@ -47,7 +47,7 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
     weights_plan = plan.state.weights
 
     def step(weights: Any, batch: Any) -> dict[str, Any]:
-        loss, metrics = value(weights, batch, layer_keys(plan, None))
+        loss, metrics = value(weights, batch)
         return {"loss": loss, **metrics}
 
     @cache
@@ -55,9 +55,9 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
         return mpmd.mpmd_jit_with_loop(
             step,
             mpmd_mesh(weights_plan),
-            in_shardings=(weights_plan.shardings, plan.batch.shardings),
+            in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
             out_shardings=_replicated_sharding(weights_plan),
-            compiler_options=dict(plan.compiler_options),
+            compiler_options=dict(plan.pipe.compiler_options),
             timeout=plan.timeout_seconds,
         ).compile(weight_shapes(weights_plan.abstract), plan.batch.shapes)
 
@@ -132,7 +132,7 @@ def _init_leaves_of_rank(plan: StatePlan, shardings: PyTree, rank: int) -> list[
 def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
     """Returns the ranks that hold each leaf of a state, and how it is sharded on them."""
     mesh = mpmd_mesh(plan.state.weights)
-    shardings, tree = jax.tree.flatten(state_shardings(plan.state))
+    shardings, tree = jax.tree.flatten(state_shardings(plan))
     inputs = lower_train_step(plan).program.inputs[: len(shardings)]
     mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
@@ -153,18 +153,17 @@ def compiled_mpmd_train_step(plan: StepPlan) -> mpmd.Compiled:
 def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
     weights = plan.state.weights
-    shardings = state_shardings(plan.state)
+    shardings = state_shardings(plan)
     step = mpmd.mpmd_jit_with_loop(
         make_optimizer_step(
             plan.state,
             make_value_and_grad(plan),
-            partial(layer_keys, plan, plan.dropout_seed),
         ),
         mpmd_mesh(weights),
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, _replicated_sharding(weights)),
         donate_argnums=0,
-        compiler_options=dict(plan.compiler_options),
+        compiler_options=dict(plan.pipe.compiler_options),
         timeout=plan.timeout_seconds,
     )
     return step.lower(state_shapes(plan.state), plan.batch.shapes)

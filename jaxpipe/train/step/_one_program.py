@@ -4,7 +4,6 @@ R repeats, S ranks.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ... import sharding
-from ...autodiff.staged_model import slice_sequences
-from ...engines import gradient_accumulation
 from ..optim._router_bias import drop_router_biases
-from ..plan._setup import FlaxFrontend, StepPlan, import_flax_decoder
+from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
-from ._init import init_boundary, init_layers, layer_keys
+from ._init import init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
 from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings
 
@@ -31,7 +28,7 @@ def init_stacked_state(plan: StepPlan) -> TrainState:
         moments = optimizer.init(drop_router_biases(weights))
         return {"weights": weights, "optimizer": moments, "step": jnp.int32(0)}
 
-    return jax.jit(make, out_shardings=state_shardings(plan.state))()
+    return jax.jit(make, out_shardings=state_shardings(plan))()
 
 
 def _init_weights(weights: WeightPlan, seed: int) -> PyTree:
@@ -49,15 +46,14 @@ def make_stacked_train_step(
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
-    shardings = state_shardings(plan.state)
-    grad_shardings = gradient_shardings(plan.state.weights)
+    shardings = state_shardings(plan)
+    grad_shardings = gradient_shardings(plan)
     weight_shardings, update_shardings = map(
         drop_router_biases, (shardings["weights"], grad_shardings)
     )
     step = make_optimizer_step(
         plan.state,
         make_value_and_grad(plan),
-        partial(layer_keys, plan, plan.dropout_seed),
         # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
         shard=lambda tree: sharding.reshard(tree, update_shardings),
         unshard=lambda tree: sharding.reshard(tree, weight_shardings),
@@ -67,7 +63,7 @@ def make_stacked_train_step(
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=dict(plan.compiler_options),
+        compiler_options=dict(plan.pipe.compiler_options),
     )
 
 
@@ -80,59 +76,45 @@ def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping
     value = make_value(plan)
 
     def step(weights: PyTree, batch: PyTree) -> Mapping[str, Array]:
-        loss, metrics = value(weights, batch, layer_keys(plan, None))
+        loss, metrics = value(weights, batch)
         return {"loss": loss, **metrics}
 
     return jax.jit(
         step,
-        in_shardings=(plan.state.weights.shardings, plan.batch.shardings),
-        compiler_options=dict(plan.compiler_options),
+        in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
+        compiler_options=dict(plan.pipe.compiler_options),
     )
 
 
 def make_value(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the forwards of a run's engine, or of the Flax front end whose modules run in it.
+    """Returns the forwards of a run's pipeline.
 
     Returns:
-        `(weights, batch_inputs, keys) -> (loss, metrics)`.
+        `(weights, batch) -> (loss, metrics)`.
     """
-    if plan.frontend is None:
-        run = partial(plan.engine.value, plan.pipeline, plan.build_model())
-        return of_slices(plan.num_slices, run)
-    return gradient_accumulation(_flax_value(plan, plan.frontend), plan.pipeline.num_calls)
+
+    def value(weights: PyTree, batch: PyTree) -> Any:
+        return plan.pipe.value(as_stored(plan, weights), batch)
+
+    return value
 
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the engine of a run, or the Flax front end whose modules run in it.
+    """Returns the gradients of a run's pipeline.
 
     Returns:
-        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`.
-    """
-    if plan.frontend is not None:
-        run = jax.value_and_grad(_flax_value(plan, plan.frontend), has_aux=True)
-        return gradient_accumulation(run, plan.pipeline.num_calls)
-    run = partial(plan.engine.value_and_grad, plan.pipeline, plan.build_model())
-    return of_slices(plan.num_slices, run)
-
-
-def _flax_value(plan: StepPlan, frontend: FlaxFrontend) -> Callable[..., Any]:
-    flax_decoder = import_flax_decoder()
-    value = flax_decoder.nnx_value if frontend.is_nnx else flax_decoder.linen_value
-    arguments = frontend.fields, plan.model, plan.state.weights, plan.engine, plan.pipeline
-    return value(flax_decoder.make_flax_decoder(*arguments))
-
-
-def of_slices(num_slices: int, run: Callable) -> Callable:
-    """Returns an engine's function of whole sequences, which cuts them into slices.
-
-    Args:
-        run: `(weights, batch_inputs [M * s, b, T / s], keys) -> ...`.
-
-    Returns:
-        `(weights, batch_inputs [M, b, T], keys) -> ...`.
+        `(weights, batch, step) -> ((loss, metrics), gradients)`.
     """
 
-    def run_slices(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> Any:
-        return run(weights, slice_sequences(batch_inputs, num_slices, 2), keys)
+    def value_and_grad(weights: PyTree, batch: PyTree, step: Any = 0) -> Any:
+        params, seed = as_stored(plan, weights), plan.dropout_seed
+        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), step)
+        value, grads = plan.pipe.value_and_grad(params, batch, key)
+        return value, jax.tree.unflatten(jax.tree.structure(weights), jax.tree.leaves(grads))
 
-    return run_slices
+    return value_and_grad
+
+
+def as_stored(plan: StepPlan, weights: PyTree) -> PyTree:
+    """Returns weights in the groups of engines as parameters of the run's pipeline."""
+    return jax.tree.unflatten(jax.tree.structure(plan.stored), jax.tree.leaves(weights))

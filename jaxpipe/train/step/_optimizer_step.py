@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ..optim._optimizer import clip_by_norm, gradient_norm
 from ..optim._router_bias import drop_router_biases, update_router_biases
@@ -18,7 +18,6 @@ Reshard = Callable[[PyTree], PyTree]
 def make_optimizer_step(
     plan: StatePlan,
     value_and_grad: Callable,
-    layer_keys: Callable[[Int[Array, ""]], PyTree],
     *,
     shard: Reshard = lambda tree: tree,
     unshard: Reshard = lambda tree: tree,
@@ -26,7 +25,7 @@ def make_optimizer_step(
     """Builds a train step from a function of gradients; the caller compiles it.
 
     Args:
-        value_and_grad: `(weights, batch, keys) -> ((loss, metrics), gradients)`.
+        value_and_grad: `(weights, batch, step) -> ((loss, metrics), gradients)`.
 
     Returns:
         `(state, batch) -> (state, metrics)`.
@@ -36,7 +35,7 @@ def make_optimizer_step(
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
-        (loss, metrics), grads = value_and_grad(weights, batch, layer_keys(state["step"]))
+        (loss, metrics), grads = value_and_grad(weights, batch, state["step"])
         trained, trained_grads = drop_router_biases(weights), drop_router_biases(grads)
         norm = gradient_norm(trained_grads)
         trained_grads = clip_by_norm(

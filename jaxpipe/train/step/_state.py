@@ -1,18 +1,23 @@
 """The abstract train state: shapes, logical axes and shardings, and its optimizer."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ... import models, sharding
+from ... import models
+from ...api import weights_of
+from ...engines import PipelinePlan
+from ...engines.fsdp import over_data
 from ...models.weights import weight_shapes
 from ..optim._decay import exclude_from_decay
 from ..optim._optimizer import adamw, weight_decay_mask
 from ..optim._router_bias import drop_router_biases
-from ..plan._devices import DeviceLayout
+from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
 
@@ -64,28 +69,37 @@ def state_logical_axes(plan: StatePlan) -> TrainState:
     return {"weights": axes, "optimizer": optimizer, "step": ()}
 
 
-def state_shardings(plan: StatePlan) -> TrainState:
+def state_shardings(plan: StepPlan) -> TrainState:
     """Returns a sharding for every leaf of a train state, in one program or in that of a rank."""
-    shapes, axes = state_shapes(plan), state_logical_axes(plan)
-    mesh, rules = plan.weights.devices.mesh, state_rules(plan.weights.devices)
-    return {
-        name: sharding.named_shardings(shapes[name], axes[name], mesh, rules[name])
-        for name in shapes
-    }
-
-
-def state_rules(devices: DeviceLayout) -> dict[str, sharding.Rules]:
-    """Returns the logical axis rules of each part of a train state."""
-    return {
-        "weights": devices.rules,
-        "optimizer": devices.optimizer_rules,
-        "step": devices.rules,
-    }
-
-
-def gradient_shardings(weights: WeightPlan) -> PyTree:
-    """Returns a sharding for every gradient: that of the weight's moments."""
-    tree, devices = weights.abstract, weights.devices
-    return sharding.named_shardings(
-        weight_shapes(tree), models.logical_axes(tree), devices.mesh, devices.optimizer_rules
+    replicated = NamedSharding(plan.pipe.mesh, PartitionSpec())
+    shapes = state_shapes(plan.state)
+    moments = drop_router_biases(gradient_shardings(plan))
+    optimizer = optax.tree_utils.tree_map_params(
+        make_optimizer(plan.state),
+        lambda _, of_weight: of_weight,
+        shapes["optimizer"],
+        moments,
+        transform_non_params=lambda _: replicated,
     )
+    weights = _shardings(plan, plan.pipeline)
+    return {"weights": weights, "optimizer": optimizer, "step": replicated}
+
+
+def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:
+    """Returns a sharding for every gradient: that of the weight's moments."""
+    return _shardings(plan, of_gradients(plan))
+
+
+def of_gradients(plan: StepPlan) -> PipelinePlan:
+    """Returns what the engine is told of gradients: with ZeRO-1 they are divided over `data` too.
+
+    Programs of ranks store moments so, and gather their updates.
+    """
+    return over_data(replace(plan.pipeline, zero1=plan.zero1), weights_of(plan.stored))
+
+
+def _shardings(plan: StepPlan, pipeline: PipelinePlan) -> PyTree[NamedSharding]:
+    weights, mesh = weights_of(plan.stored), plan.pipe.mesh
+    where = plan.engine.shardings(pipeline, weights, plan.state.weights.tied)
+    where = {name: where[name] for name in ("embed", "stages", "head")}
+    return jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), where)

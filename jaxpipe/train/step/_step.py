@@ -57,7 +57,7 @@ class _Programs:
 
 _ONE = _Programs(
     init_stacked_state,
-    lambda plan: state_shardings(plan.state),
+    state_shardings,
     make_stacked_train_step,
     # JAX keeps the program for the calls with such arguments.
     lambda plan, step, state, batch: step.lower(state, batch).compile(),

@@ -1,18 +1,15 @@
-"""A decoder of Flax modules in the trainer's step: embedding, `create_pipeline`'s module, loss.
+"""A decoder of Flax modules: embedding, the module that `create_pipeline` returns, and loss.
 
 One layer is a module, Linen or NNX, whose parameters are those of the model's layer and whose call
-computes the same. A layer of your own can replace it. The trainer keeps its own tree of weights:
-the parameters of a frontend's module have the same dims, so each step hands them over. A layer's
-auxiliary losses and metrics, a load-balance loss for instance, are sown. Activations are dicts: the
+computes the same. A layer's auxiliary losses and metrics are sown. Activations are dicts: the
 arrays that layers read beside the arguments of their call travel with `x`.
 
 R repeats, S ranks, L layers per stage, M microbatches, n = M / S of them on each rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,20 +20,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ... import linen as linen_frontend
-from ... import models, spmd
-from ... import nnx as nnx_frontend
-from ...autodiff import StagedModel
-from ...autodiff.staged_model import Aux, combine_losses, total
-from ...engines import Engine, PipelinePlan
-from ...engines.fsdp import boundary_gather
-from ...models.weights import is_weight, stack_weights, weight_shapes
-from ...modules import pipeline_settings
-from ...sharding.layout import LayerLayout
-from ...spmd.ranks import on_ranks
-from ._model import ModelPlan, build_model
-from ._weight_plan import STACK_AXES, WeightPlan
+from jaxpipe import linen as linen_frontend
+from jaxpipe import models, spmd
+from jaxpipe import nnx as nnx_frontend
+from jaxpipe.autodiff import StagedModel
+from jaxpipe.autodiff.staged_model import Aux, combine_losses, total
+from jaxpipe.models.weights import is_weight, stack_weights
+from jaxpipe.spmd.ranks import on_ranks
 
+STACK_AXES = ("circular_repeats", "stage", "layers")
 Activations = dict[str, jax.Array]
 LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Aux]]
 """`(weights of one layer, activations, segment_ids, positions) -> (activations, aux)`"""
@@ -180,36 +172,6 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
             array = array[name]
         flat.append((path, variable.replace(array)))
     return nnx.from_flat_state(flat)
-
-
-def make_flax_decoder(
-    fields: SimpleNamespace,
-    model: ModelPlan,
-    weights: WeightPlan,
-    engine: Engine,
-    pipeline: PipelinePlan,
-) -> FlaxDecoder:
-    """Builds the decoder of a run, with the fields that `create_pipeline` reads."""
-    pipeline = replace(pipeline, layout=LayerLayout(1, 1, 1))  # a stage of one layer
-    shapes = weight_shapes(weights.abstract_groups)
-    return FlaxDecoder(
-        build_model(model, weights, engine, pipeline),
-        weights.abstract_unstacked["layer"],
-        fields,
-        weights.devices.mesh,
-        {name: boundary_gather(pipeline, {name: shapes[name]}) for name in ("embed", "head")},
-        weights.family.extra_batch_inputs,
-        weights.devices.batch_axes,
-    )
-
-
-def check_frontend(fields: SimpleNamespace, mesh: Mesh) -> None:
-    """Checks that the Flax frontends can do what a run asks for.
-
-    Raises:
-        ValueError: If they cannot.
-    """
-    pipeline_settings(fields, mesh)
 
 
 def _layer_fn(model: StagedModel) -> LayerFn:
