@@ -229,7 +229,6 @@ def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
         ),
         ({"pipeline_delay_activation_forwarding": True}, "'mpmd' and `pipeline_delay_activation"),
         ({"scan_pipeline_repeats": False}, "'mpmd' and `scan_pipeline_repeats` is False"),
-        ({"enable_nnx": False}, "'mpmd' and `enable_nnx` is False, which it does not read"),
         (
             {"pipeline_fsdp_ag_once": True},
             "`pipeline_fsdp_ag_once` is True, which it does not read. Leave it at False, or choose "

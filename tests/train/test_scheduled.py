@@ -333,17 +333,11 @@ def test_a_file_with_more_stages_on_one_rank_than_on_another_is_refused(tmp_path
     [
         (SCHEDULED | {"pipeline_delay_activation_forwarding": True}, "`pipeline_delay_activation"),
         (SCHEDULED | {"scan_pipeline_repeats": False}, "'scheduled' and `scan_pipeline_repeats` i"),
-        (
-            SCHEDULED | {"enable_nnx": True, "pure_nnx_decoder": True},
-            "`enable_nnx` is True, which it does not read. .* choose `pipeline_engine=circular`",
-        ),
-        (SCHEDULED | {"enable_nnx": False}, "'scheduled' and `enable_nnx` is False"),
         ({"pipeline_schedule": "1f1b"}, "'circular' and `pipeline_schedule` is '1f1b', which it d"),
         ({"pipeline_layout": "Et|tL"}, "'circular' and `pipeline_layout` is .*engine=scheduled`"),
         ({"pipeline_engine": "none", "pipeline_schedule": "zbv"}, "'none' and `pipeline_schedule"),
         ({"pipeline_engine": "none", "pipeline_layout": "EtL"}, "'none' and `pipeline_layout` is"),
         (PER_LAYER | {"pipeline_engine": "none"}, "'none' and `pipeline_fsdp_ag_per_layer` is"),
-        (PER_LAYER | {"enable_nnx": False}, "`pipeline_fsdp_ag_per_layer` is True, and Flax's"),
         (PER_LAYER | {"pipeline_fsdp_ag_once": True}, "ag_once` and .*_layer` are both true"),
         (PER_LAYER | {"pipeline_fsdp_ag_per_repeat": True}, "ag_per_repeat` and .*ag_per_layer` a"),
         (UNEVEN | {"num_pipeline_repeats": 1}, "Leave `num_pipeline_repeats` at -1 and"),

@@ -52,7 +52,6 @@ _IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
     "pipeline_delay_activation_forwarding": _option("forwarding_delay"),
     "scan_pipeline_iterations": _has_own_schedule,
     "scan_pipeline_repeats": _has_own_schedule,
-    "enable_nnx": _has_own_schedule,
     "pipeline_fsdp_ag_once": _option("gather"),
     "pipeline_fsdp_ag_per_repeat": _option("gather"),
     "pipeline_fsdp_ag_per_layer": _option("gather"),
@@ -218,29 +217,11 @@ class Config(ConfigKeys):
             )
 
     def _check_flax(self) -> None:
-        """Refuses what a decoder of Flax modules cannot do, and what only such a decoder can."""
+        """Checks that the two keys of an NNX decoder agree."""
         if self.pure_nnx_decoder != (self.enable_nnx is True):
             raise ValueError(
                 f"`pure_nnx_decoder` is {self.pure_nnx_decoder} and `enable_nnx` {self.enable_nnx}."
                 " An NNX decoder is NNX throughout: give both as true, or neither."
-            )
-        if self.enable_nnx is None:
-            return
-        dropout = self.dropout_rate if self.enable_dropout else 0.0
-        problems = {
-            f"`pipeline_engine` is {self.pipeline_engine!r}, and Flax's modules run in the "
-            "pipeline alone": not self.engine.pipelines,
-            f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
-            "functions": dropout > 0,
-            "`pipeline_fsdp_ag_per_layer` is True, and Flax's pipelines gather a stage at a time": (
-                self.pipeline_fsdp_ag_per_layer
-            ),
-        }
-        found = "; ".join(problem for problem, applies in problems.items() if applies)
-        if found:
-            raise ValueError(
-                f"`enable_nnx` is {self.enable_nnx}, but {found}. Leave `enable_nnx` at null, or "
-                "change that."
             )
 
     def _check_no_offload(self) -> None:

@@ -183,6 +183,9 @@ def _slice_problems(config: Config) -> tuple[str, ...]:
         f"`attention` is {config.attention!r}, which needs whole sequences": (
             config.attention not in ("auto", "dot_product")
         ),
+        f"`enable_nnx` is {config.enable_nnx}, and modules run whole sequences": (
+            config.enable_nnx is not None
+        ),
         "sequences are split over the axis 'context'": (
             max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
         ),
@@ -231,7 +234,6 @@ def _step_plan(
         model,
         StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
         batch,
-        config.shard_optimizer_over_data,
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
         config.mpmd_timeout_seconds,
     )
@@ -264,7 +266,6 @@ def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
         num_vocab_tiling=config.num_vocab_tiling,
         z_loss_multiplier=config.z_loss_multiplier,
-        vocab_parallel=config.pipeline_vocab_parallel,
         remat=RematPlan(
             config.remat_policy,
             {tensor: getattr(config, tensor) for tensor in TENSORS},
@@ -340,7 +341,7 @@ def _check_sizes(step: StepPlan) -> None:
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
-    if not step.model.vocab_parallel:
+    if not step.pipe.vocab_parallel:
         return
     weights = step.state.weights
     divide_exactly(

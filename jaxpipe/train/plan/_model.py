@@ -80,7 +80,6 @@ class ModelPlan:
         dropout_rate: The share of activations that dropout sets to 0.
         num_vocab_tiling: Number of parts in which logits are computed.
         z_loss_multiplier: Factor of the z-loss.
-        vocab_parallel: Whether all ranks compute the loss together.
         remat: What forwards store for backwards.
     """
 
@@ -91,7 +90,6 @@ class ModelPlan:
     dropout_rate: float
     num_vocab_tiling: int
     z_loss_multiplier: float
-    vocab_parallel: bool
     remat: RematPlan
 
 
@@ -117,15 +115,14 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
         return y, aux, past
 
     without_key = sliced if weights.family.has_slices else whole
-    vocab_parallel_loss = models.vocab_parallel_next_token_loss(
-        weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
-    )
     return Model(
         embed=embed,
         layer=layer if plan.dropout_rate else without_key,
         loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
-        vocab_parallel_loss=vocab_parallel_loss if plan.vocab_parallel else None,
+        vocab_parallel_loss=models.vocab_parallel_next_token_loss(
+            weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
+        ),
         contributions=True,
     )
 

@@ -23,7 +23,6 @@ class StepPlan:
         model: How the model's functions compute.
         state: The state that the step updates.
         batch: The batch that it reads.
-        zero1: Whether the optimizer's state is divided over `data` too.
         dropout_seed: The seed of dropout keys; None without dropout.
         timeout_seconds: Seconds without progress after which ranks of several programs give up.
     """
@@ -32,7 +31,6 @@ class StepPlan:
     model: ModelPlan
     state: StatePlan
     batch: BatchPlan
-    zero1: bool
     dropout_seed: int | None
     timeout_seconds: float
 

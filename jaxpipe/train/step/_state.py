@@ -1,6 +1,5 @@
 """The abstract train state: shapes, logical axes and shardings, and its optimizer."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -91,11 +90,8 @@ def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:
 
 
 def of_gradients(plan: StepPlan) -> PipelinePlan:
-    """Returns what the engine is told of gradients: with ZeRO-1 they are divided over `data` too.
-
-    Programs of ranks store moments so, and gather their updates.
-    """
-    return over_data(replace(plan.pipeline, zero1=plan.zero1), weights_of(plan.stored))
+    """Returns what the engine is told of gradients, which ZeRO-1 divides over `data` too."""
+    return over_data(plan.pipeline, weights_of(plan.stored))
 
 
 def _shardings(plan: StepPlan, pipeline: PipelinePlan) -> PyTree[NamedSharding]:
