@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine, When, usual_engine
+from ..engines import ENGINES, Engine, PipelinePlan, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
@@ -152,6 +152,9 @@ def pipeline(
             "zero1": zero1 or None,
             "forwarding_delay": forwarding_delay or None,
             "vocab_parallel": vocab_parallel or None,
+            "costs": costs,
+            "scan_repeats": None if scan_repeats else False,
+            "scan_ticks": None if scan_ticks else False,
         },
     )
     if vocab_parallel and model.vocab_parallel_loss is None:
@@ -162,30 +165,34 @@ def pipeline(
     as_run, ticks = selected.prepare(order, num_ranks, microbatches, costs, memory_cap)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
+    told = PipelinePlan(
+        mesh=mesh,
+        layout=selected.layout(as_run, num_ranks, (1,) * (as_run.num_stages if as_run else 1)),
+        num_microbatches=microbatches,
+        schedule=as_run,
+        ticks=ticks,
+        remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
+        layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
+        forwarding_delay=forwarding_delay,
+        gather="tick" if gather is None else gather,
+        vocab_parallel=vocab_parallel,
+        scan_layers=scan_layers,
+        scan_repeats=scan_repeats,
+        scan_ticks=scan_ticks,
+        zero1=zero1,
+        num_calls=accumulate,
+        compiler_options=tuple((compiler_options or {}).items()),
+        compute_dtype=compute_dtype,
+    )
     return PipelinedModel(
         cast_model(model, compute_dtype),
         selected,
-        mesh,
-        microbatches,
-        as_run,
-        ticks,
-        counts,
-        remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
+        told,
+        layers_per_stage=counts,
         frozen=frozen,
         num_mtp_layers=num_mtp,
         param_specs=param_specs,
         row_wise=tuple(check_row_wise(row_wise, model).items()),
-        layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
-        gather="tick" if gather is None else gather,
-        zero1=zero1,
-        forwarding_delay=forwarding_delay,
-        vocab_parallel=vocab_parallel,
-        accumulate=accumulate,
-        compute_dtype=compute_dtype,
-        compiler_options=tuple((compiler_options or {}).items()),
-        scan_layers=scan_layers,
-        scan_repeats=scan_repeats,
-        scan_ticks=scan_ticks,
     )
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
-from ..autodiff import Remat, StagedModel, keep
+from ..autodiff import StagedModel
 from ..autodiff.staged_model import slice_sequences
-from ..engines import Engine, PipelinePlan, When
+from ..engines import Engine, PipelinePlan
 from ..engines.fsdp import gathered_size, layer_specs, num_row_shards
-from ..schedules import Schedule, language
-from ..schedules.lock_step import Ticks
+from ..schedules import language
 from ._frozen import (
     FrozenRule,
     check_trainable,
@@ -79,53 +77,24 @@ class PipelinedModel(InspectedModel):
     Attributes:
         model: The model.
         engine: The engine that runs it.
-        mesh: The mesh of all devices.
-        num_microbatches: M.
-        schedule: The order of the actions of each rank. None without a pipeline.
-        ticks: The schedule in lock-step, for an engine that runs it so.
+        told: What the engine is told of a model with one layer in a stage; `plan` says it of one
+            with others. It has the mesh, the schedule and the options of `pipeline`.
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
-        remat: A wrapper of stages, which decides what a forward stores for the backward.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
         param_specs: How leaves of the user's tree are sharded over other axes than `stage`.
         row_wise: What the user says of functions by name: whether they treat rows one by one.
-        layer_remat: A wrapper of layers.
-        gather: When parameters that are sharded over `fsdp` are gathered.
-        zero1: Whether gradients and the state of optimizers are divided over `data` too.
-        forwarding_delay: Whether x is handed over one tick late.
-        vocab_parallel: Whether all ranks compute the loss together.
-        accumulate: A, the number of times that M microbatches are run.
-        compute_dtype: The dtype to which parameters are cast before they are gathered, or a rule.
-        compiler_options: XLA's options for every program.
-        scan_layers: Whether the layers of a stage run in a loop. None: if there are several.
-        scan_repeats: Whether repeats of the engine `circular` run in a loop.
-        scan_ticks: Whether its ticks do.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 
     model: Model
     engine: Engine
-    mesh: Mesh
-    num_microbatches: int
-    schedule: Schedule | None
-    ticks: Ticks | None
-    layers_per_stage: tuple[int, ...] | None
-    remat: Remat
+    told: PipelinePlan
+    layers_per_stage: tuple[int, ...] | None = None
     frozen: FrozenRule | None = None
     num_mtp_layers: int | None = None
     param_specs: SpecRule | None = None
     row_wise: tuple[tuple[str, bool], ...] = ()
-    layer_remat: Remat = keep
-    gather: When = "tick"
-    zero1: bool = False
-    forwarding_delay: bool = False
-    vocab_parallel: bool = False
-    accumulate: int = 1
-    compute_dtype: Any = None
-    compiler_options: tuple[tuple[str, Any], ...] = ()
-    scan_layers: bool | None = None
-    scan_repeats: bool = True
-    scan_ticks: bool = True
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
     def shard(self, params: PyTree, *, like: PyTree = None) -> StoredParams:
@@ -439,35 +408,19 @@ class PipelinedModel(InspectedModel):
             ValueError: If there are fewer layers than stages, or `layers_per_stage` has others.
         """
         counts = self._layer_counts(total_layers(num_layers))
-        num_ranks = self.mesh.shape["stage"]
-        layout = self.engine.layout(self.schedule, num_ranks, counts)
-        return PipelinePlan(
-            self.mesh,
-            layout,
-            self.num_microbatches,
-            self.schedule,
-            self.ticks,
-            self.remat,
-            forwarding_delay=self.forwarding_delay,
+        return replace(
+            self.told,
+            layout=self.engine.layout(self.schedule, self.mesh.shape["stage"], counts),
             # Without shards there is nothing to gather.
-            gather=self.gather if gathered_size(self.mesh, specs) > 1 else "once",
+            gather=self.told.gather if gathered_size(self.mesh, specs) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
             param_specs=specs,
-            layer_remat=self.layer_remat,
-            zero1=self.zero1,
-            vocab_parallel=self.vocab_parallel,
-            num_calls=self.accumulate,
-            compute_dtype=self.compute_dtype,
-            compiler_options=self.compiler_options,
-            scan_layers=self.scan_layers,
-            scan_repeats=self.scan_repeats,
-            scan_ticks=self.scan_ticks,
         )
 
     @property
     def num_pieces(self) -> int:
         """Number of microbatches of a batch, A * M."""
-        return self.accumulate * self.num_microbatches
+        return self.told.num_calls * self.num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -521,7 +474,7 @@ class PipelinedModel(InspectedModel):
             report = self._row_report(plan, all_weights, batch, keys[0])
             report.check(self.mesh)
             names, draws = report.run_on_every_device, report.draws
-            if self.vocab_parallel and "loss" in {*names, *draws}:
+            if self.told.vocab_parallel and "loss" in {*names, *draws}:
                 raise ValueError(
                     "`vocab_parallel` is True, and `loss` mixes rows, which axes of the mesh "
                     "divide. Leave `vocab_parallel` out, or say `row_wise={'loss': True}` if it is "

@@ -89,6 +89,12 @@ def close(got: Any, wanted: Any) -> None:
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
+def two_axes(path: str, leaf: Any) -> Any:
+    """One dim over two axes: gathered with `fsdp`, or divided by both where it is read."""
+    specs = {"up": P(None, ("fsdp", "tensor")), "down": P(("tensor", "expert"))}
+    return next((spec for name, spec in specs.items() if name in path), None)
+
+
 TP = {"stage": 2, "tensor": 2}
 MPMD = {"engine": "mpmd"}
 ROWS = {
@@ -101,7 +107,11 @@ ROWS = {
     "mpmd": ("1f1b", TP, TREE, MPMD),
     "mpmd, expert and fsdp": ("interleaved_1f1b", {"stage": 2, "expert": 2, "fsdp": 2}, rule, MPMD),
 }
-QUICK = ("circular",)
+ROWS |= {
+    "1f1b, two axes": ("1f1b", {"stage": 2, "fsdp": 2, "tensor": 2}, two_axes, {}),
+    "circular, two axes": ("circular", {"stage": 2, "tensor": 2, "expert": 2}, two_axes, {}),
+}
+QUICK = ("circular", "1f1b, two axes", "circular, two axes")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,6 @@ def test_a_spec_that_cannot_be_is_refused_before_anything_is_stored():
     refused("'stage' is no axis for parameters: the pipeline", up(P("stage")))
     refused("'data' is no axis for parameters: it divides rows", up(P("data")))
     refused(r"\['up'\]` of shape \(8, 24\), which has fewer dims", up(P(None, None, "tensor")))
-    refused("dim 0 has 2 axes", up(P(("tensor", "expert"))))
     refused("an axis twice", up(P("tensor", "tensor")))
     refused("Give a `PartitionSpec`", up("tensor"))
     refused("the name of an axis, or None, for each dim", up(P(None, 3)))
@@ -173,6 +182,12 @@ def test_a_spec_that_cannot_be_is_refused_before_anything_is_stored():
         up(P("tensor")),
         None,
         sizes,
+    )
+    refused(
+        "dim 1 of size 24 does not divide over 'tensor' and 'expert' of size 10",
+        up(P(None, ("tensor", "expert"))),
+        None,
+        {"stage": 1, "tensor": 2, "expert": 5},
     )
     refused("no tree prefix of `params`", {"embed": P()})
     wrong_layers = {"embed": None, "layers": [P()], "head": None}

@@ -298,7 +298,7 @@ def test_batches_and_layers_that_do_not_suit_are_refused(change, given, message)
     pipe = sliced(3, replace(MODEL, **change), stage=2)
     params = jax.eval_shape(init)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(pipe.value_and_grad, pipe._shapes(params), given)
+        jax.eval_shape(pipe.value_and_grad, pipe.shapes(params), given)
 
 
 def test_a_layer_with_past_in_another_place_is_refused():

@@ -153,7 +153,7 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
     trainable = trainable_leaves(pipe.frozen, whole)
     if plain is None:
         text = "reference: the functions of the model on the whole batch, on one device"
-        per_call = pipe.num_microbatches if pipe.accumulate > 1 else None
+        per_call = pipe.num_microbatches if pipe.told.num_calls > 1 else None
         return program_of(pipe.model, trainable, per_call), text
     if pipe.takes_key:
         raise ValueError(

@@ -12,6 +12,7 @@ from ...engines import Engine, PipelinePlan, engine_of_any_schedule
 from ...engines.fsdp import over_data
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
+from ...schedules.lock_step import Ticks
 from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
@@ -32,10 +33,8 @@ class InspectedModel:
     """The methods of `PipelinedModel` that compare, estimate and draw; the others are its own."""
 
     engine: Engine
-    mesh: Mesh
     model: Any
-    num_microbatches: int
-    schedule: Schedule | None
+    told: PipelinePlan
     layers_per_stage: tuple[int, ...] | None
     row_wise: tuple[tuple[str, bool], ...]
     last_rows: list[Any]
@@ -50,6 +49,26 @@ class InspectedModel:
     shapes: Callable[[PyTree], Any]
     _any_num_layers: Any
     takes_key: Any
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all devices."""
+        return self.told.mesh
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.told.num_microbatches
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The order of the actions of each rank. None without a pipeline."""
+        return self.told.schedule
+
+    @property
+    def ticks(self) -> Ticks | None:
+        """The schedule in lock-step, for an engine that runs it so."""
+        return self.told.ticks
 
     def check(
         self,
@@ -186,7 +205,7 @@ class InspectedModel:
                 f"takes an engine of one program, such as {engine_of_any_schedule().name!r}."
             )
         mesh = self.mesh if devices is None else topology_mesh(self.mesh, devices)
-        pipe: Any = replace(cast(Any, self), mesh=mesh)
+        pipe: Any = replace(cast(Any, self), told=replace(self.told, mesh=mesh))
         stored = pipe.shapes(params)
         layers = stored["layers"]
         plan = pipe.plan(layers.num_layers, layers.specs)

@@ -48,7 +48,8 @@ def probe_flags(
 
     def compile_with(options: Mapping[str, str]) -> "CompileReport":
         options = {**options, **user_options}
-        pipe = dataclasses.replace(setup.step.pipe, compiler_options=tuple(options.items()))
+        told = dataclasses.replace(setup.step.pipe.told, compiler_options=tuple(options.items()))
+        pipe = dataclasses.replace(setup.step.pipe, told=told)
         return compile_step(dataclasses.replace(setup.step, pipe=pipe))
 
     errors = jax.errors.JaxRuntimeError, RuntimeError, ValueError

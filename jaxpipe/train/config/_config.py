@@ -20,10 +20,6 @@ def _runs_schedules(engine: Engine) -> bool:
     return engine.runs_schedules
 
 
-def _has_own_schedule(engine: Engine) -> bool:
-    return engine.own_schedule is not None
-
-
 def _is_one_pipeline(engine: Engine) -> bool:
     return engine.pipelines and not engine.program_per_rank
 
@@ -50,8 +46,8 @@ _IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
     "pipeline_vocab_parallel": _option("vocab_parallel"),
     "num_pipeline_slices": lambda engine: engine.sliced_stage is not None,
     "pipeline_delay_activation_forwarding": _option("forwarding_delay"),
-    "scan_pipeline_iterations": _has_own_schedule,
-    "scan_pipeline_repeats": _has_own_schedule,
+    "scan_pipeline_iterations": _option("scan_ticks"),
+    "scan_pipeline_repeats": _option("scan_repeats"),
     "pipeline_fsdp_ag_once": _option("gather"),
     "pipeline_fsdp_ag_per_repeat": _option("gather"),
     "pipeline_fsdp_ag_per_layer": _option("gather"),

@@ -206,6 +206,9 @@ def _step_plan(
         "zero1": config.shard_optimizer_over_data,
         "forwarding_delay": config.pipeline_delay_activation_forwarding,
         "vocab_parallel": config.pipeline_vocab_parallel,
+        "costs": selection and selection.costs,
+        "scan_repeats": config.scan_pipeline_repeats,
+        "scan_ticks": config.scan_pipeline_iterations,
     }
     pipe = pipeline(
         build_model(model, weights, config.enable_nnx),
@@ -222,10 +225,7 @@ def _step_plan(
         accumulate=batch.gradient_accumulation_steps,
         compute_dtype=lambda path, leaf: None if path in exact else dtype,
         compiler_options=compiler_options(config, mesh.devices.flat[0]),
-        costs=None if selection is None else selection.costs,
         scan_layers=config.scan_layers_per_stage,
-        scan_repeats=config.scan_pipeline_repeats,
-        scan_ticks=config.scan_pipeline_iterations,
         param_specs=weights.param_specs,
         **{name: value for name, value in options.items() if name in config.engine.options},
     )
@@ -341,7 +341,7 @@ def _check_sizes(step: StepPlan) -> None:
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
-    if not step.pipe.vocab_parallel:
+    if not step.pipeline.vocab_parallel:
         return
     weights = step.state.weights
     divide_exactly(
