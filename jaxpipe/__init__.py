@@ -3,8 +3,8 @@
 `jaxpipe.pipeline` is the front door. Everything else is in a folder of its own:
 `jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`, `jaxpipe.autodiff`, `jaxpipe.spmd`,
 `jaxpipe.mpmd`, `jaxpipe.engines`, `jaxpipe.linen`, `jaxpipe.nnx`, `jaxpipe.equinox`,
-`jaxpipe.models`, `jaxpipe.xla`, `jaxpipe.cost`, `jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`,
-`jaxpipe.testing`.
+`jaxpipe.compat`, `jaxpipe.models`, `jaxpipe.xla`, `jaxpipe.cost`, `jaxpipe.data`, `jaxpipe.train`,
+`jaxpipe.report`, `jaxpipe.testing`.
 """
 
 import importlib

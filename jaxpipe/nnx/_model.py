@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..api import Model
 from ..api.cut import CutModule, LayerCall, cut_model
-from ._layer import check_unchanged, weights_of
+from ..compat.maxtext.nnx import check_unchanged, weights_of
 from ._stack import cut_stack
 from ._variables import Path, flat_params, name_of, refuse_state, shape_of, submodule, with_values
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..api.cut import CutModule
-from ._layer import check_unchanged, weights_of
+from ..compat.maxtext.nnx import check_unchanged, weights_of
 from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with_values
 
 

@@ -28,10 +28,10 @@ from ... import models, spmd
 from ... import nnx as nnx_frontend
 from ...autodiff import StagedModel
 from ...autodiff.staged_model import Aux, combine_losses, total
+from ...compat.maxtext import pipeline_settings
 from ...engines import Engine, PipelinePlan
 from ...engines.fsdp import boundary_gather
 from ...models.weights import is_weight, stack_weights, weight_shapes
-from ...modules import pipeline_settings
 from ...sharding.layout import LayerLayout
 from ...spmd.ranks import on_ranks
 from ._model import ModelPlan, build_model

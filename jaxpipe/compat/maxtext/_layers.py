@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ..autodiff import Remat
-from ..spmd.ranks import AXIS, in_stage
+from ...autodiff import Remat
+from ...spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
 # `(weights, x, batch_inputs, rng) -> (y, records)`, a pure function of one layer.
