@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import run_layers, run_sliced_layers
-from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
+from ..mpmd import api as mpmd_api
 from ..schedules import Costs, Schedule, Timeline, check, language
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
@@ -87,7 +87,7 @@ def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
 
 def _check_call(name: str) -> None:
     """Raises a `ValueError` if no function is being traced for a program for each rank."""
-    if not is_tracing():
+    if not mpmd_api.is_tracing():
         raise ValueError(
             f"`{name}` is called outside of `pipe.jit`, and the engine 'mpmd' compiles a program "
             f"for each rank. Decorate the function that calls it with `pipe.jit` in place of "
@@ -105,14 +105,14 @@ def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
-    return mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
+    return mpmd_api.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
-    return mpmd_value_and_grad(
+    return mpmd_api.mpmd_value_and_grad(
         model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
     )
 
