@@ -31,6 +31,12 @@ from .fsdp import (
 from .fsdp._frozen_shards import gathering, to_shards
 
 
+def layer_shapes(stages: PyTree, kind: str | None) -> PyTree:
+    """Returns shapes of one layer, without the dims of repeats, ranks and layers."""
+    layers = stages if kind is None else stages[kind]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[3:], x.dtype), layers)
+
+
 def check_call(name: str) -> None:
     """Checks nothing: one program may be part of any other."""
     del name
@@ -235,12 +241,12 @@ def shardings(
     del tied
 
     stage = None, stage_axis, None
-    found = {}
+    by_group = {}
     for group, tree in weights.items():
         lead = stage if group == "stages" else ()
         specs = param_spec_tree(group, tree, plan.mesh, plan.param_specs, lead)
-        found[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
-    return found
+        by_group[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
+    return by_group
 
 
 def rank_bytes(

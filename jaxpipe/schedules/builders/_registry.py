@@ -287,6 +287,11 @@ def get_family(name: str) -> Family:
     )
 
 
+def family_of_1f1b(num_chunks: int) -> str:
+    """Returns the name of the family that runs 1F1B with this number of stages on each rank."""
+    return "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+
+
 def build(
     name: str,
     *,

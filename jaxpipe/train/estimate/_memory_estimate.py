@@ -67,7 +67,7 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     grad_shardings = gradient_shardings(weight_plan)
     tied = getattr(weight_plan.sizes, "logits_via_embedding", False)
     is_held = _holds_all
-    if plan.engine.per_stage_state:
+    if weight_plan.per_stage:
         assert plan.pipeline.schedule is not None
         is_held = partial(_holds_leaf, plan.pipeline.schedule, tied)
     found = []
@@ -114,7 +114,7 @@ def _copied_bytes(plan: StepPlan, tree: PyTree, shardings: PyTree) -> int:
     In programs of ranks `_ranks_of_leaf` counts them.
     """
     schedule = plan.pipeline.schedule
-    if plan.engine.per_stage_state or schedule is None:
+    if plan.state.weights.per_stage or schedule is None:
         return 0
     stored, run = language.stored_stages(schedule)[0], language.stages_of_rank(schedule, 0)
     size = sum(_leaf_bytes(partial(_holds_all, 0), tree["stages"], shardings["stages"]))

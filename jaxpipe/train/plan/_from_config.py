@@ -14,7 +14,6 @@ from ... import sharding
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import PipelinePlan, When
-from ...schedules import language
 from ...sharding import gathered_rules
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
@@ -82,9 +81,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         config.weight_dtype,
         layout,
         num_layers_after,
-        language.stored_stages(selection.schedule)
-        if selection and config.engine.per_stage_state
-        else None,
+        config.engine.stages_by_rank(selection.schedule if selection else None),
         device_layout,
     )
     step = _step_plan(config, weights, batch, selection)
@@ -372,7 +369,7 @@ def _check_sizes(step: StepPlan) -> None:
 
 def _check_shardings(step: StepPlan) -> None:
     """Checks that arrays divide over the devices, as programs of all or of single ranks do it."""
-    if step.engine.per_stage_state:
+    if step.state.weights.per_stage:
         _check_mpmd_axis_rules(step.state.weights.devices.rules)
     _ = step.state.weights.shardings, step.batch.shardings
 
