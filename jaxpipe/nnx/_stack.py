@@ -39,10 +39,10 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
         values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
-        given = with_values(state, values, key, constants)
-        merged = nnx.merge(graph, given)
+        filled = with_values(state, values, key, constants)
+        merged = nnx.merge(graph, filled)
         output = call(merged, batch)
-        _check_unchanged(given, nnx.state(merged), f"{layers}.")
+        _check_unchanged(filled, nnx.state(merged), f"{layers}.")
         return output
 
     has_streams = any(isinstance(v, nnx.RngKey) for v in kept.values())
@@ -74,13 +74,13 @@ def _num_layers(stack: dict[str, Any], layers: str) -> int:
 def _check_variables(state: dict[Path, Any], prefix: Path) -> None:
     """Raises a `ValueError` if layers have state."""
     stateful = nnx.BatchStat | nnx.Cache | nnx.Intermediate
-    found = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
-    found += [
+    names = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
+    names += [
         f"{name_of(path)} ({type(v).__name__})"
         for path, v in state.items()
         if path[: len(prefix)] == prefix and not isinstance(v, nnx.Param | nnx.RngState | stateful)
     ]
-    refuse_state(found)
+    refuse_state(names)
 
 
 def _groups(params: Any, prefix: Path) -> tuple[Callable, Callable]:

@@ -104,7 +104,7 @@ def _finite(run: RunRecord, name: str) -> np.ndarray:
 def _left(status: Status, seconds: float) -> str:
     if status.kind != "running":
         return f"of {status.done:,} steps"
-    return f"about {_duration(seconds * (status.wanted - status.done))} left"
+    return f"about {_duration(seconds * (status.num_steps - status.done))} left"
 
 
 def _duration(seconds: float) -> str:

@@ -285,9 +285,9 @@ def layer_shapes(
 
     def run(weights, x, batch_inputs, rng):
         y, records = layer(weights, x, batch_inputs, rng)
-        found.append((_described(x), _described(y), first(0, records)))
+        traces.append((_described(x), _described(y), first(0, records)))
 
-    found: list[Any] = []
+    traces: list[Any] = []
     arrays = first(3, weights), first(1, inputs), first(1, batch_inputs), first(3, keys)
     if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
         rows = PartitionSpec(batch_axes)
@@ -297,11 +297,11 @@ def layer_shapes(
             in_stage(run), mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
         )
     jax.eval_shape(run, *arrays)
-    ((given, returned, records),) = found
-    if given != returned:
+    ((input_types, output_types, records),) = traces
+    if input_types != output_types:
         raise ValueError(
-            f"`layers` was given {given} and returned {returned}. A layer must return what the "
-            "next one can take: the same structure, shapes and dtypes."
+            f"`layers` was given {input_types} and returned {output_types}. A layer must return "
+            "what the next one can take: the same structure, shapes and dtypes."
         )
     return records
 

@@ -101,18 +101,18 @@ def read_keys(config: Any) -> PipelineKeys:
 
     def read(name: str) -> Any:
         try:
-            found = getattr(config, name, None)
+            value = getattr(config, name, None)
         except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
             return None
-        return found.value if isinstance(found, Enum) else found
+        return value.value if isinstance(value, Enum) else value
 
     parsers = {key.name: _PARSERS.get(key.type, _as_given) for key in fields(PipelineKeys)}
     parsers |= dict.fromkeys(TENSORS, _as_given) | {"pipeline_parallel_layers": _integer}
     parsers.pop("tensor_locations")
-    found = {name: parse(name, read(name)) for name, parse in parsers.items()}
-    given = {name: value for name, value in found.items() if value is not None}
-    locations = {name: given.pop(name) for name in TENSORS if name in given}
-    return PipelineKeys(tensor_locations=locations, **given)
+    parsed = {name: parse(name, read(name)) for name, parse in parsers.items()}
+    values = {name: value for name, value in parsed.items() if value is not None}
+    locations = {name: values.pop(name) for name in TENSORS if name in values}
+    return PipelineKeys(tensor_locations=locations, **values)
 
 
 def _flag(name: str, value: Any) -> bool | None:
@@ -354,16 +354,16 @@ def _policy(remat: Remat, *, is_custom: bool) -> Callable:
     Unless the config's policy is "custom", it also saves the inputs that MaxText names.
     """
     policies = jax.checkpoint_policies
-    given: Callable = policies.everything_saveable
+    base_policy: Callable = policies.everything_saveable
     if isinstance(remat, partial):
-        given = remat.keywords.get("policy") or policies.nothing_saveable
+        base_policy = remat.keywords.get("policy") or policies.nothing_saveable
     if is_custom:
-        return given
+        return base_policy
     inputs = policies.save_only_these_names("iteration_input", "decoder_layer_input")
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
         saved = inputs(primitive, *arguments, **parameters)
-        return saved or given(primitive, *arguments, **parameters)
+        return saved or base_policy(primitive, *arguments, **parameters)
 
     return policy
 
@@ -394,9 +394,9 @@ def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...])
             f"`AxisType.Explicit` for {', '.join(needed)}, or give `shard_mode` = 'auto'."
         )
     if others:
-        found = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
         raise ValueError(
-            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. {advice}"
+            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {listed}. {advice}"
         )
 
 
@@ -406,7 +406,7 @@ def axis_rules(rules: Iterable) -> AxisRules:
     In `rules` they may also be one name or None.
     """
 
-    def axes(given: Any) -> tuple[str, ...]:
-        return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    def as_tuple(axes: Any) -> tuple[str, ...]:
+        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
-    return tuple((name, axes(given)) for name, given in rules)
+    return tuple((name, as_tuple(axes)) for name, axes in rules)

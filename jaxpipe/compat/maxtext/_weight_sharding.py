@@ -274,13 +274,13 @@ def _check_axes(
     del w
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     remaining_axes = axes_of(unsharded).intersection(batch_axes)
-    found = dict.fromkeys(remaining_axes, "one of `pipeline_batch_axes`")
+    reasons = dict.fromkeys(remaining_axes, "one of `pipeline_batch_axes`")
     for axis in axes_of(stored).difference(batch_axes):
         if types[axis] == AxisType.Explicit:
-            found[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
-    for axis, what in found.items():
+            reasons[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
+    for axis, reason in reasons.items():
         raise ValueError(
-            f"The weight {jax.tree_util.keystr(path)} is split over {axis!r}, {what}. Devices with "
-            f"their own rows need whole weights: choose among {', '.join(GATHERED_AXES)} and axes "
-            "that split no weights, and leave the others of type Auto."
+            f"The weight {jax.tree_util.keystr(path)} is split over {axis!r}, {reason}. Devices "
+            f"with their own rows need whole weights: choose among {', '.join(GATHERED_AXES)} and "
+            "axes that split no weights, and leave the others of type Auto."
         )

@@ -236,14 +236,14 @@ class SinglePassBatches(FiniteBatches):
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
     def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
-        found = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
+        origins = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
         empty = empty_row(self.sources[0].length)
-        return stack_rows([rows[i] if rows is not None else empty for rows, i in found])
+        return stack_rows([rows[i] if rows is not None else empty for rows, i in origins])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
-        found = [self._found(first + row_id) for row_id in range(self.batch_size)]
-        return sum(rows.num_targets(i) for rows, i in found if rows is not None)
+        origins = [self._found(first + row_id) for row_id in range(self.batch_size)]
+        return sum(rows.num_targets(i) for rows, i in origins if rows is not None)
 
     def _found(self, row_id: int) -> tuple[CorpusRows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""

@@ -159,9 +159,13 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     passed: set[Eqn] = set()
     for i, entry in targets.items():
         written = Var(entry.buffer.aval)
-        eqn, made, casts = origin(outputs[i], makers, uses, _is_pvary)
-        if eqn is not None and made in _stacked_outputs(eqn) and has_plain_slices(made.aval):
-            within[eqn][made] = entry, written
+        eqn, produced, casts = origin(outputs[i], makers, uses, _is_pvary)
+        if (
+            eqn is not None
+            and produced in _stacked_outputs(eqn)
+            and has_plain_slices(produced.aval)
+        ):
+            within[eqn][produced] = entry, written
             passed.update(casts)
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))

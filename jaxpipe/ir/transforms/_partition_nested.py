@@ -107,9 +107,9 @@ def _split_scan(
         return _split_scan(eqn, loop, _union(more, wanted), kinds, partition_eqns)
 
     known = _known_outside(body.outputs[n:], eqn.outputs[n:], wanted[n:])
-    made = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
-    first = _part_of_scan(eqn, loop, halves.first, wanted, made=made)
-    residuals = {v: (known | made)[v] for v in halves.residuals}
+    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
+    first = _part_of_scan(eqn, loop, halves.first, wanted, produced=produced)
+    residuals = {v: (known | produced)[v] for v in halves.residuals}
     second = _part_of_scan(eqn, loop, halves.second, _not(wanted), residuals=residuals)
     return [first], [second]
 
@@ -121,15 +121,15 @@ def _part_of_scan(
     wanted: Sequence[bool],
     *,
     residuals: dict[Var, Var] | None = None,
-    made: dict[Var, Var] | None = None,
+    produced: dict[Var, Var] | None = None,
 ) -> Eqn:
     """Returns a scan of some of the equations of a scan.
 
     It takes `residuals` as additional inputs, and returns the wanted outputs and `made`. Both map
     the value in one iteration to the stacked value outside.
     """
-    residuals, made, body = residuals or {}, made or {}, loop.body
-    outputs = (*select(body.outputs, wanted), *made)
+    residuals, produced, body = residuals or {}, produced or {}, loop.body
+    outputs = (*select(body.outputs, wanted), *produced)
     needed = free_variables(eqns, outputs)
     ends = loop.num_consts, loop.num_consts + loop.num_carry
     pairs = list(zip(body.inputs, eqn.inputs, strict=True))
@@ -139,7 +139,7 @@ def _part_of_scan(
     inputs = [*consts, *carry, *xs, *residuals.items()]
     inner = Graph(tuple(v for v, _ in inputs), tuple(eqns), outputs)
     part = replace(loop, body=inner, num_consts=len(consts), num_carry=len(carry))
-    outer = (*select(eqn.outputs, wanted), *made.values())
+    outer = (*select(eqn.outputs, wanted), *produced.values())
     return Eqn(part, tuple(atom for _, atom in inputs), outer)
 
 
@@ -157,32 +157,32 @@ def _split_cond(
     if any(_added(more, wanted)):
         return _split_cond(eqn, cond, _union(more, wanted), kinds, partition_eqns)
 
-    made: list[Var] = []
+    produced: list[Var] = []
     residuals_by_branch = [
-        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), made)
+        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), produced)
         for branch, half in both
     ]
     triples = [(*b, r) for b, r in zip(both, residuals_by_branch, strict=True)]
-    firsts = [_first_branch(b, half, wanted, r, made) for b, half, r in triples]
+    firsts = [_first_branch(b, half, wanted, r, produced) for b, half, r in triples]
     passed = list(dict.fromkeys(outer for r in residuals_by_branch for outer in r))
     seconds = [_second_branch(b, half, _not(wanted), r, passed) for b, half, r in triples]
-    first = Eqn(Cond(tuple(firsts)), eqn.inputs, (*select(eqn.outputs, wanted), *made))
+    first = Eqn(Cond(tuple(firsts)), eqn.inputs, (*select(eqn.outputs, wanted), *produced))
     second = Eqn(Cond(tuple(seconds)), (*eqn.inputs, *passed), select(eqn.outputs, _not(wanted)))
     return [_only_read(first)], [_only_read(second)]
 
 
-def _share(residuals: Sequence[Var], known: dict[Var, Var], made: list[Var]) -> dict[Var, Var]:
+def _share(residuals: Sequence[Var], known: dict[Var, Var], produced: list[Var]) -> dict[Var, Var]:
     """Returns the residuals of a branch by the variables that hold them outside of the cond.
 
     Such a variable is an output that is `known`, a residual in `made` of the same type that another
     branch needs, or a new one, which is appended to `made`.
     """
-    vacant, outer_vars = list(made), {}
+    vacant, outer_vars = list(produced), {}
     for value in residuals:
         outer_var = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
         if outer_var is None:
             outer_var = Var(value.aval)
-            made.append(outer_var)
+            produced.append(outer_var)
         elif outer_var in vacant:
             vacant.remove(outer_var)
         outer_vars[outer_var] = value
@@ -194,12 +194,12 @@ def _first_branch(
     half: EqnPartition,
     wanted: Sequence[bool],
     residuals: dict[Var, Var],
-    made: Sequence[Var],
+    produced: Sequence[Var],
 ) -> Graph:
     """Returns a branch of the first cond. It returns zeros for the residuals of other branches."""
-    zeros = {outer_var: Var(outer_var.aval) for outer_var in made if outer_var not in residuals}
+    zeros = {outer_var: Var(outer_var.aval) for outer_var in produced if outer_var not in residuals}
     eqns = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
-    returned = [(residuals | zeros)[outer_var] for outer_var in made]
+    returned = [(residuals | zeros)[outer_var] for outer_var in produced]
     outputs = (*select(branch.outputs, wanted), *returned)
     return Graph(branch.inputs, (*half.first, *eqns), outputs)
 

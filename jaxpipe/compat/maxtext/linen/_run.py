@@ -144,14 +144,14 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
     """Returns the variables of all layers by collection, in their boxes."""
-    found = {
+    stacks = {
         name: collection[NAME]
         for name, collection in pipeline.variables.items()
         if NAME in collection
     }
     return {
         name: collection
-        for name, collection in unfreeze(found).items()
+        for name, collection in unfreeze(stacks).items()
         if not collections.is_sown(name, collection)
     }
 
