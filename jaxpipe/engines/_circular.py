@@ -47,7 +47,7 @@ def _prepare(
 
 
 def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
-    """Returns what the circular pipeline is told; raises a `ValueError` if it cannot run it."""
+    """Returns the options of the circular pipeline; raises a `ValueError` if it cannot run."""
     layout = plan.layout
     circular_engine.check_circular(
         layout.num_ranks,

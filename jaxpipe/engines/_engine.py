@@ -33,7 +33,7 @@ class PipelinePlan:
     Attributes:
         mesh: The mesh of all devices, with an axis `stage` of size S.
         layout: The layers of every stage, and the stages of every rank.
-        num_microbatches: M.
+        num_microbatches: M, the microbatches of a call.
         schedule: The order of the actions of each rank. None without a pipeline.
         ticks: The schedule in lock-step, for an engine that runs it so.
         remat: A wrapper of stages, which decides what a forward stores for the backward.

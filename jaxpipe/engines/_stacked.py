@@ -121,7 +121,7 @@ def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTre
 
 
 def own_copy(stage: dict[str, PyTree]) -> PyTree:
-    """Returns what all layers share, from the [1, ...] copies of a stage."""
+    """Returns the parameters that all layers share, from the [1, ...] copies of a stage."""
     return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
 
 
@@ -133,7 +133,7 @@ def sum_shared(plan: PipelinePlan, stages: dict[str, PyTree]) -> tuple[PyTree, P
 
 
 def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
-    """Returns what layers are given besides weights and inputs, with the layer mask if needed.
+    """Returns the keys of layers: dropout, frozen parameters and, if needed, the layer mask.
 
     Args:
         dropout: [L, ...] dropout keys, or ().

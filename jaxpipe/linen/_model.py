@@ -35,7 +35,8 @@ def model(
 
     Args:
         module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
-        variables: What `module.init` returned, or the parameters in it; arrays or shapes.
+        variables: The variables that `module.init` returned, or the parameters among them; arrays
+            or shapes.
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
             ...; with the path before it if there are several: "decoder/block". Or a function from
             the path of a submodule to the index of the layer, or None. Or the name of a submodule
@@ -94,7 +95,7 @@ def model(
 def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns how variables are taken apart into layers and others, and two inverses."""
+    """Returns a function that divides variables into layers and others, and two inverses."""
     ids, size = {path: i for i, path in enumerate(paths)}, len(paths[0])
 
     def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

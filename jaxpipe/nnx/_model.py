@@ -128,7 +128,7 @@ class _NnxHook:
 
 
 def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Callable]:
-    """Returns how a state of parameters is taken apart into layers and others, and its inverse."""
+    """Returns a function that divides parameters into layers and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
     size = len(prefix)
 

@@ -84,7 +84,7 @@ def _check_variables(state: dict[Path, Any], prefix: Path) -> None:
 
 
 def _groups(params: Any, prefix: Path) -> tuple[Callable, Callable]:
-    """Returns how a state of parameters is taken apart into the stack and others; the inverse."""
+    """Returns a function that divides parameters into the stack and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
     size = len(prefix)
 

@@ -241,7 +241,7 @@ def describe(candidate: StepLayout) -> str:
 
 
 def binding(plans: Plans) -> str:
-    """Returns what keeps the best plan from being faster."""
+    """Returns the constraint that keeps the best plan from being faster."""
     best, limit = plans.best, plans.request.limit
     beyond = plans.best_plans.beyond
     if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
@@ -259,7 +259,7 @@ def binding(plans: Plans) -> str:
 
 
 def runner_up(plans: Plans) -> str:
-    """Returns why the second plan is not the first."""
+    """Returns the reason that the second plan is not the first."""
     if len(plans.plans) < 2:
         return ""
     first, second = plans.plans[:2]

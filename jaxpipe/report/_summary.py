@@ -15,8 +15,8 @@ class Card:
     """A figure in large digits.
 
     Attributes:
-        name: Its name.
-        value: The figure.
+        name: The name of the figure.
+        value: The figure as text.
         unit: The unit beside it.
         more: The line below it.
     """

@@ -8,6 +8,7 @@ schedules a file), `analysis` (time, memory, search), `lock_step` (schedules on 
 import typing
 
 from .._lazy import lazy_names
+from .io import _svg as _svg  # registers how schedules and timelines are drawn
 
 if typing.TYPE_CHECKING:
     from .analysis._measure import activation_bytes as activation_bytes

@@ -121,7 +121,7 @@ def _read_values(settings: list[str]) -> dict[str, Any]:
 
 
 def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
-    """Returns what the compiler says of a plan, or why it or the trainer refuses the step."""
+    """Returns the figures of the compiler, or the reason that it or the trainer refuses a plan."""
     from ...train.logs import compiling
 
     try:

@@ -30,7 +30,7 @@ class ActivationInFlight(NamedTuple):
     """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
-        x: The activation.
+        x: The activation itself, any pytree.
         records: [p, R * S, L, ...] leaves. Inside a stage p is 1.
         stage: [p], the index of the next stage.
     """
@@ -47,7 +47,7 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
     Args:
         key: A key, typed or raw.
-        dims: (R, S, L).
+        dims: (R, S, L), the leading dims.
 
     Returns:
         [R, S, L] typed keys.
@@ -128,8 +128,8 @@ def outputs_of(y: PyTree, x: PyTree) -> PyTree:
     and if `x` has that structure too, it is `y`.
 
     Args:
-        y: What the layer has returned.
-        x: Its input.
+        y: The result of the layer.
+        x: The input of the layer.
 
     Returns:
         A tree with the structure of `x`, if the layer keeps it.

@@ -34,7 +34,7 @@ class PipelineKeys:
         ici_pipeline_parallelism: Ranks within a slice. Default: the size of the axis `stage` of the
             mesh, over `dcn_pipeline_parallelism`, or 1.
         dcn_pipeline_parallelism: Slices that the ranks are spread over.
-        num_layers_per_pipeline_stage: L.
+        num_layers_per_pipeline_stage: L, the layers of a stage.
         num_decoder_layers: Layers of the model. Default: unknown.
         pipeline_parallel_layers: Layers in the pipeline. Default: all.
         num_pipeline_repeats: R. Default: the number that fits all layers, or 1 if their number is
@@ -50,7 +50,7 @@ class PipelineKeys:
         set_remat_policy_on_pipeline_iterations: Whether the policy wraps iterations.
         set_remat_policy_on_layers_per_stage: Whether the policy wraps layers.
         remat_policy: A name of `autodiff.POLICIES`.
-        shard_mode: "auto" or "explicit".
+        shard_mode: The type of the axes of the mesh, "auto" or "explicit".
         logical_axis_rules: Pairs (logical axis, mesh axes). Default: none.
         pipeline_batch_axes: Mesh axes of rows that are manual in the pipeline, which MaxText does
             not have.
@@ -165,7 +165,7 @@ class PipelineSettings:
 
     Attributes:
         pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
-        layers_per_stage: L.
+        layers_per_stage: L, the layers of a stage.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
         gather: When weights that are sharded over fsdp, context and expert are gathered.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls

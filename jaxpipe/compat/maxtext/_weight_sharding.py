@@ -95,9 +95,9 @@ def reshard_weight(
     """Returns `w`, sharded over `mesh` by the logical names of its dims.
 
     Args:
-        w: A weight.
+        w: A weight of all layers.
         names: The logical name of each dim, or None.
-        rules: The rules.
+        rules: The logical axis rules.
         mesh: The mesh. Without one `w` is returned as it is.
         path: The name of the weight for errors.
 

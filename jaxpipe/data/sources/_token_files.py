@@ -27,7 +27,7 @@ class TokenFile:
     """A file of token ids.
 
     Attributes:
-        path: The path.
+        path: The path of the file.
         tokens: [n] the ids, mapped into memory.
         num_bytes: The size of the file when it was opened.
     """
@@ -48,7 +48,7 @@ class TokenFiles:
     """Several files as one stream of ids.
 
     Attributes:
-        files: The F files.
+        files: The F files, in order.
         ends: [F] the offset at which each file ends, exclusive.
         checksum: The CRC-32 of all ids.
     """

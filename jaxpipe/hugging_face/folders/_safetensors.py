@@ -33,7 +33,7 @@ class StoredTensor:
     """The location of a tensor in a file.
 
     Attributes:
-        file: The file.
+        file: The file that has it.
         start: Its first byte there.
         dtype: A key of `DTYPES`.
         shape: Its dims; the last one is contiguous.

@@ -17,7 +17,7 @@ class TensorSlice:
     """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common.
 
     Attributes:
-        tensor: The tensor's name.
+        tensor: The name of the tensor.
         shape: The shape of the whole tensor.
         leaf_view: From the leaf to a view of these numbers.
         tensor_view: From the tensor to a view of them, equal in shape.

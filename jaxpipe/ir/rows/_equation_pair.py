@@ -15,7 +15,7 @@ class EquationPair:
         whole: The equation of the program of all rows, a `JaxprEqn`.
         part: That of the program of a block.
         relations: The relations of the operands; none is `Mixed`.
-        num_blocks: D.
+        num_blocks: D, the blocks of rows.
     """
 
     whole: Any

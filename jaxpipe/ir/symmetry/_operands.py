@@ -38,8 +38,8 @@ class Call:
 
     Attributes:
         name: The name of the primitive.
-        operands: Variables and literals.
-        outputs: The results.
+        operands: Its variables and literals.
+        outputs: The variables of its results.
         run: `(*operands) -> outputs`.
         signature: Equal for calls that compute the same from equal operands.
         operation: The operation of the equation.

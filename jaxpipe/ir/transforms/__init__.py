@@ -11,8 +11,8 @@ if typing.TYPE_CHECKING:
     from ._entries import Entry as Entry
     from ._entries import call_with_entries as call_with_entries
     from ._minimal_cut import minimal_cut as minimal_cut
+    from ._partition import InputKind as InputKind
     from ._partition import Partition as Partition
     from ._partition import partition as partition
-    from ._partition_nested import InputKind as InputKind
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

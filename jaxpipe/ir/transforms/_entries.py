@@ -291,8 +291,8 @@ class _Accesses:
         constants: Indices of entries, and buffers that are read.
         carried: Buffers that are written, before an iteration.
         written: The same after it.
-        before: What an iteration computes before anything else.
-        after: What it computes after everything else.
+        before: Equations that an iteration runs before all others.
+        after: Equations that it runs after all others.
     """
 
     def __init__(self):

@@ -15,7 +15,7 @@ class Status:
     Attributes:
         kind: `finished`, `running`, `stopped` or `bad`.
         text: A sentence that says the same.
-        done: The steps done.
+        done: The steps that are done.
         num_steps: The steps of the whole run.
     """
 
