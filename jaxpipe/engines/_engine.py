@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def runs_ticks(self) -> bool:
-        """Whether it runs any schedule as ticks of one program, which `prepare` returns."""
+        """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""
         return self.runs_schedules and not self.program_per_rank
 
     def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:

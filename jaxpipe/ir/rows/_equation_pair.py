@@ -25,12 +25,12 @@ class EquationPair:
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
+        """Returns the name of the primitive."""
         return self.whole.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters in the program of all rows."""
+        """Returns the parameters in the program of all rows."""
         return self.whole.params
 
     def shape_in(self, i: int) -> tuple[int, ...]:

@@ -54,12 +54,12 @@ class Call:
 
     @property
     def equation(self) -> JaxprEqn | None:
-        """The jaxpr equation, None for what is not one primitive."""
+        """Returns the jaxpr equation, None for what is not one primitive."""
         return self.operation.equation if isinstance(self.operation, PrimitiveCall) else None
 
     @property
     def where(self) -> str:
-        """The line of the user's program in brackets, for errors."""
+        """Returns the line of the user's program in brackets, for errors."""
         if self.equation is None:
             return ""
         return f" ({source_info_util.summarize(self.equation.source_info)})"

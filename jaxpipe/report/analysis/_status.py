@@ -26,7 +26,7 @@ class Status:
 
     @property
     def share(self) -> float:
-        """Share of the run that is done, 0 to 1."""
+        """Returns the share of the run that is done, 0 to 1."""
         return min(1.0, self.done / max(1, self.num_steps))
 
 
