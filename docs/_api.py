@@ -44,7 +44,7 @@ def exported(package: str) -> dict[str, tuple[str, str]]:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name
-                if name not in ("*", "lazy_names") and not name.startswith("_"):
+                if name != "*" and not name.startswith("_"):
                     names[name] = (_absolute(package, node), alias.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef):
             for name in _bound(node):

@@ -9,7 +9,7 @@
 
 import typing
 
-from ._lazy import lazy_names
+from . import _lazy
 
 if typing.TYPE_CHECKING:
     from . import equinox as equinox
@@ -26,7 +26,7 @@ if typing.TYPE_CHECKING:
     from .planner import plan as plan
     from .sharding import make_mesh as make_mesh
 else:
-    _get, __dir__, _ = lazy_names(__name__)
+    _get, __dir__, _ = _lazy.names(__name__)
 
     def __getattr__(name: str) -> object:
         try:

@@ -4,7 +4,7 @@
 package has its imports under `if typing.TYPE_CHECKING:`, for readers and type checkers, and then
 
     else:
-        __getattr__, __dir__, __all__ = lazy_names(__name__)
+        __getattr__, __dir__, __all__ = _lazy.names(__name__)
 
 Python 3.15 says `lazy from ._module import name` instead (PEP 810).
 """
@@ -16,9 +16,7 @@ import sys
 from collections.abc import Callable
 
 
-def lazy_names(
-    package: str,
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+def names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package, from the imports in its source.
 
     Args:
@@ -33,7 +31,6 @@ def lazy_names(
         for alias in node.names
         if not (alias.asname or alias.name).startswith("_")
     }
-    origins.pop("lazy_names")
 
     def get(name: str) -> object:
         if name not in origins:
@@ -46,6 +43,6 @@ def lazy_names(
         return value
 
     def listed() -> list[str]:
-        return sorted({*vars(module), *origins} - {"lazy_names", "typing"})
+        return sorted({*vars(module), *origins} - {"typing"})
 
     return get, listed, sorted(origins)

@@ -6,7 +6,7 @@ Functions and classes that JaxPP also has keep JaxPP's names; all of JaxPP's nam
 
 import typing
 
-from .._lazy import lazy_names
+from .. import _lazy
 
 if typing.TYPE_CHECKING:
     from ..compat.jaxpp import BaseSchedule as BaseSchedule
@@ -44,4 +44,4 @@ if typing.TYPE_CHECKING:
     from .ir._reduce import treduce_i as treduce_i
     from .runtime._watchdog import MpmdError as MpmdError
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

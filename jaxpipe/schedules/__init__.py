@@ -7,7 +7,7 @@ schedules a file), `analysis` (time, memory, search), `lock_step` (schedules on 
 
 import typing
 
-from .._lazy import lazy_names
+from .. import _lazy
 from .io import _svg as _svg  # registers how schedules and timelines are drawn
 
 if typing.TYPE_CHECKING:
@@ -37,4 +37,4 @@ if typing.TYPE_CHECKING:
     from .language._schedule import num_ranks as num_ranks
     from .language._schedule import parse as parse
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

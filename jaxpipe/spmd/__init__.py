@@ -2,7 +2,7 @@
 
 import typing
 
-from .._lazy import lazy_names
+from .. import _lazy
 
 if typing.TYPE_CHECKING:
     from .circular_engine import circular as circular
@@ -11,4 +11,4 @@ if typing.TYPE_CHECKING:
     from .weight_gather import Gather as Gather
     from .weight_gather import gather_weights as gather_weights
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -281,7 +281,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def lazy_packages() -> list[str]:
     """The packages whose names are imported at their first use, without `jaxpipe` itself."""
-    calls = "__getattr__, __dir__, __all__ = lazy_names(__name__)"
+    calls = "__getattr__, __dir__, __all__ = _lazy.names(__name__)"
     lazy = [file for file in files() if file.name == "__init__.py" and calls in file.read_text()]
     return [module_name(file).removesuffix(".__init__") for file in lazy]
 

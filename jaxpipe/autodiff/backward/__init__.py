@@ -2,7 +2,7 @@
 
 import typing
 
-from ..._lazy import lazy_names
+from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from ._pullback import Pullback as Pullback
@@ -22,4 +22,4 @@ if typing.TYPE_CHECKING:
     from ._split_backward import SplitBackward as SplitBackward
     from ._split_backward import split_backward as split_backward
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

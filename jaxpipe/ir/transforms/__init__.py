@@ -2,7 +2,7 @@
 
 import typing
 
-from ..._lazy import lazy_names
+from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from ._accumulate import accumulate as accumulate
@@ -15,4 +15,4 @@ if typing.TYPE_CHECKING:
     from ._partition import Partition as Partition
     from ._partition import partition as partition
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

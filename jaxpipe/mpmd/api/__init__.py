@@ -2,7 +2,7 @@
 
 import typing
 
-from ..._lazy import lazy_names
+from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from .._engine import mpmd_value as mpmd_value
@@ -24,4 +24,4 @@ if typing.TYPE_CHECKING:
     from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
     from ._reshard import spmd_to_mpmd_reshard as spmd_to_mpmd_reshard
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

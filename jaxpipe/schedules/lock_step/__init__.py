@@ -2,7 +2,7 @@
 
 import typing
 
-from ..._lazy import lazy_names
+from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from ._copies import CopyRound as CopyRound
@@ -29,4 +29,4 @@ if typing.TYPE_CHECKING:
     from ._weight_prefetch import PREFETCHED as PREFETCHED
     from ._weight_prefetch import SHARED_WITH_FORWARD as SHARED_WITH_FORWARD
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

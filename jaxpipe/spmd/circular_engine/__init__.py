@@ -2,7 +2,7 @@
 
 import typing
 
-from ..._lazy import lazy_names
+from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from ._engine import circular as circular
@@ -26,4 +26,4 @@ if typing.TYPE_CHECKING:
     from ._shape import work_of_rank as work_of_rank
     from ._stream import StreamMove as StreamMove
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)
