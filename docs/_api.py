@@ -40,11 +40,11 @@ def packages() -> list[str]:
 def exported(package: str) -> dict[str, tuple[str, str]]:
     """Returns the names that a package exports, each with the module and the name it comes from."""
     names = {}
-    for node in _tree(package).body:
+    for node in _statements(_tree(package).body):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name
-                if not name.startswith("_"):
+                if name != "*" and not name.startswith("_"):
                     names[name] = (_absolute(package, node), alias.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef):
             for name in _bound(node):

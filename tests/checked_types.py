@@ -13,7 +13,7 @@ import jaxtyping
 from beartype import beartype
 
 PACKAGES = (
-    *("schedules", "sharding", "ir", "autodiff", "spmd", "modules", "linen", "nnx", "xla"),
+    *("schedules", "sharding", "ir", "autodiff", "spmd", "compat", "linen", "nnx", "xla"),
     *("models", "mpmd", "data", "train", "hugging_face", "report", "cost"),
 )
 _jaxtyped: Any = jaxtyping.jaxtyped

@@ -44,15 +44,15 @@ def gradient_accumulation(
     def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
         def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, None]:
             index, part = call_inputs
-            found = f(weights, part, fold_in_microbatch(keys, index))
-            return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, found)), None
+            results = f(weights, part, fold_in_microbatch(keys, index))
+            return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, results)), None
 
         parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
         first = jax.tree.map(lambda x: x[0], parts)
-        found = jax.eval_shape(f, weights, first, keys)
-        zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), found))
+        shapes = jax.eval_shape(f, weights, first, keys)
+        zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), shapes))
         sums, _ = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
-        return jax.tree.map(lambda x, result: x.astype(result.dtype), sums, found)
+        return jax.tree.map(lambda x, result: x.astype(result.dtype), sums, shapes)
 
     return run
 
@@ -78,14 +78,14 @@ def unrolled_gradient_accumulation(
             jax.tree.map(lambda x: x[call * size : (call + 1) * size], batch_inputs)  # noqa: B023
             for call in range(num_steps)
         )
-        found = [
+        results = [
             f(weights, part, fold_in_microbatch(keys, call)) for call, part in enumerate(parts)
         ]
-        return jax.tree.map(sum_in_float32, *found)
+        return jax.tree.map(sum_in_float32, *results)
 
-    def sum_in_float32(*found: jax.Array) -> jax.Array:
-        first, *others = (x.astype(accum_dtype(x)) for x in found)
-        return sum(others, start=first).astype(found[0].dtype)
+    def sum_in_float32(*terms: jax.Array) -> jax.Array:
+        first, *others = (x.astype(accum_dtype(x)) for x in terms)
+        return sum(others, start=first).astype(terms[0].dtype)
 
     return run if num_steps > 1 else f
 

@@ -49,7 +49,7 @@ def _prepare(
 
 
 def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
-    """Returns what the circular pipeline is told; raises a `ValueError` if it cannot run it."""
+    """Returns the options of the circular pipeline; raises a `ValueError` if it cannot run."""
     layout = plan.layout
     circular_engine.check_circular(
         layout.num_ranks,
@@ -152,6 +152,7 @@ CIRCULAR = Engine(
     own_copy=_stacked.own_copy,
     sum_shared=_stacked.sum_shared,
     layer_keys=_stacked.layer_keys,
+    layer_shapes=_stacked.layer_shapes,
     stage=_stacked.stage,
     value=_value,
     value_and_grad=_value_and_grad,

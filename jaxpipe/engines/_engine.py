@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from ..autodiff import Remat, StagedModel, keep, recompute
 from ..schedules import Costs, Schedule, Timeline
+from ..schedules.language import stored_stages
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import When as WhenOfStage
@@ -32,7 +33,7 @@ class PipelinePlan:
     Attributes:
         mesh: The mesh of all devices, with an axis `stage` of size S.
         layout: The layers of every stage, and the stages of every rank.
-        num_microbatches: M.
+        num_microbatches: M, the microbatches of a call.
         schedule: The order of the actions of each rank. None without a pipeline.
         ticks: The schedule in lock-step, for an engine that runs it so.
         remat: A wrapper of stages, which decides what a forward stores for the backward.
@@ -140,6 +141,8 @@ class Engine:
         layer_keys: `(plan, dropout keys, frozen) -> keys`, what the layers of a stage are given
             besides weights and inputs: a pair of a dropout key and frozen parameters. Leaves of
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
+        layer_shapes: `(stages, kind or None) -> layer`: shapes and dtypes of one layer, from those
+            of stored stages; of this kind if layers are of several.
         stage: `(plan, layer) -> stage`, which runs the layers of one stage.
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [A * M, D, ...], where D is the number of devices that divide the
@@ -196,6 +199,7 @@ class Engine:
     own_copy: Callable[[dict[str, PyTree]], PyTree]
     sum_shared: Callable[[PipelinePlan, PyTree], tuple[PyTree, PyTree]]
     layer_keys: Callable[[PipelinePlan, Any, PyTree], Any]
+    layer_shapes: Callable[[PyTree, str | None], PyTree]
     stage: Callable[[PipelinePlan, Any], Callable]
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
@@ -215,5 +219,9 @@ class Engine:
 
     @property
     def runs_ticks(self) -> bool:
-        """Whether it runs any schedule as ticks of one program, which `prepare` returns."""
+        """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""
         return self.runs_schedules and not self.program_per_rank
+
+    def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the stages that each rank stores; None if leaves stack all stages."""
+        return stored_stages(schedule) if schedule and self.per_stage_state else None

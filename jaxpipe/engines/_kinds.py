@@ -42,13 +42,13 @@ def with_kinds(engine: Engine) -> Engine:
     def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.layer_keys(plan, dropout, frozen)
-        plans, found, first = _plans(engine, plan), {}, 0
+        plans, keys_by_kind, first = _plans(engine, plan), {}, 0
         for kind, count in plan.kinds:
             keys = jax.tree.map(lambda leaf: leaf[first : first + count], dropout)  # noqa: B023
             is_list = isinstance(frozen, list)
             of_kind = [stage.get(kind) for stage in frozen] if is_list else frozen[kind]
-            found[kind], first = engine.layer_keys(plans[kind], keys, of_kind), first + count
-        return _stages(plans, found)
+            keys_by_kind[kind], first = engine.layer_keys(plans[kind], keys, of_kind), first + count
+        return _stages(plans, keys_by_kind)
 
     def stage(plan: PipelinePlan, layers: Any) -> Callable:
         if not plan.kinds:
@@ -153,9 +153,9 @@ def _slices_in_order(stages: dict[str, Callable]) -> Callable:
             if kind not in weights:
                 continue
             of_kind = None if past.earlier is None else past.earlier[kind]
-            given = replace(past, earlier=of_kind)
-            x, aux, made = run(weights[kind], x, inputs_m, keys[kind], given)
-            sums, earlier[kind], new[kind] = _sum_by_name(sums, aux), made.earlier, made.new
+            past_of_kind = replace(past, earlier=of_kind)
+            x, aux, new_past = run(weights[kind], x, inputs_m, keys[kind], past_of_kind)
+            sums, earlier[kind], new[kind] = _sum_by_name(sums, aux), new_past.earlier, new_past.new
         return x, sums, replace(past, earlier=earlier, new=new)
 
     return stage

@@ -40,7 +40,7 @@ def check_cap(memory_cap: float | None, least: float, reason: str, instead: str)
         least: The microbatches of a whole rank that the engine stores at least.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If the cap is below `least`.
     """
     if memory_cap is not None and memory_cap < least - _ROUNDING:
         raise ValueError(
@@ -50,5 +50,5 @@ def check_cap(memory_cap: float | None, least: float, reason: str, instead: str)
 
 
 def _activations_per_microbatch(schedule: Schedule) -> float:
-    """Returns how many activations the forwards of a microbatch store on a rank, on average."""
+    """Returns the activations that the forwards of a microbatch store on a rank, on average."""
     return schedule.num_stages * num_slices(schedule) / num_ranks(schedule)

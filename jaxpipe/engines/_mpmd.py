@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import run_layers, run_sliced_layers
-from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
+from ..mpmd import api as mpmd_api
 from ..schedules import Costs, Schedule, Timeline, check, language
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
@@ -59,6 +59,12 @@ def _layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: list[PyTree]) -> li
     return list(zip(_stack(plan, dropout), frozen, strict=True))
 
 
+def _layer_shapes(stages: list[PyTree], kind: str | None) -> PyTree:
+    """Returns shapes of one layer, without the dim of layers, from a stage that has this kind."""
+    layers = next(s if kind is None else s[kind] for s in stages if kind is None or kind in s)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+
+
 def _share(plan: PipelinePlan, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
     """Gives every stage what all layers share; and as keys [layers, 0] leaves if it has none."""
 
@@ -87,7 +93,7 @@ def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
 
 def _check_call(name: str) -> None:
     """Raises a `ValueError` if no function is being traced for a program for each rank."""
-    if not is_tracing():
+    if not mpmd_api.is_tracing():
         raise ValueError(
             f"`{name}` is called outside of `pipe.jit`, and the engine 'mpmd' compiles a program "
             f"for each rank. Decorate the function that calls it with `pipe.jit` in place of "
@@ -105,14 +111,14 @@ def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
-    return mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
+    return mpmd_api.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
-    return mpmd_value_and_grad(
+    return mpmd_api.mpmd_value_and_grad(
         model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
     )
 
@@ -134,22 +140,24 @@ def _init(plan: PipelinePlan, make: Callable[[], dict[str, Any]], tied: bool) ->
     """Makes the weights of every rank by a program of its own."""
     shapes = jax.eval_shape(make)
     leaves, tree = jax.tree.flatten(_shardings(plan, shapes, tied))
-    found: list[dict[int, jax.Array]] = [{} for _ in leaves]
+    arrays_by_rank: list[dict[int, jax.Array]] = [{} for _ in leaves]
     for rank in leaves[0].mpmd_mesh.local_ranks:
         held = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
 
         def make_held(held: list[int] = held) -> list[jax.Array]:
-            made = jax.tree.leaves(make())
-            return [made[i] for i in held]
+            values = jax.tree.leaves(make())
+            return [values[i] for i in held]
 
         arrays = jax.jit(make_held, out_shardings=[leaves[i].of_rank(rank) for i in held])()
         for i, array in zip(held, arrays, strict=True):
-            found[i][rank] = array
-    made = [
+            arrays_by_rank[i][rank] = array
+    mpmd_arrays = [
         mpmd.MpmdArray.of_ranks(arrays, sharding, shape.shape, shape.dtype)
-        for arrays, sharding, shape in zip(found, leaves, jax.tree.leaves(shapes), strict=True)
+        for arrays, sharding, shape in zip(
+            arrays_by_rank, leaves, jax.tree.leaves(shapes), strict=True
+        )
     ]
-    return tree.unflatten(made)
+    return tree.unflatten(mpmd_arrays)
 
 
 def _shardings(
@@ -187,13 +195,13 @@ def _rank_bytes(
     plan: PipelinePlan, weights: dict[str, Any], tied: bool, *, copies: bool = False
 ) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, as stored or with `copies`."""
-    found = [0] * plan.mesh.shape["stage"]
+    bytes_by_rank = [0] * plan.mesh.shape["stage"]
     where = jax.tree.leaves(_shardings(plan, weights, tied, copies=copies))
     for leaf, sharding in zip(jax.tree.leaves(weights), where, strict=True):
         for rank in sharding.mpmd_idxs:
             shape = sharding.of_rank(rank).shard_shape(leaf.shape)
-            found[rank] += math.prod(shape) * leaf.dtype.itemsize
-    return tuple(found)
+            bytes_by_rank[rank] += math.prod(shape) * leaf.dtype.itemsize
+    return tuple(bytes_by_rank)
 
 
 def _put_like(
@@ -267,6 +275,7 @@ MPMD = Engine(
     own_copy=itemgetter("shared"),
     sum_shared=_sum_shared,
     layer_keys=_layer_keys,
+    layer_shapes=_layer_shapes,
     stage=_stage,
     value=_value,
     value_and_grad=_value_and_grad,

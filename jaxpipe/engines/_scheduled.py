@@ -146,6 +146,7 @@ SCHEDULED = Engine(
     own_copy=_stacked.own_copy,
     sum_shared=_stacked.sum_shared,
     layer_keys=_stacked.layer_keys,
+    layer_shapes=_stacked.layer_shapes,
     stage=_stacked.stage,
     value=_value,
     value_and_grad=_value_and_grad,

@@ -31,6 +31,12 @@ from .fsdp import (
 from .fsdp._frozen_shards import gathering, to_shards
 
 
+def layer_shapes(stages: PyTree, kind: str | None) -> PyTree:
+    """Returns shapes of one layer, without the dims of repeats, ranks and layers."""
+    layers = stages if kind is None else stages[kind]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[3:], x.dtype), layers)
+
+
 def check_call(name: str) -> None:
     """Checks nothing: one program may be part of any other."""
     del name
@@ -115,7 +121,7 @@ def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTre
 
 
 def own_copy(stage: dict[str, PyTree]) -> PyTree:
-    """Returns what all layers share, from the [1, ...] copies of a stage."""
+    """Returns the parameters that all layers share, from the [1, ...] copies of a stage."""
     return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
 
 
@@ -127,7 +133,7 @@ def sum_shared(plan: PipelinePlan, stages: dict[str, PyTree]) -> tuple[PyTree, P
 
 
 def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
-    """Returns what layers are given besides weights and inputs, with the layer mask if needed.
+    """Returns the keys of layers: dropout, frozen parameters and, if needed, the layer mask.
 
     Args:
         dropout: [L, ...] dropout keys, or ().
@@ -235,12 +241,12 @@ def shardings(
     del tied
 
     stage = None, stage_axis, None
-    found = {}
+    by_group = {}
     for group, tree in weights.items():
         lead = stage if group == "stages" else ()
         specs = param_spec_tree(group, tree, plan.mesh, plan.param_specs, lead)
-        found[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
-    return found
+        by_group[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
+    return by_group
 
 
 def rank_bytes(

@@ -78,8 +78,8 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         return eqx.tree_at(where, _with_values(tree, outer), whole)
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
-        given = with_values(module, dict(outer), dict(stack))
-        return call(given, batch, key) if takes_key else call(given, batch)
+        filled = with_values(module, dict(outer), dict(stack))
+        return call(filled, batch, key) if takes_key else call(filled, batch)
 
     def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
         return with_values(params, outer, stack)
@@ -94,15 +94,15 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
 
 
 def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
-    found = where(module)
-    if not isinstance(found, list | tuple) or not found:
+    layer_list = where(module)
+    if not isinstance(layer_list, list | tuple) or not layer_list:
         raise ValueError(
-            f"`layers` names {type(found).__name__}. Give the attribute with the list or tuple of "
-            "layers, or a function from the module to it."
+            f"`layers` names {type(layer_list).__name__}. Give the attribute with the list or "
+            "tuple of layers, or a function from the module to it."
         )
     _check_no_state(module)
     takes_key = len(inspect.signature(call).parameters) == 3
-    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is found)
+    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer_list)
     names = _names(params, where)
 
     def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -124,9 +124,11 @@ def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) 
         return jax.tree.unflatten(tree, new)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
-        hooks = [_EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(found)]
+        hooks = [
+            _EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(layer_list)
+        ]
         leaves = [
-            hooks if leaf is found else outer.get(jax.tree_util.keystr(path), leaf)
+            hooks if leaf is layer_list else outer.get(jax.tree_util.keystr(path), leaf)
             for path, leaf in named[0]
         ]
         with_hooks = jax.tree.unflatten(named[1], leaves)
@@ -135,7 +137,7 @@ def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) 
     outer, layers = split(params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
     of_outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer)
-    layer_names = [f"layers[{i}]" for i in range(len(found))]
+    layer_names = [f"layers[{i}]" for i in range(len(layer_list))]
     return CutModule(run, split, join, of_outer, shapes, layer_names, takes_key, vmap)
 
 

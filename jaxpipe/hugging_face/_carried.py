@@ -90,10 +90,10 @@ def _config_values(source: Path) -> dict[str, Any]:
 
 
 def _token_ids(file: Path) -> dict[str, Any]:
-    found = parse_json(read_text(file, most_bytes=MEGABYTE), str(file)) if is_file(file) else {}
-    if not isinstance(found, dict):
+    values = parse_json(read_text(file, most_bytes=MEGABYTE), str(file)) if is_file(file) else {}
+    if not isinstance(values, dict):
         raise ValueError(f"{file} is not a JSON object. Remove it, or convert the model again.")
-    return {name: found[name] for name in TOKEN_IDS if name in found}
+    return {name: values[name] for name in TOKEN_IDS if name in values}
 
 
 def _read(file: Path) -> bytes:

@@ -169,15 +169,15 @@ def to_hugging_face(
         parts = leaf_slices(block, sizes, layers_after)
         saved = _check_saved_leaves(checkpoints, step, block, sizes, layers_after)
         stored = dtype or saved["embed/table"][1]
-        shapes = {part.tensor: part.shape for found in parts.values() for part in found}
-        wanted = {
+        shapes = {part.tensor: part.shape for slices in parts.values() for part in slices}
+        new_tensors = {
             name: (NAMES[stored], shapes[name]) for name in sorted(shapes, key=_layer_sort_key)
         }
         with atomic_folder(destination) as new:
-            tensors = create_files(new, wanted, max_shard_bytes)
-            for path, found in parts.items():
+            tensors = create_files(new, new_tensors, max_shard_bytes)
+            for path, slices in parts.items():
                 leaf = restore_leaf(checkpoints, step, f"weights/{path}")
-                for part in found:
+                for part in slices:
                     part.tensor_view(map_tensor(tensors[part.tensor], writable=True))[...] = (
                         part.leaf_view(leaf)
                     )
@@ -241,11 +241,11 @@ def _without_buffers(
     tensors: dict[str, StoredTensor], sizes: ModelConfig
 ) -> dict[str, StoredTensor]:
     """Removes buffers, and the copy of a tied embedding, from the tensors."""
-    found = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
-    head, table = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    kept = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
+    head, table = kept.get("lm_head.weight"), kept.get("model.embed_tokens.weight")
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
     if not tied or head is None or table is None:
-        return found
+        return kept
     if head.dtype != table.dtype or not np.array_equal(
         map_tensor(head).view(np.uint8), map_tensor(table).view(np.uint8)
     ):
@@ -253,23 +253,25 @@ def _without_buffers(
             f"{head.file}: tensor lm_head.weight is not model.embed_tokens.weight, and "
             "`tie_word_embeddings` is true. Set it to false if the model has a head of its own."
         )
-    return {name: x for name, x in found.items() if name != "lm_head.weight"}
+    return {name: x for name, x in kept.items() if name != "lm_head.weight"}
 
 
 def _check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], parts: LeafSlices) -> None:
     """Checks that the tensors are exactly those of the model, in its shapes."""
-    wanted = {part.tensor: part.shape for found in parts.values() for part in found}
+    expected_shapes = {part.tensor: part.shape for slices in parts.values() for part in slices}
     problems = [
         f"{x.file}: tensor {name} is {[*x.shape]}, and the model of config.json has "
-        f"{[*wanted[name]]}"
+        f"{[*expected_shapes[name]]}"
         for name, x in tensors.items()
-        if name in wanted and x.shape != wanted[name]
+        if name in expected_shapes and x.shape != expected_shapes[name]
     ]
-    problems += [f"{folder}: tensor {name} is missing" for name in wanted if name not in tensors]
+    problems += [
+        f"{folder}: tensor {name} is missing" for name in expected_shapes if name not in tensors
+    ]
     problems += [
         f"{x.file}: tensor {name} is not in the model of config.json"
         for name, x in tensors.items()
-        if name not in wanted
+        if name not in expected_shapes
     ]
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
@@ -311,9 +313,9 @@ def _check_saved_leaves(
     """Returns the saved leaf specs, which must be those of the model, all of one dtype."""
     saved = saved_leaf_specs(checkpoints, step, "weights")
     dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
-    wanted = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
+    expected = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
     where = f"{checkpoints.directory} step {step}"
-    check_same_leaves(saved, leaf_specs(wanted), where, "The checkpoint is corrupt.")
+    check_same_leaves(saved, leaf_specs(expected), where, "The checkpoint is corrupt.")
     return saved
 
 
@@ -324,7 +326,7 @@ def _summarize(
     dtype: str,
     carried: Iterable[str],
 ) -> ConversionSummary:
-    shapes = {part.tensor: part.shape for found in parts.values() for part in found}
+    shapes = {part.tensor: part.shape for slices in parts.values() for part in slices}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     files = {x.file for x in tensors.values()}
     return ConversionSummary(block, count, len(shapes), len(files), dtype, tuple(carried))

@@ -35,7 +35,8 @@ def model(
 
     Args:
         module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
-        variables: What `module.init` returned, or the parameters in it; arrays or shapes.
+        variables: The variables that `module.init` returned, or the parameters among them; arrays
+            or shapes.
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
             ...; with the path before it if there are several: "decoder/block". Or a function from
             the path of a submodule to the index of the layer, or None. Or the name of a submodule
@@ -79,22 +80,22 @@ def model(
     stack = _stack_path(flat, layers)
     paths = [stack] if stack else _layer_paths(flat, layers)
     split, join, params_of = _groups(flat, paths, variables, is_variables)
-    outer, found = jax.tree.map(_shape_of, split(variables))
+    outer, layer_params = jax.tree.map(_shape_of, split(variables))
     if stack:
-        cut = _cut_at_scan(apply, split, join, params_of, found[0], "/".join(stack))
+        cut = _cut_at_scan(apply, split, join, params_of, layer_params[0], "/".join(stack))
         cut = replace(cut, outer=outer, takes_key=bool(rngs))
         loss = with_sown_losses(loss, dict(sown or {}))
         return cut_model(cut, loss, batch, stacked=True), variables
     names = ["/".join(path) for path in paths]
     run = _run_with_hooks(apply, params_of, paths)
-    cut = CutModule(run, split, join, outer, found, names, bool(rngs))
+    cut = CutModule(run, split, join, outer, layer_params, names, bool(rngs))
     return cut_model(cut, loss, batch), variables
 
 
 def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns how variables are taken apart into layers and others, and two inverses."""
+    """Returns a function that divides variables into layers and others, and two inverses."""
     ids, size = {path: i for i, path in enumerate(paths)}, len(paths[0])
 
     def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -103,22 +104,22 @@ def _groups(
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.linen.model` was given."
             )
-        outer, found = {}, [{} for _ in paths]
+        outer, layer_params = {}, [{} for _ in paths]
         for path, leaf in new.items():
             if path[:size] in ids:
-                found[ids[path[:size]]]["/".join(path[size:])] = leaf
+                layer_params[ids[path[:size]]]["/".join(path[size:])] = leaf
             else:
                 outer["/".join(path)] = leaf
-        return outer, found
+        return outer, layer_params
 
-    def params_of(outer: Mapping[str, Any], found: Mapping[int, Any]) -> dict[str, Any]:
+    def params_of(outer: Mapping[str, Any], layer_params: Mapping[int, Any]) -> dict[str, Any]:
         new = {tuple(name.split("/")): leaf for name, leaf in outer.items()}
-        for i, layer in found.items():
+        for i, layer in layer_params.items():
             new |= {(*paths[i], *name.split("/")): leaf for name, leaf in layer.items()}
         return unflatten_dict(new)
 
-    def join(outer: dict[str, Any], found: list[dict[str, Any]]) -> Any:
-        params = params_of(outer, dict(enumerate(found)))
+    def join(outer: dict[str, Any], layer_params: list[dict[str, Any]]) -> Any:
+        params = params_of(outer, dict(enumerate(layer_params)))
         whole = {"params": params} if is_variables else params
         return freeze(whole) if isinstance(variables, FrozenDict) else whole
 
@@ -165,9 +166,11 @@ def _run_with_hooks(apply: Callable, params_of: Callable, paths: list[Path]) -> 
     ids = {path: i for i, path in enumerate(paths)}
     factors: dict[str, float | None] = getattr(apply, "sown")  # noqa: B009
 
-    def run(outer: Any, found: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
+    def run(
+        outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable
+    ) -> Any:
         with nn.intercept_methods(_interceptor(ids, factors, hook)):
-            output, sown = apply(params_of(outer, found), batch, key)
+            output, sown = apply(params_of(outer, layer_params), batch, key)
         names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
         if names:
             raise ValueError(
@@ -201,8 +204,8 @@ def _cut_at_scan(
         return apply(params_of(outer, {0: stack}), batch, key)
 
     def split_stack(given: Any) -> tuple[dict[str, Any], Any]:
-        outer, (found,) = split(given)
-        return outer, found
+        outer, (layer_params,) = split(given)
+        return outer, layer_params
 
     names = [f"{name}[{i}]" for i in range(count)]
     return CutModule(
@@ -228,10 +231,10 @@ def _interceptor(
                 running.pop()
 
         def sown() -> dict[str, Any]:
-            found = dict(context.module.variables)
-            found.pop("params", None)
-            _check_sown(found, factors)
-            return sown_losses(found, factors)
+            collections = dict(context.module.variables)
+            collections.pop("params", None)
+            _check_sown(collections, factors)
+            return sown_losses(collections, factors)
 
         settings = _settings(context.module)
         return hook(LayerCall(index, args, kwargs, run_layer, settings, sown))
@@ -253,10 +256,10 @@ def _layer_paths(flat: dict[Path, Any], layers: Any) -> list[Path]:
     """Returns the paths of all layers, in order."""
     modules = sorted({path[:i] for path in flat for i in range(1, len(path))})
     index_of = layers if callable(layers) else _by_name(str(layers))
-    found = [(index, path) for path in modules if (index := index_of(path)) is not None]
-    paths = [path for _, path in sorted(found)]
+    indexed = [(index, path) for path in modules if (index := index_of(path)) is not None]
+    paths = [path for _, path in sorted(indexed)]
     alike = len({(path[:-1] if isinstance(layers, str) else len(path)) for path in paths}) == 1
-    if not alike or [index for index, _ in sorted(found)] != list(range(len(paths))):
+    if not alike or [index for index, _ in sorted(indexed)] != list(range(len(paths))):
         known = sorted({re.sub(r"\d+$", "N", "/".join(path)) for path in modules})
         raise ValueError(
             f"`layers` is {layers!r}, which names {['/'.join(path) for path in paths][:8]}. It "
@@ -270,10 +273,10 @@ def _stack_path(flat: dict[Path, Any], layers: Any) -> Path | None:
     """Returns the path of the one submodule that has the very name `layers`, if there is one."""
     if callable(layers):
         return None
-    wanted = tuple(str(layers).replace(".", "/").split("/"))
+    suffix = tuple(str(layers).replace(".", "/").split("/"))
     modules = {path[:i] for path in flat for i in range(1, len(path))}
-    found = [path for path in modules if path[-len(wanted) :] == wanted]
-    return found[0] if len(found) == 1 else None
+    matches = [path for path in modules if path[-len(suffix) :] == suffix]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _by_name(layers: str) -> Callable[[Path], int | None]:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..api import Model
 from ..api.cut import CutModule, LayerCall, cut_model
-from ._layer import check_unchanged, weights_of
+from ..compat.maxtext.nnx import check_unchanged, weights_of
 from ._stack import cut_stack
 from ._variables import Path, flat_params, name_of, refuse_state, shape_of, submodule, with_values
 
@@ -49,8 +49,8 @@ def model(
     """
     call = call or (lambda module, batch: module(batch))
     *owner_path, name = [int(part) if part.isdigit() else part for part in layers.split(".")]
-    found = getattr(submodule(module, owner_path, layers), str(name), None)
-    is_stack = isinstance(found, nnx.Module) and not isinstance(found, nnx.List)
+    layer_list = getattr(submodule(module, owner_path, layers), str(name), None)
+    is_stack = isinstance(layer_list, nnx.Module) and not isinstance(layer_list, nnx.List)
     cut = (cut_stack if is_stack else _cut)(module, layers, call)
     return cut_model(cut, loss, batch, stacked=is_stack), nnx.state(module, nnx.Param)
 
@@ -60,15 +60,15 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     graph, state = nnx.split(module)
     template = nnx.merge(graph, jax.tree.map(shape_of, state))
     owner = submodule(template, owner_path, layers)
-    found = getattr(owner, str(name), None)
-    if not isinstance(found, list | tuple | nnx.List) or not len(found):
+    layer_list = getattr(owner, str(name), None)
+    if not isinstance(layer_list, list | tuple | nnx.List) or not len(layer_list):
         lists = [key for key, value in vars(owner).items() if isinstance(value, nnx.List)]
         raise ValueError(
-            f"`layers` is {layers!r}, which is {type(found).__name__} in the module. Give the "
+            f"`layers` is {layers!r}, which is {type(layer_list).__name__} in the module. Give the "
             f"attribute with the list of layers; the module has the lists {lists}."
         )
-    split_layers = [nnx.split(layer) for layer in found]
-    names = [f"{layers}[{i}]" for i in range(len(found))]
+    split_layers = [nnx.split(layer) for layer in layer_list]
+    names = [f"{layers}[{i}]" for i in range(len(layer_list))]
     params = nnx.state(template, nnx.Param)
     delattr(owner, str(name))
     outer_graph, outer_state = nnx.split(template)
@@ -93,7 +93,7 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         check_unchanged(weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState))), after)
         return output
 
-    split, join = _groups(params, prefix, len(found))
+    split, join = _groups(params, prefix, len(layer_list))
     of_outer, of_layers = split(params)
     has_streams = [
         any(isinstance(v, nnx.RngKey) for _, v in nnx.to_flat_state(s))
@@ -128,7 +128,7 @@ class _NnxHook:
 
 
 def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Callable]:
-    """Returns how a state of parameters is taken apart into layers and others, and its inverse."""
+    """Returns a function that divides parameters into layers and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
     size = len(prefix)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..api.cut import CutModule
-from ._layer import check_unchanged, weights_of
+from ..compat.maxtext.nnx import check_unchanged, weights_of
 from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with_values
 
 
@@ -39,10 +39,10 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
         values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
-        given = with_values(state, values, key, constants)
-        merged = nnx.merge(graph, given)
+        filled = with_values(state, values, key, constants)
+        merged = nnx.merge(graph, filled)
         output = call(merged, batch)
-        _check_unchanged(given, nnx.state(merged), f"{layers}.")
+        _check_unchanged(filled, nnx.state(merged), f"{layers}.")
         return output
 
     has_streams = any(isinstance(v, nnx.RngKey) for v in kept.values())
@@ -74,17 +74,17 @@ def _num_layers(stack: dict[str, Any], layers: str) -> int:
 def _check_variables(state: dict[Path, Any], prefix: Path) -> None:
     """Raises a `ValueError` if layers have state."""
     stateful = nnx.BatchStat | nnx.Cache | nnx.Intermediate
-    found = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
-    found += [
+    names = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
+    names += [
         f"{name_of(path)} ({type(v).__name__})"
         for path, v in state.items()
         if path[: len(prefix)] == prefix and not isinstance(v, nnx.Param | nnx.RngState | stateful)
     ]
-    refuse_state(found)
+    refuse_state(names)
 
 
 def _groups(params: Any, prefix: Path) -> tuple[Callable, Callable]:
-    """Returns how a state of parameters is taken apart into the stack and others; the inverse."""
+    """Returns a function that divides parameters into the stack and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
     size = len(prefix)
 

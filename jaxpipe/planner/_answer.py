@@ -24,24 +24,24 @@ class Plans:
     """The fastest plans that fit, the fastest first. Prints as a table.
 
     Attributes:
-        request: What they are for.
-        found: The plans, and what else was compared.
+        request: The model and the devices that they are for.
+        best_plans: The plans, and the number of layouts that were compared.
         seconds: The time that the planner took.
     """
 
     request: Request
-    found: BestPlans
+    best_plans: BestPlans
     seconds: float
 
     @property
     def best(self) -> Plan:
         """Returns the fastest plan."""
-        return self.found.plans[0]
+        return self.best_plans.plans[0]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Returns the plans, the fastest first."""
-        return self.found.plans
+        return self.best_plans.plans
 
     def yaml(self, index: int = 0) -> str:
         """Returns the settings of a run by a plan, for `jaxpipe train`.
@@ -115,7 +115,7 @@ class Plans:
             "batch": request.batch,
             "sequence": request.sequence,
             "limit_bytes": request.limit,
-            "num_candidates": self.found.num_candidates,
+            "num_candidates": self.best_plans.num_candidates,
             "seconds": self.seconds,
             "binds": binding(self),
             "runner_up": runner_up(self),
@@ -130,7 +130,7 @@ class Plans:
             f"{devices.name}{slices}: {devices.num_devices} devices of "
             f"{devices.memory_bytes / _GB:.1f} GB, of which {request.limit / _GB:.1f} may be used",
             f"{request.batch:,} sequences of {request.sequence:,} tokens a step; "
-            f"{self.found.num_candidates:,} layouts compared in {self.seconds:.1f} s",
+            f"{self.best_plans.num_candidates:,} layouts compared in {self.seconds:.1f} s",
             "",
             *_time_table(self.plans),
             "",
@@ -241,9 +241,9 @@ def describe(candidate: StepLayout) -> str:
 
 
 def binding(plans: Plans) -> str:
-    """Returns what keeps the best plan from being faster."""
+    """Returns the constraint that keeps the best plan from being faster."""
     best, limit = plans.best, plans.request.limit
-    beyond = plans.found.beyond
+    beyond = plans.best_plans.beyond
     if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
         return (
             f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
@@ -259,7 +259,7 @@ def binding(plans: Plans) -> str:
 
 
 def runner_up(plans: Plans) -> str:
-    """Returns why the second plan is not the first."""
+    """Returns the reason that the second plan is not the first."""
     if len(plans.plans) < 2:
         return ""
     first, second = plans.plans[:2]

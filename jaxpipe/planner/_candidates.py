@@ -33,11 +33,11 @@ class StepLayout:
         across: The axis along which slices lie; "" if there is one.
         engine_name: The name of the engine in configs.
         schedule: The schedule; "" for engines that have their own.
-        chunks: v.
+        chunks: v, the stages on each rank.
         counts: [stages] layers of every stage, in forward order.
-        microbatches: M.
+        microbatches: M, the microbatches of a call.
         accumulation: Calls of the engine in a step.
-        policy: What a layer keeps, a policy of rematerialization.
+        policy: The policy of rematerialization, which says what a layer keeps.
         scope: Whether it is applied to the stage of a tick, to each layer, or to both.
         gather: When weights are gathered.
         vocab_tiling: Parts in which logits are computed.
@@ -94,12 +94,12 @@ class StepLayout:
 
 
 class Live(NamedTuple):
-    """How many microbatches a rank stores at a time.
+    """Numbers of microbatches that a rank stores at a time.
 
     Attributes:
-        residuals: Of which it keeps what a backward reads.
-        wgrad_residuals: Of which I has left something for W.
-        waiting: Whose activations or cotangents wait.
+        residuals: Microbatches whose residuals for a backward are stored.
+        wgrad_residuals: Microbatches whose residuals from I to W are stored.
+        waiting: Microbatches whose activations or cotangents wait for their action.
     """
 
     residuals: int
@@ -139,11 +139,11 @@ def row_shards(sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Space:
-    """What candidates are made from.
+    """The sizes and limits from which candidates are made.
 
     Attributes:
-        devices: The devices.
-        batch: B.
+        devices: The devices of the run.
+        batch: B, sequences of a step.
         sequence: Tokens of a sequence.
         num_layers: L, those of the pipeline.
         num_experts: Experts of a layer; 0 if there are none.

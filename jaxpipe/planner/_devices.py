@@ -51,7 +51,7 @@ class Devices:
 
     @property
     def devices_per_domain(self) -> int:
-        """Returns how many devices fast links join: a host or rack of GPUs, or a slice of TPUs."""
+        """Returns the number of devices that fast links join: of a host or rack, or of a slice."""
         if not self.is_gpu:
             return self.devices_per_slice
         row = device_hardware(self)
@@ -155,7 +155,7 @@ def _slice_shape(row: Hardware, count: int) -> tuple[int, ...]:
 
 
 def device_hardware(devices: Devices) -> Hardware:
-    """Returns what devices and the networks between them do in a second.
+    """Returns the rates of devices and of the networks between them, per second.
 
     Returns:
         The figures of their generation; rough ones for emulated devices on CPUs.
@@ -196,12 +196,12 @@ class AbsentDevice:
     """What a mesh and the checks of a run ask about a device.
 
     Attributes:
-        id: Its index.
-        platform: "tpu" or "gpu".
+        id: The index of the device.
+        platform: Its platform, "tpu" or "gpu".
         device_kind: The name of its kind in JAX.
-        process_index: Its host.
+        process_index: The index of its host.
         coords: Its position on the torus; () for GPUs.
-        slice_index: Its slice.
+        slice_index: The index of its slice.
         core_on_chip: Its index on the chip.
     """
 

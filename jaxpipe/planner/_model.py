@@ -41,7 +41,7 @@ class WeightGroup:
     Attributes:
         parameters: The number of parameters.
         stored: Mesh axes that split them as they are stored.
-        gathered: Those that still split them when a layer reads them.
+        gathered: Mesh axes that still split them when a layer reads them.
         largest: The number of parameters of the largest weight.
     """
 
@@ -84,9 +84,9 @@ class WeightBytes(NamedTuple):
     """Bytes of a parameter.
 
     Attributes:
-        weight: As it is stored, and as each moment of the optimizer is.
-        gradient: Of the sum of its gradients.
-        read: As layers read it.
+        weight: Bytes of the parameter as it is stored, and of each moment of the optimizer.
+        gradient: Bytes of the sum of its gradients.
+        read: Bytes of the parameter as layers read it.
     """
 
     weight: float
@@ -107,14 +107,14 @@ class PlannedModel:
         name: The name of the model.
         layer: The weights of one layer of the pipeline.
         embed: The weights before the pipeline.
-        head: Those of the head.
+        head: The weights of the head.
         num_layers: L, the layers that a pipeline may have.
         outer: The weights of layers among `embed` and `head`, all of them.
         num_outer: The number of these layers.
-        hidden: D.
+        hidden: D, the channels between layers.
         vocab: V; 0 if the loss makes no logits.
-        tensors: What a layer makes for every token, by the name of the tensor.
-        unnamed: What it makes beside these, which no policy keeps but `none`.
+        tensors: Tensors that a layer makes for every token, by name.
+        unnamed: Other tensors that it makes, which only the policy `none` keeps.
         scores: Scores of attention in float32, if it stores them; only `none` keeps them.
         routed: The routed experts of a layer, if it has any.
         expanded: Rows of a token for every expert, where grouped products have no kernel.
@@ -164,14 +164,14 @@ class PlannedModel:
         return tuple(tensor for tensor in self.saved(policy) if not tensor.all_rows)
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
-        """Returns what a layer keeps for its backward beside its input."""
+        """Returns the tensors that a layer keeps for its backward beside its input."""
         if policy == "none":
             return (*(tensor for _, tensor in self.tensors), *self.unnamed)
         names, _ = saved_names(policy)
         return tuple(tensor for name, tensor in self.read if name in names)
 
     def passed_on(self, policy: str) -> tuple[Tensor, ...]:
-        """Returns what a layer keeps, beside `saved`, for the next one to be computed again."""
+        """Returns the tensors that a layer keeps, beside `saved`, to recompute the next one."""
         if policy == "none":
             return ()
         names, _ = saved_names(policy)
@@ -293,7 +293,7 @@ Kernels of attention want the channels of a head there."""
 
 
 def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Returns what a layer makes for every token: by name, and what has none.
+    """Returns the tensors that a layer makes for every token: by name, and those without one.
 
     Channels of a head are padded to a multiple of `lanes`.
     """

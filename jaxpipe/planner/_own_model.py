@@ -29,8 +29,8 @@ class PreparedPipeline(NamedTuple):
     """A pipeline as its engine runs it.
 
     Attributes:
-        engine: The engine.
-        pipeline: The pipeline.
+        engine: The engine that runs it.
+        pipeline: The pipeline as the engine is told it.
     """
 
     engine: Engine

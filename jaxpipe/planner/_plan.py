@@ -47,7 +47,7 @@ def plan(
         num_slices: The number of slices of TPUs.
         memory_gb: The memory of a device that may be used, in 1e9 bytes. Default: 95% of it.
         max_stages: The most ranks of a pipeline.
-        schedule: The schedule.
+        schedule: The schedule that plans must have.
         num_plans: How many plans to return at most.
         params: The parameters of a model of your own, or their shapes.
         example: A batch of it, of any number of rows, or its shapes.
@@ -109,7 +109,7 @@ def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
 
 
 def _nothing_fits(request: Request, best: BestPlans) -> str:
-    """Returns why there is no plan."""
+    """Returns the reason that there is no plan."""
     devices = request.devices
     if best.leanest is None:
         return (

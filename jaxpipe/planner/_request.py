@@ -58,17 +58,17 @@ _CHOSEN = (*_FIXED, *GATHER_KEYS.values(), *_SCOPE_KEYS, "pipeline_layout")
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a plan is for.
+    """The model, the devices and the keys that a plan is for.
 
     Attributes:
-        devices: The devices.
+        devices: The devices of the run.
         batch: Sequences of a step.
         sequence: Tokens of a sequence.
         limit: Bytes of memory that a plan may use on a device.
         model: The model's sizes that decide memory.
-        work: Its work.
+        work: The work of the model per token.
         values: Values of keys of a run that no candidate changes.
-        space: What candidates are made from.
+        space: The sizes and limits from which candidates are made.
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
         own: A model of plain functions; None for one of the trainer's.
@@ -108,7 +108,7 @@ class OwnInputs(NamedTuple):
     """A model of plain functions, with what it is called with.
 
     Attributes:
-        model: The model.
+        model: The model of plain functions.
         params: Its parameters, or their shapes.
         example: A batch, or its shapes.
     """

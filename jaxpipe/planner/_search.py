@@ -33,7 +33,7 @@ class Plan:
     """A layout of a training step, with its predicted time and memory.
 
     Attributes:
-        candidate: The layout.
+        candidate: The layout of the step.
         settings: The keys of a run with this layout.
         memory: Bytes on a device at the peak, by kind.
         time: The time of a step.
@@ -147,7 +147,7 @@ def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
 
 
 def live_exactly(candidate: StepLayout, run: PreparedPipeline) -> Live:
-    """Returns how many microbatches a rank stores at a time, by the tables of its schedule."""
+    """Returns the microbatches that a rank stores at a time, by the tables of its schedule."""
     if run.pipeline.ticks is None:
         return live_at_most(candidate)
     slots = lock_step.tick_tables(run.pipeline.ticks).num_slots

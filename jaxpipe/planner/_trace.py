@@ -93,7 +93,7 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def _repeats(eqn: Any) -> int:
-    """Returns how often the body of a loop or of a kernel runs; 1 where the jaxpr does not say."""
+    """Returns the iterations of a loop or of a kernel; 1 where the jaxpr does not say."""
     if eqn.primitive.name == "pallas_call":
         grid = eqn.params["grid_mapping"].grid
         return math.prod(size for size in grid if isinstance(size, int))

@@ -22,10 +22,10 @@ _GB = 1e9
 
 @dataclass(frozen=True, repr=False)
 class VerifiedPlan:
-    """What is predicted of a plan beside what the compiler says. Prints as a line.
+    """A plan with the figures of the compiler beside the predicted ones. Prints as a line.
 
     Attributes:
-        plan: The plan.
+        plan: The plan that was compiled.
         peak_bytes: The most memory that the program needs on a device.
         step_seconds: Seconds of a step by the compiler's cycles; None but on TPUs.
         busy_seconds: Seconds of them in which a device computes or communicates; likewise.
@@ -39,7 +39,7 @@ class VerifiedPlan:
     compile_seconds: float
 
     def record(self) -> dict[str, Any]:
-        """Returns what the compiler says as plain data, for JSON."""
+        """Returns the figures of the compiler as plain data, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     def __repr__(self) -> str:

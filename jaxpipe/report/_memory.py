@@ -41,7 +41,7 @@ class StepMemory:
 
     Attributes:
         columns: The names of the columns, one per kind of device.
-        parts: The rows.
+        parts: The rows of the table.
         totals: [columns] sums of bytes.
     """
 

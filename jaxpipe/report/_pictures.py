@@ -19,7 +19,7 @@ class Picture:
     """The drawing of a timeline.
 
     Attributes:
-        title: Its title.
+        title: The title of the picture.
         svg: The drawing; "" if it has more than `MAX_ACTIONS` actions.
         bubble: The share of its time in which the busiest rank waits.
     """

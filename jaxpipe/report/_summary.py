@@ -15,8 +15,8 @@ class Card:
     """A figure in large digits.
 
     Attributes:
-        name: Its name.
-        value: The figure.
+        name: The name of the figure.
+        value: The figure as text.
         unit: The unit beside it.
         more: The line below it.
     """
@@ -104,7 +104,7 @@ def _finite(run: RunRecord, name: str) -> np.ndarray:
 def _left(status: Status, seconds: float) -> str:
     if status.kind != "running":
         return f"of {status.done:,} steps"
-    return f"about {_duration(seconds * (status.wanted - status.done))} left"
+    return f"about {_duration(seconds * (status.num_steps - status.done))} left"
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,14 @@
 """Pipelines in one XLA program: `jax.shard_map` over the axis `stage`, the other axes automatic."""
 
-from .circular_engine import circular as circular
-from .ranks import to_ranks as to_ranks
-from .ranks import to_stages as to_stages
-from .weight_gather import Gather as Gather
-from .weight_gather import gather_weights as gather_weights
+import typing
+
+from .. import _lazy
+
+if typing.TYPE_CHECKING:
+    from .circular_engine import circular as circular
+    from .ranks import to_ranks as to_ranks
+    from .ranks import to_stages as to_stages
+    from .weight_gather import Gather as Gather
+    from .weight_gather import gather_weights as gather_weights
+else:
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -184,10 +184,10 @@ def test_a_spec_that_cannot_be_is_refused_before_anything_is_stored():
         sizes,
     )
     refused(
-        "dim 1 of size 24 does not divide over 'tensor' and 'expert' of size 10",
+        "dim 1 of size 24 does not divide over 'tensor' and 'expert' of size 7",
         up(P(None, ("tensor", "expert"))),
         None,
-        {"stage": 1, "tensor": 2, "expert": 5},
+        {"stage": 1, "tensor": 1, "expert": 7},
     )
     refused("no tree prefix of `params`", {"embed": P()})
     wrong_layers = {"embed": None, "layers": [P()], "head": None}

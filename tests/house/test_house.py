@@ -1,6 +1,7 @@
 """The house of docs/architecture.md: who may import whom, and how large a room may be."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import jaxpipe
-
 PACKAGE = Path(__file__).parents[2] / "jaxpipe"
 
 # A folder, or a module in none, may import those named here, and nothing else of jaxpipe.
 MAY_IMPORT: dict[str, set[str]] = {
     # Lazily, at the first use of a name.
     "__init__": {
+        "_lazy",
         "api",
         "cli",
         "equinox",
@@ -31,17 +31,30 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Of `sharding` only `specs`, which imports JAX alone: a constraint that JAX is given in place
     # of another is divided into its explicit and its automatic axes.
     "_compat": {"sharding"},
+    "_lazy": set(),
     "_durable": set(),
     "_exit": set(),
     "_input": set(),
     "devices": set(),
-    "schedules": {"_input"},
+    "schedules": {"_input", "_lazy"},
     "sharding": {"_input"},
     "data": {"_durable", "_input"},
-    "ir": {"_compat"},
-    "autodiff": {"_compat", "ir"},
-    "spmd": {"_compat", "autodiff", "ir", "schedules", "sharding"},
-    "mpmd": {"_compat", "_exit", "_input", "autodiff", "ir", "schedules", "sharding", "xla"},
+    "ir": {"_compat", "_lazy"},
+    "autodiff": {"_compat", "_lazy", "ir"},
+    "spmd": {"_compat", "_lazy", "autodiff", "ir", "schedules", "sharding"},
+    # Of `compat` only JaxPP's names, lazily: they are found in `jaxpipe.mpmd` too.
+    "mpmd": {
+        "_compat",
+        "_exit",
+        "_input",
+        "_lazy",
+        "autodiff",
+        "compat",
+        "ir",
+        "schedules",
+        "sharding",
+        "xla",
+    },
     "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "api": {
         "_compat",
@@ -55,9 +68,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "xla",
     },
     "testing": {"api", "engines", "schedules"},
-    "modules": {"spmd", "autodiff", "sharding"},
-    "linen": {"_input", "api", "modules", "spmd"},
-    "nnx": {"api", "modules"},
+    "compat": {"_input", "autodiff", "mpmd", "schedules", "sharding", "spmd"},
+    "linen": {"api", "compat"},
+    "nnx": {"api", "compat"},
     "equinox": {"api"},
     "models": {"_compat", "autodiff", "sharding"},
     "xla": {"_input", "devices"},
@@ -118,6 +131,10 @@ LARGER_FUNCTIONS = {
 }
 
 
+MAX_CLOSURE_LINES = 24_000
+"""Lines of the modules that `jaxpipe.pipeline` imports. Engines are imported when they run."""
+
+
 def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -175,10 +192,22 @@ def literal(argument: ast.expr, name: str) -> str | None:
     return str(argument.value) if isinstance(argument, ast.Constant) else None
 
 
+FOLDER_OF_NAME = {
+    name: parts[1]
+    for parts, name in (
+        (f"jaxpipe.{node.module or alias.name}".split("."), alias.name)
+        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
+}
+"""The folders from which `jaxpipe` itself imports names."""
+
+
 def arrows(file: Path) -> set[str]:
     """The other packages of jaxpipe that a file imports, also by the names of `jaxpipe` itself."""
     names = {module.split(".")[1] for module in imported(file) if module.startswith("jaxpipe.")}
-    named = {jaxpipe._LAZY.get(name, name) for name in names}
+    named = {FOLDER_OF_NAME.get(name, name) for name in names}
     return named & set(MAY_IMPORT) - {folder(file)}
 
 
@@ -206,7 +235,7 @@ def test_no_import_reaches_behind_the_door_of_another_package():
 
 
 def test_modules_that_are_imported_by_name_are_named_by_literals():
-    """Other names are not seen here: only those that `jaxpipe` itself imports lazily."""
+    """Other names are not seen here: only those that lazy packages import, which they also say."""
     unseen = {
         file.relative_to(PACKAGE).as_posix()
         for file in files()
@@ -214,7 +243,7 @@ def test_modules_that_are_imported_by_name_are_named_by_literals():
         if isinstance(node, ast.Call) and is_import(node)
         if literal(node.args[0], "") is None
     }
-    assert unseen == {"__init__.py"}
+    assert unseen == {"_lazy.py"}
 
 
 @pytest.mark.parametrize(
@@ -248,11 +277,29 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
+def lazy_packages() -> list[str]:
+    """The packages whose names are imported at their first use, without `jaxpipe` itself."""
+    calls = "__getattr__, __dir__, __all__ = _lazy.names(__name__)"
+    lazy = [file for file in files() if file.name == "__init__.py" and calls in file.read_text()]
+    return [module_name(file).removesuffix(".__init__") for file in lazy]
+
+
+@pytest.mark.parametrize("package", lazy_packages())
+def test_lazy_packages_have_all_their_names_and_no_other(package: str):
+    module = importlib.import_module(package)
+    assert set(module.__all__) <= set(dir(module))
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match=f"module {package!r} has no attribute 'no_such_name'"):
+        _ = module.no_such_name
+
+
 def test_every_folder_stands_in_the_table():
     assert {folder(file) for file in files()} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("package", ["devices", "schedules", "_durable", "_exit", "_input"])
+@pytest.mark.parametrize(
+    "package", ["devices", "schedules", "_durable", "_exit", "_input", "_lazy"]
+)
 def test_some_packages_import_only_the_standard_library(package: str):
     for file in files():
         if folder(file) != package:
@@ -301,3 +348,16 @@ import jaxpipe.models, jaxpipe.xla, jaxpipe.cli
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_front_door_imports_engines_and_reports_only_when_they_are_used():
+    program = """
+import sys, jaxpipe
+jaxpipe.pipeline
+files = {m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "jaxpipe"}
+print(sum(len(open(file).readlines()) for file in files))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert 10_000 < int(done.stdout) <= MAX_CLOSURE_LINES

@@ -13,7 +13,7 @@ from harness import frontends
 from harness.frontends import Row
 from jaxpipe import linen, sharding
 from jaxpipe import nnx as nnx_pipelines
-from jaxpipe.modules._method_loop import overridden_methods
+from jaxpipe.compat.maxtext._method_loop import overridden_methods
 
 KEY, WIDTH, M = jax.random.key(2), 8, 4
 

@@ -1,6 +1,8 @@
 """Timelines as text, SVG and Perfetto traces."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from math import floor
 
@@ -155,3 +157,11 @@ def test_the_colours_of_operations_are_those_of_okabe_and_ito():
     boxes = ElementTree.fromstring(text).iter(f"{SVG}rect")
     legend = [box.get("fill") for box in boxes if box.get("width") == "12.00"]
     assert set(legend[:3]) <= okabe_ito
+
+
+def test_a_notebook_draws_schedules_without_an_import_of_the_pictures():
+    program = """
+from jaxpipe.schedules import parse
+assert parse("0F0 0B0")._repr_svg_().startswith("<svg")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

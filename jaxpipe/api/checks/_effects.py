@@ -33,7 +33,7 @@ def check_effects(
     """
     if not engine.pipelines:
         return
-    for name, function, arguments in _functions(model, engine.per_stage_state, weights, batch, key):
+    for name, function, arguments in _functions(model, engine, weights, batch, key):
         closed = jax.make_jaxpr(function)(*arguments)
         if any(map(_is_differentiated, closed.consts)):
             raise ValueError(
@@ -73,19 +73,14 @@ _PROGRAM_PER_RANK = (
 
 
 def _functions(
-    model: Model, per_stage: bool, weights: dict[str, Any], batch: PyTree, key: Any
+    model: Model, engine: Engine, weights: dict[str, Any], batch: PyTree, key: Any
 ) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
     """Yields the name of every function of a model, the function, and shapes of its arguments."""
     shapes = jax.tree.map(shape_of, weights)
     x = jax.eval_shape(model.embed, shapes["embed"], batch, key)
     yield "embed", model.embed, (shapes["embed"], batch, key)
-    stages = shapes["stages"]
     for kind, function in _by_kind(model.layer).items():
-        if per_stage:
-            of_kind = [s if kind is None else s[kind] for s in stages if kind is None or kind in s]
-            layer = _without_dims(of_kind[0], 1)
-        else:
-            layer = _without_dims(stages if kind is None else stages[kind], 3)
+        layer = engine.layer_shapes(shapes["stages"], kind)
         layer = {"layer": layer, "shared": shapes["shared"]} if model.shared else layer
         name = "layer" if kind is None else f"layer[{kind!r}]"
         yield name, function, (layer, x, batch, key)
@@ -100,10 +95,6 @@ def _functions(
 
 def _by_kind(layer: Any) -> dict[str | None, Callable]:
     return dict(layer) if isinstance(layer, Mapping) else {None: layer}
-
-
-def _without_dims(tree: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[count:], x.dtype), tree)
 
 
 def _is_differentiated(x: Any) -> bool:

@@ -115,13 +115,13 @@ def _read_values(settings: list[str]) -> dict[str, Any]:
 
     files = [text for text in settings if is_config_file(text)]
     texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
-    given = [parse_yaml(text, "a file of settings") for text in texts]
-    given += [parse_override(text) for text in settings if text not in files]
-    return {key: value for values in given for key, value in values.items()}
+    mappings = [parse_yaml(text, "a file of settings") for text in texts]
+    mappings += [parse_override(text) for text in settings if text not in files]
+    return {key: value for values in mappings for key, value in values.items()}
 
 
 def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
-    """Returns what the compiler says of a plan, or why it or the trainer refuses the step."""
+    """Returns the figures of the compiler, or the reason that it or the trainer refuses a plan."""
     from ...train.logs import compiling
 
     try:

@@ -46,9 +46,6 @@ def emulate_devices(num_devices: int) -> None:
     Args:
         num_devices: The number of emulated devices.
 
-    Returns:
-        None.
-
     Raises:
         ValueError: If JAX has used devices before and cannot start again, or `XLA_FLAGS` asks for
             another number.

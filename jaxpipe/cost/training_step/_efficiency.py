@@ -22,14 +22,14 @@ class Efficiency:
     """The fractions of the peaks of a device that programs reach.
 
     Attributes:
-        products: Of the peak of large matrix products in the dtype of the run.
-        head: Of the peak in bfloat16, in the products of the head.
+        products: The fraction of the peak, in the dtype of the run, of large matrix products.
+        head: The fraction of the peak in bfloat16 of the products of the head.
         experts: Products of experts, as a fraction of what equally large ones reach.
-        attention: Of the peak in bfloat16, in fused attention.
-        memory: Of the bandwidth of memory, in elementwise operations and the optimizer.
-        links: Of the bandwidth of links, in large collectives.
-        network: Of the bandwidth of the network, in large collectives.
-        kernel_seconds: What each operation takes beside its work.
+        attention: The fraction of the peak in bfloat16 of fused attention.
+        memory: The fraction of the memory bandwidth in elementwise operations and the optimizer.
+        links: The fraction of the bandwidth of links in large collectives.
+        network: The fraction of the bandwidth of the network in large collectives.
+        kernel_seconds: The seconds that each operation takes beside its work.
     """
 
     products: float

@@ -5,6 +5,7 @@ T tokens of a microbatch on a device.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 
 from ...devices import Hardware
 from ..work import LayerWork, Product
@@ -18,13 +19,15 @@ from ._network import (
     all_to_all_seconds,
     make_group,
 )
-from ._product_time import Size, product_seconds
 
 Seconds = dict[str, float]
 """Seconds by kind of work: the names of `Prediction.parts`."""
 
 _BACKWARD_ATTENTION = 2.5  # with the scores computed again: 5 products for 2
 _BACKWARD_ELEMENTWISE = 1.5
+_TILE = 128  # rows and columns of the tiles that matrix units compute
+
+Size = int | float
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[floa
 def _on_one_device(
     product: Product, layer: LayerWork, layout: Layout
 ) -> tuple[Size, Size, Size, Size]:
-    """Returns how many products a device computes, and their sizes."""
+    """Returns the number of products that a device computes, and their sizes."""
     t, T = layout.tensor, layout.tokens
     if product.split == "expert":
         over = layout.expert * (t if layout.experts_over_tensor else 1)
@@ -210,3 +213,20 @@ def _domains(chosen: int, group: Group) -> float:
 
 
 _HIDDEN = 0.7  # of a collective that runs beside products which depend on its parts
+
+
+def product_seconds(
+    m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
+) -> float:
+    """Returns the seconds of a product of [m, k] by [k, n]: a roofline, and then the writing.
+
+    The result is written after it is computed, which makes products with a short contracted dim
+    inefficient.
+    """
+    operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
+    memory_rate = hardware.memory_bandwidth * reached.memory
+    return max(operations, 2.0 * (m * k + k * n) / memory_rate) + 2.0 * m * n / memory_rate
+
+
+def _padded(size: Size) -> int:
+    return ceil(size / _TILE) * _TILE

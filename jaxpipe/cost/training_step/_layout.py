@@ -26,9 +26,9 @@ class Layout:
         rows: Sequences of a microbatch on one device group that divides the batch.
         sequence: Tokens of a sequence.
         schedule: A name of `jaxpipe.schedules`, a schedule, or None for no pipeline.
-        chunks: Stages per rank.
+        chunks: The number of stages on each rank.
         layers_per_stage: [stages, in forward order] layers; None for as even as possible.
-        remat: What is computed again in the backward.
+        remat: The part of a forward that is computed again in the backward.
         recomputed: The fraction of a forward that is computed again; None for that of `remat`.
         gather: When weights that `fsdp` shares are gathered: for every action ("tick"), once for
             the microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer
@@ -113,5 +113,5 @@ class Layout:
         return getattr(self, axis)
 
     def stride(self, axis: str) -> int:
-        """Returns how far apart neighbours along an axis are, in devices."""
+        """Returns the distance of neighbours along an axis, in devices."""
         return prod(self.size(nearer) for nearer in self.order[self.order.index(axis) + 1 :])

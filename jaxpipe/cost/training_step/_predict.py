@@ -35,14 +35,14 @@ class Prediction:
     """The predicted time of a step.
 
     Attributes:
-        seconds: Of a step.
+        seconds: The time of a step.
         parts: Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
             "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is
             exposed of communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
             "point_to_point", "experts" and "context".
-        network_seconds: What of the communication in `parts` crosses the network between hosts or
-            slices.
-        tokens_per_second: Of all devices.
+        network_seconds: The seconds of the communication in `parts` that crosses the network
+            between hosts or slices.
+        tokens_per_second: The tokens that all devices together process in a second.
         model_flops_utilization: Operations of forward and backward, as `flops_per_token` counts
             them, divided by the peak of the devices in bfloat16.
         bubble_fraction: The part of the schedule's time in which even the busiest rank waits.

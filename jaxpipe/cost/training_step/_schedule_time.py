@@ -120,7 +120,7 @@ def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
 
 
 def num_transfers(schedule: Schedule) -> tuple[int, ...]:
-    """Returns how many hand-overs an F, or an I, of every stage receives and sends.
+    """Returns the number of hand-overs that an F, or an I, of every stage receives and sends.
 
     A device that neither computes beside a transfer nor buffers it waits for each of them.
 

@@ -1,10 +1,9 @@
 """Seconds of the stages of a model for one microbatch: layers, gathers, embedding and head."""
 
 from ..work import LayerWork, ModelWork
-from ._layer_time import ActionSeconds, Device, Seconds, add, layer_seconds
+from ._layer_time import ActionSeconds, Device, Seconds, add, layer_seconds, product_seconds
 from ._layout import Layout
 from ._network import all_gather_seconds, make_group
-from ._product_time import product_seconds
 
 _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradient
 

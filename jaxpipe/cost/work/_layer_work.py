@@ -11,8 +11,8 @@ class Product:
     """A matrix product of [tokens, k] by [k, n].
 
     Attributes:
-        k: The contracted size.
-        n: The size of the result.
+        k: The size of the contracted dim.
+        n: The size of the dim that it makes.
         split: How tensor parallelism divides it: the columns of the weight ("column": n), its rows
             ("row": k), or not at all ("none"). Weights of experts ("expert") are divided over
             devices by expert.
@@ -30,7 +30,7 @@ class Attention:
     """The part of attention that grows with the length of a sequence.
 
     Attributes:
-        heads: Query heads.
+        heads: The number of query heads.
         qk_channels: Channels of a head in queries and keys.
         v_channels: Channels of a head in values.
         kv_channels: Channels of keys and values of all heads together, which context parallelism
@@ -82,7 +82,7 @@ class LayerWork:
         dense_parameters: Weights outside of experts.
         expert_parameters: Weights of all its experts.
         num_experts: Its experts that tokens choose from; 0 if it has none.
-        active_experts: Those that a token chooses.
+        active_experts: The number of experts that a token chooses.
         activations: Bytes kept per token on a device that holds the whole layer.
         elementwise_bytes: Bytes that operations other than products read and write in a forward,
             of those that tensor parallelism divides.
@@ -92,8 +92,9 @@ class LayerWork:
         boundary_bytes: Bytes of a token between layers.
         expert_boundary_bytes: Bytes of a token on its way to one expert.
         weight_bytes: Bytes of a weight while it is gathered.
-        row_bytes: What of `elementwise_bytes` copies, sorts and sums a token's rows for experts.
-        inner_row_bytes: What of them is inside of the experts.
+        row_bytes: The part of `elementwise_bytes` that copies, sorts and sums a token's rows for
+            experts.
+        inner_row_bytes: The part of `row_bytes` inside of the experts.
     """
 
     name: str
@@ -121,7 +122,7 @@ class ModelWork:
 
     Attributes:
         layers: The kinds of layers, from the first to the last.
-        hidden: Channels between layers.
+        hidden: The number of channels between layers.
         vocab: Rows of the embedding, and columns of the head.
         embedding_parameters: Weights of the embedding.
         head_parameters: Weights of the head; 0 if it is tied to the embedding.

@@ -15,7 +15,7 @@ class Experts:
 
     Attributes:
         num: Experts that tokens choose from.
-        active: Those that a token chooses.
+        active: The number of experts that a token chooses.
         width: Width of one expert.
         shared: Experts that every token passes, of the same width.
         dense_layers: Layers at the start of the model that have an MLP instead.

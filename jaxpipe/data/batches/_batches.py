@@ -38,7 +38,7 @@ class Batches:
     """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step.
 
     Attributes:
-        batch_size: B.
+        batch_size: B, the rows of a batch.
         rows: A function from a step and n row ids, 0 to B - 1, to these rows, [n, T].
         num_targets: A function from a step to the sum of `target_weights` over its rows.
         decided_by: The settings and files that determine the rows, by name, as JSON values.
@@ -86,7 +86,7 @@ def synthetic_batches(
         vocab_size: Ids are drawn from 0 to `vocab_size - 1`.
         batch_size: B, the number of rows of a batch.
         length: T, the number of tokens of a row.
-        seed: The seed.
+        seed: The seed of the tokens.
         stream: Distinguishes independent streams of one seed, such as training and evaluation.
 
     Returns:
@@ -131,8 +131,8 @@ def corpus_batches(
 
     Args:
         corpora: From `tokenize` or `read_corpus`.
-        batch_size: B.
-        length: T.
+        batch_size: B, the rows of a batch.
+        length: T, the tokens of a row.
         packing: Whether a row may hold several documents.
         shuffle_seed: 0 to 2**32 - 1, or None to keep the order of each corpus in every epoch.
         weights: The relative share of the rows of each corpus. Default: equal shares.
@@ -236,14 +236,14 @@ class SinglePassBatches(FiniteBatches):
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
     def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
-        found = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
+        origins = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
         empty = empty_row(self.sources[0].length)
-        return stack_rows([rows[i] if rows is not None else empty for rows, i in found])
+        return stack_rows([rows[i] if rows is not None else empty for rows, i in origins])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
-        found = [self._found(first + row_id) for row_id in range(self.batch_size)]
-        return sum(rows.num_targets(i) for rows, i in found if rows is not None)
+        origins = [self._found(first + row_id) for row_id in range(self.batch_size)]
+        return sum(rows.num_targets(i) for rows, i in origins if rows is not None)
 
     def _found(self, row_id: int) -> tuple[CorpusRows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""

@@ -26,8 +26,8 @@ class CorpusRows:
     tokens beyond T are dropped.
 
     Attributes:
-        corpus: The corpus.
-        length: T.
+        corpus: The tokens of all documents.
+        length: T, the tokens of a row.
         packing: Whether a row may have several documents.
     """
 

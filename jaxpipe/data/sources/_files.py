@@ -32,8 +32,8 @@ def resolve_files(path: str, kind: SourceType, *, key: str) -> list[Path] | list
     if path.startswith(BUILTIN):
         return [_builtin(path, kind, key)]
     if os.path.isdir(path):
-        found = (file for file in Path(path).rglob("*") if file.suffix in SUFFIXES[kind])
-        files = sorted(file for file in found if is_file(file))
+        candidates = (file for file in Path(path).rglob("*") if file.suffix in SUFFIXES[kind])
+        files = sorted(file for file in candidates if is_file(file))
         if not files:
             raise ValueError(
                 f"`{key}` names {path!r}, a folder without "

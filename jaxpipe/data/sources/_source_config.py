@@ -32,7 +32,7 @@ class Source(BaseModel):
     """A source of documents: files, and how they are read.
 
     Attributes:
-        type: What the files hold: text; jsonl: an object a line; parquet; arrow (IPC files and
+        type: The format of the files: text; jsonl: an object a line; parquet; arrow (IPC files and
             streams, Feather); or tokens: ids, one after the other.
         files: Files, and folders, for all files in them that are named so.
         weight: The share of rows, relative to the other sources of a mixture.

@@ -74,11 +74,11 @@ def _check_column(schema: "pyarrow.Schema", column: str, file: Path) -> None:
             f"{short_list(schema.names)}. Set `text_field` to the one that "
             "holds the text."
         )
-    found = schema.field(column).type
-    inner = found.value_type if types.is_dictionary(found) else found
+    column_type = schema.field(column).type
+    inner = column_type.value_type if types.is_dictionary(column_type) else column_type
     if not (types.is_string(inner) or types.is_large_string(inner) or types.is_string_view(inner)):
         raise ValueError(
-            f"{str(file)!r} has {found} in the column {column!r}. Set `text_field` to one of "
+            f"{str(file)!r} has {column_type} in the column {column!r}. Set `text_field` to one of "
             "strings."
         )
 

@@ -27,7 +27,7 @@ class TokenFile:
     """A file of token ids.
 
     Attributes:
-        path: The path.
+        path: The path of the file.
         tokens: [n] the ids, mapped into memory.
         num_bytes: The size of the file when it was opened.
     """
@@ -48,7 +48,7 @@ class TokenFiles:
     """Several files as one stream of ids.
 
     Attributes:
-        files: The F files.
+        files: The F files, in order.
         ends: [F] the offset at which each file ends, exclusive.
         checksum: The CRC-32 of all ids.
     """
@@ -60,12 +60,12 @@ class TokenFiles:
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         """Returns the ids at some offsets of the joined files."""
         file_of = np.searchsorted(self.ends, offsets, side="right")
-        found = np.empty(len(offsets), np.int64)
+        tokens = np.empty(len(offsets), np.int64)
         for i in np.unique(file_of):
             is_in_file = file_of == i
             start = self.ends[i - 1] if i else 0
-            found[is_in_file] = self.files[i][offsets[is_in_file] - start]
-        return found
+            tokens[is_in_file] = self.files[i][offsets[is_in_file] - start]
+        return tokens
 
 
 def open_token_files(
@@ -127,13 +127,13 @@ def _open_token_file(path: Path, dtype: str) -> TokenFile:
                 "integers."
             )
     else:
-        wanted = np.dtype(dtype).newbyteorder("<")
-        if size % wanted.itemsize:
+        token_dtype = np.dtype(dtype).newbyteorder("<")
+        if size % token_dtype.itemsize:
             raise ValueError(
                 f"{str(path)!r} has {size} bytes, which are no whole number of {dtype}. Set "
                 "`token_dtype` to what it holds."
             )
-        tokens = np.memmap(path, wanted, mode="r") if size else np.zeros(0, wanted)
+        tokens = np.memmap(path, token_dtype, mode="r") if size else np.zeros(0, token_dtype)
     if not len(tokens):
         raise ValueError(f"{str(path)!r} holds no token. Remove it.")
     return TokenFile(path, tokens, size)

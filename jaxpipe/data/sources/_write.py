@@ -37,8 +37,8 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
 
     Args:
         file: The new file, whose name ends with .bin.
-        documents: The texts.
-        tokenizer: The tokenizer.
+        documents: The texts of the documents.
+        tokenizer: The tokenizer of the texts.
 
     Returns:
         The counts, and the settings with which the file is read.

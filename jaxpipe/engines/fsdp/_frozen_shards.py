@@ -88,7 +88,7 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
 
 
 def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
-    """Returns how the keys of a stage are sharded over manual axes, None if they are whole."""
+    """Returns the specs of the keys of a stage over manual axes, None if they are whole."""
 
     def is_shards(x: Any) -> bool:
         return isinstance(x, FrozenShards)

@@ -65,10 +65,10 @@ def param_spec(
         name: The path of the parameter, from its group on. A frozen one may have `.value` behind.
     """
     shape, table = jnp.shape(leaf)[len(lead) :], dict(specs)
-    given = table.get(name, table.get(name.removesuffix(".value")))
-    if given is None:
+    spec = table.get(name, table.get(name.removesuffix(".value")))
+    if spec is None:
         return PartitionSpec(*lead, *fsdp_axes(shape, mesh))
-    axes = (tuple(axes_of_dim(dim)) for dim in given)
+    axes = (tuple(axes_of_dim(dim)) for dim in spec)
     dims = [names if len(names) > 1 else names[0] if names else None for names in axes]
     return PartitionSpec(*lead, *dims, *(None,) * (len(shape) - len(dims)))
 

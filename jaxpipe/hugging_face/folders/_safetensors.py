@@ -33,7 +33,7 @@ class StoredTensor:
     """The location of a tensor in a file.
 
     Attributes:
-        file: The file.
+        file: The file that has it.
         start: Its first byte there.
         dtype: A key of `DTYPES`.
         shape: Its dims; the last one is contiguous.
@@ -100,11 +100,11 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     if any(len(name) > 500 for name in header):
         raise ValueError(f"{file} has a corrupt header: a name is too long. Copy it again.")
-    found = {
+    stored = {
         name: _parse_tensor(file, name, entry, 8 + length, size) for name, entry in header.items()
     }
-    _check_apart(file, found)
-    return found
+    _check_apart(file, stored)
+    return stored
 
 
 def create_files(
@@ -116,16 +116,16 @@ def create_files(
         OSError: If the disk has no room; before anything is written into a tensor.
     """
     shards = _assign_shards(wanted, max_shard_bytes)
-    found: dict[str, StoredTensor] = {}
+    created: dict[str, StoredTensor] = {}
     for i, shard in enumerate(shards):
         several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        found |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
+        created |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
     if len(shards) > 1:
         total = sum(num_bytes(*entry) for entry in wanted.values())
-        weight_map = {name: tensor.file.name for name, tensor in found.items()}
+        weight_map = {name: tensor.file.name for name, tensor in created.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    return found
+    return created
 
 
 def _parsed(text: bytes, file: Path) -> dict[str, Any]:
@@ -186,18 +186,18 @@ def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def _read_index(file: Path) -> dict[str, str]:
     """Returns the file name of every tensor from an index."""
-    found = _parsed(read_bytes(file, most_bytes=MAX_JSON_BYTES), file).get("weight_map")
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in found.values()
+    weight_map = _parsed(read_bytes(file, most_bytes=MAX_JSON_BYTES), file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
     ):
         raise ValueError(
             f"{file} has no `weight_map` from tensors to files beside it. Copy it again."
         )
-    return found
+    return weight_map
 
 
 def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    all_tensors: dict[str, StoredTensor] = {}
     for name in sorted({*weight_map.values()}):
         file = folder / name
         if not file.is_file():
@@ -207,11 +207,11 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
         for tensor in tensors:
             if weight_map.get(tensor) != name:
                 raise ValueError(f"{file}: tensor {tensor} is not there in the index.")
-        found |= tensors
+        all_tensors |= tensors
     for tensor, name in weight_map.items():
-        if tensor not in found:
+        if tensor not in all_tensors:
             raise ValueError(f"{folder / name}: tensor {tensor} is missing, and in the index.")
-    return found
+    return all_tensors
 
 
 def _assign_shards(

@@ -155,7 +155,7 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Conf
     is_v3 = sizes.routed_score_func == "sigmoid"
     _check_published(sizes, is_v3)
     name = "DeepseekV3" if is_v3 else "DeepseekV2"
-    found = {
+    values = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         **write_fields(dataclasses.asdict(sizes), _V3 if is_v3 else _V2),
@@ -166,30 +166,30 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Conf
         "max_position_embeddings": max_length or 4096,
     }
     if is_v3:
-        found["num_nextn_predict_layers"] = 0
+        values["num_nextn_predict_layers"] = 0
     else:
         in_groups = sizes.n_routing_groups > 1
-        found["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
-        found |= {"n_group": sizes.n_routing_groups, "topk_group": sizes.topk_routing_group}
+        values["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
+        values |= {"n_group": sizes.n_routing_groups, "topk_group": sizes.topk_routing_group}
     if sizes.rope_type == "yarn":
         yarn = {name: getattr(sizes, key) for name, key in _YARN.items()}
-        found["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **yarn}
-        found["rope_scaling"]["mscale_all_dim"] = sizes.mscale
+        values["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **yarn}
+        values["rope_scaling"]["mscale_all_dim"] = sizes.mscale
         stretched = int(sizes.original_max_position_embeddings * sizes.rope_factor)
-        found["max_position_embeddings"] = max_length or stretched
-    return found
+        values["max_position_embeddings"] = max_length or stretched
+    return values
 
 
 def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
     """Checks that the router is that of V2 or of V3."""
-    wanted: ConfigValues = {"routed_bias": is_v3}
+    published: ConfigValues = {"routed_bias": is_v3}
     if sizes.n_routing_groups > 1:
-        wanted["group_score_experts"] = 2 if is_v3 else 1
+        published["group_score_experts"] = 2 if is_v3 else 1
     if not is_v3:
-        wanted["norm_topk_prob"] = False
+        published["norm_topk_prob"] = False
     problems = [
         f"`{key}` is {getattr(sizes, key)!r}"
-        for key, value in wanted.items()
+        for key, value in published.items()
         if getattr(sizes, key) != value
     ]
     if not sizes.shared_experts:
@@ -219,13 +219,13 @@ def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     experts = {
         name: stacked_entries([parts[name] for parts in each]) for name in ("gate", "up", "down")
     }
-    found = _shared_slices(sizes.attention) | with_prefix(
+    slices = _shared_slices(sizes.attention) | with_prefix(
         "moe", router | with_prefix("experts", experts)
     )
     if sizes.shared_experts:
         shared = swiglu_weights("mlp.shared_experts", D, F * sizes.shared_experts)
-        found |= with_prefix("moe/shared", shared)
-    return found
+        slices |= with_prefix("moe/shared", shared)
+    return slices
 
 
 def _shared_slices(attention: LatentAttentionSettings) -> LeafSlices:

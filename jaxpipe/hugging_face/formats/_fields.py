@@ -53,16 +53,16 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
         if name not in known
     ]
     for name, values in fields.fixed.items():
-        found = config.get(name, values[0])
-        if found not in values:
+        actual = config.get(name, values[0])
+        if actual not in values:
             can_be = " or ".join(map(repr, values))
-            problems.append(f"`{name}` is {short_repr(found)}: only {can_be} is supported")
+            problems.append(f"`{name}` is {short_repr(actual)}: only {can_be} is supported")
     required = [name for name in fields.sizes if name not in fields.defaults]
     problems += [f"`{name}` is missing" for name in required if config.get(name) is None]
     check_no_problems(problems)
     given_values = {name: value for name, value in config.items() if value is not None}
-    given = {**fields.defaults, **given_values}
-    return {key: given[name] for name, key in fields.sizes.items()}
+    with_defaults = {**fields.defaults, **given_values}
+    return {key: with_defaults[name] for name, key in fields.sizes.items()}
 
 
 def read_rope(
@@ -98,15 +98,15 @@ def read_rope(
         for key in inner
         if key not in takes
     ]
-    found = {**defaults, **outer, **inner}
-    problems += [f"`{name}.{key}` is missing" for key in takes if key not in found]
+    settings = {**defaults, **outer, **inner}
+    problems += [f"`{name}.{key}` is missing" for key in takes if key not in settings]
     problems += [
-        f"`{name}.{key}` is {short_repr(found[key])}: only numbers above 0 are supported"
+        f"`{name}.{key}` is {short_repr(settings[key])}: only numbers above 0 are supported"
         for key in takes
-        if key in found and not _is_positive(found[key], zero=key.startswith("mscale"))
+        if key in settings and not _is_positive(settings[key], zero=key.startswith("mscale"))
     ]
     check_no_problems(problems)
-    return {"rope_type": kind, **{key: found[key] for key in takes}}
+    return {"rope_type": kind, **{key: settings[key] for key in takes}}
 
 
 def check_no_problems(problems: list[str]) -> None:

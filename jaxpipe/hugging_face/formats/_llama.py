@@ -54,10 +54,10 @@ def read_llama(config: Mapping[str, Any]) -> ConfigValues:
         ValueError: Naming what our llama cannot be.
     """
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    given = {name: value for name, value in config.items() if value is not None}
+    non_null = {name: value for name, value in config.items() if value is not None}
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
-        given = {"num_key_value_heads": heads, "head_dim": width // heads} | given
-    values = read_fields(given, _FIELDS)
+        non_null = {"num_key_value_heads": heads, "head_dim": width // heads} | non_null
+    values = read_fields(non_null, _FIELDS)
     rope = read_rope(
         config.get("rope_theta"),
         config.get("rope_parameters"),
@@ -80,7 +80,7 @@ def read_llama(config: Mapping[str, Any]) -> ConfigValues:
 
 def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValues:
     """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
-    found = {
+    values = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **write_fields(dataclasses.asdict(sizes), _FIELDS),
@@ -90,9 +90,9 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValu
     }
     if sizes.rope_type == "llama3.1":
         factor = sizes.llama31_rope_factor
-        found["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3_FIXED}
-        found["max_position_embeddings"] = max_length or 131_072  # as all published ones have it
-    return found
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3_FIXED}
+        values["max_position_embeddings"] = max_length or 131_072  # as all published ones have it
+    return values
 
 
 def llama_slices(sizes: models.LlamaConfig) -> LeafSlices:

@@ -17,7 +17,7 @@ class TensorSlice:
     """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common.
 
     Attributes:
-        tensor: The tensor's name.
+        tensor: The name of the tensor.
         shape: The shape of the whole tensor.
         leaf_view: From the leaf to a view of these numbers.
         tensor_view: From the tensor to a view of them, equal in shape.
@@ -63,18 +63,18 @@ def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
 
 def boundary(embed_dim: int, vocab_size: int, *, tied: bool) -> LeafSlices:
     """Returns the slices of the leaves before and after all layers."""
-    found = {
+    slices = {
         "embed/table": same_tensor("model.embed_tokens.weight", (vocab_size, embed_dim)),
         "head/norm": same_tensor("model.norm.weight", (embed_dim,)),
     }
     if not tied:
-        found["head/logits"] = linear_weight("lm_head.weight", (embed_dim,), (vocab_size,))
-    return found
+        slices["head/logits"] = linear_weight("lm_head.weight", (embed_dim,), (vocab_size,))
+    return slices
 
 
 def with_prefix(path: str, parts: LeafSlices) -> LeafSlices:
     """Returns the same leaves in a branch of the tree."""
-    return {f"{path}/{name}": found for name, found in parts.items()}
+    return {f"{path}/{name}": slices for name, slices in parts.items()}
 
 
 def stacked_entries(slices_by_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...]:
@@ -90,8 +90,8 @@ def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
     """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
     layer_ids = range(first, first + count)
     return {
-        path: stacked_entries([tuple(_in_layer(n, part) for part in found) for n in layer_ids])
-        for path, found in parts.items()
+        path: stacked_entries([tuple(_in_layer(n, part) for part in slices) for n in layer_ids])
+        for path, slices in parts.items()
     }
 
 

@@ -82,7 +82,7 @@ class Scan:
             slices of accumulators)`.
         num_consts: Number of inputs that every iteration reads whole.
         num_carry: Number of inputs, and of first outputs, that are carried between iterations.
-        length: Number of iterations.
+        length: The number of iterations.
         reverse: Whether the iterations run from the last slices to the first.
         unroll: Number of iterations that are unrolled into one.
         num_accumulators: Number of last inputs and outputs that are [length, ...] arrays, of which
@@ -146,7 +146,7 @@ class Cond:
     """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`.
 
     Attributes:
-        branches: The branches.
+        branches: The programs to choose from.
         num_accumulators: Number of last inputs and outputs that are arrays to which the branches
             add, in place.
     """

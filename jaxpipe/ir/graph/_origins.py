@@ -8,7 +8,7 @@ from ._graph import Atom, Eqn, Graph, Var, variables
 
 
 def count_uses(graph: Graph) -> Counter[Var]:
-    """Returns how often each variable is an input of an equation or an output of the program."""
+    """Counts the uses of each variable as an input of an equation or an output of the program."""
     inputs = (atom for eqn in graph.eqns for atom in eqn.inputs)
     return Counter(variables([*inputs, *graph.outputs]))
 

@@ -15,7 +15,7 @@ class EquationPair:
         whole: The equation of the program of all rows, a `JaxprEqn`.
         part: That of the program of a block.
         relations: The relations of the operands; none is `Mixed`.
-        num_blocks: D.
+        num_blocks: D, the blocks of rows.
     """
 
     whole: Any
@@ -25,12 +25,12 @@ class EquationPair:
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
+        """Returns the name of the primitive."""
         return self.whole.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters in the program of all rows."""
+        """Returns the parameters in the program of all rows."""
         return self.whole.params
 
     def shape_in(self, i: int) -> tuple[int, ...]:

@@ -126,23 +126,23 @@ class _BlocksRun:
                 return isinstance(atom, Literal) and isinstance(other, Literal)
             return partner.get(atom) is other
 
-        def is_left_out(a: Call, given: Sequence[Any]) -> bool:
+        def is_left_out(a: Call, operands: Sequence[Any]) -> bool:
             is_broadcast = a.name == "broadcast_in_dim" and isinstance(a.operands[0], Var)
-            return is_broadcast and not any(isinstance(x, Blocks) for x in given)
+            return is_broadcast and not any(isinstance(x, Blocks) for x in operands)
 
         others = [call_of(eqn, self.jaxpr) for eqn in part.eqns]
         i = 0
         for eqn in whole.eqns:
             a = call_of(eqn, self.jaxpr)
             b = others[i] if i < len(others) else None
-            given = [read(x) for x in a.operands]
+            operands = [read(x) for x in a.operands]
             is_pair = b is not None and a.name == b.name and len(a.operands) == len(b.operands)
             if b is not None and is_pair and all(map(partner_of, a.operands, b.operands)):
                 i += 1
-                env.update(zip(a.outputs, self.pair(a, b, given), strict=True))
+                env.update(zip(a.outputs, self.pair(a, b, operands), strict=True))
                 partner.update(zip(a.outputs, b.outputs, strict=True))
-            elif is_left_out(a, given):  # of the program of one layer
-                (env[a.outputs[0]],) = a.run(*given)
+            elif is_left_out(a, operands):  # of the program of one layer
+                (env[a.outputs[0]],) = a.run(*operands)
                 partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
             else:
                 raise ValueError(_another_program(a))

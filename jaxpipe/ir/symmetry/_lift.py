@@ -32,7 +32,7 @@ class LayerSlot(NamedTuple):
     Attributes:
         kind: The kind of layers.
         name: The name of the array, the same for all layers of the kind.
-        layer: The layer.
+        layer: The index of the layer.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Lifted:
     Attributes:
         inputs: The inputs that belong to no layer, in order.
         slots: The variable of each input of a layer, by kind and name; one of any layer.
-        outputs: The results.
+        outputs: The results of the function.
         out_slots: The array and the layer that each result is; None for results of no layer.
         assignment: The calls, in an order in which they can run.
     """

@@ -38,8 +38,8 @@ class Call:
 
     Attributes:
         name: The name of the primitive.
-        operands: Variables and literals.
-        outputs: The results.
+        operands: Its variables and literals.
+        outputs: The variables of its results.
         run: `(*operands) -> outputs`.
         signature: Equal for calls that compute the same from equal operands.
         operation: The operation of the equation.
@@ -54,12 +54,12 @@ class Call:
 
     @property
     def equation(self) -> JaxprEqn | None:
-        """The jaxpr equation, None for what is not one primitive."""
+        """Returns the jaxpr equation, None for what is not one primitive."""
         return self.operation.equation if isinstance(self.operation, PrimitiveCall) else None
 
     @property
     def where(self) -> str:
-        """The line of the user's program in brackets, for errors."""
+        """Returns the line of the user's program in brackets, for errors."""
         if self.equation is None:
             return ""
         return f" ({source_info_util.summarize(self.equation.source_info)})"

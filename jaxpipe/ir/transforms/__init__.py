@@ -1,11 +1,18 @@
 """Programs made of a program: its two halves, and ones that add, read and write in place."""
 
-from ._accumulate import accumulate as accumulate
-from ._accumulate import add_gradients as add_gradients
-from ._accumulate import cast_apart as cast_apart
-from ._entries import Entry as Entry
-from ._entries import call_with_entries as call_with_entries
-from ._minimal_cut import minimal_cut as minimal_cut
-from ._partition import Partition as Partition
-from ._partition import partition as partition
-from ._partition_nested import InputKind as InputKind
+import typing
+
+from ... import _lazy
+
+if typing.TYPE_CHECKING:
+    from ._accumulate import accumulate as accumulate
+    from ._accumulate import add_gradients as add_gradients
+    from ._accumulate import cast_apart as cast_apart
+    from ._entries import Entry as Entry
+    from ._entries import call_with_entries as call_with_entries
+    from ._minimal_cut import minimal_cut as minimal_cut
+    from ._partition import InputKind as InputKind
+    from ._partition import Partition as Partition
+    from ._partition import partition as partition
+else:
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

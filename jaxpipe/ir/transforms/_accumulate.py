@@ -46,13 +46,13 @@ class Gradient:
     """An output of an equation from which a gradient of the program is computed by data movement.
 
     Attributes:
-        made: The output of the equation.
-        way: The equations from `made` to the gradient, which only move or cast numbers.
+        produced: The output of the equation.
+        way: The equations from `produced` to the gradient, which only move or cast numbers.
         start: The sum so far.
         total: The sum including this gradient.
     """
 
-    made: Var
+    produced: Var
     way: tuple[Eqn, ...]
     start: Var
     total: Var
@@ -79,11 +79,11 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
         aval = getattr(outputs[i], "aval", None)
         start, total = Var(aval), Var(aval)
         sums.append(start)
-        eqn, made, way = origin(outputs[i], makers, uses, is_invertible_move)
+        eqn, produced, way = origin(outputs[i], makers, uses, is_invertible_move)
         if eqn is not None and _is_zero(eqn, makers):
             total = start
-        elif eqn is not None and _can_add(eqn, made, way, makers):
-            within[eqn].append(Gradient(made, way, start, total))
+        elif eqn is not None and _can_add(eqn, produced, way, makers):
+            within[eqn].append(Gradient(produced, way, start, total))
         else:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
@@ -154,13 +154,13 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
 
     The sums are cast to the varying manual axes of the gradients first.
     """
-    starts = [Var(gradient.made.aval) for gradient in gradients]
+    starts = [Var(gradient.produced.aval) for gradient in gradients]
     varied = [
-        Eqn(PrimitiveCall("pcast", partial(_varied, g.made.aval)), (g.start,), (start,))
+        Eqn(PrimitiveCall("pcast", partial(_varied, g.produced.aval)), (g.start,), (start,))
         for g, start in zip(gradients, starts, strict=True)
     ]
-    made = [gradient.made for gradient in gradients]
-    others = [value not in made for value in eqn.outputs]
+    produced = [gradient.produced for gradient in gradients]
+    others = [value not in produced for value in eqn.outputs]
     outputs = (*select(eqn.outputs, others), *(gradient.total for gradient in gradients))
     match eqn.operation:
         case Scan() as loop:
@@ -203,9 +203,9 @@ def _body_adding(
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
     for gradient in gradients:
-        moves = list(_moves_inside(inside[gradient.made], gradient.way, num_dims))
+        moves = list(_moves_inside(inside[gradient.produced], gradient.way, num_dims))
         eqns += moves
-        ends.append(moves[-1].outputs[0] if moves else inside[gradient.made])
+        ends.append(moves[-1].outputs[0] if moves else inside[gradient.produced])
     outputs = (*select(body.outputs, others), *ends)
     is_gradient = [False] * sum(others) + [True] * len(ends)
     return accumulate(Graph(body.inputs, tuple(eqns), outputs), is_gradient)

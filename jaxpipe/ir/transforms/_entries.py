@@ -159,9 +159,13 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
     passed: set[Eqn] = set()
     for i, entry in targets.items():
         written = Var(entry.buffer.aval)
-        eqn, made, casts = origin(outputs[i], makers, uses, _is_pvary)
-        if eqn is not None and made in _stacked_outputs(eqn) and has_plain_slices(made.aval):
-            within[eqn][made] = entry, written
+        eqn, produced, casts = origin(outputs[i], makers, uses, _is_pvary)
+        if (
+            eqn is not None
+            and produced in _stacked_outputs(eqn)
+            and has_plain_slices(produced.aval)
+        ):
+            within[eqn][produced] = entry, written
             passed.update(casts)
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
@@ -287,8 +291,8 @@ class _Accesses:
         constants: Indices of entries, and buffers that are read.
         carried: Buffers that are written, before an iteration.
         written: The same after it.
-        before: What an iteration computes before anything else.
-        after: What it computes after everything else.
+        before: Equations that an iteration runs before all others.
+        after: Equations that it runs after all others.
     """
 
     def __init__(self):

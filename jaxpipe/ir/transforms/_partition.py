@@ -4,17 +4,66 @@ The second half is given the inputs again, and residuals: values that the first 
 An equation that costs much is never computed twice. An equation that costs little, such as a cast
 or a product of arrays, is computed again if this reduces the bytes of the residuals.
 
-Scans, conds and shard_maps are partitioned too, each into two of its kind. Any other equation stays
-whole, in the first half if that needs one of its outputs.
+Scans, conds and shard_maps are partitioned too, each into two of its kind: the first one computes
+the wanted outputs, and residuals for the second, which computes the others. Residuals leave a scan
+stacked by iteration, a cond in variables that its branches share, and a shard_map stacked by
+device. Any other equation stays whole, in the first half if that needs one of its outputs.
 """
 
+import math
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
-from ..graph import Eqn, Graph, Var, free_variables, is_cheap, is_light, is_move, select, variables
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, unmapped_aval
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from ..graph import (
+    Atom,
+    Cond,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    ShardMap,
+    Var,
+    bind,
+    free_variables,
+    is_cheap,
+    is_light,
+    is_move,
+    jaxpr_of,
+    select,
+    to_graph,
+    variables,
+)
 from ._minimal_cut import minimal_cut
-from ._partition_nested import EqnPartition, InputKind, split_eqn
+
+InputKind = typing.Literal["recomputable", "saved", "dead", "deferred"]
+"""Availability of an input to the second half. An input that is "recomputable" is always available,
+one that is "saved" on request, and it is then kept in memory until the second half runs. One that
+is "dead" is not available, so values that depend on it must be residuals. One that is "deferred" is
+available to the second half only, not to the first."""
+
+
+@dataclass(frozen=True)
+class EqnPartition:
+    """Equations of both halves, some in both, and the residuals between the halves.
+
+    Residuals are values that the first half computes and the second reads, without inputs that are
+    available to the second half in any case.
+    """
+
+    first: list[Eqn]
+    second: list[Eqn]
+    residuals: list[Var]
 
 
 @dataclass(frozen=True)
@@ -108,7 +157,7 @@ def _assign(
             continue
         in_first, in_second = [eqn], []
         if not all(outputs):
-            in_first, in_second = split_eqn(eqn, outputs, recomputable, partition_eqns)
+            in_first, in_second = _split_eqn(eqn, outputs, recomputable)
         first += in_first
         second += [eqn for eqn in in_second if eqn.outputs]
         needed.update(value for eqn in in_first for value in variables(eqn.inputs))
@@ -170,3 +219,314 @@ def _leading_to(
             leading.append(eqn)
             missing.update(set(variables(eqn.inputs)).difference(available))
     return leading[::-1]
+
+
+EqnLists = tuple[list[Eqn], list[Eqn]]
+
+
+def _split_eqn(eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var]) -> EqnLists:
+    """Partitions an equation: its first half may compute more outputs than are wanted.
+
+    Args:
+        wanted: [num_outputs] whether the first half needs each output.
+        recomputable: Values that the second half has, or can compute at little cost.
+    """
+    kinds: list[InputKind] = [
+        "recomputable" if isinstance(atom, Literal) or atom in recomputable else "saved"
+        for atom in eqn.inputs
+    ]
+    match eqn.operation:
+        case Scan() as loop:
+            return _split_scan(eqn, loop, list(wanted), kinds)
+        case Cond() as cond:
+            return _split_cond(eqn, cond, list(wanted), kinds[1:])
+        case ShardMap() as shards:
+            return _split_shard_map(eqn, shards, list(wanted), kinds)
+        case PrimitiveCall("custom_vmap_call"):
+            return _split_custom_vmap(eqn, list(wanted))
+    return [eqn], []
+
+
+def _split_scan(
+    eqn: Eqn,
+    loop: Scan,
+    wanted: list[bool],
+    kinds: list[InputKind],
+) -> EqnLists:
+    body, n = loop.body, loop.num_carry
+    carried = slice(loop.num_consts, loop.num_consts + n)
+    # The carry of the first loop is not available in the second.
+    carry_kinds: list[InputKind] = ["dead" if want else "deferred" for want in wanted[:n]]
+    kinds[carried] = carry_kinds
+    halves = partition_eqns(body, wanted, kinds)
+    needed = free_variables(halves.first, select(body.outputs, wanted))
+    more = [value in needed for value in body.inputs[carried]]
+    more += [atom in halves.residuals for atom in body.outputs[n:]]
+    if any(_added(more, wanted)):
+        return _split_scan(eqn, loop, _union(more, wanted), kinds)
+
+    known = _known_outside(body.outputs[n:], eqn.outputs[n:], wanted[n:])
+    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
+    first = _part_of_scan(eqn, loop, halves.first, wanted, produced=produced)
+    residuals = {v: (known | produced)[v] for v in halves.residuals}
+    second = _part_of_scan(eqn, loop, halves.second, _not(wanted), residuals=residuals)
+    return [first], [second]
+
+
+def _part_of_scan(
+    eqn: Eqn,
+    loop: Scan,
+    eqns: Sequence[Eqn],
+    wanted: Sequence[bool],
+    *,
+    residuals: dict[Var, Var] | None = None,
+    produced: dict[Var, Var] | None = None,
+) -> Eqn:
+    """Returns a scan of some of the equations of a scan.
+
+    It takes `residuals` as additional inputs, and returns the wanted outputs and `made`. Both map
+    the value in one iteration to the stacked value outside.
+    """
+    residuals, produced, body = residuals or {}, produced or {}, loop.body
+    outputs = (*select(body.outputs, wanted), *produced)
+    needed = free_variables(eqns, outputs)
+    ends = loop.num_consts, loop.num_consts + loop.num_carry
+    pairs = list(zip(body.inputs, eqn.inputs, strict=True))
+    consts = [pair for pair in pairs[: ends[0]] if pair[0] in needed]
+    carry = select(pairs[ends[0] : ends[1]], wanted[: loop.num_carry])
+    xs = [pair for pair in pairs[ends[1] :] if pair[0] in needed]
+    inputs = [*consts, *carry, *xs, *residuals.items()]
+    inner = Graph(tuple(v for v, _ in inputs), tuple(eqns), outputs)
+    part = replace(loop, body=inner, num_consts=len(consts), num_carry=len(carry))
+    outer = (*select(eqn.outputs, wanted), *produced.values())
+    return Eqn(part, tuple(atom for _, atom in inputs), outer)
+
+
+def _split_cond(
+    eqn: Eqn,
+    cond: Cond,
+    wanted: list[bool],
+    kinds: list[InputKind],
+) -> EqnLists:
+    branches = cond.branches
+    halves = [partition_eqns(branch, wanted, kinds) for branch in branches]
+    both = list(zip(branches, halves, strict=True))
+    more = [any(b.outputs[i] in h.residuals for b, h in both) for i in range(len(wanted))]
+    if any(_added(more, wanted)):
+        return _split_cond(eqn, cond, _union(more, wanted), kinds)
+
+    produced: list[Var] = []
+    residuals_by_branch = [
+        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), produced)
+        for branch, half in both
+    ]
+    triples = [(*b, r) for b, r in zip(both, residuals_by_branch, strict=True)]
+    firsts = [_first_branch(b, half, wanted, r, produced) for b, half, r in triples]
+    passed = list(dict.fromkeys(outer for r in residuals_by_branch for outer in r))
+    seconds = [_second_branch(b, half, _not(wanted), r, passed) for b, half, r in triples]
+    first = Eqn(Cond(tuple(firsts)), eqn.inputs, (*select(eqn.outputs, wanted), *produced))
+    second = Eqn(Cond(tuple(seconds)), (*eqn.inputs, *passed), select(eqn.outputs, _not(wanted)))
+    return [_only_read(first)], [_only_read(second)]
+
+
+def _share(residuals: Sequence[Var], known: dict[Var, Var], produced: list[Var]) -> dict[Var, Var]:
+    """Returns the residuals of a branch by the variables that hold them outside of the cond.
+
+    Such a variable is an output that is `known`, a residual in `made` of the same type that another
+    branch needs, or a new one, which is appended to `made`.
+    """
+    vacant, outer_vars = list(produced), {}
+    for value in residuals:
+        outer_var = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
+        if outer_var is None:
+            outer_var = Var(value.aval)
+            produced.append(outer_var)
+        elif outer_var in vacant:
+            vacant.remove(outer_var)
+        outer_vars[outer_var] = value
+    return outer_vars
+
+
+def _first_branch(
+    branch: Graph,
+    half: EqnPartition,
+    wanted: Sequence[bool],
+    residuals: dict[Var, Var],
+    produced: Sequence[Var],
+) -> Graph:
+    """Returns a branch of the first cond. It returns zeros for the residuals of other branches."""
+    zeros = {outer_var: Var(outer_var.aval) for outer_var in produced if outer_var not in residuals}
+    eqns = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
+    returned = [(residuals | zeros)[outer_var] for outer_var in produced]
+    outputs = (*select(branch.outputs, wanted), *returned)
+    return Graph(branch.inputs, (*half.first, *eqns), outputs)
+
+
+def _second_branch(
+    branch: Graph,
+    half: EqnPartition,
+    others: Sequence[bool],
+    residuals: dict[Var, Var],
+    passed: Sequence[Var],
+) -> Graph:
+    """Returns a branch of the second cond. It ignores the residuals of other branches."""
+    inputs = [residuals.get(outer_var) or Var(outer_var.aval) for outer_var in passed]
+    return Graph((*branch.inputs, *inputs), tuple(half.second), select(branch.outputs, others))
+
+
+def _zeros(aval: Any) -> PrimitiveCall:
+    def run() -> list[jax.Array]:
+        zeros, axes = (
+            jnp.zeros(aval.shape, aval.dtype),
+            tuple(sorted(aval.manual_axis_type.varying)),
+        )
+        return [lax.pcast(zeros, axes, to="varying") if axes else zeros]
+
+    return PrimitiveCall("zeros", run)
+
+
+def _split_shard_map(
+    eqn: Eqn,
+    shards: ShardMap,
+    wanted: list[bool],
+    kinds: list[InputKind],
+) -> EqnLists:
+    body = shards.body
+    halves = partition_eqns(body, wanted, kinds)
+    more = [atom in halves.residuals for atom in body.outputs]
+    if any(_added(more, wanted)):
+        return _split_shard_map(eqn, shards, _union(more, wanted), kinds)
+
+    axes = [_varying_axes(value, shards) for value in halves.residuals]
+    specs = tuple(PartitionSpec(names or None) for names in axes)
+    rows = [_stacked(value, 1) for value in halves.residuals]
+    counts = [math.prod(shards.mesh.shape[name] for name in names) for names in axes]
+    # Outside of the shard_map only the shape and dtype of a residual are read.
+    residuals = [
+        Var(ShapedArray((count, *value.aval.shape), value.aval.dtype))
+        for value, count in zip(halves.residuals, counts, strict=True)
+    ]
+    pairs = list(zip(halves.residuals, rows, strict=True))
+    put = [Eqn(_ADD_DIM, (value,), (row,)) for value, row in pairs]
+    take = [Eqn(_DROP_DIM, (row,), (value,)) for value, row in pairs]
+
+    outputs = (*select(body.outputs, wanted), *rows)
+    first = replace(
+        shards,
+        body=Graph(body.inputs, (*halves.first, *put), outputs),
+        out_specs=(*select(shards.out_specs, wanted), *specs),
+    )
+    others = _not(wanted)
+    second = replace(
+        shards,
+        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, others)),
+        in_specs=(*shards.in_specs, *specs),
+        out_specs=select(shards.out_specs, others),
+    )
+    first_eqn = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
+    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
+    return [_only_read(first_eqn)], [_only_read(second_eqn)]
+
+
+_ADD_DIM = PrimitiveCall("expand_dims", lambda x: [jnp.expand_dims(x, 0)])
+_DROP_DIM = PrimitiveCall("squeeze", lambda x: [jnp.squeeze(x, 0)])
+
+
+def _varying_axes(value: Var, shards: ShardMap) -> tuple[str, ...]:
+    """Returns the manual axes along which a value may differ between devices."""
+    varying = value.aval.manual_axis_type.varying if shards.check_vma else shards.axes
+    return tuple(name for name in shards.mesh.axis_names if name in varying & shards.axes)
+
+
+def _split_custom_vmap(eqn: Eqn, wanted: list[bool]) -> EqnLists:
+    """Partitions a `custom_vmap` call if it needs no residuals: its batching rule has none."""
+    assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
+    equation = eqn.operation.equation
+    call = to_graph(equation.params["call"])
+    first, second = (_needed(call, mask) for mask in (wanted, _not(wanted)))
+    if any(inner in first and not is_cheap(inner) for inner in second):
+        return [eqn], []
+    return [_only_outputs(eqn, wanted)], [_only_outputs(eqn, _not(wanted))]
+
+
+def _only_outputs(eqn: Eqn, wanted: Sequence[bool]) -> Eqn:
+    """Returns a `custom_vmap` call without the outputs that are not wanted."""
+    assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
+    equation = eqn.operation.equation
+    params = equation.params
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr_of(params["call"]), list(wanted), instantiate=True)
+
+    def rule(*arguments: Any) -> tuple[list[Any], list[bool]]:
+        result, is_mapped = map(jax.tree.leaves, params["rule"](*arguments))
+        return list(select(result, wanted)), list(select(is_mapped, wanted))
+
+    outputs = select(equation.outvars, wanted)
+    part = equation.replace(
+        outvars=list(outputs),
+        params=params
+        | {
+            "call": ClosedJaxpr(jaxpr, params["call"].consts),
+            "rule": rule,
+            "out_tree": jax.tree.structure([0] * len(outputs)),
+        },
+    )
+    operation = PrimitiveCall(part.primitive.name, bind(part, jaxpr), part.params, part)
+    return Eqn(operation, eqn.inputs, select(eqn.outputs, wanted))
+
+
+def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
+    """Returns the equations on which the wanted outputs depend, last equation first."""
+    needed, eqns = set(variables(select(body.outputs, wanted))), []
+    for eqn in reversed(body.eqns):
+        if needed.intersection(eqn.outputs):
+            eqns.append(eqn)
+            needed.update(variables(eqn.inputs))
+    return eqns
+
+
+def _only_read(eqn: Eqn) -> Eqn:
+    """Returns a cond or a shard_map without the inputs that its programs do not read."""
+    operation = eqn.operation
+    if isinstance(operation, Cond):
+        used = [set(free_variables(b.eqns, b.outputs)) for b in operation.branches]
+        indices = range(len(eqn.inputs) - 1)
+        is_read = [
+            any(b.inputs[i] in u for b, u in zip(operation.branches, used, strict=True))
+            for i in indices
+        ]
+        branches = tuple(replace(b, inputs=select(b.inputs, is_read)) for b in operation.branches)
+        return replace(eqn, operation=Cond(branches), inputs=select(eqn.inputs, (True, *is_read)))
+    assert isinstance(operation, ShardMap)
+    body = operation.body
+    used = free_variables(body.eqns, body.outputs)
+    is_read = [value in used for value in body.inputs]
+    operation = replace(
+        operation,
+        body=replace(body, inputs=select(body.inputs, is_read)),
+        in_specs=select(operation.in_specs, is_read),
+    )
+    return replace(eqn, operation=operation, inputs=select(eqn.inputs, is_read))
+
+
+def _known_outside(
+    inner: Sequence[Atom], outer: Sequence[Var], wanted: Sequence[bool]
+) -> dict[Var, Var]:
+    """Returns the values inside that the first half returns anyway, with their outer variables."""
+    pairs = select(zip(inner, outer, strict=True), wanted)
+    return {atom: value for atom, value in pairs if isinstance(atom, Var)}
+
+
+def _stacked(value: Var, length: int) -> Var:
+    return Var(unmapped_aval(length, 0, value.aval))
+
+
+def _not(wanted: Sequence[bool]) -> list[bool]:
+    return [not want for want in wanted]
+
+
+def _union(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+    return [x or y for x, y in zip(a, b, strict=True)]
+
+
+def _added(more: Sequence[bool], wanted: Sequence[bool]) -> list[bool]:
+    return [new and not old for new, old in zip(more, wanted, strict=True)]

@@ -1,9 +1,27 @@
 """The user interface: meshes, arrays, and compiled functions with pipelined loops."""
 
-from .._engine import mpmd_value as mpmd_value
-from .._engine import mpmd_value_and_grad as mpmd_value_and_grad
-from ..ir._marks import is_tracing as is_tracing
-from ._base_schedule import FusedTask as FusedTask
-from ._base_schedule import as_schedule as as_schedule
-from ._base_schedule import tasks_of as tasks_of
-from ._jit import sharding_in_group as sharding_in_group
+import typing
+
+from ... import _lazy
+
+if typing.TYPE_CHECKING:
+    from .._engine import mpmd_value as mpmd_value
+    from .._engine import mpmd_value_and_grad as mpmd_value_and_grad
+    from ..ir._marks import is_tracing as is_tracing
+    from ._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
+    from ._across import cross_mpmd_stack as cross_mpmd_stack
+    from ._across import place_with as place_with
+    from ._array import MpmdArray as MpmdArray
+    from ._base_schedule import BaseSchedule as BaseSchedule
+    from ._base_schedule import FusedTask as FusedTask
+    from ._base_schedule import as_schedule as as_schedule
+    from ._base_schedule import tasks_of as tasks_of
+    from ._jit import mpmd_jit_by_yield as mpmd_jit_by_yield
+    from ._jit import mpmd_jit_with_loop as mpmd_jit_with_loop
+    from ._jit import sharding_in_group as sharding_in_group
+    from ._mesh import MpmdMesh as MpmdMesh
+    from ._mesh import MpmdSharding as MpmdSharding
+    from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
+    from ._reshard import spmd_to_mpmd_reshard as spmd_to_mpmd_reshard
+else:
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -8,6 +8,8 @@ from ._check_graph import check_graph as check_graph
 from ._loop import PipelinedLoop as PipelinedLoop
 from ._loop import Stage as Stage
 from ._loop import StageTask as StageTask
+from ._marks import mark_stage_end as mark_stage_end
+from ._marks import pipeline_enter_stage as pipeline_enter_stage
 from ._mpmd_graph import LoweringOptions as LoweringOptions
 from ._mpmd_graph import MpmdGraph as MpmdGraph
 from ._mpmd_graph import RankAssignment as RankAssignment
@@ -20,3 +22,8 @@ from ._program import RunTask as RunTask
 from ._program import Send as Send
 from ._program import check as check
 from ._program import instructions_of_rank as instructions_of_rank
+from ._reduce import Add as Add
+from ._reduce import Concat as Concat
+from ._reduce import Max as Max
+from ._reduce import treduce as treduce
+from ._reduce import treduce_i as treduce_i

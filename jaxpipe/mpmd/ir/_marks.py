@@ -88,6 +88,7 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
 
     Args:
         anchor: A pytree of arrays of any shapes: all arrays that leave the stage.
+        name: A label of the stage for the reader of the code. It has no effect.
 
     Returns:
         `anchor`. Continue with this value, not with the argument.

@@ -88,6 +88,9 @@ def collect_task_times_ms(
     Args:
         compiled: A compiled function without donated arguments, so that steps can be repeated. To
             get a context manager: a bool, which enables measurement as `enabled` does.
+        *args: The arguments of the compiled function.
+        repeats: The number of steps.
+        enabled: Whether the context manager measures.
 
     Returns:
         Given a function: a dict with the median milliseconds of each task by its name, such as

@@ -26,12 +26,12 @@ class PeakMemory:
 
     Attributes:
         weights: Weights as they are stored between steps.
-        optimizer: The optimizer's state.
+        optimizer: The state of the optimizer.
         gradients: Gradients of all weights, summed over microbatches.
         gathered: Weights as layers read them, and casts of them.
-        activations: What forwards keep for backwards, and microbatches between ranks.
+        activations: Residuals from forwards to backwards, and microbatches between ranks.
         logits: Logits and their cotangents, if the peak is in the loss.
-        buffers: What a layer computes with, and what engines and compilers hold beside these.
+        buffers: Temporaries of a layer, and buffers of engines and compilers.
     """
 
     weights: float

@@ -139,7 +139,7 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 
 
 def memory_terms(model: PlannedModel, candidate: StepLayout, tokens: float) -> MemoryTerms:
-    """Returns what the memory of a layout is made of."""
+    """Returns the terms that add up to the memory of a layout."""
     mesh, sizes = candidate.mesh, _on_mesh(model, candidate.mesh)
     itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
     experts = candidate.sizes, candidate.policy, tokens, itemsize

@@ -162,7 +162,7 @@ def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, step: Prediction
 
 
 def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
-    """Returns how much of the forward of layers is computed again: 1 for `full`, 0 for `none`.
+    """Returns the fraction of a forward that is computed again: 1 for `full`, 0 for `none`.
 
     Returns:
         A fraction, by the channels of the tensors that the policy keeps, and what none keeps. It is

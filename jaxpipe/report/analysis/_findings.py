@@ -25,7 +25,7 @@ class Finding:
 
     Attributes:
         level: `bad`, `warning` or `note`.
-        title: A few words.
+        title: A few words that name it.
         text: A sentence with numbers.
         steps: The steps it is about, if it is about steps.
     """

@@ -15,19 +15,19 @@ class Status:
     Attributes:
         kind: `finished`, `running`, `stopped` or `bad`.
         text: A sentence that says the same.
-        done: The steps done.
-        wanted: The steps of the whole run.
+        done: The steps that are done.
+        num_steps: The steps of the whole run.
     """
 
     kind: str
     text: str
     done: int
-    wanted: int
+    num_steps: int
 
     @property
     def share(self) -> float:
-        """Share of the run that is done, 0 to 1."""
-        return min(1.0, self.done / max(1, self.wanted))
+        """Returns the share of the run that is done, 0 to 1."""
+        return min(1.0, self.done / max(1, self.num_steps))
 
 
 def status(run: RunRecord, now: float) -> Status:

@@ -22,7 +22,7 @@ class Axis:
 
     Attributes:
         name: `step`, `tokens` or `time`.
-        title: Its title.
+        title: The title of the axis.
         unit: The unit of its values, such as `h`.
         at: For each run, [steps] the value at each step of its metrics.
     """

@@ -11,7 +11,7 @@ def makespan(timeline: Timeline) -> Time:
     """Returns the time from the start to the end of the last action.
 
     Args:
-        timeline: A timeline.
+        timeline: The timeline of a schedule.
 
     Returns:
         The time, in the unit of the costs.
@@ -39,7 +39,7 @@ def bubble_fraction(timeline: Timeline) -> float:
     """Returns the fraction of the makespan in which even the busiest rank waits.
 
     Args:
-        timeline: A timeline.
+        timeline: The timeline of a schedule.
 
     Returns:
         The fraction, from 0 to 1.

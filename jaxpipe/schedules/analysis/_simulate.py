@@ -9,8 +9,7 @@ from numbers import Real
 from ..._input import short_repr
 from ..language._action import FusedPair, Op, ScheduleStep, actions_of
 from ..language._dependencies import ResultKey, walk_topologically
-from ..language._picture import draw
-from ..language._schedule import Schedule, describe, without_fused_pairs
+from ..language._schedule import Schedule, describe, draw, without_fused_pairs
 
 _MIN_TIME, _MAX_TIME = 1e-9, 1e15  # sums of such times keep their digits
 
@@ -80,7 +79,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Runs every rank's program, each action as soon as its rank and its dependencies are ready.
 
     Args:
-        schedule: A schedule.
+        schedule: A schedule that passes `check`.
         costs: The costs of its stages and of transfers.
 
     Returns:

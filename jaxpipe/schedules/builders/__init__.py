@@ -15,6 +15,7 @@ from ._looped_bfs import circular_ticks as circular_ticks
 from ._looped_bfs import looped_bfs as looped_bfs
 from ._one_f_one_b import eager_one_f_one_b as eager_one_f_one_b
 from ._one_f_one_b import one_f_one_b as one_f_one_b
+from ._registry import family_of_1f1b as family_of_1f1b
 from ._registry import get_family as get_family
 from ._require import require_positive as require_positive
 from ._seq1f1b import seq1f1b as seq1f1b

@@ -55,7 +55,7 @@ class Family:
         builder: Builds a schedule from ranks, microbatches and keyword arguments.
         takes: The arguments of `build` that it has beyond ranks and microbatches.
         constraints: The counts that it can schedule, in words.
-        paper: The source.
+        paper: The paper that describes it.
         default_group_size: From ranks and microbatches to the usual group size; None for families
             without groups.
         placement: Which rank has which stage.
@@ -91,7 +91,7 @@ class Family:
     ranks_divide_microbatches: bool = False
 
     def most_live(self, ranks: int, microbatches: int, chunks: int) -> int:
-        """Returns how many (stage, microbatch) residuals the fullest rank stores in lock-step.
+        """Returns the number of (stage, microbatch) residuals of the fullest rank in lock-step.
 
         Lock-step runs forwards and backwards in the same ticks, so early ranks store more than
         `peak_activations`.
@@ -287,6 +287,11 @@ def get_family(name: str) -> Family:
     )
 
 
+def family_of_1f1b(num_chunks: int) -> str:
+    """Returns the name of the family that runs 1F1B with this number of stages on each rank."""
+    return "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+
+
 def build(
     name: str,
     *,
@@ -307,7 +312,7 @@ def build(
         name: A key of `FAMILIES`.
         ranks: Devices, or groups of devices, the stages are spread over.
         microbatches: Pieces of the batch.
-        chunks: Stages per rank.
+        chunks: The number of stages on each rank.
         group: Microbatches that pass a chunk in a row before the next chunk has its turn.
         slices: Pieces of each sequence.
         latency: Time of a transfer as a multiple of the time of one action.

@@ -19,7 +19,7 @@ def to_csv(schedule: Schedule) -> str:
     """Returns the text of a CSV file. It has the order only: no cell is empty.
 
     Args:
-        schedule: A schedule.
+        schedule: A schedule that passes `check`.
 
     Returns:
         One row per rank, one action per cell.
@@ -86,11 +86,8 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Writes a file that torch and `read_csv` read.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule that is written.
         path: The new file. A file that exists is replaced.
-
-    Returns:
-        None.
 
     Example:
         >>> import tempfile

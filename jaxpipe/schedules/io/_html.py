@@ -68,7 +68,7 @@ def to_html(schedules: Mapping[str, Schedule | Ticks], costs: Costs, title: str 
 
 
 def _drawn(name: str, order: Schedule | Ticks, costs: Costs) -> dict:
-    """Returns what the script reads of one schedule: its steps, in an order that can run."""
+    """Returns the data that the script reads: the steps of a schedule, in an order that can run."""
     schedule = order.schedule if isinstance(order, Ticks) else order
     check_costs(costs, schedule.num_stages)
     steps = _ticked(check_ticks(order)) if isinstance(order, Ticks) else _ordered(order, costs)

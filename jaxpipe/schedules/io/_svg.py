@@ -15,8 +15,7 @@ from html import escape
 from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
 from ..analysis._simulate import Costs, Time, TimedStep, Timeline, simulate
 from ..language._action import Action, Op, actions_of
-from ..language._picture import draw
-from ..language._schedule import Schedule, describe, stages_of_rank
+from ..language._schedule import Schedule, describe, draw, stages_of_rank
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
 _ROW, _BAR = 36, 28

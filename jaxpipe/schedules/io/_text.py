@@ -18,7 +18,7 @@ def to_text(timeline: Timeline, unit: Time, *, max_width: int | None = None) -> 
     A fused pair prints as `4F4+3B0`.
 
     Args:
-        timeline: A timeline.
+        timeline: The timeline that is drawn.
         unit: The time of a column, such as `time_unit(timeline)`.
         max_width: The most characters of a line, such as the width of a terminal. A wider drawing
             is cut into parts below each other, each under a line with its times. A part has at

@@ -24,7 +24,7 @@ def check(schedule: Schedule) -> Schedule:
     and the programs, run in order, never deadlock.
 
     Args:
-        schedule: Any schedule.
+        schedule: The schedule that is checked.
 
     Returns:
         `schedule` itself.

@@ -6,9 +6,18 @@ with different microbatches.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import singledispatch
 
 from ._action import Action, Op, ScheduleStep, actions_of, parse_step
-from ._picture import draw
+
+
+@singledispatch
+def draw(value: object) -> str | None:
+    """Returns a picture of a value as the text of an SVG file; None if none can be drawn.
+
+    `io` registers how values are drawn: drawing builds on schedules, which cannot import it.
+    """
+    return None
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def num_ranks(schedule: Schedule) -> int:
     """Returns the number of ranks.
 
     Args:
-        schedule: A schedule.
+        schedule: A schedule of any family.
 
     Returns:
         The number.

@@ -71,7 +71,7 @@ def _require_equal(verb: str, counts: list[int]) -> None:
 
 
 def weight_copies(schedule: Schedule) -> WeightCopies | None:
-    """Returns how weights are copied between ranks; None if every stage is on one rank.
+    """Returns the copies of weights between ranks; None if every stage is on one rank.
 
     Raises:
         ValueError: If ranks run or store different numbers of stages.

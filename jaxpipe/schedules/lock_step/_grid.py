@@ -38,7 +38,7 @@ class RankOrders(NamedTuple):
     """A schedule without pairs, as `fill_grid` reads it.
 
     Attributes:
-        schedule: The schedule.
+        schedule: The schedule without fused pairs.
         order_of_rank: The order of every rank.
         transfer: The time between two ticks.
         trust: 1, or a little less where times are floating-point numbers and sums of them inexact.
@@ -111,7 +111,7 @@ class _Rank:
 
 
 def rank_orders(schedule: Schedule, costs: Costs) -> RankOrders:
-    """Returns what every rank of a schedule without pairs has to run."""
+    """Returns the actions that every rank of a schedule without pairs runs, in order."""
     order_of_rank = [
         _order(program, schedule.num_microbatches, costs) for program in schedule.programs
     ]

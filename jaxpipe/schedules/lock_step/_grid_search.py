@@ -88,7 +88,7 @@ _MAX_TURNS = 1 << 27
 
 
 def _affordable_tries(schedule: Schedule) -> int:
-    """Returns how many grids of a schedule may be tried: all, unless it is very large."""
+    """Returns the number of grids of a schedule that may be tried: all, unless it is very large."""
     ticks = max(map(len, schedule.programs), default=0) + 2 * schedule.num_stages
     tries = _MAX_TURNS // (1 + ticks * num_ranks(schedule))
     require(
@@ -111,7 +111,7 @@ def candidate_spares(schedule: Schedule) -> tuple[int, ...]:
 
 
 def candidate_lags(schedule: Schedule) -> tuple[int, ...]:
-    """Returns how many W's a rank may defer, one number per try.
+    """Returns the numbers of W's that a rank may defer, one per try.
 
     Deferring more of them fills more bubbles, and holds more activations.
     """

@@ -63,9 +63,9 @@ class PastSlots(NamedTuple):
     there is none.
 
     Attributes:
-        past: Of what slices have written, from the first F of a microbatch to the last action that
-            reads it.
-        past_cotangents: Of its cotangent, from the first B or I of a microbatch to the last.
+        past: Slots of the state that slices write, from the first F of a microbatch to the last
+            action that reads it.
+        past_cotangents: Slots of its cotangent, from the first B or I of a microbatch to the last.
     """
 
     past: list[int]

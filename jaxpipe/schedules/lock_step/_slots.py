@@ -26,11 +26,11 @@ class Slots(NamedTuple):
     -1 where there is none.
 
     Attributes:
-        inputs: Of F; none for stage 0, which reads the batch.
-        cotangents: Of B and I.
-        residuals_for_backward: From F to B or I.
-        residuals_for_weight: From F to W, or to B where the backward is whole.
-        wgrad_residuals: From I to W.
+        inputs: Slots of the inputs of F; none for stage 0, which reads the batch.
+        cotangents: Slots of the cotangents that B and I read.
+        residuals_for_backward: Slots from F to B or I.
+        residuals_for_weight: Slots from F to W, or to B where the backward is whole.
+        wgrad_residuals: Slots of residuals from I to W.
     """
 
     inputs: list[int]

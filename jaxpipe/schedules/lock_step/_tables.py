@@ -57,9 +57,9 @@ class TickTables(NamedTuple):
     """A grid of ticks as tables.
 
     Attributes:
-        forward: F.
-        backward: B and I.
-        weight: W.
+        forward: The table of F.
+        backward: The table of B and I.
+        weight: The table of W.
         activation_arrivals: By how many ranks around the ring activations are handed on, the slots
             they arrive in; 0 is from a rank's stage to its own next one.
         cotangent_arrivals: The same for cotangents.

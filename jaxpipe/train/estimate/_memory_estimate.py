@@ -59,7 +59,7 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights)
     others = plan.batch.gradient_accumulation_steps - 1
     # Programs of ranks add gradients that are not float32 after the last loop only.
-    adds_late = engine.per_stage_state and jnp.dtype(weight_plan.dtype) != jnp.float32
+    adds_late = weight_plan.per_stage and jnp.dtype(weight_plan.dtype) != jnp.float32
     columns = zip(
         engine.step_bytes(plan.pipeline, weights, weight_plan.tied),
         engine.step_bytes(of_gradients(plan), weights, weight_plan.tied),

@@ -17,7 +17,6 @@ from ...engines import Engine, When
 from ...engines.fsdp import ROW_AXES
 from ...models import logical_axes
 from ...models.weights import weight_shapes
-from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
@@ -84,9 +83,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         config.weight_dtype,
         layout,
         num_layers_after,
-        language.stored_stages(selection.schedule)
-        if selection and config.engine.per_stage_state
-        else None,
+        config.engine.stages_by_rank(selection.schedule if selection else None),
         device_layout,
     )
     _check_shardings(config.engine, weights, batch)

@@ -250,7 +250,7 @@ def _select_auto(
             "ranks in unequal groups. Change `num_pipeline_microbatches`, or name a schedule."
         )
     for chunks in fitting:
-        name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+        name = builders.family_of_1f1b(chunks)
         description = name if chunks == 1 else f"{name} with {chunks} stages per rank"
         schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
         selection, time = _select_and_time(request.engine, description, schedule, costs)

@@ -40,8 +40,9 @@ def check_single_program(engine: Engine) -> None:
     """
     if engine.program_per_rank:
         raise ValueError(
-            "`pipeline_engine` is 'mpmd', whose step is many programs, and what is compiled ahead "
-            "is one. Give `pipeline_engine=scheduled`, which runs the same schedules."
+            f"`pipeline_engine` is {engine.config_name!r}, whose step is many programs, and what "
+            "is compiled ahead is one. Give `pipeline_engine=scheduled`, which runs the same "
+            "schedules."
         )
 
 

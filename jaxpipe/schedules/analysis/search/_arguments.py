@@ -13,7 +13,7 @@ class ActivationMemory:
 
     Attributes:
         stored: The bytes that an F stores.
-        kept: Those of them that stay until the W; the I frees the others. A B frees all.
+        kept: The bytes of `stored` that stay until the W; the I frees the others. A B frees all.
     """
 
     stored: PerStage = 1

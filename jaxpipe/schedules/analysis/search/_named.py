@@ -24,7 +24,7 @@ class Named:
 
     Attributes:
         name: The name of the family.
-        arguments: What `build` takes beyond ranks and microbatches.
+        arguments: The arguments of `build` beyond ranks and microbatches.
         rank_of: The placement; None if a stage is on two ranks or microbatches are sliced.
     """
 

@@ -18,7 +18,7 @@ class Rules:
 
     Attributes:
         urgency: [2 S] The keys of the F's and the I's of microbatch 0, in time.
-        step: What each later microbatch adds to a key.
+        step: The number that each later microbatch adds to a key.
         limits: [num_ranks] The most bytes of microbatches between F and I. The rest of a rank's
             memory is for W's that wait.
         wait_forward: How long an F may delay a more urgent action that is on its way, as a fraction

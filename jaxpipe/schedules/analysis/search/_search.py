@@ -42,11 +42,12 @@ class Candidate:
 
     Attributes:
         name: The name of a family, or `searched`.
-        arguments: What `build` takes beyond ranks and microbatches.
-        schedule: The schedule.
+        arguments: The arguments of `build` beyond ranks and microbatches.
+        schedule: The schedule, which passes `check`.
         makespan: The time from the start to the end, in the unit of the costs.
         peak: The bytes of the fullest rank; by default in microbatches of a whole rank.
-        step_time: What the search has minimised: the makespan, or the longest span of a rank.
+        step_time: The time that the search has minimised: the makespan, or the longest span of a
+            rank.
         bound: A time that no order of any placement that was tried is faster than.
     """
 
@@ -60,7 +61,7 @@ class Candidate:
 
     @property
     def gap(self) -> float:
-        """Returns how far the step time is above the bound, as a fraction of the bound."""
+        """Returns the step time above the bound, as a fraction of the bound."""
         return max(0.0, float(self.step_time / self.bound - 1)) if self.bound else 0.0
 
 
@@ -202,7 +203,7 @@ def _unchanged(fit: _Fit) -> _Fit:
 
 
 def _in_ticks(costs: Costs, fit: _Fit) -> _Fit:
-    """Returns what was found with its time and bytes in lock-step."""
+    """Returns a candidate with its time and bytes in lock-step."""
     setting, schedule = fit.setting, _schedule(fit)
     size, stage_costs = setting.problem.stored[0], _costs(setting, costs)
     slots = floor(setting.problem.caps[0] / size * (1 + ROUNDING)) if size else None
@@ -319,14 +320,14 @@ def _better(one: _Fit, other: _Fit | None) -> _Fit:
 
 
 def _schedule(fit: _Fit) -> Schedule:
-    """Returns what was found as a schedule that is checked."""
+    """Returns the orders of a search as a schedule that is checked."""
     if isinstance(fit.schedule, Schedule):
         return fit.schedule
     return check(to_schedule(fit.setting.problem, fit.schedule))
 
 
 def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candidate:
-    """Returns what was found, with its makespan if that is known, or else the simulator's."""
+    """Returns a candidate, with its makespan if that is known, or else the simulator's."""
     schedule = _schedule(fit)
     if time is None:
         timeline = simulate(schedule, _costs(fit.setting, costs))
@@ -343,7 +344,7 @@ def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candi
 
 
 def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> tuple[str, str]:
-    """Returns what is wrong with a cap that no schedule keeps, and what to do."""
+    """Returns the error of a cap that no schedule keeps, which says what to do."""
     least = min(max(setting.problem.footprint) / setting.pieces for setting in settings)
     return (
         f"`memory_cap` is {memory_cap}, and the leanest schedule tried holds {float(least):g} "

@@ -63,8 +63,8 @@ class Solver:
     """The search of one problem, which may be continued.
 
     Attributes:
-        problem: The problem.
-        bound: Its lower bound.
+        problem: The problem to solve.
+        bound: The lower bound of its time.
         best: The best words so far.
     """
 

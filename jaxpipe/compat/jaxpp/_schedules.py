@@ -6,9 +6,9 @@ p ranks (JaxPP's `mpmd_dim`), v stages on each rank, M microbatches.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...mpmd.api import BaseSchedule
 from ...schedules import Action, FusedPair, Schedule, builders, check, num_ranks
 from ...schedules.language import ScheduleStep
-from ..api._base_schedule import BaseSchedule
 
 
 @dataclass(frozen=True)

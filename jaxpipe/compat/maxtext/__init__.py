@@ -1,4 +1,8 @@
-"""Parts that the Linen and NNX frontends share: settings, sharding, the pipeline's call."""
+"""MaxText's pipeline of Flax layers: its config fields, and the methods of its modules.
+
+`linen` and `nnx` have the modules, which `jaxpipe.linen` and `jaxpipe.nnx` export. What is here is
+the part that both share and that needs no Flax.
+"""
 
 from ._frontend import first_microbatch as first_microbatch
 from ._frontend import run_batch as run_batch

@@ -16,7 +16,8 @@ from flax.core.spmd import logical_axis_rules
 from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
-from ..modules import AxisRules, Layer, outputs_of
+from .._layers import Layer, outputs_of
+from .._settings import AxisRules
 from ._sown import call, captured_types, without_sown
 from ._stacked import without_names
 

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..modules import STACKED, layer_keys
+from .._layers import layer_keys
+from .._weight_sharding import STACKED
 
 Factory = Callable[[nnx.Rngs], nnx.Module]
 

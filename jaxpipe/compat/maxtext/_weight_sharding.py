@@ -2,20 +2,24 @@
 
 A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
 logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims beyond the end of
-a spec keep their sharding.
+a spec keep their sharding. Flax's rules may have several entries for a name, and the first that
+fits an array applies. So names are resolved separately for each weight, and the engine gets specs
+over mesh axes.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import GATHERED_AXES
-from ..sharding.specs import check_divisible, padded_spec, reshard_to_spec, without_axes
-from ..spmd.ranks import AXIS, is_spec
-from ..spmd.weight_gather import gather_by_specs, unsharded_specs
+from ...sharding import GATHERED_AXES
+from ...sharding.specs import axes_of, check_divisible, padded_spec, reshard_to_spec, without_axes
+from ...spmd.ranks import AXIS, is_spec
+from ...spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
 from ._settings import AxisRules
 
 # Logical names of the dims that are in front of those of a layer's weight: [R, S, L, ...].
@@ -91,9 +95,9 @@ def reshard_weight(
     """Returns `w`, sharded over `mesh` by the logical names of its dims.
 
     Args:
-        w: A weight.
+        w: A weight of all layers.
         names: The logical name of each dim, or None.
-        rules: The rules.
+        rules: The logical axis rules.
         mesh: The mesh. Without one `w` is returned as it is.
         path: The name of the weight for errors.
 
@@ -198,3 +202,85 @@ def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:
 
 def _entry(axes: tuple[str, ...]) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+EXPERTS = "exp"
+"""Logical name of the dim of routed experts, which stays sharded over the mesh axis "expert"."""
+
+
+def gather_of_names(
+    weights: PyTree,
+    names: PyTree,
+    specs: PyTree,
+    *,
+    mesh: Mesh | None,
+    when: When,
+    batch_axes: tuple[str, ...] = (),
+) -> Gather:
+    """Returns the `Gather` that makes the weights of a stage whole over fsdp, context and expert.
+
+    Args:
+        weights: [R, S, L, ...] leaves.
+        specs: Their physical specs. Dims beyond the end of a spec are not sharded.
+        when: "tick", "once" or "repeat": whether weights are gathered in every tick, once per step,
+            or once per repeat.
+
+    Returns:
+        The `Gather`.
+
+    Raises:
+        ValueError: If a weight stays sharded over one of `batch_axes`, or, where `batch_axes` are
+            given, is sharded over another axis that is explicit.
+    """
+    if mesh is None:
+        return Gather(when)
+    if AxisType.Explicit in mesh.axis_types and not batch_axes:
+        specs = without_dims(specs, 2)
+        return gather_by_specs(specs, unsharded_specs(specs), when=when)
+    stored = jax.tree.map(_stored_spec, weights, specs)
+    unsharded = jax.tree.map(_unsharded_spec, weights, names, stored)
+    if batch_axes:
+        check = partial(_check_axes, mesh, batch_axes)
+        jax.tree_util.tree_map_with_path(check, weights, stored, unsharded)
+    return gather_by_specs(stored, unsharded, when=when, batch_axes=batch_axes)
+
+
+def _stored_spec(w: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the weight of a stage, with an entry for every dim."""
+    return PartitionSpec(*spec[2:], *[None] * (w.ndim - max(len(spec), 2)))
+
+
+def _unsharded_spec(w: jax.Array, name: PartitionSpec, stored: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the gathered weight of a stage. The dim of experts stays as it is."""
+    del w
+    dims = zip_longest(stored, without_axes(stored, GATHERED_AXES), name[2:])
+    return PartitionSpec(*(axes if name == EXPERTS else rest for axes, rest, name in dims))
+
+
+def _check_axes(
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    path: tuple,
+    w: jax.Array,
+    stored: PartitionSpec,
+    unsharded: PartitionSpec,
+) -> None:
+    """Checks that a weight can be gathered where devices have their own rows.
+
+    Raises:
+        ValueError: If the weight stays sharded over one of `batch_axes`, or is stored sharded over
+            an explicit axis that is not one of them.
+    """
+    del w
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    remaining_axes = axes_of(unsharded).intersection(batch_axes)
+    reasons = dict.fromkeys(remaining_axes, "one of `pipeline_batch_axes`")
+    for axis in axes_of(stored).difference(batch_axes):
+        if types[axis] == AxisType.Explicit:
+            reasons[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
+    for axis, reason in reasons.items():
+        raise ValueError(
+            f"The weight {jax.tree_util.keystr(path)} is split over {axis!r}, {reason}. Devices "
+            f"with their own rows need whole weights: choose among {', '.join(GATHERED_AXES)} and "
+            "axes that split no weights, and leave the others of type Auto."
+        )

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..spmd.circular_engine import LoopPhase, run_repeats, run_ticks
-from ..spmd.stepwise import LoopState
+from ...spmd.circular_engine import LoopPhase, run_repeats, run_ticks
+from ...spmd.stepwise import LoopState
 from ._layers import ActivationInFlight
 from ._methods import LoopMethods, PipelineMethods, WindowMethods
 

@@ -10,19 +10,13 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
-from .._input import clause
-from ..modules import (
-    AxisRules,
-    Layer,
-    first_microbatch,
-    layer_keys,
-    outputs_of,
-    reshard_weight,
-    rules_in_stage,
-    run_batch,
-    to_batch_inputs,
-)
-from ..spmd.ranks import at_init
+from ...._input import clause
+from ....spmd.ranks import at_init
+from .._frontend import first_microbatch, run_batch
+from .._layers import Layer, layer_keys, outputs_of
+from .._methods import to_batch_inputs
+from .._settings import AxisRules
+from .._weight_sharding import reshard_weight, rules_in_stage
 from . import _collections as collections
 from . import _stacked as stacked
 
@@ -150,14 +144,14 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
     """Returns the variables of all layers by collection, in their boxes."""
-    found = {
+    stacks = {
         name: collection[NAME]
         for name, collection in pipeline.variables.items()
         if NAME in collection
     }
     return {
         name: collection
-        for name, collection in unfreeze(found).items()
+        for name, collection in unfreeze(stacks).items()
         if not collections.is_sown(name, collection)
     }
 

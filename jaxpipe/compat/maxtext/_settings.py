@@ -1,24 +1,155 @@
-"""The settings of a pipeline, from the keys of MaxText's config, and the checks of them.
+"""The settings of a pipeline, read and checked from the keys of MaxText's config.
 
-S ranks, R repeats, L layers per stage, M microbatches.
+The config is any object with attributes. It is read here, and nowhere else. S ranks, R repeats, L
+layers per stage, M microbatches.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
+from types import UnionType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..autodiff import Remat, keep, remat_by_name
-from ..autodiff.backward import check_offload
-from ..sharding import DEFAULT_RULES
-from ..sharding.layout import even_layout
-from ..spmd.circular_engine import PipelineShape, check_circular
-from ..spmd.ranks import AXIS
-from ..spmd.weight_gather import When
-from ._pipeline_keys import PipelineKeys, read_keys
+from ...autodiff import Remat, keep, remat_by_name
+from ...autodiff.backward import TENSORS, check_offload
+from ...sharding import DEFAULT_RULES
+from ...sharding.layout import even_layout
+from ...spmd.circular_engine import PipelineShape, check_circular
+from ...spmd.ranks import AXIS
+from ...spmd.weight_gather import When
+
+
+@dataclass(frozen=True)
+class PipelineKeys:
+    """The keys of a pipeline in MaxText's config, and their defaults.
+
+    None stands for a key that is missing, None or -1 and whose default depends on others.
+
+    Attributes:
+        ici_pipeline_parallelism: Ranks within a slice. Default: the size of the axis `stage` of the
+            mesh, over `dcn_pipeline_parallelism`, or 1.
+        dcn_pipeline_parallelism: Slices that the ranks are spread over.
+        num_layers_per_pipeline_stage: L, the layers of a stage.
+        num_decoder_layers: Layers of the model. Default: unknown.
+        pipeline_parallel_layers: Layers in the pipeline. Default: all.
+        num_pipeline_repeats: R. Default: the number that fits all layers, or 1 if their number is
+            unknown.
+        num_pipeline_microbatches: M. Default: S, or 2 * S with delay.
+        micro_batch_size_to_train_on: Rows of the whole batch. Default: any.
+        pipeline_delay_activation_forwarding: Whether a hand-over takes two iterations.
+        pipeline_fsdp_ag_once: Whether weights are gathered once per step.
+        pipeline_fsdp_ag_per_repeat: Whether weights are gathered once per repeat.
+        scan_pipeline_iterations: Whether the iterations of a repeat run in a loop.
+        scan_pipeline_repeats: Whether repeats run in a loop. Default: as the iterations.
+        scan_layers_per_stage: Whether the layers of a stage run in a loop.
+        set_remat_policy_on_pipeline_iterations: Whether the policy wraps iterations.
+        set_remat_policy_on_layers_per_stage: Whether the policy wraps layers.
+        remat_policy: A name of `autodiff.POLICIES`.
+        shard_mode: The type of the axes of the mesh, "auto" or "explicit".
+        logical_axis_rules: Pairs (logical axis, mesh axes). Default: none.
+        pipeline_batch_axes: Mesh axes of rows that are manual in the pipeline, which MaxText does
+            not have.
+        debug_sharding: Whether to log the sharding of every weight.
+        tensor_locations: For the policy "custom" the location of each tensor of
+            `autodiff.TENSORS` that has one. Default of the others: "remat".
+    """
+
+    ici_pipeline_parallelism: int | None = None
+    dcn_pipeline_parallelism: int = 1
+    num_layers_per_pipeline_stage: int = 1
+    num_decoder_layers: int | None = None
+    pipeline_parallel_layers: int | None = None
+    num_pipeline_repeats: int | None = None
+    num_pipeline_microbatches: int | None = None
+    micro_batch_size_to_train_on: int | None = None
+    pipeline_delay_activation_forwarding: bool = False
+    pipeline_fsdp_ag_once: bool = False
+    pipeline_fsdp_ag_per_repeat: bool = False
+    scan_pipeline_iterations: bool = True
+    scan_pipeline_repeats: bool | None = None
+    scan_layers_per_stage: bool = True
+    set_remat_policy_on_pipeline_iterations: bool = True
+    set_remat_policy_on_layers_per_stage: bool = False
+    remat_policy: Any = "full"
+    shard_mode: Any = "auto"
+    logical_axis_rules: Iterable | None = None
+    pipeline_batch_axes: Any = ()
+    debug_sharding: bool = False
+    tensor_locations: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_keys(config: Any) -> PipelineKeys:
+    """Returns the keys of a pipeline in `config`, with the types that they must have.
+
+    Args:
+        config: Any object whose attributes are the fields of `PipelineKeys`, and for the policy
+            "custom" the tensors of `autodiff.TENSORS`. Values may be Enums.
+
+    Raises:
+        ValueError: If `config` is a mapping, or a flag or a number has another type.
+    """
+    if isinstance(config, Mapping):
+        raise ValueError(
+            f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
+            "with fields, such as `types.SimpleNamespace(**config)`."
+        )
+
+    def read(name: str) -> Any:
+        try:
+            value = getattr(config, name, None)
+        except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
+            return None
+        return value.value if isinstance(value, Enum) else value
+
+    parsers = {key.name: _PARSERS.get(key.type, _as_given) for key in fields(PipelineKeys)}
+    parsers |= dict.fromkeys(TENSORS, _as_given) | {"pipeline_parallel_layers": _integer}
+    parsers.pop("tensor_locations")
+    parsed = {name: parse(name, read(name)) for name, parse in parsers.items()}
+    values = {name: value for name, value in parsed.items() if value is not None}
+    locations = {name: values.pop(name) for name in TENSORS if name in values}
+    return PipelineKeys(tensor_locations=locations, **values)
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{name}` is {value!r}. Give True or False.")
+    return None if value is None else bool(value)
+
+
+def _integer(name: str, value: Any) -> int | None:
+    """Returns a value that must be an integer, or None for -1, which stands for the default."""
+    value = -1 if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"`{name}` is {value!r}. Give a whole number, or -1 for the default.")
+    return None if value == -1 else int(value)
+
+
+def _count(name: str, value: Any) -> int | None:
+    """Returns a value that must be a positive integer, or None for -1."""
+    count = _integer(name, value)
+    if count is not None and count < 1:
+        raise ValueError(f"`{name}` is {count!r}. Give at least 1, or -1 for the default.")
+    return count
+
+
+def _as_given(name: str, value: Any) -> Any:
+    del name
+    return value
+
+
+_PARSERS: dict[type | UnionType | str, Callable[[str, Any], Any]] = {
+    bool: _flag,
+    bool | None: _flag,
+    int: _count,
+    int | None: _count,
+}
+"""Functions that check a key, by the type of its field in `PipelineKeys`."""
+
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""
@@ -34,7 +165,7 @@ class PipelineSettings:
 
     Attributes:
         pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
-        layers_per_stage: L.
+        layers_per_stage: L, the layers of a stage.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
         gather: When weights that are sharded over fsdp, context and expert are gathered.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
@@ -223,16 +354,16 @@ def _policy(remat: Remat, *, is_custom: bool) -> Callable:
     Unless the config's policy is "custom", it also saves the inputs that MaxText names.
     """
     policies = jax.checkpoint_policies
-    given: Callable = policies.everything_saveable
+    base_policy: Callable = policies.everything_saveable
     if isinstance(remat, partial):
-        given = remat.keywords.get("policy") or policies.nothing_saveable
+        base_policy = remat.keywords.get("policy") or policies.nothing_saveable
     if is_custom:
-        return given
+        return base_policy
     inputs = policies.save_only_these_names("iteration_input", "decoder_layer_input")
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
         saved = inputs(primitive, *arguments, **parameters)
-        return saved or given(primitive, *arguments, **parameters)
+        return saved or base_policy(primitive, *arguments, **parameters)
 
     return policy
 
@@ -263,9 +394,9 @@ def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...])
             f"`AxisType.Explicit` for {', '.join(needed)}, or give `shard_mode` = 'auto'."
         )
     if others:
-        found = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
         raise ValueError(
-            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. {advice}"
+            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {listed}. {advice}"
         )
 
 
@@ -275,7 +406,7 @@ def axis_rules(rules: Iterable) -> AxisRules:
     In `rules` they may also be one name or None.
     """
 
-    def axes(given: Any) -> tuple[str, ...]:
-        return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    def as_tuple(axes: Any) -> tuple[str, ...]:
+        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
-    return tuple((name, axes(given)) for name, given in rules)
+    return tuple((name, as_tuple(axes)) for name, axes in rules)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding.specs import typed_by_specs
-from ..spmd.circular_engine import circular
-from ._frontend_gather import gather_of_names
+from ...sharding.specs import typed_by_specs
+from ...spmd.circular_engine import circular
 from ._layers import (
     Layer,
     check_microbatches,
@@ -31,7 +30,12 @@ from ._overwritten_weights import (
     split_weights,
 )
 from ._settings import PipelineSettings
-from ._weight_sharding import describe_shardings, physical_specs, reshard_microbatches
+from ._weight_sharding import (
+    describe_shardings,
+    gather_of_names,
+    physical_specs,
+    reshard_microbatches,
+)
 
 
 def split_batch(

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from ..modules import STACKED
+from .._weight_sharding import STACKED
 
 
 def init_stages(init: Callable) -> Callable:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from ..autodiff.staged_model import index_leading
-from ..sharding import manual_batch_axes
+from ...autodiff.staged_model import index_leading
+from ...sharding import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"

@@ -1,4 +1,4 @@
-"""Linen modules of a pipeline, implemented by `_run` and the base classes in `jaxpipe/modules`."""
+"""Linen modules of a pipeline, with the methods and attributes of MaxText's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,10 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..modules import (
-    AxisRules,
-    Layer,
-    LoopMethods,
-    PipelineMethods,
-    PipelineSettings,
-    WindowMethods,
-    pipeline_settings,
-    rules_in_stage,
-)
+from .._layers import Layer
+from .._methods import LoopMethods, PipelineMethods, WindowMethods
+from .._settings import AxisRules, PipelineSettings, pipeline_settings
+from .._weight_sharding import rules_in_stage
 from . import _run as run
 from . import _stacked as stacked
 

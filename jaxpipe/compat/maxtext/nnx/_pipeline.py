@@ -1,4 +1,4 @@
-"""NNX modules of a pipeline, implemented by `_run` and the base classes in `jaxpipe/modules`."""
+"""NNX modules of a pipeline, with the methods and attributes of MaxText's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,20 +8,16 @@ import jax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
-from ..modules import (
-    AxisRules,
-    Layer,
-    LoopMethods,
-    PipelineMethods,
-    WindowMethods,
-    pipeline_settings,
-    reshard_weight,
-    rules_in_stage,
-)
+from .._frontend import run_batch
+from .._layers import Layer
+from .._methods import LoopMethods, PipelineMethods, WindowMethods, to_batch_inputs
+from .._settings import AxisRules, pipeline_settings
+from .._weight_sharding import reshard_weight, rules_in_stage
 from . import _layer as layer
-from . import _run as run
 from . import _stacked as stacked
+from ._sown import store, without_sown
 
 
 class _Given:
@@ -127,12 +123,12 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
 
         The methods of MaxText call these arrays weights.
         """
-        return layer.weights_of(run.weight_state(self.layers))
+        return layer.weights_of(_weight_state(self.layers))
 
     def get_weight_sharding(self, *init_args) -> dict[str, Any]:
         """Returns logical specs of the [R, S, L, ...] arrays, by path; `init_args` are ignored."""
         del init_args
-        return stacked.logical_specs(run.weight_state(self.layers))
+        return stacked.logical_specs(_weight_state(self.layers))
 
     def get_vmap_func_for_init(self) -> Callable:
         """Returns the function that initializes all layers of a repeat.
@@ -172,7 +168,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         Raises:
             ValueError: If sizes do not divide, or a layer changes its variables.
         """
-        return run.run(
+        return _run(
             self,
             inputs,
             segment_ids,
@@ -225,3 +221,39 @@ def create_pipeline(
     settings = pipeline_settings(config, mesh, remat_policy)
     kind = NNXCircularPipeline if settings.gather == "repeat" else NNXPipeline
     return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)
+
+
+def _weight_state(layers: nnx.Module) -> PyTree:
+    """Returns all variables except random state and sown values."""
+    return nnx.state(without_sown(layers), nnx.Not(nnx.RngState))
+
+
+def _run(
+    pipeline: Any,
+    inputs: Any,
+    segment_ids: Any,
+    positions: Any,
+    names: Any,
+    *options: Any,
+    microbatched: bool = False,
+) -> Any:
+    """Runs inputs through all layers and stores the values they sow in `pipeline.layers`."""
+    layers, deterministic = pipeline.layers, options[0]
+    counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
+    ys, sown = run_batch(
+        pipeline.layer_function(*options, records=True),
+        pipeline.layer_variables(),
+        pipeline.get_weight_sharding() if names is None else names,
+        inputs,
+        to_batch_inputs(segment_ids, positions),
+        pipeline.draw_keys,
+        pipeline,
+        overwritten=layer.overwritten_in(_weight_state(layers)),
+        options=options,
+        microbatched=microbatched,
+    )
+    if deterministic:  # its keys are of no use
+        nnx.update(layers, counts)
+    if jax.tree.leaves(sown):
+        store(layers, sown)
+    return ys

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ..autodiff import Remat
-from ..spmd.ranks import AXIS, in_stage
+from ...autodiff import Remat
+from ...spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
 # `(weights, x, batch_inputs, rng) -> (y, records)`, a pure function of one layer.
@@ -30,7 +30,7 @@ class ActivationInFlight(NamedTuple):
     """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
-        x: The activation.
+        x: The activation itself, any pytree.
         records: [p, R * S, L, ...] leaves. Inside a stage p is 1.
         stage: [p], the index of the next stage.
     """
@@ -47,7 +47,7 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
     Args:
         key: A key, typed or raw.
-        dims: (R, S, L).
+        dims: (R, S, L), the leading dims.
 
     Returns:
         [R, S, L] typed keys.
@@ -128,8 +128,8 @@ def outputs_of(y: PyTree, x: PyTree) -> PyTree:
     and if `x` has that structure too, it is `y`.
 
     Args:
-        y: What the layer has returned.
-        x: Its input.
+        y: The result of the layer.
+        x: The input of the layer.
 
     Returns:
         A tree with the structure of `x`, if the layer keeps it.
@@ -285,9 +285,9 @@ def layer_shapes(
 
     def run(weights, x, batch_inputs, rng):
         y, records = layer(weights, x, batch_inputs, rng)
-        found.append((_described(x), _described(y), first(0, records)))
+        traces.append((_described(x), _described(y), first(0, records)))
 
-    found: list[Any] = []
+    traces: list[Any] = []
     arrays = first(3, weights), first(1, inputs), first(1, batch_inputs), first(3, keys)
     if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
         rows = PartitionSpec(batch_axes)
@@ -297,11 +297,11 @@ def layer_shapes(
             in_stage(run), mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
         )
     jax.eval_shape(run, *arrays)
-    ((given, returned, records),) = found
-    if given != returned:
+    ((input_types, output_types, records),) = traces
+    if input_types != output_types:
         raise ValueError(
-            f"`layers` was given {given} and returned {returned}. A layer must return what the "
-            "next one can take: the same structure, shapes and dtypes."
+            f"`layers` was given {input_types} and returned {output_types}. A layer must return "
+            "what the next one can take: the same structure, shapes and dtypes."
         )
     return records
 

@@ -1,0 +1,1 @@
+"""Names and behaviour of other libraries: MaxText's pipelines, JaxPP's API."""
