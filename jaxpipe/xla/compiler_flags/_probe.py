@@ -69,15 +69,14 @@ def _figures(report: CompileReport) -> tuple[str, ...]:
 
 
 def _moved(report: CompileReport, kinds: Sequence[str]) -> Iterator[str]:
-    found = totals(report.audit)
+    found, hidden = totals(report.audit), report.hidden_bytes()
     for kind in kinds:
         if kind not in found:
             yield "-"
             continue
         moved = found[kind]
-        sizes = moved.result_bytes, moved.asynchronous_bytes, moved.beside_product_bytes
-        all_, overlapping, hidden = (f"{size / 1e9:.3f}" for size in sizes)
-        yield f"{all_} ({overlapping}, {hidden})"
+        sizes = moved.result_bytes, moved.asynchronous_bytes, hidden[kind]
+        yield "{:.3f} ({:.3f}, {:.3f})".format(*(size / 1e9 for size in sizes))
 
 
 def _options(probed: Sequence[ProbedGroup]) -> Iterator[str]:
