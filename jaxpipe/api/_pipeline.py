@@ -83,7 +83,8 @@ def pipeline(
         compute_dtype: The dtype, such as `jnp.bfloat16`, to which floating-point parameters are
             cast before they are gathered and a function of the model is given them. Gradients are
             summed in float32, and are in the dtype of the parameters. Default: none.
-        compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
+        compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name. Default:
+            those that jaxpipe's table of flags has for the devices; `{}` for none.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
             `['layers'][0]['base']['up']`; or booleans in a tree that is a prefix of the user's
             tree. They get no gradients. Default: all are trained.
@@ -168,7 +169,7 @@ def pipeline(
         vocab_parallel=vocab_parallel,
         accumulate=accumulate,
         compute_dtype=compute_dtype,
-        compiler_options=tuple((compiler_options or {}).items()),
+        compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
     )
 
 

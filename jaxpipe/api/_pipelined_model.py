@@ -94,7 +94,7 @@ class PipelinedModel(InspectedModel):
         vocab_parallel: Whether all ranks compute the loss together.
         accumulate: A, the number of times that M microbatches are run.
         compute_dtype: The dtype to which parameters are cast before they are gathered.
-        compiler_options: XLA's options for every program.
+        compiler_options: XLA's options for every program; None: those of the table of flags.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 
@@ -117,7 +117,7 @@ class PipelinedModel(InspectedModel):
     vocab_parallel: bool = False
     accumulate: int = 1
     compute_dtype: Any = None
-    compiler_options: tuple[tuple[str, Any], ...] = ()
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
     last_rows: list[RowReport] = field(default_factory=list, init=False, compare=False)
 
     def shard(self, params: PyTree, *, like: PyTree = None) -> StoredParams:

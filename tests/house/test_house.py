@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autodiff": {"_compat", "ir"},
     "spmd": {"_compat", "autodiff", "ir", "schedules", "sharding"},
     "mpmd": {"_compat", "_exit", "_input", "autodiff", "ir", "schedules", "sharding", "xla"},
-    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding", "xla"},
     "api": {
         "_compat",
         "_input",
