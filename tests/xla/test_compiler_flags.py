@@ -11,6 +11,7 @@ from jaxpipe.xla import compiler_flags as flags
 from jaxpipe.xla.compile_report import CompileReport, Memory
 from jaxpipe.xla.compiler_flags import FLAGS, CompilerFlag, StepTraits
 from jaxpipe.xla.hlo import Audit
+from jaxpipe.xla.step_time import StepTime
 
 
 def default_options(rows, traits):
@@ -89,6 +90,11 @@ def test_flags_that_another_compiler_refuses_are_left_out_with_a_line(caplog):
     (line, *_) = [record.getMessage() for record in caplog.records]
     assert line.startswith("Programs are compiled without jaxpipe's default flags: ")
     assert "No such compile option: 'xla_no_such_flag'" in line
+
+
+def test_a_device_that_is_only_described_is_not_asked():
+    gone = flag(option="xla_no_such_flag", accepted_by=("0.0.1",))
+    assert flags.default_options((gone,), CPU, object()) == {"xla_no_such_flag": "1"}
 
 
 def test_a_key_leaves_out_slow_flags_or_all():
@@ -186,3 +192,27 @@ def test_a_group_that_is_the_defaults_is_compiled_once():
     defaults, groups = default_options(rows, CPU), flags.option_groups(rows, CPU)
     probed = flags.probe_groups(lambda options: report(1), groups, defaults, ())
     assert [group.name for group in probed] == ["none", "defaults"]
+
+
+def timed_report(seconds: float, peak: int) -> CompileReport:
+    time = StepTime({"matrix products": seconds}, {}, {}, 0.0, {}, 0.0, ())
+    return dataclasses.replace(report(peak), step_time=time)
+
+
+def test_a_probe_combines_the_groups_that_do_no_harm_alone():
+    changes = {
+        "xla_fast": (-0.3, 1),
+        "xla_same": (0, 0),
+        "xla_large": (-0.5, 40),
+        "xla_slow": (1, 0),
+    }
+
+    def compile_with(options):
+        size = 1000 + sum(changes[name][1] for name in options)
+        seconds = 2.0 + sum(changes[name][0] for name in options)
+        return timed_report(seconds, size)
+
+    groups = {name.removeprefix("xla_"): {name: "1"} for name in changes}
+    *_, together = flags.probe_groups(compile_with, groups, {}, ())
+    assert together.name == "together"
+    assert together.options == {"xla_fast": "1", "xla_same": "1"}

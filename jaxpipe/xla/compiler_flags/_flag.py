@@ -162,6 +162,8 @@ def default_options(
 @cache
 def _refusal(device: Any, options: tuple[tuple[str, str], ...]) -> str:
     """Returns what a compiler says of options that it does not take, or ""."""
+    if not isinstance(device, jax.Device):
+        return ""  # a description of a device, which the planner has: nothing is compiled
     if device.process_index != jax.process_index():  # a program needs a device of this process
         device = jax.local_devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device)

@@ -39,12 +39,12 @@ class StepTime:
     @property
     def busy(self) -> float:
         """Returns the seconds of all work but collectives."""
-        return sum(self.busy_seconds.values())
+        return sum(self.busy_seconds.values(), 0.0)
 
     @property
     def exposed(self) -> float:
         """Returns the seconds in which the core waits for collectives."""
-        return sum(self.exposed_seconds.values())
+        return sum(self.exposed_seconds.values(), 0.0)
 
     @property
     def seconds(self) -> float:
