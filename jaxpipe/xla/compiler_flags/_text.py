@@ -25,8 +25,8 @@ def flags_text(
     for option, value in user_options.items():
         if option not in known:
             lines.append(f"set      --{option}={value} (yours)")
-    for flag in rows:
-        options = {**defaults, **user_options}
+    options = {**defaults, **user_options}
+    for flag, following in zip(rows, [*rows[1:], None], strict=True):
         remark = ""
         if flag.option in user_options:
             remark = " (yours)"
@@ -36,7 +36,9 @@ def flags_text(
             remark = f" (new to {compiler} {version or 'of this name'}, which accepts it)"
         value = options.get(flag.option, flag.value_for(traits))
         state = "set" if flag.option in options else "not set"
-        lines += [f"{state:<8} --{flag.option}={value}{remark}", _reason(flag, compiler)]
+        lines.append(f"{state:<8} --{flag.option}={value}{remark}")
+        if following is None or _reason(flag, compiler) != _reason(following, compiler):
+            lines.append(_reason(flag, compiler))
     if len(lines) == 1:
         lines.append("no flags")
     return "\n".join(lines)
