@@ -31,7 +31,7 @@ class InstructionCost:
         opcode: Its opcode; of a collective its kind, such as `all-gather`.
         shape: The shape of its result, without layouts.
         seconds: Seconds of one execution in which it keeps the core, None if there is no estimate.
-            A collective keeps the core while this waits for it.
+            A collective keeps the core while that waits for it.
         transfer_seconds: Seconds of one execution of a collective; 0 of other instructions.
         executions: How often a step executes it on a device, a mean if branches are marked.
         marked: Whether it is in a branch whose share of executions is known.
@@ -61,6 +61,7 @@ class InstructionCost:
 def busy_seconds(
     rates: DeviceRates, computation: Computation, instruction: Instruction
 ) -> float | None:
+    """Returns the seconds for which an instruction keeps the core, or None without an estimate."""
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     if cycles and int(cycles[1]) < 2**62:
         return int(cycles[1]) / rates.clock_ghz / 1e9
