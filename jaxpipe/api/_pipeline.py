@@ -89,7 +89,8 @@ def pipeline(
             summed in float32, and are in the dtype of the parameters. Or `(path, leaf) -> dtype or
             None`, where `path` is one from the groups on, such as `['layers']['up']`. Default:
             none.
-        compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name.
+        compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name. Default:
+            those that jaxpipe's table of flags has for the devices; `{}` for none.
         costs: The costs of actions, by which the engine "scheduled" chooses the tick of each.
             Default: F costs 1, and a whole backward 2.
         scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once.
@@ -181,7 +182,7 @@ def pipeline(
         scan_ticks=scan_ticks,
         zero1=zero1,
         num_calls=accumulate,
-        compiler_options=tuple((compiler_options or {}).items()),
+        compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
         compute_dtype=compute_dtype,
     )
     return PipelinedModel(

@@ -55,6 +55,8 @@ class Hardware:
         cores_per_chip: TensorCores of a chip, which the names of slices, such as `v5p-64`, count.
         clock_ghz: 1e9 cycles a second of a TensorCore: the peak divided by two operations for every
             multiplier of its matrix units; 0 for GPUs.
+        vmem_bytes: Bytes of the vector memory of a TensorCore; 0 for GPUs.
+        sparse_cores: SparseCores of a chip that collectives can run on; 0 for GPUs.
         peaks_of_boards: Names in JAX of other boards with this chip, and their peaks. Only their
             peaks are known: their memory and links differ.
         gpu_target: The description that XLA:GPU compiles by; None if there is none.
@@ -79,6 +81,8 @@ class Hardware:
     devices_per_chip: int = 1
     cores_per_chip: int = 1
     clock_ghz: float = 0.0
+    vmem_bytes: int = 0
+    sparse_cores: int = 0
     peaks_of_boards: tuple[tuple[str, float], ...] = ()
     gpu_target: GpuTarget | None = None
 
@@ -128,7 +132,9 @@ def _tpu(
     slice_devices: int,
     torus_axes: int,
     clock_ghz: float,
+    vmem_mib: int,
     *,
+    sparse_cores: int = 0,
     cores_per_chip: int = 1,
     devices_per_chip: int = 1,
     factors: tuple[tuple[str, float], ...] = (),
@@ -154,6 +160,8 @@ def _tpu(
         devices_per_chip,
         cores_per_chip,
         clock_ghz,
+        vmem_mib * 2**20,
+        sparse_cores,
     )
 
 
@@ -210,18 +218,20 @@ _B200_TARGET = GpuTarget(
 _TPUS = (
     # Names, peak, GiB, GB/s of memory, GB/s of links along one axis of the torus (two links, one
     # direction each), GB/s of the data centre's network, devices of the largest slice, axes of the
-    # torus, clock. Where a page has no figure of the network, a v5e has half of a v5p's, the others
-    # have it.
-    _tpu("v4", ("TPU v4",), 275.0, 32, 1228.0, 100.0, 6.25, 4096, 3, 1.05, cores_per_chip=2),
-    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16, 819.0, 100.0, 3.125, 256, 2, 1.5,
+    # torus, clock, MiB of a core's vector memory (jax 0.11.2, jax/_src/tpu_info.py). Where a page
+    # has no figure of the network, a v5e has half of a v5p's, the others have it. XLA runs no
+    # collective on the SparseCores of a v4.
+    _tpu("v4", ("TPU v4",), 275.0, 32, 1228.0, 100.0, 6.25, 4096, 3, 1.05, 16, cores_per_chip=2),
+    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16, 819.0, 100.0, 3.125, 256, 2, 1.5, 128,
          factors=_INT8, aliases=("v5litepod",)),
-    _tpu("v5p", ("TPU v5", "TPU v5p"), 459.0, 95, 2765.0, 200.0, 6.25, 6144, 3, 1.75,
-         factors=_INT8, cores_per_chip=2),
-    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32, 1638.0, 200.0, 6.25, 256, 2, 1.75,
-         factors=_INT8, aliases=("v6litepod",)),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), 459.0, 95, 2765.0, 200.0, 6.25, 6144, 3, 1.75, 64,
+         factors=_INT8, sparse_cores=4, cores_per_chip=2),
+    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32, 1638.0, 200.0, 6.25, 256, 2, 1.75, 128,
+         factors=_INT8, sparse_cores=2, aliases=("v6litepod",)),
     # A chip is two devices, which share its links and its network: its page has 2307 and 192 GiB.
-    _tpu("tpu7x", ("TPU7x",), 1153.5, 96, 3690.0, 100.0, 6.25, 18432, 3, 2.2,
-         factors=(("fp8", 2.0),), cores_per_chip=2, devices_per_chip=2, aliases=("v7x",)),
+    _tpu("tpu7x", ("TPU7x",), 1153.5, 96, 3690.0, 100.0, 6.25, 18432, 3, 2.2, 64,
+         factors=(("fp8", 2.0),), sparse_cores=4, cores_per_chip=2, devices_per_chip=2,
+         aliases=("v7x",)),
 )
 _GPUS = (
     # Name, peak without sparsity, GiB, GB/s of memory, of NVLink and of the host's adapters per

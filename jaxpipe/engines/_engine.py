@@ -56,7 +56,8 @@ class PipelinePlan:
             kind if there are kinds; for `gather="layer"`.
         zero1: Whether gradients, and the state of an optimizer, are divided over `data` too.
         num_calls: A, the number of times that M microbatches are run, whose results are summed.
-        compiler_options: XLA's options for every program, by name.
+        compiler_options: XLA's options for every program, by name. None: those of the table of
+            flags.
         compute_dtype: The dtype to which floating-point parameters are cast before they are
             gathered; or `(path, leaf) -> dtype or None`, where `path` is such as
             `['layers']['up']`. None: they stay as they are.
@@ -81,7 +82,7 @@ class PipelinePlan:
     layer_specs: PyTree = None
     zero1: bool = False
     num_calls: int = 1
-    compiler_options: tuple[tuple[str, Any], ...] = ()
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
     compute_dtype: Any = None
 
 

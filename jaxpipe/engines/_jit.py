@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ..xla.compiler_flags import FLAGS, StepTraits, default_options
 from ._engine import PipelinePlan
 
 
@@ -43,9 +44,23 @@ class OneProgram:
 
 def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
     """Compiles a function to one program."""
-    options = dict(plan.compiler_options) or None
-    program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options)
+    options = plan.compiler_options
+    options = _default_options(plan) if options is None else dict(options)
+    program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options or None)
     return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
+
+
+def _default_options(plan: PipelinePlan) -> dict[str, str]:
+    """Returns XLA's options for the devices of a pipeline by the table of flags."""
+    device, is_pipeline = plan.mesh.devices.flat[0], plan.schedule is not None
+    traits = StepTraits(
+        device.platform,
+        device.device_kind,
+        "pipeline" if is_pipeline else "none",
+        pipelines=is_pipeline,
+        num_microbatches=plan.num_microbatches * plan.num_calls,
+    )
+    return default_options(FLAGS, traits, device)
 
 
 def _replicate_scalars(arguments: PyTree, replicated: NamedSharding) -> PyTree:

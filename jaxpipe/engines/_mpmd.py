@@ -239,7 +239,7 @@ def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
 
 def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    options = dict(plan.compiler_options) or None
+    options = None if plan.compiler_options is None else dict(plan.compiler_options)
     return mpmd.mpmd_jit_with_loop(
         function, mesh, donate_argnums=donate_argnums, compiler_options=options
     )

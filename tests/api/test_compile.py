@@ -8,6 +8,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.xla import totals
+from jaxpipe.xla.compiler_flags import CompilerFlag
 
 D, L, B = 8, 2, 8
 
@@ -42,6 +43,20 @@ def test_a_report_has_memory_and_collectives():
 def test_programs_of_each_rank_are_refused():
     with pytest.raises(ValueError, match="'mpmd', which has programs for each rank"):
         pipeline(engine="mpmd").compile(PARAMS, BATCH)
+
+
+def test_programs_have_the_flags_of_the_table_unless_options_are_given(monkeypatch):
+    option, seen, jit = "xla_cpu_enable_concurrency_optimized_scheduler", [], jax.jit
+
+    def recording_jit(function, **options):
+        seen.append(options.get("compiler_options"))
+        return jit(function, **options)
+
+    monkeypatch.setattr(CompilerFlag, "is_set", lambda row, _: row.option == option)
+    monkeypatch.setattr(jax, "jit", recording_jit)
+    for given in (None, {}, {"xla_cpu_enable_fast_math": False}):
+        pipeline(compiler_options=given).jit(lambda x: x)
+    assert seen == [{option: "True"}, None, {"xla_cpu_enable_fast_math": False}]
 
 
 @pytest.mark.slow

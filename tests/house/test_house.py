@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
         "xla",
     },
-    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding", "xla"},
     "api": {
         "_compat",
         "_input",

@@ -89,7 +89,7 @@ def test_flags_are_printed_with_their_reasons(command, capsys):
 def compile_add(plan):
     """Compiles a small program as the train step would be compiled."""
     step = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((4,), jnp.float32))
-    return step.compile(compiler_options=dict(plan.pipeline.compiler_options))
+    return step.compile(compiler_options=dict(plan.pipeline.compiler_options or ()))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,18 @@ import json
 import jax
 import pytest
 
+from jaxpipe.devices import hardware
 from jaxpipe.xla import compiler_flags as flags
 from jaxpipe.xla.compile_report import CompileReport, Memory
-from jaxpipe.xla.compiler_flags import FLAGS, CompilerFlag, StepTraits, default_options
+from jaxpipe.xla.compiler_flags import FLAGS, CompilerFlag, StepTraits
 from jaxpipe.xla.hlo import Audit
+from jaxpipe.xla.step_time import StepTime
+
+
+def default_options(rows, traits):
+    """The options of a step for this machine's devices, which are asked what they accept."""
+    return flags.default_options(rows, traits, jax.devices()[0])
+
 
 H100 = StepTraits("gpu", "NVIDIA H100 80GB HBM3", "circular")
 MPMD = dataclasses.replace(H100, engine="mpmd", program_per_rank=True)
@@ -65,12 +73,53 @@ CPU = StepTraits("cpu", "cpu", "circular")
         (flag(device_kinds=("TPU v5",)), {}),
         (flag(device_kinds=("cpu",)), {"xla_a": "1"}),
         (flag(is_default=lambda traits: traits.engine == "mpmd"), {}),
-        (flag(accepted_by=("0.0.1",)), {}),
-        (flag(accepted_by=("0.0.1",), is_required=True), {"xla_a": "1"}),
     ],
 )
-def test_a_flag_is_set_where_it_is_meant_and_was_tried(row, options):
+def test_a_flag_is_set_where_it_is_meant(row, options):
     assert default_options((row,), CPU) == options
+
+
+def test_flags_that_another_compiler_refuses_are_left_out_with_a_line(caplog):
+    real = flag(option="xla_cpu_enable_fast_math", value="False", accepted_by=("0.0.1",))
+    assert default_options((real,), CPU) == {"xla_cpu_enable_fast_math": "False"}
+    assert not caplog.records
+    gone = flag(option="xla_no_such_flag", accepted_by=("0.0.1",))
+    needed = dataclasses.replace(real, is_required=True)
+    assert default_options((gone, real, needed), CPU) == {"xla_cpu_enable_fast_math": "False"}
+    assert default_options((gone, real), CPU) == {}
+    (line, *_) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Programs are compiled without jaxpipe's default flags: ")
+    assert "No such compile option: 'xla_no_such_flag'" in line
+
+
+def test_a_device_that_is_only_described_is_not_asked():
+    gone = flag(option="xla_no_such_flag", accepted_by=("0.0.1",))
+    assert flags.default_options((gone,), CPU, object()) == {"xla_no_such_flag": "1"}
+
+
+def test_a_key_leaves_out_slow_flags_or_all():
+    slow = flag(option="xla_slow", slows_compilation=True)
+    needed = flag(option="xla_needed", is_required=True)
+    rows = (flag(), slow, needed)
+    names = {
+        level: set(default_options(rows, dataclasses.replace(CPU, default_flags=level)))
+        for level in ("all", "quick", "none")
+    }
+    assert names == {
+        "all": {"xla_a", "xla_slow", "xla_needed"},
+        "quick": {"xla_a", "xla_needed"},
+        "none": {"xla_needed"},
+    }
+
+
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_no_instruction_may_use_more_vector_memory_than_a_core_has(kind):
+    row = hardware(kind)
+    options = flags.option_groups(FLAGS, StepTraits("tpu", row.device_kinds[0], "circular"))
+    limit = options.get("scoped VMEM", {}).get("xla_tpu_scoped_vmem_limit_kib")
+    assert (limit is None) == (kind == "v4")
+    assert limit is None or int(limit) * 1024 == row.vmem_bytes * 3 // 4
+    assert ("SparseCore gathers" in options) == bool(row.sparse_cores)
 
 
 def test_versions_of_one_series_are_equal():
@@ -85,23 +134,25 @@ def test_versions_of_one_series_are_equal():
 def test_what_is_printed_says_what_is_set_and_why():
     rows = (
         flag(),
-        flag(option="xla_b", accepted_by=("0.0.1",)),
+        flag(option="xla_b", accepted_by=("0.0.1",), gain="1 s."),
         flag(option="xla_c", is_default=flags.never),
         flag(option="xla_d"),
         flag(option="xla_e", platform="tpu"),
     )
-    text = flags.flags_text(rows, CPU, {"xla_d": "7", "xla_f": "2"})
+    text = flags.flags_text(rows, CPU, {"xla_a": "1"}, {"xla_d": "7", "xla_f": "2"})
     lines = [line for line in text.splitlines() if not line.startswith(" ")]
     version = jax.__version__
     assert lines == [
         f"cpu, engine circular, jax {version}",
         "set      --xla_f=2 (yours)",
         "set      --xla_a=1",
-        f"not set  --xla_b=1 (not tried with jax {version})",
+        f"not set  --xla_b=1 (refused by jax {version})",
         "not set  --xla_c=1",
         "set      --xla_d=7 (yours)",
     ]
-    assert f"         a group: It is faster. Accepted by jax {version}." in text
+    reason = "         a group: It is faster."
+    assert f"{reason} Accepted by jax {version}. Never run on a device." in text
+    assert f"{reason} Gain: 1 s. Accepted by jax 0.0.1. Never run on a device." in text
 
 
 def report(peak: int) -> CompileReport:
@@ -141,3 +192,27 @@ def test_a_group_that_is_the_defaults_is_compiled_once():
     defaults, groups = default_options(rows, CPU), flags.option_groups(rows, CPU)
     probed = flags.probe_groups(lambda options: report(1), groups, defaults, ())
     assert [group.name for group in probed] == ["none", "defaults"]
+
+
+def timed_report(seconds: float, peak: int) -> CompileReport:
+    time = StepTime({"matrix products": seconds}, {}, {}, 0.0, {}, 0.0, ())
+    return dataclasses.replace(report(peak), step_time=time)
+
+
+def test_a_probe_combines_the_groups_that_do_no_harm_alone():
+    changes = {
+        "xla_fast": (-0.3, 1),
+        "xla_same": (0, 0),
+        "xla_large": (-0.5, 40),
+        "xla_slow": (1, 0),
+    }
+
+    def compile_with(options):
+        size = 1000 + sum(changes[name][1] for name in options)
+        seconds = 2.0 + sum(changes[name][0] for name in options)
+        return timed_report(seconds, size)
+
+    groups = {name.removeprefix("xla_"): {name: "1"} for name in changes}
+    *_, together = flags.probe_groups(compile_with, groups, {}, ())
+    assert together.name == "together"
+    assert together.options == {"xla_fast": "1", "xla_same": "1"}

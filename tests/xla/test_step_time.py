@@ -58,22 +58,6 @@ def test_a_collective_counts_for_what_nothing_overlaps_with():
     assert hidden.exposed_seconds["all-gather"] == 0
 
 
-def test_many_collectives_in_flight_cost_each_its_own_window():
-    """Each window holds all later ones: visited one in another, 60 take 2^60 visits."""
-    start, done = (
-        next(line for line in TEXT.splitlines() if f"%gather-{part} =" in line)
-        for part in ("start", "done")
-    )
-    count = 60
-    starts = [start.replace("%gather-", f"%more{i}-") for i in range(count)]
-    ends = [done.replace("%gather-", f"%more{i}-") for i in range(count)]
-    text = TEXT.replace(start, "\n".join([*starts, start])).replace(done, "\n".join([done, *ends]))
-    assert text.count(" all-gather-start(") == count + 1
-    one = step_time(TEXT, RATES).exposed_seconds["all-gather"]
-    found = step_time(text, RATES).exposed_seconds["all-gather"]
-    assert found == pytest.approx((count + 1) * one)
-
-
 def test_bubbles_stretch_what_is_marked():
     found = step_time(TEXT, RATES, bubble=0.25)
     assert found.bubble_seconds == pytest.approx(3000 * NANO / 3)

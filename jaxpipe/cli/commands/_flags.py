@@ -16,17 +16,18 @@ def print_flags(config: "Config", device: Any) -> int:
     """Prints which flags a step is compiled with, and which not, with the reasons."""
     from ...train.config import parse_xla_flags
     from ...train.plan import step_traits
-    from ...xla.compiler_flags import FLAGS, flags_text
+    from ...xla.compiler_flags import FLAGS, default_options, flags_text
 
     user_options = parse_xla_flags(config.compile_xla_flags)
-    print(flags_text(FLAGS, step_traits(config, device), user_options))
+    traits = step_traits(config, device)
+    print(flags_text(FLAGS, traits, default_options(FLAGS, traits, device), user_options))
     return 0
 
 
 def probe_flags(
     setup: "Setup", compile_step: "Callable[[StepPlan], CompileReport]", *, as_json: bool
 ) -> int:
-    """Compiles a step without flags, with the defaults and with each group, and compares them.
+    """Compiles a step without flags, with the defaults, each group and several, and compares them.
 
     Flags of `compile_xla_flags` are in all of them.
     """
@@ -44,7 +45,8 @@ def probe_flags(
     )
 
     user_options = parse_xla_flags(setup.config.compile_xla_flags)
-    traits = step_traits(setup.config, setup.mesh.devices.flat[0])
+    device = setup.mesh.devices.flat[0]
+    traits = step_traits(setup.config, device)
 
     def compile_with(options: Mapping[str, str]) -> "CompileReport":
         options = {**options, **user_options}
@@ -54,7 +56,7 @@ def probe_flags(
 
     errors = jax.errors.JaxRuntimeError, RuntimeError, ValueError
     probed = []
-    groups = option_groups(FLAGS, traits), default_options(FLAGS, traits)
+    groups = option_groups(FLAGS, traits), default_options(FLAGS, traits, device)
     for group in probe_groups(compile_with, *groups, errors):
         print(f"{group.name}: {'compiled' if group.report else 'refused'}", file=sys.stderr)
         probed.append(group)

@@ -17,6 +17,7 @@ from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
 from ...sharding.specs import axes_of, without_axes
+from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..ir._marks import tracing
 from ..ir._reduce import Last, treduce_i
 from ._arguments import broadcast_prefix, static_arguments, type_of
@@ -267,7 +268,7 @@ def mpmd_jit_with_loop(
         donate_argnums: Indices of arguments whose memory results may reuse. As with `jax.jit`, the
             call deletes the donated arguments that have the shape and dtype of a result.
         donate_argnames: Names of donated arguments.
-        compiler_options: XLA options for every program.
+        compiler_options: XLA options for every program. Default: those of the table of flags.
         timeout: Seconds without a finished program or transfer, with several processes, after which
             every process ends with an error that names the program or transfer it waits for.
 
@@ -296,6 +297,10 @@ def mpmd_jit_with_loop(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    if compiler_options is None:
+        device = mpmd_mesh.jax_mesh.devices.flat[0]
+        traits = StepTraits(device.platform, device.device_kind, "mpmd", program_per_rank=True)
+        compiler_options = default_options(FLAGS, traits, device)
     settings = Settings(
         mpmd_mesh,
         _given_once("in", in_specs, in_shardings),
@@ -305,7 +310,7 @@ def mpmd_jit_with_loop(
             "out_specs" if out_shardings is None else "out_shardings",
         ),
         static_arguments(fun, _as_list(static_argnums), _as_list(static_argnames)),
-        dict(compiler_options or {}),
+        compiler_options,
         timeout,
     )
     return MpmdFunction(jitted, settings)
@@ -344,7 +349,7 @@ def mpmd_jit_by_yield(
         static_argnames: Names of static arguments.
         donate_argnums: Indices of arguments whose memory results may reuse.
         donate_argnames: Names of donated arguments.
-        compiler_options: XLA options for every program.
+        compiler_options: XLA options for every program. Default: those of the table of flags.
         in_specs: Another name of `in_shardings`.
         out_specs: Another name of `out_shardings`.
         timeout: Seconds without a finished program or transfer, with several processes, until the

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
 from ...ir.graph import Graph, has_print
-from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..api._mesh import MpmdMesh
 from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
@@ -259,7 +258,4 @@ def compile_graph(
     out_specs = tuple(left_to_compiler if spec is None else spec for spec in out_specs)
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
-    device = mesh.devices.flat[0]
-    traits = StepTraits(device.platform, device.device_kind, "mpmd", program_per_rank=True)
-    defaults = default_options(FLAGS, traits)
-    return jitted.lower(*shapes).compile(compiler_options=defaults | dict(options))
+    return jitted.lower(*shapes).compile(compiler_options=dict(options))

@@ -236,6 +236,7 @@ class ConfigKeys(BaseModel):
     shard_optimizer_over_data: bool = False
     debug_sharding: bool = False
     compile_xla_flags: Name = ""
+    compile_default_flags: Literal["all", "quick", "none"] = "all"
     emulate_devices: NumDevices = 0
     distributed: bool = False
     deterministic: bool = False

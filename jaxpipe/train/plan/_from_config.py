@@ -310,7 +310,7 @@ def compiler_options(config: Config, device: Any) -> dict[str, str]:
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
     """
-    defaults = default_options(FLAGS, step_traits(config, device))
+    defaults = default_options(FLAGS, step_traits(config, device), device)
     return defaults | parse_xla_flags(config.compile_xla_flags)
 
 
@@ -320,10 +320,14 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         device.platform,
         device.device_kind,
         config.pipeline_engine,
+        pipelines=config.engine.pipelines,
+        num_microbatches=max(1, config.num_pipeline_microbatches)
+        * config.gradient_accumulation_steps,
         program_per_rank=config.engine.program_per_rank,
         forwarding_delay=config.pipeline_delay_activation_forwarding,
         deterministic=config.deterministic,
         layer_bytes=layer_bytes(config),
+        default_flags=config.compile_default_flags,
     )
 
 

@@ -57,7 +57,7 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
             mpmd_mesh(weights_plan),
             in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
             out_shardings=_replicated_sharding(weights_plan),
-            compiler_options=dict(plan.pipeline.compiler_options),
+            compiler_options=dict(plan.pipeline.compiler_options or ()),
             timeout=plan.timeout_seconds,
         ).compile(weight_shapes(weights_plan.abstract), plan.batch.shapes)
 
@@ -163,7 +163,7 @@ def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, _replicated_sharding(weights)),
         donate_argnums=0,
-        compiler_options=dict(plan.pipeline.compiler_options),
+        compiler_options=dict(plan.pipeline.compiler_options or ()),
         timeout=plan.timeout_seconds,
     )
     return step.lower(state_shapes(plan.state), plan.batch.shapes)

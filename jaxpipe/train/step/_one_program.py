@@ -63,7 +63,7 @@ def make_stacked_train_step(
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=dict(plan.pipeline.compiler_options),
+        compiler_options=dict(plan.pipeline.compiler_options or ()),
     )
 
 
@@ -82,7 +82,7 @@ def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping
     return jax.jit(
         step,
         in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
-        compiler_options=dict(plan.pipeline.compiler_options),
+        compiler_options=dict(plan.pipeline.compiler_options or ()),
     )
 
 

@@ -63,6 +63,20 @@ class CompileReport:
         capacity = _capacity(self.platform)
         return None if capacity is None else self.memory.peak_bytes <= capacity
 
+    def hidden_bytes(self) -> dict[str, float]:
+        """Returns the bytes of results that move while the device computes, by kind of collective.
+
+        On TPUs they are the share of the transfers' time in which the core does not wait. The
+        schedules of other compilers are not played: there a collective counts whole if a matrix
+        product runs between its start and its end.
+        """
+        if self.step_time is None:
+            return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
+        return {
+            kind: x.result_bytes * self.step_time.hidden_share(kind)
+            for kind, x in totals(self.audit).items()
+        }
+
     def __str__(self) -> str:
         return report_text(self)
 
@@ -135,7 +149,7 @@ def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int =
     if report.step_time is not None:
         times = [time_rows(report.step_time, _rates(report))]
         times += [dearest_rows(report.step_time, num_dearest)] if num_dearest else []
-    parts = (_heading(report), _memory(report), *times, _totals(report.audit))
+    parts = (_heading(report), _memory(report), *times, _totals(report))
     lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
     return "\n".join([*lines, "", *_loops(report.audit)])
 
@@ -163,17 +177,17 @@ def _memory(report: CompileReport) -> Iterator[str]:
         yield f"  {'capacity':<10} {capacity / 1e6:>12,.1f}; the peak is {share:.0%} of it"
 
 
-def _totals(audit: Audit) -> list[str]:
+def _totals(report: CompileReport) -> list[str]:
+    hidden = report.hidden_bytes()
     rows = [("collectives", "sites", "per step", "GB", "async", "hidden", "in loops", "dcn")]
-    rows += [(kind, *_figures(total)) for kind, total in totals(audit).items()]
-    rows += [("all", *_figures(add_up(audit.sites)))]
-    return [*align(rows), *_warnings(audit)]
+    rows += [(kind, *_figures(total, hidden[kind])) for kind, total in totals(report.audit).items()]
+    rows += [("all", *_figures(add_up(report.audit.sites), sum(hidden.values(), 0.0)))]
+    return [*align(rows), *_warnings(report.audit)]
 
 
-def _figures(total: CollectiveTotals) -> tuple[str, ...]:
-    overlapping = total.asynchronous_bytes, total.beside_product_bytes
+def _figures(total: CollectiveTotals, hidden: float) -> tuple[str, ...]:
     inside, across = total.in_loops_bytes, total.across_slices_bytes
-    sizes = (total.result_bytes, *overlapping, inside, across)
+    sizes = (total.result_bytes, total.asynchronous_bytes, hidden, inside, across)
     return (str(total.sites), str(total.executions), *(f"{size / 1e9:.3f}" for size in sizes))
 
 
@@ -193,7 +207,7 @@ def _sites(audit: Audit, num_rows: int) -> list[str]:
         ("largest", "sites", "per step", "GB", "async", "loops", "branch", "shape", "from")
     ]
     for moved, (kind, *others) in largest[:num_rows]:
-        rows.append((kind, *_figures(moved)[:3], *others))
+        rows.append((kind, *_figures(moved, 0.0)[:3], *others))
     return align(rows, left=(0, 7, 8))
 
 

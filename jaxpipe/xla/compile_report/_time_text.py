@@ -67,8 +67,8 @@ def _remarks(time: StepTime) -> Iterator[str]:
         counts = ", ".join(f"{name} x {count:.0f}" for name, count in time.no_estimate.items())
         yield f"Without an estimate: {counts}."
     yield (
-        "Left out: copies that run beside other work, transfers that share a link, the host, and "
-        "input."
+        "Left out: copies that run beside other work, also to the host, and input. All links of a "
+        "device are one queue."
     )
 
 
@@ -102,6 +102,7 @@ def time_json(time: StepTime, rates: dict[str, float], num_dearest: int) -> dict
     return {
         "busy_seconds": time.busy_seconds,
         "exposed_seconds": time.exposed_seconds,
+        "transfer_seconds": time.transfer_seconds,
         "bubble_seconds": time.bubble_seconds,
         "unmarked_seconds": time.unmarked_seconds,
         "seconds": time.seconds,

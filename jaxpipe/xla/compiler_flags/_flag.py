@@ -1,10 +1,15 @@
 """Selects the compiler flags of a step from the table of flags."""
 
 import importlib.metadata
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
 import jax
+
+_LOG = logging.getLogger("jaxpipe.xla")
 
 
 @dataclass(frozen=True)
@@ -15,20 +20,27 @@ class StepTraits:
         platform: The platform of the devices: `tpu`, `gpu` or `cpu`.
         device_kind: Their `device_kind` in JAX, such as "TPU v5".
         engine: The name of the engine, for the reader.
+        pipelines: Whether the layers run in a pipeline.
+        num_microbatches: Microbatches of a step; 0 if they are unknown.
         program_per_rank: Whether ranks run programs of their own.
         forwarding_delay: Whether activations are handed over one tick late.
         deterministic: Whether results must be equal bit for bit in every run.
         layer_bytes: Bytes of the whole weights of one layer in the dtype of computation; 0 if they
             are unknown.
+        default_flags: Which rows of the table may be set: "all", "quick" for those that do not make
+            compilation slower, or "none".
     """
 
     platform: str
     device_kind: str
     engine: str
+    pipelines: bool = True
+    num_microbatches: int = 0
     program_per_rank: bool = False
     forwarding_delay: bool = False
     deterministic: bool = False
     layer_bytes: int = 0
+    default_flags: Literal["all", "quick", "none"] = "all"
 
 
 def _always(traits: StepTraits) -> bool:
@@ -51,13 +63,16 @@ class CompilerFlag:
         option: The name of the flag without dashes.
         value: Its value, or a function that returns it.
         platform: The platform whose compiler has the flag.
-        reason: Why it is set, or why it is not, with the measurement.
+        reason: Why it is set, or why it is not.
         accepted_by: The versions of the compiler that accepted it: of libtpu for TPUs, of JAX for
             others.
         is_default: Whether a step of these traits is compiled with the flag.
         device_kinds: The kinds of devices that it is meant for; () for all of the platform.
-        is_required: Whether it is set also where the compiler's version is not one of
-            `accepted_by`, because the caller has asked for what it does.
+        is_required: Whether it is set whatever `default_flags` says, because the caller has asked
+            for what it does.
+        gain: What a measurement says that it changes; "" if nothing was measured.
+        ran_on_device: Whether a program with it has run on a device of the platform.
+        slows_compilation: Whether compilation takes more than a quarter longer with it.
     """
 
     group: str
@@ -69,11 +84,20 @@ class CompilerFlag:
     is_default: Callable[[StepTraits], bool] = _always
     device_kinds: tuple[str, ...] = ()
     is_required: bool = False
+    gain: str = ""
+    ran_on_device: bool = False
+    slows_compilation: bool = False
 
     def suits(self, traits: StepTraits) -> bool:
         """Returns whether the compiler of these devices has the flag."""
         is_kind = not self.device_kinds or traits.device_kind in self.device_kinds
         return self.platform == traits.platform and is_kind
+
+    def is_set(self, traits: StepTraits) -> bool:
+        """Returns whether a step of these traits is compiled with it, unless that is refused."""
+        level = traits.default_flags
+        is_allowed = level == "all" or (level == "quick" and not self.slows_compilation)
+        return self.suits(traits) and self.is_default(traits) and (is_allowed or self.is_required)
 
     def value_for(self, traits: StepTraits) -> str:
         """Returns the value for a step of these traits."""
@@ -95,12 +119,11 @@ def compiler_version(platform: str) -> str:
 
 
 def is_tried(flag: CompilerFlag, version: str) -> bool:
-    """Returns whether a default is set with a version of the compiler.
+    """Returns whether a version of the compiler is known to accept a flag.
 
-    An unknown option ends the compilation, so a default is left out where it was not tried, unless
-    it is required. Versions that differ in their last number are taken as equal.
+    Versions that differ in their last number are taken as equal.
     """
-    return flag.is_required or _series(version) in map(_series, flag.accepted_by)
+    return _series(version) in map(_series, flag.accepted_by)
 
 
 def _series(version: str) -> tuple[str, ...]:
@@ -109,18 +132,47 @@ def _series(version: str) -> tuple[str, ...]:
     return tuple(parts[:3] if parts[:2] == ["0", "0"] else parts[:2])
 
 
-def default_options(flags: tuple[CompilerFlag, ...], traits: StepTraits) -> dict[str, str]:
+def default_options(
+    flags: tuple[CompilerFlag, ...], traits: StepTraits, device: Any
+) -> dict[str, str]:
     """Returns the options that a step of these traits is compiled with.
+
+    A compiler that is in no row's `accepted_by` may have lost an option, which would end the run:
+    it is asked first. If it refuses, only the flags that are required are left, and a warning says
+    so.
+
+    Args:
+        device: A device that the step is compiled for.
 
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
     """
     version = compiler_version(traits.platform)
-    return {
-        flag.option: flag.value_for(traits)
-        for flag in flags
-        if flag.suits(traits) and flag.is_default(traits) and is_tried(flag, version)
-    }
+    rows = [flag for flag in flags if flag.is_set(traits)]
+    options = {flag.option: flag.value_for(traits) for flag in rows}
+    if all(is_tried(flag, version) for flag in rows):
+        return options
+    refusal = _refusal(device, tuple(options.items()))
+    if not refusal:
+        return options
+    _LOG.warning("Programs are compiled without jaxpipe's default flags: %s", refusal)
+    return {flag.option: flag.value_for(traits) for flag in rows if flag.is_required}
+
+
+@cache
+def _refusal(device: Any, options: tuple[tuple[str, str], ...]) -> str:
+    """Returns what a compiler says of options that it does not take, or ""."""
+    if not isinstance(device, jax.Device):
+        return ""  # a description of a device, which the planner has: nothing is compiled
+    if device.process_index != jax.process_index():  # a program needs a device of this process
+        device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    scalar = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def option_groups(

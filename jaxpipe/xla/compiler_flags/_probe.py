@@ -12,7 +12,9 @@ from ..compile_report import CompileReport
 from ..compile_report._columns import align, shorten
 from ..hlo import totals
 
-NO_FLAGS, DEFAULTS = "none", "defaults"
+NO_FLAGS, DEFAULTS, TOGETHER = "none", "defaults", "together"
+MEMORY_FACTOR = 1.03
+"""How much more memory a group may need than no flags, if it is to be combined with others."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class ProbedGroup:
     """A step that was compiled with one group of flags.
 
     Attributes:
-        name: The name of the group; "none" for no flags, "defaults" for all that are set.
+        name: The name of the group; "none" for no flags, "defaults" for all that are set,
+            "together" for all groups that do no harm alone.
         options: Options by name.
         report: The compiled step; None if the compiler has refused the flags.
         error: What the compiler said; "" if it has compiled the step.
@@ -38,16 +41,40 @@ def probe_groups(
     defaults: Mapping[str, str],
     errors: tuple[type[Exception], ...],
 ) -> Iterator[ProbedGroup]:
-    """Compiles a step without flags, with the defaults, and with each group alone."""
+    """Compiles a step without flags, with the defaults, with each group alone, and with several.
+
+    Those are combined with which a step takes no longer, and little more memory, than without.
+    """
     wanted: dict[str, Mapping[str, str]] = {NO_FLAGS: {}}
     if defaults:
         wanted[DEFAULTS] = defaults
     wanted |= {name: options for name, options in groups.items() if options != defaults}
-    for name, options in wanted.items():
+    plain, harmless = None, {}
+
+    def probe(name: str, options: Mapping[str, str]) -> ProbedGroup:
         try:
-            yield ProbedGroup(name, options, compile_with(options))
+            return ProbedGroup(name, options, compile_with(options))
         except errors as error:
-            yield ProbedGroup(name, options, None, str(error).splitlines()[0])
+            return ProbedGroup(name, options, None, str(error).splitlines()[0])
+
+    for name, options in wanted.items():
+        group = probe(name, options)
+        yield group
+        if name == NO_FLAGS:
+            plain = group.report
+        elif name != DEFAULTS and _does_no_harm(group.report, plain):
+            harmless[name] = options
+    together = {name: value for options in harmless.values() for name, value in options.items()}
+    if len(harmless) > 1 and together != defaults:
+        yield probe(TOGETHER, together)
+
+
+def _does_no_harm(report: CompileReport | None, plain: CompileReport | None) -> bool:
+    """Returns whether a step with a group is as fast as without, and not much larger."""
+    if report is None or plain is None or report.step_time is None or plain.step_time is None:
+        return False
+    is_small = report.memory.peak_bytes <= MEMORY_FACTOR * plain.memory.peak_bytes
+    return is_small and report.step_time.seconds <= plain.step_time.seconds
 
 
 def probe_text(probed: Sequence[ProbedGroup]) -> str:
@@ -69,15 +96,14 @@ def _figures(report: CompileReport) -> tuple[str, ...]:
 
 
 def _moved(report: CompileReport, kinds: Sequence[str]) -> Iterator[str]:
-    found = totals(report.audit)
+    found, hidden = totals(report.audit), report.hidden_bytes()
     for kind in kinds:
         if kind not in found:
             yield "-"
             continue
         moved = found[kind]
-        sizes = moved.result_bytes, moved.asynchronous_bytes, moved.beside_product_bytes
-        all_, overlapping, hidden = (f"{size / 1e9:.3f}" for size in sizes)
-        yield f"{all_} ({overlapping}, {hidden})"
+        sizes = moved.result_bytes, moved.asynchronous_bytes, hidden[kind]
+        yield "{:.3f} ({:.3f}, {:.3f})".format(*(size / 1e9 for size in sizes))
 
 
 def _options(probed: Sequence[ProbedGroup]) -> Iterator[str]:

@@ -40,7 +40,10 @@ _CHAINED = "async_collective_fusion_config"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, without its loops. The attributes are those of `CollectiveSite`."""
+    """One collective, without its loops. The attributes are those of `CollectiveSite`.
+
+    `chain` names the chain of fusions that share it, "" if it is a collective of its own.
+    """
 
     kind: str
     name: str
@@ -50,6 +53,7 @@ class Collective:
     across_slices: bool
     groups: str
     op_name: str
+    chain: str
 
 
 def starting_collective(
@@ -91,7 +95,21 @@ def _collective(
         across,
         groups,
         op_name(instruction),
+        _chain(instruction),
     )
+
+
+def _chain(instruction: Instruction) -> str:
+    """Returns the name of the chain of fusions that share a collective, or ""."""
+    found = re.search(r'\bchain_id="(\d+)"', instruction.attributes)
+    return f"chain {found[1]}" if found and _CHAINED in instruction.attributes else ""
+
+
+def ended_chain(computation: Computation) -> str:
+    """Returns the chain of fusions that ends with the one of this body, or ""."""
+    parts = computation.instructions.values()
+    is_end = any('"AsyncCollectiveDone"' in x.attributes for x in parts)
+    return next((chain for x in parts if (chain := _chain(x))), "") if is_end else ""
 
 
 def _result_of_start(kind: str, shape: str) -> str:

@@ -2,6 +2,7 @@
 
 import re
 
+from ._collectives import ended_chain
 from ._parse import Instruction, Module, called_computations, callee
 from ._trips import Scope
 
@@ -23,9 +24,8 @@ def instructions_between(scope: Scope, start: Instruction) -> list[Instruction]:
         if instruction is start:
             break
     for instruction in instructions:
-        ends = instruction.opcode.endswith("-done") or _ends_chain(scope.module, instruction)
         if parts & set(instruction.operands):
-            if ends:
+            if instruction.opcode.endswith("-done") or _ends_chain(scope.module, instruction):
                 return after
             parts.add(instruction.name)
         after.append(instruction)
@@ -36,8 +36,7 @@ def _ends_chain(module: Module, instruction: Instruction) -> bool:
     """Tells whether a fusion ends a collective that an earlier one has started."""
     if instruction.opcode != "fusion":
         return False
-    body = module.computations[callee(instruction)].instructions.values()
-    return any('"AsyncCollectiveDone"' in x.attributes for x in body)
+    return bool(ended_chain(module.computations[callee(instruction)]))
 
 
 _PRODUCTS = re.compile(

@@ -38,6 +38,11 @@ class CallContext:
     fused: bool
     op_name: str
 
+    def times_in(self, outer: "CallContext") -> float:
+        """Returns how often it is executed in one execution of the context around it."""
+        times = self.executions * self.executed_share
+        return float(times / (outer.executions * outer.executed_share)) if times else 0.0
+
 
 ENTRY = CallContext(1, Fraction(1), (), False, False, False, "")
 
@@ -77,16 +82,30 @@ def walk_instruction(
     yield from found
     if not enter:
         return
+    branches = (
+        tuple(item for part in sequence for item in walk_scope(*part, visit, size))
+        for sequence in called_scopes(scope, instruction, context)
+    )
+    yield from max(branches, key=size, default=())
+
+
+def called_scopes(
+    scope: Scope, instruction: Instruction, context: CallContext
+) -> list[list[tuple[Scope, CallContext]]]:
+    """Returns what an instruction calls.
+
+    Returns:
+        The branches of a conditional; of others, at most one entry. Each is a sequence of
+        computations that run one after the other: of a loop its condition and its body.
+    """
     if instruction.opcode == "while":
-        for inside, inner in _loop(scope, instruction, context):
-            yield from walk_scope(inside, inner, visit, size)
-    elif instruction.opcode == "conditional":
-        branches = _branches(scope, instruction, context)
-        items = (tuple(walk_scope(*branch, visit, size)) for branch in branches)
-        yield from max(items, key=size)
-    elif instruction.opcode in CALLS:
+        return [list(_loop(scope, instruction, context))]
+    if instruction.opcode == "conditional":
+        return [[branch] for branch in _branches(scope, instruction, context)]
+    if instruction.opcode in CALLS:
         inside = call_scope(scope, instruction, callee(instruction))
-        yield from walk_scope(inside, _called_context(context, instruction), visit, size)
+        return [[(inside, _called_context(context, instruction))]]
+    return []
 
 
 CALLS = ("call", "fusion", "call-start", "async-start")

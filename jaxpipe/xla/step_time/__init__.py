@@ -3,7 +3,7 @@
 from ._instruction_costs import COLLECTIVE as COLLECTIVE
 from ._instruction_costs import KERNEL_EFFICIENCY as KERNEL_EFFICIENCY
 from ._instruction_costs import InstructionCost as InstructionCost
-from ._instruction_costs import instruction_costs as instruction_costs
+from ._play import instruction_costs as instruction_costs
 from ._rates import DeviceRates as DeviceRates
 from ._rates import device_rates as device_rates
 from ._rates import transfer_seconds as transfer_seconds

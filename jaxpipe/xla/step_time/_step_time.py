@@ -4,13 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ._instruction_costs import (
-    COLLECTIVE,
-    KERNEL,
-    KINDS_OF_WORK,
-    InstructionCost,
-    instruction_costs,
-)
+from ._instruction_costs import COLLECTIVE, KERNEL, KINDS_OF_WORK, InstructionCost
+from ._play import instruction_costs
 from ._rates import DeviceRates, device_rates
 
 
@@ -18,12 +13,14 @@ from ._rates import DeviceRates, device_rates
 class StepTime:
     """The estimated time of a step on one device.
 
-    What is left out: instructions of `no_estimate`, copies that run beside others, transfers that
-    share a link, the start of each instruction and of the program, the host, and input.
+    What is left out: instructions of `no_estimate`, copies that run beside others, also those to
+    the host's memory, the start of each instruction and of the program, the host, and input. All
+    links of a device are one queue.
 
     Attributes:
         busy_seconds: Seconds by kind of work, collectives left out.
-        exposed_seconds: Seconds of collectives in which nothing else runs, by kind of collective.
+        exposed_seconds: Seconds in which the core waits for collectives, by kind of collective.
+        transfer_seconds: Seconds in which the links or the network are used, by kind of collective.
         bubble_seconds: Seconds in which the device waits for others in ticks that it skips.
         no_estimate: Executions of instructions without an estimate, by opcode.
         unmarked_seconds: The part of `busy_seconds` in branches that count as always taken because
@@ -33,6 +30,7 @@ class StepTime:
 
     busy_seconds: dict[str, float]
     exposed_seconds: dict[str, float]
+    transfer_seconds: dict[str, float]
     bubble_seconds: float
     no_estimate: dict[str, float]
     unmarked_seconds: float
@@ -41,17 +39,22 @@ class StepTime:
     @property
     def busy(self) -> float:
         """Returns the seconds of all work but collectives."""
-        return sum(self.busy_seconds.values())
+        return sum(self.busy_seconds.values(), 0.0)
 
     @property
     def exposed(self) -> float:
-        """Returns the seconds of collectives in which nothing else runs."""
-        return sum(self.exposed_seconds.values())
+        """Returns the seconds in which the core waits for collectives."""
+        return sum(self.exposed_seconds.values(), 0.0)
 
     @property
     def seconds(self) -> float:
         """Returns the estimated seconds of a step."""
         return self.busy + self.exposed + self.bubble_seconds
+
+    def hidden_share(self, kind: str) -> float:
+        """Returns the share of a kind's transfers in which the core does not wait for them."""
+        seconds = self.transfer_seconds.get(kind, 0.0)
+        return max(0.0, 1 - self.exposed_seconds[kind] / seconds) if seconds else 0.0
 
     def dearest(self, count: int) -> list[tuple[InstructionCost, int]]:
         """Returns the instructions that take most of a step.
@@ -83,6 +86,7 @@ def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTim
         raise ValueError(f"`bubble` is {bubble}. Give the share of the time, from 0 to below 1.")
     costs = instruction_costs(hlo_text, rates)
     computing = [cost for cost in costs if cost.work != COLLECTIVE]
+    moving = [cost for cost in costs if cost.work == COLLECTIVE]
     marked = _sum(cost for cost in computing if cost.marked)
     return StepTime(
         busy_seconds={
@@ -90,7 +94,10 @@ def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTim
             for work in KINDS_OF_WORK
             if work != COLLECTIVE
         },
-        exposed_seconds=_by_opcode([cost for cost in costs if cost.work == COLLECTIVE]),
+        exposed_seconds=_by_opcode((cost.opcode, cost.total) for cost in moving),
+        transfer_seconds=_by_opcode(
+            (cost.opcode, cost.transfer_seconds * cost.executions) for cost in moving
+        ),
         bubble_seconds=marked * bubble / (1 - bubble),
         no_estimate=_without_estimate(computing),
         unmarked_seconds=_sum(cost for cost in computing if cost.unmarked),
@@ -108,10 +115,10 @@ def _sum(costs: Iterable[InstructionCost]) -> float:
     return sum((cost.total for cost in costs), 0.0)
 
 
-def _by_opcode(costs: Sequence[InstructionCost]) -> dict[str, float]:
+def _by_opcode(items: Iterable[tuple[str, float]]) -> dict[str, float]:
     sums: defaultdict[str, float] = defaultdict(float)
-    for cost in costs:
-        sums[cost.opcode] += cost.total
+    for opcode, seconds in items:
+        sums[opcode] += seconds
     return dict(sums)
 
 
