@@ -67,9 +67,10 @@ class Model:
             means: the loss, `aux` and metrics are summed over layers, microbatches and the devices
             that divide rows. It is for losses whose weights are known before the step, such as
             those of tokens divided by the sum over the batch. `batch` then has leaves [A * M, b,
-            ...], `loss` returns (loss, metrics), functions cast parameters themselves and run on
-            the rows of a device, and `layer` is given the key of a microbatch, the same on every
-            device: `sharding.local_rows` draws by it.
+            ...], `loss` returns (loss, metrics), and functions cast parameters themselves. They
+            run on the rows of a device, without a pipeline on all rows. `layer` is given the key of
+            a microbatch, the same on every device, by which `sharding.local_rows` draws; or () if
+            `value` is given none. `vocab_parallel_loss` is that of `autodiff.StagedModel`.
 
     Example:
         >>> model = Model(
@@ -230,6 +231,41 @@ def check_model(model: Any) -> None:
             f"`model` is {type(model).__name__}. Give a `jaxpipe.Model`: one of your own "
             "functions, or the first result of `jaxpipe.nnx.model`, `jaxpipe.linen.model` or "
             "`jaxpipe.equinox.model`."
+        )
+
+
+def check_contributions(model: Model, **unread: Any) -> None:
+    """Checks that nothing is said of a model whose functions return contributions in vain.
+
+    Args:
+        **unread: Arguments of `pipeline` that such a model does not read; None if they are not
+            given.
+
+    Raises:
+        ValueError: If one is given, or layers share parameters.
+    """
+    if not model.contributions:
+        return
+    given = [f"`{name}`" for name, value in unread.items() if value is not None]
+    given += ["`Model.shared`"] if model.shared else []
+    if given:
+        raise ValueError(
+            f"`Model.contributions` is True, and {' and '.join(given)} is given, which is for "
+            "functions that return means. Leave it out, or write functions that return means."
+        )
+
+
+def check_means(model: Model, method: str) -> None:
+    """Checks that functions return means, which a method of a pipeline needs.
+
+    Raises:
+        ValueError: If they return contributions.
+    """
+    if model.contributions:
+        raise ValueError(
+            f"`{method}` is for functions that return means, and `Model.contributions` is True: "
+            "what they return depends on the weights that the batch has. Compare with your own sum "
+            "over microbatches."
         )
 
 

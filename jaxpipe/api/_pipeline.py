@@ -13,7 +13,7 @@ from ..engines import ENGINES, Engine, PipelinePlan, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
-from ._model import Model, cast_model, check_model, check_sliced
+from ._model import Model, cast_model, check_contributions, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
 from ._rows import RowWise, check_row_wise
 from ._specs import SpecRule
@@ -142,6 +142,7 @@ def pipeline(
         0.513
     """
     check_model(model)
+    check_contributions(model, frozen=frozen, row_wise=row_wise)
     num_ranks = _num_ranks(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)

@@ -28,7 +28,7 @@ from ._frozen import (
 )
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
-from ._model import Model
+from ._model import Model, check_means
 from ._params import (
     GRADIENTS,
     InList,
@@ -517,6 +517,13 @@ class PipelinedModel(InspectedModel):
         key: Array | None,
     ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PyTree, Any]:
         """Returns the arguments of an engine for functions that return contributions."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if jnp.shape(leaf)[:1] != (self.num_pieces,):
+                raise ValueError(
+                    f"`batch{jax.tree_util.keystr(path)}` has shape {jnp.shape(leaf)}, and "
+                    f"`Model.contributions` is True: its first dim is {self.num_pieces}, the "
+                    "microbatches of `microbatches` and `accumulate`."
+                )
         keys: Any = ()
         if key is not None and takes_key(self.model):
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(num_layers))
@@ -546,6 +553,7 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If `params` is not the tree of the model, or the batch does not divide.
         """
+        check_means(self.model, "rows")
         stored = self.shapes(params)
         plan, weights = self._plan_of(stored), unmark(weights_of(stored))
         if takes_key(self.model) and key is None:

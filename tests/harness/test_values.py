@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from harness import contract
+from harness import contract, flax_decoder
 from harness.contract import (
     Case,
     Row,
@@ -27,7 +27,7 @@ from jaxpipe.spmd import circular_engine, scheduled_engine
 def value_of(row: Row, case: Case) -> Any:
     """(loss, metrics) by the row's engine."""
     if row.engine in ("linen", "nnx"):
-        value = getattr(contract.FLAX_DECODER, f"{row.engine}_value")
+        value = getattr(flax_decoder, f"{row.engine}_value")
         return contract.flax(value, row, case)
     mesh = mesh_of(row)
     how: dict[str, Any] = {

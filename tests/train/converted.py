@@ -29,6 +29,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     setup = set_up(config, jax.devices()[:1])
     weights = first_state(setup.step, config.init_from)["weights"]
     model = setup.step.pipe.model
+    assert callable(model.layer)
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),

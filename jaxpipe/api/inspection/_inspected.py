@@ -15,6 +15,7 @@ from ...schedules.language import describe
 from ...schedules.lock_step import Ticks
 from ...xla.compile_report import CompileReport
 from .._frozen import unmark
+from .._model import check_means
 from .._params import weights_of
 from ..optimizer import Optimizer, state_shapes
 from ._check import check, check_steps
@@ -110,6 +111,7 @@ class InspectedModel:
                 batch, or a loss that is no mean over rows.
             ValueError: If `plain` is given and the model has dropout.
         """
+        check_means(self.model, "check")
         found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
         if optimizer is None:
             return found
@@ -150,6 +152,7 @@ class InspectedModel:
         Raises:
             ValueError: If the device is unknown, or the batch does not divide.
         """
+        check_means(self.model, "memory")
         stored = self.shapes(params)
         key = _any_key() if self.takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)

@@ -1,0 +1,105 @@
+"""Functions that return contributions: their sum over microbatches, devices and layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.sharding import local_rows, sum_over_rows
+
+D, L, M, ROWS = 8, 4, 4, 4
+KEY = jax.random.key(3)
+
+
+def embed(w: Any, batch: Any) -> Any:
+    return batch["x"] @ w
+
+
+def layer(w: Any, x: Any, batch: Any, key: Any) -> Any:
+    y = jnp.tanh(x @ w)
+    if not isinstance(key, tuple):
+        y *= local_rows(lambda shape: jax.random.uniform(key, shape, x.dtype), x.shape)
+    # A term that sees all rows of a microbatch, of which each device returns its part.
+    own = jnp.sum(y.mean(axis=1) * batch["share"])
+    return x + y, {"loss": own * sum_over_rows(own), "size": jnp.sum(own)}
+
+
+def loss(w: Any, x: Any, batch: Any) -> Any:
+    return jnp.sum((x @ w - batch["y"]) ** 2 * batch["share"]), {"total": jnp.sum(batch["share"])}
+
+
+MODEL = jp.Model(embed, layer, loss, contributions=True)
+
+
+def example() -> tuple[Any, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    params = {
+        "embed": jax.random.normal(next(keys), (D, D)),
+        "layers": [jax.random.normal(next(keys), (D, D)) / D for _ in range(L)],
+        "head": jnp.linspace(-1, 1, D),
+    }
+    weights = jax.random.uniform(next(keys), (M, ROWS))
+    x, y = (jax.random.normal(next(keys), shape) for shape in ((M, ROWS, D), (M, ROWS)))
+    return params, {"x": x, "y": y, "share": weights / weights.sum()}
+
+
+def plain(params: Any, batch: Any, key: Any) -> Any:
+    total, metrics = 0.0, {"size": 0.0, "total": 0.0}
+    for m in range(M):
+        inputs = jax.tree.map(lambda leaf: leaf[m], batch)  # noqa: B023
+        x = embed(params["embed"], inputs)
+        for i, w in enumerate(params["layers"]):
+            key_of_layer = () if key is None else jax.random.fold_in(jax.random.fold_in(key, i), m)
+            x, aux = layer(w, x, inputs, key_of_layer)
+            total, metrics["size"] = total + aux["loss"], metrics["size"] + aux["size"]
+        value, of_loss = loss(params["head"], x, inputs)
+        total, metrics["total"] = total + value, metrics["total"] + of_loss["total"]
+    return total, metrics
+
+
+ENGINES = {
+    "unpipelined": (None, {}),
+    "circular": ("circular", {"chunks": 2}),
+    "scheduled": ("zero_bubble_h1", {}),
+    "mpmd": ("1f1b", {"engine": "mpmd"}),
+}
+
+
+def pipeline(engine: str, sizes: dict[str, int], **options: Any) -> Any:
+    schedule, more = ENGINES[engine]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = jp.make_mesh(sizes, devices=devices)
+    return jp.pipeline(MODEL, schedule=schedule, mesh=mesh, **{"microbatches": M} | more | options)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "dropout"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loss_metrics_and_gradients_are_sums(engine: str, key: Any):
+    sizes = {"stage": 2} if engine == "mpmd" else {"stage": 2, "data": 2, "fsdp": 2}
+    params, batch = example()
+    pipe = pipeline(engine, sizes)
+    step = pipe.jit(lambda params, batch: pipe.value_and_grad(params, batch, key))
+    (value, metrics), grads = step(pipe.shard(params), batch)
+    true = jax.value_and_grad(plain, has_aux=True)(params, batch, key)
+    found = (float(value), jax.tree.map(float, metrics)), pipe.unshard(grads)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
+        assert error <= 1e-5
+
+
+def test_what_such_a_model_does_not_read_is_refused():
+    sizes, (params, batch) = {"stage": 2}, example()
+    for options in ({"frozen": lambda path, leaf: False}, {"row_wise": True}):
+        with pytest.raises(ValueError, match=r"`(frozen|row_wise)` is given, which is for"):
+            pipeline("circular", sizes, **options)
+    pipe = pipeline("circular", sizes)
+    stored = pipe.shard(params)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+    with pytest.raises(ValueError, match=r"shape \(16,.* its first dim is 4"):
+        pipe.value_and_grad(stored, flat)
+    for method in ("check", "memory", "rows"):
+        with pytest.raises(ValueError, match=f"`{method}` is for functions that return means"):
+            getattr(pipe, method)(params, batch)
