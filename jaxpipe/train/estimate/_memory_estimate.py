@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ...api import weights_of
 from ...models import LlamaConfig
 from ...schedules import lock_step
 from ..plan._setup import StepPlan
@@ -55,7 +54,7 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
         devices are alike.
     """
     engine, weight_plan = plan.engine, plan.state.weights
-    weights = weights_of(plan.stored)
+    weights = plan.groups
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights)
     others = plan.batch.gradient_accumulation_steps - 1
     # Programs of ranks add gradients that are not float32 after the last loop only.

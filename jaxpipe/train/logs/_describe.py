@@ -3,7 +3,6 @@
 import jax
 
 from ... import schedules
-from ...api import weights_of
 from ...sharding.layout import LayerLayout
 from ..estimate._timeline import predicted_timeline
 from ..plan._setup import Setup
@@ -36,7 +35,7 @@ def describe(setup: Setup, done: int) -> str:
 
 def _sharding_lines(setup: Setup) -> list[str]:
     """Returns a line for every weight: its shape, and the mesh axes that shard each dim."""
-    plan, stored = setup.pipeline, weights_of(setup.step.stored)
+    plan, stored = setup.pipeline, setup.step.groups
     where = jax.tree.leaves(setup.step.engine.shardings(plan, stored, setup.state.weights.tied))
     leaves = jax.tree_util.tree_leaves_with_path(stored)
     names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)

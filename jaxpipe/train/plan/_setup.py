@@ -44,6 +44,12 @@ class StepPlan:
         """Returns the shapes of weights as the pipeline stores them."""
         return self.pipe.shapes(self.state.weights.abstract_params)
 
+    @property
+    def groups(self) -> dict[str, Any]:
+        """Returns the shapes of weights in the groups of engines: embed, stages and head."""
+        stored = self.stored
+        return {"embed": stored["embed"], "stages": stored["layers"].stages, "head": stored["head"]}
+
     @cached_property
     def pipeline(self) -> PipelinePlan:
         """Returns what the engine is told about the pipeline."""

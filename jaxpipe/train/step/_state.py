@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import models
-from ...api import weights_of
 from ...engines import PipelinePlan
 from ...engines.fsdp import over_data
 from ...models.weights import weight_shapes
@@ -91,11 +90,11 @@ def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:
 
 def of_gradients(plan: StepPlan) -> PipelinePlan:
     """Returns what the engine is told of gradients, which ZeRO-1 divides over `data` too."""
-    return over_data(plan.pipeline, weights_of(plan.stored))
+    return over_data(plan.pipeline, plan.groups)
 
 
 def _shardings(plan: StepPlan, pipeline: PipelinePlan) -> PyTree[NamedSharding]:
-    weights, mesh = weights_of(plan.stored), plan.pipe.mesh
+    weights, mesh = plan.groups, plan.pipe.mesh
     where = plan.engine.shardings(pipeline, weights, plan.state.weights.tied)
     where = {name: where[name] for name in ("embed", "stages", "head")}
     return jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), where)
