@@ -67,10 +67,12 @@ class Model:
             means: the loss, `aux` and metrics are summed over layers, microbatches and the devices
             that divide rows. It is for losses whose weights are known before the step, such as
             those of tokens divided by the sum over the batch. `batch` then has leaves [A * M, b,
-            ...], `loss` returns (loss, metrics), and functions cast parameters themselves. They
-            run on the rows of a device, without a pipeline on all rows. `layer` is given the key of
-            a microbatch, the same on every device, by which `sharding.local_rows` draws; or () if
-            `value` is given none. `vocab_parallel_loss` is that of `autodiff.StagedModel`.
+            ...], and `loss` returns (loss, metrics). In a pipeline a function is called with the
+            rows of one device; the engine "unpipelined" calls it with all rows. Functions cast the
+            parameters that they read; `compute_dtype` casts them before they are gathered. `layer`
+            is given the key of a microbatch, the same on every device, by which
+            `sharding.local_rows` draws; or () if `value` is given none. `vocab_parallel_loss` is
+            that of `autodiff.StagedModel`.
 
     Example:
         >>> model = Model(
@@ -235,24 +237,32 @@ def check_model(model: Any) -> None:
 
 
 def check_contributions(model: Model, **unread: Any) -> None:
-    """Checks that nothing is said of a model whose functions return contributions in vain.
+    """Checks that a model whose functions return contributions is given no option that it ignores.
 
     Args:
         **unread: Arguments of `pipeline` that such a model does not read; None if they are not
             given.
 
     Raises:
-        ValueError: If one is given, or layers share parameters.
+        ValueError: If one is given, layers share parameters, or another function than a layer takes
+            a key.
     """
     if not model.contributions:
         return
-    given = [f"`{name}`" for name, value in unread.items() if value is not None]
-    given += ["`Model.shared`"] if model.shared else []
-    if given:
+    unread |= {"Model.shared": model.shared or None, "Model.sliced_leaves": model.sliced_leaves}
+    names = [f"`{name}`" for name, value in unread.items() if value is not None]
+    if names:
         raise ValueError(
-            f"`Model.contributions` is True, and {' and '.join(given)} is given, which is for "
+            f"`Model.contributions` is True, and {' and '.join(names)} is given, which is for "
             "functions that return means. Leave it out, or write functions that return means."
         )
+    functions: dict[str, Any] = {"embed": model.embed, "loss": model.loss}
+    for name, function in functions.items():
+        if function.takes_key:
+            raise ValueError(
+                f"`Model.contributions` is True, and `{name}` takes a key, which only layers are "
+                "given. Draw in a layer, or write functions that return means."
+            )
 
 
 def check_means(model: Model, method: str) -> None:
@@ -263,9 +273,9 @@ def check_means(model: Model, method: str) -> None:
     """
     if model.contributions:
         raise ValueError(
-            f"`{method}` is for functions that return means, and `Model.contributions` is True: "
-            "what they return depends on the weights that the batch has. Compare with your own sum "
-            "over microbatches."
+            f"`{method}` is for functions that return means, and `Model.contributions` is True: it "
+            "runs them on other parts of a batch, where they contribute something else. Compare "
+            "with a sum over microbatches of your own, and take `compile` for memory."
         )
 
 

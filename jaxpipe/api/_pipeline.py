@@ -86,9 +86,9 @@ def pipeline(
             summed.
         compute_dtype: The dtype, such as `jnp.bfloat16`, to which floating-point parameters are
             cast before they are gathered and a function of the model is given them. Gradients are
-            summed in float32, and are in the dtype of the parameters. Or `(path, leaf) -> dtype or
-            None`, where `path` is one from the groups on, such as `['layers']['up']`. Default:
-            none.
+            summed in float32, and are in the dtype of the parameters. Or `path -> dtype or None`,
+            where `path` is one from the groups on, without the number of a layer, such as
+            `['layers']['up']`. Default: none.
         compiler_options: XLA's options for every program of `PipelinedModel.jit`, by name. Default:
             those that jaxpipe's table of flags has for the devices; `{}` for none.
         costs: The costs of actions, by which the engine "scheduled" chooses the tick of each.
@@ -142,11 +142,13 @@ def pipeline(
         0.513
     """
     check_model(model)
-    check_contributions(model, frozen=frozen, row_wise=row_wise)
     num_ranks = _num_ranks(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, schedule)
+    # Programs of ranks gather nothing themselves, so nothing but the functions could cast.
+    unread_dtype = compute_dtype if selected.program_per_rank else None
+    check_contributions(model, frozen=frozen, row_wise=row_wise, compute_dtype=unread_dtype)
     _check_options(
         selected,
         {

@@ -500,8 +500,7 @@ class PipelinedModel(InspectedModel):
         check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
-        if plan.gather == "layer":
-            plan = replace(plan, layer_specs=layer_specs(plan, weights["stages"]))
+        plan = _with_layer_specs(plan, weights)
         layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
@@ -526,17 +525,21 @@ class PipelinedModel(InspectedModel):
                 )
         keys: Any = ()
         if key is not None and takes_key(self.model):
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(num_layers))
-        if plan.gather == "layer":
-            plan = replace(plan, layer_specs=layer_specs(plan, weights["stages"]))
-        stages_of = [partial(self.engine.stage, plan)]
-        if self.num_slices > 1:
-            assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
-            stages_of.append(partial(self.engine.sliced_stage, plan))
-        model = contributing_model(self.model, *stages_of)
+            fold_in = partial(jax.random.fold_in, check_key(key))
+            keys = jax.vmap(fold_in)(jnp.arange(num_layers))
+        plan = _with_layer_specs(plan, weights)
+        model = contributing_model(self.model, *self._stages_of(plan))
         inputs = slice_sequences(batch, self.num_slices, 2)
-        layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, ()))
+        nothing: Any = {kind: () for kind, _ in plan.kinds} if plan.kinds else ()
+        layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, nothing))
         return plan, model, weights, inputs, layer_keys
+
+    def _stages_of(self, plan: PipelinePlan) -> list[Callable]:
+        """Returns functions from a layer to the stage that runs layers, and to that of a slice."""
+        if self.num_slices == 1:
+            return [partial(self.engine.stage, plan)]
+        assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
+        return [partial(self.engine.stage, plan), partial(self.engine.sliced_stage, plan)]
 
     def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:
         """Says which functions of the model run on the rows of a device, and why others do not.
@@ -591,10 +594,7 @@ class PipelinedModel(InspectedModel):
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
         divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
-        stages_of = [partial(self.engine.stage, plan)]
-        if self.num_slices > 1:
-            assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
-            stages_of.append(partial(self.engine.sliced_stage, plan))
+        stages_of = self._stages_of(plan)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             model = close_over(of_user, frozen)
@@ -602,3 +602,10 @@ class PipelinedModel(InspectedModel):
 
         model = staged_model(of_user, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
         return replace(model, bind=bind)
+
+
+def _with_layer_specs(plan: PipelinePlan, weights: dict[str, Any]) -> PipelinePlan:
+    """Returns the plan with the specs of a layer, if layers gather their own parameters."""
+    if plan.gather != "layer":
+        return plan
+    return replace(plan, layer_specs=layer_specs(plan, weights["stages"]))

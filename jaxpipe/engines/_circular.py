@@ -100,7 +100,10 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     for rank, program in enumerate(programs):
         for i, step in enumerate(program):
             lengths[tick(rank, i)] = max(lengths[tick(rank, i)], duration(step, costs))
-    starts = list(accumulate(lengths, initial=0))
+    # A delayed hand-over runs beside the work of a whole tick.
+    delay, transfer = plan.forwarding_delay, costs.transfer
+    ticks = (max(x, transfer) if delay else x + transfer for x in lengths)
+    starts = list(accumulate(ticks, initial=0))
     rows = (
         tuple(
             TimedStep(step, starts[tick(rank, i)], starts[tick(rank, i)] + duration(step, costs))

@@ -59,8 +59,8 @@ class PipelinePlan:
         compiler_options: XLA's options for every program, by name. None: those of the table of
             flags.
         compute_dtype: The dtype to which floating-point parameters are cast before they are
-            gathered; or `(path, leaf) -> dtype or None`, where `path` is such as
-            `['layers']['up']`. None: they stay as they are.
+            gathered; or `path -> dtype or None`, where `path` is such as `['layers']['up']`. None:
+            they stay as they are.
     """
 
     mesh: Mesh

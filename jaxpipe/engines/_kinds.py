@@ -98,7 +98,7 @@ def _dtype_of_kind(dtype: Any, kind: str) -> Any:
     """Returns the rule of dtypes by paths of a model that has no other kind."""
     if not is_rule(dtype):
         return dtype
-    return lambda path, leaf: dtype(path.replace("['layers']", f"['layers']['{kind}']", 1), leaf)
+    return lambda path: dtype(path.replace("['layers']", f"['layers']['{kind}']", 1))
 
 
 def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:

@@ -90,11 +90,31 @@ def test_loss_metrics_and_gradients_are_sums(engine: str, key: Any):
         assert error <= 1e-5
 
 
+@pytest.mark.parametrize("engine", ["circular", "scheduled"])
+def test_layers_of_two_kinds_contribute_what_those_of_one_do(engine: str):
+    params, batch = example()
+    kinds = {"first": params["layers"][:2], "second": params["layers"][2:]}
+    model = jp.Model(embed, {"first": layer, "second": layer}, loss, contributions=True)
+    devices = jax.devices()[:4]
+    mesh = jp.make_mesh({"stage": 2, "fsdp": 2}, devices=devices)
+    schedule, options = ENGINES[engine]
+    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=M, **options)
+    stored = pipe.shard(params | {"layers": kinds})
+    (value, _), _ = pipe.jit(lambda p, b: pipe.value_and_grad(p, b, KEY))(stored, batch)
+    np.testing.assert_allclose(value, plain(params, batch, KEY)[0], rtol=1e-5)
+
+
 def test_what_such_a_model_does_not_read_is_refused():
     sizes, (params, batch) = {"stage": 2}, example()
     for options in ({"frozen": lambda path, leaf: False}, {"row_wise": True}):
         with pytest.raises(ValueError, match=r"`(frozen|row_wise)` is given, which is for"):
             pipeline("circular", sizes, **options)
+    with pytest.raises(ValueError, match="`compute_dtype` is given"):
+        pipeline("mpmd", sizes, compute_dtype=jnp.bfloat16)
+    keyed = jp.Model(lambda w, batch, key: embed(w, batch), layer, loss, contributions=True)
+    mesh = jp.make_mesh(sizes, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="`embed` takes a key, which only layers are given"):
+        jp.pipeline(keyed, schedule="1f1b", mesh=mesh, microbatches=M)
     pipe = pipeline("circular", sizes)
     stored = pipe.shard(params)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)

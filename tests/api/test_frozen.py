@@ -291,3 +291,37 @@ def test_bad_rules_are_refused_before_anything_compiles():
     refused(r"\['layers'\]\[0\]\['base'\].* and False for .*\[1\]", lambda path, _: "[0]" in path)
     refused("no tree prefix", {"embed": True, "layers": False})
     refused(r"Give a function", {"embed": True, "layers": [0.5] * L, "head": False})
+
+
+@pytest.mark.parametrize("gather", ["tick", "layer"])
+@pytest.mark.parametrize("frozen", [None, base], ids=["trained", "frozen"])
+def test_a_rule_of_dtypes_is_asked_for_the_same_paths_of_frozen_parameters(frozen, gather):
+    names = {f"['layers']{jax.tree_util.keystr(path)}" for path, _ in LEAVES_OF_LAYER}
+    names |= {"['embed']", "['head']['scale']", "['head']['out']"}
+
+    def rule(path: str) -> Any:
+        assert path in names
+        return jnp.bfloat16 if "'up'" in path else None
+
+    def with_up(w: Any, dtype: Any) -> Any:
+        up = w["base"]["up"].astype(dtype).astype(jnp.float32)
+        return w | {"base": w["base"] | {"up": up}}
+
+    def widening(w: Any, x: Any, batch: Any) -> Any:
+        return layer(with_up(w, jnp.float32), x, batch)
+
+    params = init()
+    wanted = plain(
+        params | {"layers": [with_up(w, jnp.bfloat16) for w in params["layers"]]}, batch()
+    )
+    options = {"gather": gather, "compute_dtype": rule}
+    model = jp.Model(embed, widening, loss, tied=True)
+    pipe = pipeline(model, frozen=frozen, options=options, stage=2, fsdp=2)
+    assert abs(float(wanted) - float(plain(params, batch()))) > 1e-4
+    found, _ = pipe.jit(lambda params, batch: pipe.value(params, batch))(
+        pipe.shard(params), batch()
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+LEAVES_OF_LAYER = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init)["layers"][0])

@@ -27,7 +27,6 @@ from jaxpipe.models.weights import stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
-from jaxpipe.train.plan import MODEL_FAMILIES
 from small_models import small_deepseek, small_llama, stack
 
 from . import flax_decoder
@@ -285,7 +284,7 @@ def flax(value: Callable, row: Row, case: Case) -> Any:
         **PLACES,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        more = MODEL_FAMILIES[row.model].extra_batch_inputs
+        more = ("target_weights",) if row.model == "deepseek" else ()
         decoder = flax_decoder.FlaxDecoder(
             case.model, case.layer, config, mesh, boundary, more, row.batch_axes
         )

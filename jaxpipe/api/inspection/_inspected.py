@@ -53,22 +53,22 @@ class InspectedModel:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all devices."""
+        """Returns the mesh of all devices."""
         return self.told.mesh
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """Returns M, the microbatches of one call."""
         return self.told.num_microbatches
 
     @property
     def schedule(self) -> Schedule | None:
-        """The order of the actions of each rank. None without a pipeline."""
+        """Returns the order of the actions of each rank; None without a pipeline."""
         return self.told.schedule
 
     @property
     def ticks(self) -> Ticks | None:
-        """The schedule in lock-step, for an engine that runs it so."""
+        """Returns the schedule in lock-step; None if the engine does not run it so."""
         return self.told.ticks
 
     def check(

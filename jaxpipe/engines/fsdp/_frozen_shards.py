@@ -1,6 +1,6 @@
 """Frozen parameters of layers that stay sharded over `fsdp` until a layer reads them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ from jaxtyping import PyTree
 
 from ...autodiff import recompute
 from ...sharding.specs import axes_of, only_axes
-from ...spmd.weight_gather import gathering_layer, layer_gather, unsharded_specs
+from ...spmd.weight_gather import gathering_layer, layer_gather
 from .._engine import PipelinePlan
-from ._params import cast_params, manual_row_axes, param_spec_tree
+from ._params import cast_params, manual_row_axes, param_spec_tree, read_spec_tree
 
 
 @jax.tree_util.register_dataclass
@@ -77,14 +77,18 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
-    ids = [i for i, spec in enumerate(shards.specs) if "fsdp" in axes_of(spec)]
-    specs = [shards.specs[i] for i in ids]
-    axes = manual_row_axes(plan)
-    unsharded, cast = unsharded_specs(specs, ("fsdp",)), partial(cast_params, plan, "frozen")
-    gather = layer_gather(specs, unsharded, cast=cast, batch_axes=axes)
-    for i, whole in zip(ids, gather([leaves[i] for i in ids], x), strict=True):
-        leaves[i] = whole
-    return tree.unflatten(leaves)
+    is_gathered = ["fsdp" in axes_of(spec) for spec in shards.specs]
+
+    def gathered_only(values: Sequence[Any]) -> PyTree:
+        """Returns the tree with None at other leaves, so that all have their paths."""
+        pairs = zip(values, is_gathered, strict=True)
+        return tree.unflatten([value if gathered else None for value, gathered in pairs])
+
+    specs, cast = gathered_only(shards.specs), partial(cast_params, plan, "frozen")
+    gather = layer_gather(specs, read_spec_tree(specs), cast=cast, batch_axes=manual_row_axes(plan))
+    whole = iter(jax.tree.leaves(gather(gathered_only(leaves), x)))
+    pairs = zip(leaves, is_gathered, strict=True)
+    return tree.unflatten([next(whole) if gathered else leaf for leaf, gathered in pairs])
 
 
 def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:

@@ -115,7 +115,7 @@ def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
     """Returns the parameters of a group in the dtype in which functions read them.
 
     Args:
-        dtype: A dtype; or `(path, leaf) -> dtype or None`, as of `PipelinePlan.compute_dtype`.
+        dtype: A dtype; or `path -> dtype or None`, as of `PipelinePlan.compute_dtype`.
         group: The path of the group, such as `['layers']`.
     """
 
@@ -123,8 +123,8 @@ def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         name = f"{group}{jax.tree_util.keystr(path)}".removesuffix(".value")
-        wanted = dtype(name, leaf) if is_rule(dtype) else dtype
-        return leaf if wanted is None else leaf.astype(wanted)
+        leaf_dtype = dtype(name) if is_rule(dtype) else dtype
+        return leaf if leaf_dtype is None else leaf.astype(leaf_dtype)
 
     return params if dtype is None else jax.tree_util.tree_map_with_path(cast, params)
 

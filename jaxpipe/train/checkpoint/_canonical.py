@@ -51,8 +51,10 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
     num_layers, mesh = plan.weights.layout.num_layers, plan.weights.devices.mesh
 
     def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+        of_part = sharding.zero1_rules(rules) if plan.zero1 and name == "optimizer" else rules
+
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
-            shape, spec = leaf.shape, sharding.partition_spec(axes, rules)
+            shape, spec = leaf.shape, sharding.partition_spec(axes, of_part)
             if is_stacked(axes):
                 shape = (num_layers, *shape[len(STACK_AXES) :])
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])

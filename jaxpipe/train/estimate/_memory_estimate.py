@@ -56,7 +56,7 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     engine, weight_plan = plan.engine, plan.state.weights
     weights = plan.groups
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights)
-    others = plan.batch.gradient_accumulation_steps - 1
+    num_later_calls = plan.batch.gradient_accumulation_steps - 1
     # Programs of ranks add gradients that are not float32 after the last loop only.
     adds_late = weight_plan.per_stage and jnp.dtype(weight_plan.dtype) != jnp.float32
     columns = zip(
@@ -69,7 +69,8 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     )
     estimates = []
     for stored, gradients, sums, optimizer, stage_inputs in columns:
-        kept = (sums, others * gradients) if adds_late else (gradients, min(others, 1) * sums)
+        later = num_later_calls * gradients if adds_late else min(num_later_calls, 1) * sums
+        kept = (sums if adds_late else gradients), later
         estimates.append(MemoryEstimate(stored, *kept, optimizer, stage_inputs))
     return tuple(estimates if engine.program_per_rank else estimates[:1])
 

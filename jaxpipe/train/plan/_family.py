@@ -29,7 +29,6 @@ class ModelFamily:
         model: `(sizes, experts=..., **options) -> (embed, layer, loss)`, functions of a microbatch;
             all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
-        extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
         tied: `sizes -> whether` the loss reads the weights of the embedding.
         has_slices: Whether its layers can run slices of sequences.
     """
@@ -38,7 +37,6 @@ class ModelFamily:
     weights: Callable[..., dict[str, Any]]
     model: Callable[..., tuple[Callable, Callable, Callable]]
     extra_keys: tuple[str, ...] = ()
-    extra_batch_inputs: tuple[str, ...] = ()
     tied: Callable[..., bool] = lambda sizes: False
     has_slices: bool = False
 
@@ -68,7 +66,6 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         models.deepseek_weights,
         models.deepseek,
         extra_keys=("routed_bias_update_rate", "megablox"),
-        extra_batch_inputs=("target_weights",),
     ),
 }
 

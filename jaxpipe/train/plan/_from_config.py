@@ -220,7 +220,9 @@ def _step_plan(
         remat=model.remat.tick,
         layer_remat=model.remat.layer,
         accumulate=batch.gradient_accumulation_steps,
-        compute_dtype=lambda path, leaf: None if path in exact else dtype,
+        compute_dtype=None
+        if config.engine.program_per_rank
+        else lambda path: None if path in exact else dtype,
         compiler_options=compiler_options(config, mesh.devices.flat[0]),
         scan_layers=config.scan_layers_per_stage,
         param_specs=weights.param_specs,
@@ -229,7 +231,12 @@ def _step_plan(
     return StepPlan(
         pipe,
         model,
-        StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
+        StatePlan(
+            weights,
+            _optimizer_plan(config),
+            config.init_weights_seed,
+            config.shard_optimizer_over_data,
+        ),
         batch,
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
         config.mpmd_timeout_seconds,
@@ -324,7 +331,6 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         num_microbatches=max(1, config.num_pipeline_microbatches)
         * config.gradient_accumulation_steps,
         program_per_rank=config.engine.program_per_rank,
-        forwarding_delay=config.pipeline_delay_activation_forwarding,
         deterministic=config.deterministic,
         layer_bytes=layer_bytes(config),
         default_flags=config.compile_default_flags,

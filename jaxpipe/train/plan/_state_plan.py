@@ -76,8 +76,10 @@ class StatePlan:
         weights: The weights.
         optimizer: The optimizer.
         init_seed: The seed of the first weights.
+        zero1: Whether the optimizer's state is divided over `data` too.
     """
 
     weights: WeightPlan
     optimizer: OptimizerPlan
     init_seed: int
+    zero1: bool

@@ -54,11 +54,6 @@ class WeightPlan:
         return self.stages_by_rank is not None
 
     @property
-    def has_padding(self) -> bool:
-        """Returns whether leaves stack more layers than there are: stages have unequally many."""
-        return self.layout.counts is not None and not self.per_stage
-
-    @property
     def slot_layer_ids(self) -> Int[np.ndarray, "..."]:
         """Returns the layer of every slot of a stack on ranks; -1 for padding.
 

@@ -23,7 +23,6 @@ class StepTraits:
         pipelines: Whether the layers run in a pipeline.
         num_microbatches: Microbatches of a step; 0 if they are unknown.
         program_per_rank: Whether ranks run programs of their own.
-        forwarding_delay: Whether activations are handed over one tick late.
         deterministic: Whether results must be equal bit for bit in every run.
         layer_bytes: Bytes of the whole weights of one layer in the dtype of computation; 0 if they
             are unknown.
@@ -37,7 +36,6 @@ class StepTraits:
     pipelines: bool = True
     num_microbatches: int = 0
     program_per_rank: bool = False
-    forwarding_delay: bool = False
     deterministic: bool = False
     layer_bytes: int = 0
     default_flags: Literal["all", "quick", "none"] = "all"
