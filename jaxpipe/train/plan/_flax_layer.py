@@ -116,7 +116,9 @@ def _nnx_call(run: Callable, weights: PyTree) -> Callable:
         graph, state = jax.eval_shape(lambda: nnx.split(NnxLayer(weights, run, nnx.Rngs(0))))
 
     def call(weights: PyTree, *arguments: Any) -> Any:
-        flat = [(path, v.replace(_at(weights, path[1:]))) for path, v in nnx.to_flat_state(state)]
+        flat = [
+            (path, v.replace(_leaf_at(weights, path[1:]))) for path, v in nnx.to_flat_state(state)
+        ]
         with nnx.use_eager_sharding(False):
             module = nnx.merge(graph, nnx.from_flat_state(flat), copy=True)
         y, sown = nnx.capture(module, nnx.Intermediate)(*arguments)
@@ -126,7 +128,7 @@ def _nnx_call(run: Callable, weights: PyTree) -> Callable:
     return call
 
 
-def _at(tree: PyTree, path: tuple[Any, ...]) -> Any:
+def _leaf_at(tree: PyTree, path: tuple[Any, ...]) -> Any:
     for name in path:
         tree = tree[name]
     return tree
