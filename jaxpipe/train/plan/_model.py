@@ -1,7 +1,7 @@
 """Builds the model of a run from the three functions that every engine runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -105,19 +105,18 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
             layer, weights.abstract_unstacked["layer"], is_nnx=enable_nnx
         )
 
-    def whole(weights: PyTree, x: PyTree, batch: PyTree) -> Any:
-        return layer(weights, x, batch, ())
+    def run(weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
+        if past is None:
+            return layer(weights, x, batch, key)
+        y, (aux, past) = layer(weights, x, (batch, past), key)
+        return (y, aux), past
 
-    def sliced(weights: PyTree, x: PyTree, batch: PyTree, past: Past) -> Any:
-        if past.num_slices == 1:
-            return *layer(weights, x, batch, ()), replace(past, new=())
-        y, (aux, past) = layer(weights, x, (batch, past), ())
-        return y, aux, past
-
-    without_key = sliced if weights.family.has_slices else whole
+    # As `Model` calls it: by its signature a whole sequence would be a slice, without a kernel.
+    run.takes_key = bool(plan.dropout_rate)  # pyright: ignore[reportFunctionMemberAccess]
+    run.takes_past = weights.family.has_slices  # pyright: ignore[reportFunctionMemberAccess]
     return Model(
         embed=embed,
-        layer=layer if plan.dropout_rate else without_key,
+        layer=run,
         loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
         vocab_parallel_loss=models.vocab_parallel_next_token_loss(
