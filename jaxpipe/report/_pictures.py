@@ -31,17 +31,13 @@ class Picture:
 
 def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
     """Draws the schedule of a run with its predicted costs."""
-    timeline = _predicted(plan)
+    timeline = predicted_timeline(plan)
     return None if timeline is None else _drawn("Predicted", name, timeline)
-
-
-def _predicted(plan: StepPlan) -> Timeline | None:
-    return predicted_timeline(plan)
 
 
 def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
     """Returns the figures of a run's schedule."""
-    timeline = _predicted(plan)
+    timeline = predicted_timeline(plan)
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)

@@ -112,17 +112,19 @@ class WeightPlan:
     @property
     def abstract_params(self) -> dict[str, Any]:
         """Returns shapes in the tree of the front door; leaves of `layers` are [L, ...]."""
+        return weight_shapes(self._with_layers((self.layout.num_layers,), ("layers",)))
+
+    def _with_layers(self, dims: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, Any]:
+        """Returns abstract weights in the tree of the front door, with these dims of layers."""
         tree = self.abstract_unstacked
-        layers = stack_weights(tree["layer"], (self.layout.num_layers,), ("layers",))
-        return weight_shapes({"embed": tree["embed"], "layers": layers, "head": tree["head"]})
+        layers = stack_weights(tree["layer"], dims, axes)
+        return {"embed": tree["embed"], "layers": layers, "head": tree["head"]}
 
     @property
     def param_specs(self) -> dict[str, Any]:
         """Returns the spec of every leaf of `abstract_params`."""
-        tree = self.abstract_unstacked
         # A mesh axis that divides the stack divides no dim of a layer.
-        layers = stack_weights(tree["layer"], (1,) * len(STACK_AXES), STACK_AXES)
-        groups = {"embed": tree["embed"], "layers": layers, "head": tree["head"]}
+        groups = self._with_layers((1,) * len(STACK_AXES), STACK_AXES)
         specs = specs_of(models.logical_axes(groups), self.devices.rules)
         specs["layers"] = jax.tree.map(
             lambda spec: PartitionSpec(None, *spec[len(STACK_AXES) :]),
@@ -134,7 +136,6 @@ class WeightPlan:
     @property
     def exact(self) -> frozenset[str]:
         """Returns the paths of weights that are read in the dtype in which they are stored."""
-        tree = self.abstract_unstacked
-        groups = {"embed": tree["embed"], "layers": tree["layer"], "head": tree["head"]}
+        groups = self._with_layers((), ())
         leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=is_weight)
         return frozenset(jax.tree_util.keystr(path) for path, weight in leaves if weight.exact)
