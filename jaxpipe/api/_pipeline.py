@@ -80,8 +80,9 @@ def pipeline(
             ZeRO-1 does: updates are gathered, not parameters.
         forwarding_delay: Whether the engine "circular" hands x over one tick late, so that
             communication runs beside a whole tick.
-        vocab_parallel: Whether all ranks of the engine "scheduled" compute the loss together, by
-            `model.vocab_parallel_loss`. Otherwise the rank of the last stage computes it alone.
+        vocab_parallel: Whether all ranks of one program compute the loss together, by
+            `model.vocab_parallel_loss`. Otherwise the engine "circular" gives each rank M / S whole
+            microbatches, and the rank of the last stage of "scheduled" computes all losses alone.
         accumulate: A: a batch is cut into A * M microbatches, which run M at a time. Gradients are
             summed.
         compute_dtype: The dtype, such as `jnp.bfloat16`, to which floating-point parameters are

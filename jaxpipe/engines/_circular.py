@@ -64,6 +64,7 @@ def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str
         "delay": plan.forwarding_delay,
         "gather": gather,
         "boundary_gather": boundary_gather,
+        "vocab_parallel": plan.vocab_parallel,
         "scan_repeats": plan.scan_repeats,
         "scan_ticks": plan.scan_ticks,
     }
@@ -141,7 +142,9 @@ CIRCULAR = Engine(
     is_usual=True,
     pipelines=True,
     runs_schedules=False,
-    options=frozenset({"gather", "zero1", "forwarding_delay", "scan_repeats", "scan_ticks"}),
+    options=frozenset(
+        {"gather", "zero1", "forwarding_delay", "vocab_parallel", "scan_repeats", "scan_ticks"}
+    ),
     per_stage_state=False,
     program_per_rank=False,
     shares_loss=True,

@@ -40,7 +40,7 @@ class PipelinePlan:
         forwarding_delay: Whether activations are handed over one tick late.
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
             "tick", "once", once per "repeat", ahead of it, or by every "layer" that reads them.
-        vocab_parallel: Whether all ranks of the engine `scheduled` compute the loss together.
+        vocab_parallel: Whether all ranks of one program compute the loss together.
         scan_layers: Whether the layers of a stage run in a `lax.scan`. None: if there are several.
         scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.

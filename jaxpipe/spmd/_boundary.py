@@ -10,6 +10,15 @@ from ..autodiff.staged_model import Aux
 from ._buffers import to_accum_dtype
 
 
+def check_vocab_parallel(model: StagedModel, vocab_parallel: bool) -> None:
+    """Raises a `ValueError` if ranks should compute a loss together that has no such form."""
+    if vocab_parallel and model.vocab_parallel_loss is None:
+        raise ValueError(
+            "`vocab_parallel` is True and `model.vocab_parallel_loss` None: there is no loss that "
+            "ranks can compute together. Give one, or leave `vocab_parallel` at False."
+        )
+
+
 def loss_and_gradients(
     model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from ..autodiff.staged_model import accum_dtype
 from ..ir.transforms import cast_apart
@@ -77,3 +78,9 @@ def cast_like(gradients: PyTree, weights: PyTree) -> PyTree:
 def over_leading(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """Applies `f` to each entry of dim 0 of the leaves; a tree without leaves is returned as is."""
     return jax.vmap(f)(tree) if jax.tree.leaves(tree) else tree
+
+
+def broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
+    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
+    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)

@@ -149,6 +149,19 @@ def tokens() -> Any:
         ({"stage": 4}, {"schedule": "zero_bubble_h1"}),
         (DATA, {"schedule": "interleaved_1f1b", "zero1": True}),
         ({"stage": 2}, {"schedule": "zbv", "accumulate": 2, "microbatches": 2}),
+        (FSDP, {"schedule": "circular", "gather": "repeat"}),
+        ({"stage": 4}, {"schedule": "circular", "microbatches": 8}),
+        (
+            DATA,
+            {
+                "schedule": "circular",
+                "chunks": 2,
+                "gather": "layer",
+                "zero1": True,
+                "forwarding_delay": True,
+                "remat": "minimal_offloaded",
+            },
+        ),
     ],
 )
 def test_ranks_that_share_the_vocabulary_have_the_loss_of_whole_logits(
@@ -323,7 +336,10 @@ REFUSED = {
     "an unknown gather": ({"gather": "never"}, "`gather` is 'never'. Give one of 'tick'"),
     "delay of 1f1b": ({"forwarding_delay": True}, "`forwarding_delay` is True.*engine='circular'"),
     "no vocabulary": ({"vocab_parallel": True}, "the model has no `vocab_parallel_loss`"),
-    "ranks of mpmd": ({"engine": "mpmd", "vocab_parallel": True}, "engine='scheduled'"),
+    "ranks of mpmd": (
+        {"engine": "mpmd", "vocab_parallel": True},
+        "engine='circular' or 'scheduled'",
+    ),
     "ZeRO-1 of mpmd": ({"engine": "mpmd", "zero1": True}, "`zero1` is True"),
     "too few microbatches for a delay": (
         {"forwarding_delay": True, "schedule": "circular", "microbatches": 2, "chunks": 2},

@@ -118,6 +118,7 @@ def circular(row: Row, case: Case) -> Any:
             gather=gather_of(row, case.axes["stages"], stacked=2),
             boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
             scan_repeats=row.scan_repeats,
+            vocab_parallel=row.vocab_parallel,
         )
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):

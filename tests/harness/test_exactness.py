@@ -139,6 +139,8 @@ def many_repeats() -> list[Row]:
         Row("circular", "llama", 2, 8, 4, axes=fsdp, gather="once", packed=True, tied=True,
             batch_axes=MANUAL),
         Row("circular", "llama", 8, 2, 8, axes=(), gather="repeat", batch_axes=MANUAL),
+        Row("circular", "llama", 4, 2, 8, axes=fsdp, vocab_parallel=True, delay=True, tied=True),
+        Row("circular", "llama", 2, 1, 6, axes=(("tensor", 2),), vocab_parallel=True, z_loss=0.01),
         Row("circular", "llama", 8, 2, 16, axes=(), gather="once", delay=True, explicit=True,
             batch_axes=MANUAL),
     ]  # fmt: skip

@@ -37,7 +37,8 @@ def value_of(row: Row, case: Case) -> Any:
     }
     weights, keys = placed(case, mesh), case.keys
     if row.engine == "circular":
-        run = functools.partial(circular_engine.circular_value, case.model, delay=row.delay, **how)
+        how |= {"delay": row.delay, "vocab_parallel": row.vocab_parallel}
+        run = functools.partial(circular_engine.circular_value, case.model, **how)
     else:
         schedule = contract.ticks_of(row).schedule
         ticks = lock_step.to_lock_step(language.forward_only(schedule))
@@ -64,6 +65,7 @@ def rows() -> list[Row]:
         circular("llama", 2, 3, 4, axes=FSDP, gather="repeat", batch_axes=MANUAL, packed=True),
         circular("llama", 4, 1, 4, axes=FSDP, gather="once", explicit=True, batch_axes=MANUAL),
         circular("deepseek", 2, 2, 4, axes=(("expert", 2), ("fsdp", 2)), packed=True),
+        circular("llama", 2, 2, 4, axes=FSDP, vocab_parallel=True, packed=True),
         scheduled("llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", gather="once"),
         scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", vocab_parallel=True,
                   gather="repeat", batch_axes=MANUAL, packed=True),

@@ -80,6 +80,7 @@ def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) ->
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
 ENGINES: dict[str, tuple[int, Settings]] = {
     "circular": (4, {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_per_repeat": True}),
+    "vocabulary": (2, {"pipeline_vocab_parallel": True}),
     "scheduled": (2, {"pipeline_engine": "scheduled", "pipeline_schedule": "zbv"}),
     "uneven": (
         2,
@@ -146,12 +147,13 @@ def test_losses_beside_the_cross_entropy_are_apart():
     "settings",
     [
         {},
+        {"pipeline_vocab_parallel": True},
         pytest.param(
             {"pipeline_engine": "scheduled", "pipeline_vocab_parallel": True},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["circular", "scheduled"],
+    ids=["circular", "circular, vocabulary", "scheduled"],
 )
 def test_no_gradient_is_computed(settings: Settings):
     """A step has 3 matrix products for each one of the evaluation, or 4 with the forward again."""

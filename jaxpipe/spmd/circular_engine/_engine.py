@@ -16,6 +16,7 @@ from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, with_aux
 from ...sharding.specs import typed_by_specs
+from .._boundary import check_vocab_parallel
 from .._whole_arrays import (
     check_rows,
     common_dims,
@@ -158,12 +159,14 @@ def circular_value_and_grad(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
+    vocab_parallel: bool = False,
     scan_repeats: bool = True,
     scan_ticks: bool = True,
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
 
-    All ranks compute embedding and loss, each for its share of M / S microbatches.
+    All ranks compute embedding and loss, each for its share of M / S microbatches, unless they
+    compute each loss together.
 
     Args:
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
@@ -172,6 +175,8 @@ def circular_value_and_grad(
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
+        vocab_parallel: Whether all ranks compute the loss of each microbatch together, by
+            `model.vocab_parallel_loss`.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -197,7 +202,10 @@ def circular_value_and_grad(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
-    rank_fn = lambda model: partial(rank_value_and_grad, model, options, boundary_gather)  # noqa: E731
+    check_vocab_parallel(model, vocab_parallel)
+    rank_fn = lambda model: partial(  # noqa: E731
+        rank_value_and_grad, model, options, boundary_gather, vocab_parallel
+    )
     out_dims = None, gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -214,6 +222,7 @@ def circular_value(
     delay: bool = False,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
+    vocab_parallel: bool = False,
     scan_repeats: bool = True,
     scan_ticks: bool = True,
 ) -> tuple[Scalar, Aux]:
@@ -234,7 +243,10 @@ def circular_value(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks)
-    rank_fn = lambda model: partial(rank_value, model, options, boundary_gather)  # noqa: E731
+    check_vocab_parallel(model, vocab_parallel)
+    rank_fn = lambda model: partial(  # noqa: E731
+        rank_value, model, options, boundary_gather, vocab_parallel
+    )
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, None)
     return run(weights, batch_inputs, keys)
 

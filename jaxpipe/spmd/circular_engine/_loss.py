@@ -4,6 +4,7 @@ S ranks, M microbatches, n = M / S of them on each rank, which embeds these and 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ from jaxtyping import PyTree, Scalar
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
-from ...autodiff.staged_model import Aux, combine_losses, total
+from ...autodiff.staged_model import Aux, combine_losses, index_leading, total
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import cast_like, to_accum_dtype
-from ..ranks import AXIS, pvary, zeros
+from .._buffers import broadcast, cast_like, put, to_accum_dtype
+from ..ranks import AXIS, pvary, zeros, zeros_like
 from ..weight_gather import Gather
 from ._backward import backward
 from ._invariants import CircularOptions, prepare
@@ -27,6 +28,7 @@ def rank_value_and_grad(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
+    vocab_parallel: bool,
     stages: PyTree,
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
@@ -49,7 +51,8 @@ def rank_value_and_grad(
     x, pull_embed = _pullback(lambda w: _embed(model, w, share), gathered["embed"])
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), residuals = forward(invariants, x, aux_shapes, save_residuals=True)
-    (loss, loss_metrics), (boundary_grads, dy) = _loss_and_gradients(model, gathered, y, share)
+    losses = _losses_of_all_ranks if vocab_parallel else _losses_of_rank
+    (loss, loss_metrics), (boundary_grads, dy) = losses(model, gathered, y, batch_inputs)
     daux = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in stage_aux.items()}
     gradients, dx, _ = backward(invariants, residuals, dy, daux)
     (embed_grads,) = pull_embed(dx)
@@ -68,6 +71,7 @@ def rank_value(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
+    vocab_parallel: bool,
     stages: PyTree,
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
@@ -83,12 +87,15 @@ def rank_value(
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), _ = forward(invariants, x, aux_shapes, save_residuals=False)
 
-    def step(_, microbatch):
-        return (), model.loss(model.boundary(gathered), *microbatch)
+    if vocab_parallel:
+        losses, _ = _losses_of_all_ranks(model, gathered, y, batch_inputs)
+    else:
 
-    _, (losses, loss_metrics) = lax.scan(step, (), (y, share))
-    totals = jnp.sum(losses), total(loss_metrics), stage_aux
-    return combine_losses(*lax.psum(totals, (AXIS, *options.gather.batch_axes)))
+        def step(_, microbatch):
+            return (), model.loss(model.boundary(gathered), *microbatch)
+
+        losses = jax.tree.map(partial(jnp.sum, axis=0), lax.scan(step, (), (y, share))[1])
+    return combine_losses(*lax.psum((*losses, stage_aux), (AXIS, *options.gather.batch_axes)))
 
 
 def _embed(model: StagedModel, weights: PyTree, share: PyTree) -> PyTree:
@@ -96,13 +103,17 @@ def _embed(model: StagedModel, weights: PyTree, share: PyTree) -> PyTree:
     return jax.tree.map(pvary, jax.vmap(model.embed, in_axes=(None, 0))(weights, share))
 
 
-def _loss_and_gradients(
-    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, share: PyTree
+def _losses_of_rank(
+    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
     The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
     are computed once, and only those of one microbatch are in memory.
+
+    Args:
+        y: [n, ...] leaves.
+        batch_inputs: [M, ...] leaves.
 
     Returns:
         ((loss, metrics), (gradients of `boundary`, gradient of `y`)).
@@ -113,8 +124,38 @@ def _loss_and_gradients(
         return add_to_boundary(gradients, boundary_grads), (value, dy)
 
     zero_grads = jax.tree.map(zeros, to_accum_dtype(boundary))
-    gradients, ((losses, metrics), dy) = lax.scan(step, zero_grads, (y, share))
+    gradients, ((losses, metrics), dy) = lax.scan(
+        step, zero_grads, (y, _share_of_rank(batch_inputs))
+    )
     return (jnp.sum(losses), total(metrics)), (gradients, dy)
+
+
+def _losses_of_all_ranks(
+    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
+) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
+    """Computes what `_losses_of_rank` does, with every rank's part of the loss of M microbatches.
+
+    The losses of all ranks sum up to that of the batch, and so do the gradients of `boundary`.
+    """
+    loss, n = model.vocab_parallel_loss, jax.tree.leaves(y)[0].shape[0]
+    assert loss is not None, "checked at the entry"
+
+    def step(carry, m):
+        gradients, dy = carry
+        is_source, slot = lax.axis_index(AXIS) == m // n, m % n
+        everywhere = jax.tree.map(partial(broadcast, is_source), index_leading(y, slot))
+        value, (boundary_grads, new) = loss(
+            model.boundary(boundary), everywhere, index_leading(batch_inputs, m), AXIS
+        )
+        own = jax.tree.map(partial(jnp.where, is_source), new, index_leading(dy, slot))
+        return (add_to_boundary(gradients, boundary_grads), put(dy, own, slot)), value
+
+    zero_grads = jax.tree.map(zeros, to_accum_dtype(boundary))
+    num_microbatches = n * lax.axis_size(AXIS)
+    carry, (losses, metrics) = lax.scan(
+        step, (zero_grads, zeros_like(floating(y))), jnp.arange(num_microbatches)
+    )
+    return (jnp.sum(losses), total(metrics)), carry
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:

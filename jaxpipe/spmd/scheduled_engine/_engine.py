@@ -15,6 +15,7 @@ from ...schedules import num_ranks
 from ...schedules.language import num_slices
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
+from .._boundary import check_vocab_parallel
 from .._whole_arrays import check_rows, common_dims, gradient_dims, on_parts
 from ..ranks import AXIS
 from ..weight_gather import EACH_TICK, Gather
@@ -164,11 +165,7 @@ def _check_model(model: StagedModel, ticks: Ticks, vocab_parallel: bool) -> None
             "layers do not say what they carry from slice to slice. Give one, or a schedule of "
             "whole microbatches, such as 1f1b."
         )
-    if vocab_parallel and model.vocab_parallel_loss is None:
-        raise ValueError(
-            "`vocab_parallel` is True and `model.vocab_parallel_loss` None: there is no loss that "
-            "ranks can compute together. Give one, or leave `vocab_parallel` at False."
-        )
+    check_vocab_parallel(model, vocab_parallel)
 
 
 def _check(

@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from ...autodiff.staged_model import index_leading
-from ..ranks import AXIS, update_if
+from .._buffers import broadcast
+from ..ranks import update_if
 from ._phases import ForwardOutputs, ScheduledInvariants, Totals, vocab_parallel_loss
 from ._rows import Index, PhaseRow, stage_hint
 
@@ -25,7 +25,7 @@ def loss_on_all_ranks(
     is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
 
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
-        everywhere = jax.tree.map(lambda y: _broadcast(is_source, y), outputs.activation)
+        everywhere = jax.tree.map(lambda y: broadcast(is_source, y), outputs.activation)
         inputs_m = index_leading(invariants.batch_inputs, microbatch)
         totals, dy = vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
         own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
@@ -38,9 +38,3 @@ def loss_on_all_ranks(
         hint=stage_hint(invariants.tables.forward, invariants.num_stages - 1),
     )
     return totals, outputs._replace(cotangent=cotangent)
-
-
-def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
-    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
-    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
