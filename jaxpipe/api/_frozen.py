@@ -201,6 +201,10 @@ def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
             return given(join(weights, of_loss), x, batch, axis)
 
         vocab_parallel = of_ranks
-    setattr(embed, "takes_key", getattr(model.embed, "takes_key"))  # noqa: B009, B010
-    setattr(loss, "takes_key", getattr(model.loss, "takes_key"))  # noqa: B009, B010
-    return replace(model, embed=embed, loss=loss, vocab_parallel_loss=vocab_parallel)
+    of_embed, of_last = model.functions[0], model.functions[-1]
+    return replace(
+        model,
+        embed=replace(of_embed, call=embed),
+        loss=replace(of_last, call=loss),
+        vocab_parallel_loss=vocab_parallel,
+    )

@@ -8,8 +8,8 @@ any pytree of arrays [B, ...].
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from jaxtyping import PyTree
 
@@ -19,6 +19,23 @@ from ..engines.fsdp import cast_group
 
 def _identity(tree: Any) -> Any:
     return tree
+
+
+@dataclass(frozen=True)
+class ModelFunction:
+    """A function of a model, whose signature was read once.
+
+    It is called with one argument more than `Model` says: a dropout key, needed or not. If it takes
+    `past` and is given the state of earlier slices behind the key, it returns the pair of what it
+    returns otherwise and the new state.
+    """
+
+    call: Callable[..., Any]
+    takes_key: bool = False
+    takes_past: bool = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
 
 
 @dataclass(frozen=True)
@@ -98,13 +115,15 @@ class Model:
     def __post_init__(self) -> None:
         layer = self.layer
         keyed: dict[str, Any] = {
-            "embed": with_key(self.embed, "embed", 2),
-            "loss": with_key(self.loss, "loss", 3),
+            "embed": model_function(self.embed, "embed", 2),
+            "loss": model_function(self.loss, "loss", 3),
         }
         if isinstance(layer, Mapping):
-            keyed["layer"] = {kind: with_past(f, f"layer[{kind!r}]") for kind, f in layer.items()}
+            keyed["layer"] = {
+                kind: layer_function(f, f"layer[{kind!r}]") for kind, f in layer.items()
+            }
         else:
-            keyed["layer"] = with_past(layer, "layer")
+            keyed["layer"] = layer_function(layer, "layer")
         for name, function in keyed.items():
             object.__setattr__(self, name, function)
         if not self.layer:
@@ -116,32 +135,31 @@ class Model:
         return isinstance(self.layer, Mapping)
 
     @property
-    def layer_functions(self) -> tuple[Callable[..., Any], ...]:
+    def layer_functions(self) -> tuple[ModelFunction, ...]:
         """Returns the function of a layer of each kind."""
-        return tuple(self.layer.values()) if isinstance(self.layer, Mapping) else (self.layer,)
+        layers: Any = self.layer
+        return tuple(layers.values()) if self.has_kinds else (layers,)
+
+    @property
+    def functions(self) -> tuple[ModelFunction, ...]:
+        """Returns embedding, layers and loss."""
+        embed, loss = cast(Any, self.embed), cast(Any, self.loss)
+        return embed, *self.layer_functions, loss
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether a function of the model takes a dropout key."""
+        return any(function.takes_key for function in self.functions)
 
 
-def with_past(function: Callable, name: str) -> Callable:
-    """Returns a layer that takes a key and the state of earlier slices, needed or not.
-
-    Args:
-        function: A layer, with a fourth parameter `past` if it can run slices.
-
-    Returns:
-        A function of `(params, x, batch, key)`, with the attributes `takes_key` and `takes_past`.
-        If `function` has a parameter `past`, one argument more is that: the result is then the pair
-        of what the layer returns and the state. Without it, the layer runs whole sequences.
-
-    Raises:
-        ValueError: If `function` takes another number of arguments.
-    """
-    if hasattr(function, "takes_past"):
+def layer_function(function: Callable, name: str) -> ModelFunction:
+    """Reads the signature of a layer, which has a fourth parameter `past` if it can run slices."""
+    if isinstance(function, ModelFunction):
         return function
     names = list(_parameters(function) or ()) if callable(function) else []
     takes_past = "past" in names
-    keyed = with_key(function, name, 4 if takes_past else 3)
+    keyed = model_function(function, name, 4 if takes_past else 3)
     if not takes_past:
-        keyed.takes_past = False  # pyright: ignore[reportFunctionMemberAccess]
         return keyed
     if names[3:4] != ["past"]:
         raise ValueError(
@@ -154,9 +172,7 @@ def with_past(function: Callable, name: str) -> Callable:
         result, made = _without_past(returned, name)
         return result if past is None else (result, made)
 
-    call.takes_key = keyed.takes_key  # pyright: ignore[reportFunctionMemberAccess]
-    call.takes_past = True  # pyright: ignore[reportFunctionMemberAccess]
-    return call
+    return ModelFunction(call, keyed.takes_key, takes_past=True)
 
 
 def _without_past(returned: Any, name: str) -> tuple[Any, Past]:
@@ -179,28 +195,18 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
         return None
 
 
-def with_key(function: Callable, name: str, count: int) -> Callable:
-    """Returns a function that takes a key behind its `count` arguments, needed or not.
-
-    Returns:
-        A function of `count` arguments and a key, whose attribute `takes_key` says whether
-        `function` reads the key.
-
-    Raises:
-        ValueError: If `function` takes another number of arguments.
-    """
-    if hasattr(function, "takes_key"):
+def model_function(function: Callable, name: str, count: int) -> ModelFunction:
+    """Reads the signature of a function of `count` arguments and, if it has dropout, a key."""
+    if isinstance(function, ModelFunction):
         return function
     if not callable(function):
         raise ValueError(f"`{name}` is {function!r}. Give a function of {count} arguments.")
     takes_key = _takes_one_more(function, name, count)
 
-    @wraps(function)
     def call(*arguments: Any) -> Any:
         return function(*(arguments if takes_key else arguments[:count]))
 
-    call.takes_key = takes_key  # pyright: ignore[reportAttributeAccessIssue]
-    return call
+    return ModelFunction(call, takes_key)
 
 
 def _takes_one_more(function: Callable, name: str, count: int) -> bool:
@@ -256,8 +262,7 @@ def check_contributions(model: Model, **unread: Any) -> None:
             f"`Model.contributions` is True, and {' and '.join(names)} is given, which is for "
             "functions that return means. Leave it out, or write functions that return means."
         )
-    functions: dict[str, Any] = {"embed": model.embed, "loss": model.loss}
-    for name, function in functions.items():
+    for name, function in {"embed": model.functions[0], "loss": model.functions[-1]}.items():
         if function.takes_key:
             raise ValueError(
                 f"`Model.contributions` is True, and `{name}` takes a key, which only layers are "
@@ -287,20 +292,24 @@ def check_sliced(model: Model, num_slices: int) -> None:
     """
     if num_slices == 1:
         return
-    functions: tuple[Any, ...] = model.embed, *model.layer_functions, model.loss
-    if not all(function.takes_past for function in functions[1:-1]):
+    if not all(function.takes_past for function in model.layer_functions):
         raise ValueError(
             f"`schedule` cuts sequences into {num_slices} slices, and `layer` has no parameter "
             "`past`, by which a slice sees those before it. Give `layer(params, x, batch, past) -> "
             "(x, past)`, whose attention reads `past.append((keys, values))`; or a schedule of "
             "whole microbatches, such as 1f1b."
         )
-    if any(function.takes_key for function in functions):
+    if model.takes_key:
         raise ValueError(
             f"`schedule` cuts sequences into {num_slices} slices, and a function of the model "
             "takes a dropout key. Masks that are drawn for slices are not those of whole "
             "sequences: give functions without dropout, or a schedule of whole microbatches."
         )
+
+
+def _with_call(function: Any, call: Callable) -> Any:
+    """Returns a function of the model that calls `call`; `vocab_parallel_loss` is a plain one."""
+    return replace(function, call=call) if isinstance(function, ModelFunction) else call
 
 
 def cast_model(model: Model, dtype: Any) -> Model:
@@ -309,23 +318,21 @@ def cast_model(model: Model, dtype: Any) -> Model:
         return model
 
     def casting(function: Any, group: str) -> Any:
-        @wraps(function)
         def call(params: PyTree, *arguments: Any) -> Any:
             return function(cast_group(dtype, group, params), *arguments)
 
-        return call
+        return _with_call(function, call)
 
     def casting_layer(function: Any, group: str) -> Any:
         if not model.shared:
             return casting(function, group)
 
-        @wraps(function)
         def call(params: PyTree, *arguments: Any) -> Any:
             own = cast_group(dtype, group, params["layer"])
             shared = cast_group(dtype, "['shared']", params["shared"])
             return function({"layer": own, "shared": shared}, *arguments)
 
-        return call
+        return _with_call(function, call)
 
     layers: Any = model.layer
     if isinstance(layers, Mapping):

@@ -50,7 +50,6 @@ from ._staging import (
     rows_divided,
     shape_of,
     staged_model,
-    takes_key,
     undivided,
 )
 from .checks import check_effects, check_key
@@ -435,7 +434,7 @@ class PipelinedModel(InspectedModel):
     @property
     def takes_key(self) -> bool:
         """Whether a function of the model takes a dropout key."""
-        return takes_key(self.model)
+        return self.model.takes_key
 
     @property
     def _any_num_layers(self) -> int:
@@ -463,7 +462,7 @@ class PipelinedModel(InspectedModel):
                 plan, weights, total_layers(num_layers), batch, key
             )
         keys, key_or_none = ((), ()), ()
-        if takes_key(self.model):
+        if self.model.takes_key:
             key_or_none = key = check_key(key)
             ids = jnp.arange(total_layers(num_layers) + 1)
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
@@ -524,7 +523,7 @@ class PipelinedModel(InspectedModel):
                     "microbatches of `microbatches` and `accumulate`."
                 )
         keys: Any = ()
-        if key is not None and takes_key(self.model):
+        if key is not None and self.model.takes_key:
             fold_in = partial(jax.random.fold_in, check_key(key))
             keys = jax.vmap(fold_in)(jnp.arange(num_layers))
         plan = _with_layer_specs(plan, weights)
@@ -559,7 +558,7 @@ class PipelinedModel(InspectedModel):
         check_means(self.model, "rows")
         stored = self.shapes(params)
         plan, weights = self._plan_of(stored), unmark(weights_of(stored))
-        if takes_key(self.model) and key is None:
+        if self.model.takes_key and key is None:
             key = jax.eval_shape(lambda: jax.random.key(0))
         return self._row_report(plan, weights, batch, () if key is None else key)
 

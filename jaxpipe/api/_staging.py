@@ -22,7 +22,7 @@ from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_divisor, check_metrics, loss_parts
-from ._model import Model
+from ._model import Model, ModelFunction
 from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
 
@@ -41,11 +41,6 @@ class PieceInputs(NamedTuple):
     scale: Any = ()
     key: Any = ()
     piece: Any = ()
-
-
-def takes_key(model: Model) -> bool:
-    """Returns whether a function of the model takes a dropout key."""
-    return any(getattr(f, "takes_key") for f in (model.embed, *model.layer_functions, model.loss))  # noqa: B009
 
 
 def make_inputs(
@@ -225,14 +220,12 @@ def on_all_rows(
 
         return run
 
-    def changed(name: str, function: Callable, new: Callable) -> Callable:
+    def changed(name: str, function: Any, call: Callable) -> ModelFunction:
         if name in draws:
-            new = drawing(function, draws[name])
+            call = drawing(function, draws[name])
         elif name not in names:
             return function
-        for attribute in ("takes_key", "takes_past"):
-            setattr(new, attribute, getattr(function, attribute, False))
-        return new
+        return replace(function, call=call)
 
     layers: Any = model.layer
     if isinstance(layers, Mapping):
@@ -330,7 +323,7 @@ def staged_model(
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
     """
-    mean, has_key = 1 / num_pieces, takes_key(model)
+    mean, has_key = 1 / num_pieces, model.takes_key
 
     def layer(
         function: Callable, weights: Any, constants: Any, x: PyTree, inputs: PieceInputs

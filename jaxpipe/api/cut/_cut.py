@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._dependence import dependent_inputs
-from .._model import Model
+from .._model import Model, ModelFunction
 from ._layer_calls import LayerArguments, LayerCall, arguments_of, check_chain
 from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
 from ._scan import ScanParts
@@ -63,9 +63,6 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     def loss_of(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
         return parts.loss_of(w["embed"] | w["head"] if tied else w, x, batch, key)
 
-    for function, takes_key in zip((embed, layer, loss_of), keyed, strict=True):
-        function.takes_key = takes_key  # pyright: ignore[reportFunctionMemberAccess]
-
     def to_groups(params: PyTree) -> dict[str, PyTree]:
         outer, layers = cut.split(params)
         head = {name: leaf for name, leaf in outer.items() if name in in_head}
@@ -75,7 +72,8 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     def from_groups(groups: dict[str, PyTree]) -> PyTree:
         return cut.join(groups["embed"] | groups["head"], groups["layers"])
 
-    return Model(embed, layer, loss_of, tied, to_groups, from_groups)
+    first, middle, last = map(ModelFunction, (embed, layer, loss_of), keyed)
+    return Model(first, middle, last, tied, to_groups, from_groups)
 
 
 class _HookParts(Parts):

@@ -100,7 +100,7 @@ def _compared(
     x = embed(batch)
     xs = _of_pieces(embed, batches)
     is_cut = jax.tree.map(_is_cut, x, xs)
-    if not _takes_key(model.embed):
+    if not model.functions[0].takes_key:
         yield _compare_x("embed", None, x, xs)
 
     def cut(x: PyTree) -> PyTree:
@@ -124,7 +124,7 @@ def _compared(
             for metric, value in aux.items():
                 yield _compare_scalar(name, index, repr(metric), value, auxes[metric], tolerance)
         x = y
-    if _takes_key(model.loss):
+    if model.functions[-1].takes_key:
         return
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
 
@@ -140,10 +140,6 @@ def _compared(
         yield _compare_scalar("loss", None, repr(metric), value, values, tolerance)
 
 
-def _takes_key(function: Any) -> bool:
-    return function.takes_key
-
-
 def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, bool]]:
     """Yields for every layer its name, function and weights, and whether it is to be compared."""
     names = list(model.layer) if isinstance(model.layer, Mapping) else ["layer"]
@@ -152,7 +148,7 @@ def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, b
             weights = nth_layer(layers, i)
             if model.shared:
                 weights = {"layer": weights, "shared": groups["shared"]}
-            yield name, function, weights, i < _MAX_LAYERS and not _takes_key(function)
+            yield name, function, weights, i < _MAX_LAYERS and not function.takes_key
 
 
 def _layer_function(function: Callable, weights: PyTree, key: Any) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import autodiff, models, sharding
-from ...api import Model
+from ...api import Model, ModelFunction
 from ...autodiff.backward import saved_names
 from ...autodiff.staged_model import Past
 from ...models.layers import (
@@ -111,12 +111,10 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
         y, (aux, past) = layer(weights, x, (batch, past), key)
         return (y, aux), past
 
-    # As `Model` calls it: by its signature a whole sequence would be a slice, without a kernel.
-    run.takes_key = bool(plan.dropout_rate)  # pyright: ignore[reportFunctionMemberAccess]
-    run.takes_past = weights.family.has_slices  # pyright: ignore[reportFunctionMemberAccess]
     return Model(
         embed=embed,
-        layer=run,
+        # By its signature a whole sequence would be a slice, without a kernel.
+        layer=ModelFunction(run, bool(plan.dropout_rate), weights.family.has_slices),
         loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
         vocab_parallel_loss=models.vocab_parallel_next_token_loss(
