@@ -1,14 +1,63 @@
 """Several kinds of layers in the user's tree: the layers of each kind are stacked on their own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import PyTree
 
+from .._input import short_repr
 from ._params import InList, NumLayers, check_layers, stack_layers, unstack_layers
 
 MTP = "mtp"
 """The kind that the letter m of a layout string is a layer of."""
+
+
+def check_order(order: Sequence[str], layer: Any) -> None:
+    """Raises a `ValueError` if an order of layers names other kinds than `layer` has."""
+    kinds = list(layer) if isinstance(layer, Mapping) else None
+    if kinds is None or isinstance(order, str) or sorted({*order}) != sorted(kinds):
+        has = "is one function" if kinds is None else f"has the kinds {kinds}"
+        raise ValueError(
+            f"`order` is {short_repr(order)}, and `layer` {has}. Give the name of the kind of every "
+            "layer, and a function for each: `layer={'local': f, 'global': g}, order=['local', "
+            "'global', ...]`."
+        )
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """Divides layers, a list in the order in which they run, into lists by kind."""
+
+    order: tuple[str, ...]
+    to_groups: Callable[[PyTree], dict[str, PyTree]]
+
+    def __call__(self, params: PyTree) -> dict[str, PyTree]:
+        groups = self.to_groups(params)
+        layers = groups.get("layers") if isinstance(groups, dict) else None
+        if not isinstance(layers, list | tuple) or len(layers) != len(self.order):
+            is_list = isinstance(layers, list | tuple)
+            found = f"{len(layers)} layers" if is_list else f"`{type(layers).__name__}`"
+            raise ValueError(
+                f"`Model.order` has {len(self.order)} layers and `params['layers']` is {found}. "
+                "Give a list of all layers, in the order in which they run."
+            )
+        by_kind: dict[str, list[PyTree]] = {kind: [] for kind in self.order}
+        for kind, layer in zip(self.order, layers, strict=True):
+            by_kind[kind].append(layer)
+        return groups | {"layers": by_kind}
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Puts lists of layers by kind into the order in which they run: the inverse of `ByKind`."""
+
+    order: tuple[str, ...]
+    from_groups: Callable[[dict[str, PyTree]], PyTree]
+
+    def __call__(self, groups: dict[str, PyTree]) -> PyTree:
+        layers = {kind: iter(groups["layers"][kind]) for kind in groups["layers"]}
+        return self.from_groups(groups | {"layers": [next(layers[kind]) for kind in self.order]})
 
 
 def total_layers(num_layers: NumLayers) -> int:

@@ -6,7 +6,7 @@ any pytree of arrays [B, ...].
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
 from ..engines.fsdp import cast_group
+from ._kinds import ByKind, InOrder, check_order
 
 
 def _identity(tree: Any) -> Any:
@@ -90,6 +91,9 @@ class Model:
             is given the key of a microbatch, the same on every device, by which
             `sharding.local_rows` draws; or () if `value` is given none. `vocab_parallel_loss` is
             that of `autodiff.StagedModel`.
+        order: The kind of every layer in the order in which they run, such as `("local", "local",
+            "global") * 8`, if kinds do not run one after the other. `params["layers"]` is then a
+            list of all layers in this order.
 
     Example:
         >>> model = Model(
@@ -111,6 +115,7 @@ class Model:
     sliced_leaves: PyTree = None
     vocab_parallel_loss: Callable[..., Any] | None = None
     contributions: bool = False
+    order: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         layer = self.layer
@@ -128,6 +133,13 @@ class Model:
             object.__setattr__(self, name, function)
         if not self.layer:
             raise ValueError("`layer` is empty. Give a function for each kind of layers.")
+        if self.order is None:
+            return
+        check_order(self.order, layer)
+        object.__setattr__(self, "order", tuple(self.order))
+        if not isinstance(self.to_groups, ByKind):
+            object.__setattr__(self, "to_groups", ByKind(tuple(self.order), self.to_groups))
+            object.__setattr__(self, "from_groups", InOrder(tuple(self.order), self.from_groups))
 
     @property
     def has_kinds(self) -> bool:

@@ -413,6 +413,7 @@ class PipelinedModel(InspectedModel):
             # Without shards there is nothing to gather.
             gather=self.told.gather if gathered_size(self.mesh, specs) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
+            order=tuple(self.model.order or ()),
             param_specs=specs,
         )
 

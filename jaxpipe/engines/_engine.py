@@ -46,6 +46,7 @@ class PipelinePlan:
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
             for layers of one kind.
+        order: The kind of every layer in the order in which they run. (): one kind after the other.
         param_specs: How parameters are sharded over other axes than `stage`, by their path in the
             groups of weights, such as `['stages']['up']`; without dims of stages and layers. All
             others are sharded over `fsdp`. Dims that are sharded over `fsdp` are gathered.
@@ -76,6 +77,7 @@ class PipelinePlan:
     scan_repeats: bool = True
     scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
+    order: tuple[str, ...] = ()
     param_specs: ParamSpecs = ()
     whole_microbatches: bool = False
     layer_remat: Remat = keep

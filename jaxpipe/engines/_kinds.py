@@ -1,20 +1,24 @@
-"""Engines for models with several kinds of layers in a row, such as an encoder before a decoder.
+"""Engines for models with several kinds of layers, such as an encoder before a decoder.
 
 A stage may have layers of several kinds. An engine stores and runs the layers of each kind as if
 there were no others: with a layout of its own, in which stages may have no layer. In one program
-every stage has room for the largest number of layers of each kind that any stage has; for `mpmd` a
-stage has the layers that it runs.
+every stage has room for the slots of a common sequence of kinds; for `mpmd` a stage has the layers
+that it runs.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Aux, Past, with_aux
 from ._engine import Engine, ParamSpecs, PipelinePlan
+from ._layer_order import OrderedKeys, Runs, common_sequence, layer_runs, slots_by_kind
 from .fsdp import is_rule
 
 
@@ -42,26 +46,42 @@ def with_kinds(engine: Engine) -> Engine:
     def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.layer_keys(plan, dropout, frozen)
-        plans, keys_by_kind, first = _plans(engine, plan), {}, 0
-        for kind, count in plan.kinds:
-            keys = jax.tree.map(lambda leaf: leaf[first : first + count], dropout)  # noqa: B023
+        plans, order, keys_by_kind = _plans(engine, plan), np.array(_order(plan)), {}
+        for kind, _ in plan.kinds:
+            (ids,) = np.nonzero(order == kind)
+            keys = jax.tree.map(lambda leaf: leaf[ids], dropout)  # noqa: B023
             is_list = isinstance(frozen, list)
             of_kind = [stage.get(kind) for stage in frozen] if is_list else frozen[kind]
-            keys_by_kind[kind], first = engine.layer_keys(plans[kind], keys, of_kind), first + count
-        return _stages(plans, keys_by_kind)
+            keys_by_kind[kind] = engine.layer_keys(plans[kind], keys, of_kind)
+        stages = _stages(plans, keys_by_kind)
+        if not isinstance(stages, list):
+            return stages
+        runs = map(layer_runs, _patterns(plan))
+        return [OrderedKeys(*pair) for pair in zip(stages, runs, strict=True)]
 
     def stage(plan: PipelinePlan, layers: Any) -> Callable:
         if not plan.kinds:
             return engine.stage(plan, layers)
         plans = _plans(engine, plan)
-        return _in_order({k: engine.stage(plans[k], layers[k]) for k in plans})
+
+        def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
+            return with_aux(
+                engine.stage(_plan_of_run(plans[kind], num_layers, is_all), layers[kind])
+            )
+
+        return _in_order(_common_runs(engine, plan), of_run)
 
     def sliced_stage(plan: PipelinePlan, layers: Any) -> Callable:
         assert engine.sliced_stage is not None
         if not plan.kinds:
             return engine.sliced_stage(plan, layers)
         plans = _plans(engine, plan)
-        return _slices_in_order({k: engine.sliced_stage(plans[k], layers[k]) for k in plans})
+
+        def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
+            of_kind = _plan_of_run(plans[kind], num_layers, is_all)
+            return engine.sliced_stage(of_kind, layers[kind])
+
+        return _slices_in_order(_common_runs(engine, plan), of_run)
 
     return replace(
         engine,
@@ -73,25 +93,55 @@ def with_kinds(engine: Engine) -> Engine:
     )
 
 
+def _order(plan: PipelinePlan) -> tuple[str, ...]:
+    """Returns the kind of every layer."""
+    return plan.order or tuple(kind for kind, count in plan.kinds for _ in range(count))
+
+
+def _patterns(plan: PipelinePlan) -> list[tuple[str, ...]]:
+    """Returns the kinds of the layers of every stage, in forward order."""
+    order = _order(plan)
+    return [order[ids.start : ids.stop] for ids in plan.layout.stage_layer_ids]
+
+
+def _common_sequence(plan: PipelinePlan) -> tuple[str, ...]:
+    """Returns the kinds of the slots that every stage of one program has."""
+    return common_sequence(_patterns(plan))
+
+
+def _common_runs(engine: Engine, plan: PipelinePlan) -> Runs | None:
+    """Returns the runs that every stage of one program has; None if each has runs of its own."""
+    return None if engine.per_stage_state else layer_runs(_common_sequence(plan))
+
+
 def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
     """Returns the plan of each kind: with a layout of the layers of this kind alone."""
-    plans, first, num_ranks = {}, 0, plan.mesh.shape["stage"]
-    for kind, count in plan.kinds:
-        last = first + count
-        counts = tuple(
-            max(0, min(ids.stop, last) - max(ids.start, first))
-            for ids in plan.layout.stage_layer_ids
-        )
+    patterns, num_ranks = _patterns(plan), plan.mesh.shape["stage"]
+    sequence = () if engine.per_stage_state else _common_sequence(plan)
+    slots = [slots_by_kind(sequence, pattern) for pattern in patterns]
+    plans = {}
+    for kind, _ in plan.kinds:
+        counts, num_slots = tuple(p.count(kind) for p in patterns), sequence.count(kind)
         layout = engine.layout(plan.schedule, num_ranks, counts)
+        if sequence and set(counts) != {num_slots}:
+            of_kind = tuple(of_stage.get(kind, ()) for of_stage in slots)
+            layout = replace(layout, layers_per_stage=num_slots, counts=counts, slots=of_kind)
         of_kind = {
             "layout": layout,
             "param_specs": _specs_of_kind(plan.param_specs, kind),
             "compute_dtype": _dtype_of_kind(plan.compute_dtype, kind),
             "layer_specs": None if plan.layer_specs is None else plan.layer_specs[kind],
         }
-        plans[kind] = replace(plan, kinds=(), **of_kind)
-        first = last
+        plans[kind] = replace(plan, kinds=(), order=(), **of_kind)
     return plans
+
+
+def _plan_of_run(plan: PipelinePlan, num_layers: int, is_all: bool) -> PipelinePlan:
+    """Returns the plan of some layers of a kind, which are written out unless they are all."""
+    scan = plan.scan_layers
+    layout = replace(plan.layout, layers_per_stage=num_layers, slots=None)
+    # A loop over a part of a stack would copy the part in every tick.
+    return replace(plan, layout=layout, scan_layers=scan if is_all or scan is not None else False)
 
 
 def _dtype_of_kind(dtype: Any, kind: str) -> Any:
@@ -128,37 +178,88 @@ def _of_kind(stages: Any, kind: str) -> Any:
     return stages[kind]
 
 
-def _in_order(stages: dict[str, Callable]) -> Callable:
-    """Returns a stage that runs its layers of the first kind, then those of the next one."""
+StageOfRun = Callable[[str, int, bool], Callable]
+"""`(kind, number of layers, whether these are all of the kind) -> stage` that runs them."""
+
+
+def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
+    """Returns a stage that runs its layers in order.
+
+    Args:
+        common: The runs of all stages; None if they are in the keys of each.
+    """
 
     def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
         sums: Aux = {}
-        for kind, run in stages.items():
-            if kind in weights:
-                x, aux = with_aux(run)(weights[kind], x, inputs_m, keys[kind])
-                sums = _sum_by_name(sums, aux)
+        runs, keys = _runs_and_keys(common, keys)
+        for kind, first, last in runs:
+            part = _part_of(weights[kind], keys[kind], first, last)
+            run = stage_of_run(kind, last - first, part.is_all)
+            x, aux = run(part.take(weights[kind]), x, inputs_m, part.take(keys[kind]))
+            sums = _sum_by_name(sums, aux)
         return x, sums
 
     return stage
 
 
-def _slices_in_order(stages: dict[str, Callable]) -> Callable:
+def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
     """Returns a sliced stage with layers of several kinds, whose state is a tree by kind."""
 
     def stage(
         weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any, past: Past
     ) -> tuple[Any, Aux, Past]:
-        sums, earlier, new = {}, {}, {}
-        for kind, run in stages.items():
-            if kind not in weights:
-                continue
-            of_kind = None if past.earlier is None else past.earlier[kind]
-            past_of_kind = replace(past, earlier=of_kind)
-            x, aux, new_past = run(weights[kind], x, inputs_m, keys[kind], past_of_kind)
-            sums, earlier[kind], new[kind] = _sum_by_name(sums, aux), new_past.earlier, new_past.new
-        return x, sums, replace(past, earlier=earlier, new=new)
+        sums: Aux = {}
+        earlier, new = defaultdict(list), defaultdict(list)
+        runs, keys = _runs_and_keys(common, keys)
+        for kind, first, last in runs:
+            part = _part_of(weights[kind], keys[kind], first, last)
+            of_kind = None if past.earlier is None else part.take(past.earlier[kind])
+            run = stage_of_run(kind, last - first, part.is_all)
+            x, aux, made = run(
+                part.take(weights[kind]),
+                x,
+                inputs_m,
+                part.take(keys[kind]),
+                replace(past, earlier=of_kind),
+            )
+            sums = _sum_by_name(sums, aux)
+            earlier[kind].append(made.earlier)
+            new[kind].append(made.new)
+        return x, sums, replace(past, earlier=_joined(earlier), new=_joined(new))
 
     return stage
+
+
+def _runs_and_keys(common: Runs | None, keys: Any) -> tuple[Runs, dict[str, PyTree]]:
+    if common is not None:
+        return common, keys
+    assert isinstance(keys, OrderedKeys)
+    return keys.runs, keys.by_kind
+
+
+class _Part(NamedTuple):
+    """Some of the layers of a kind."""
+
+    first: int
+    last: int
+    is_all: bool
+
+    def take(self, tree: PyTree) -> PyTree:
+        """Takes these layers of [n, ...] leaves."""
+        return tree if self.is_all else jax.tree.map(lambda x: x[self.first : self.last], tree)
+
+
+def _part_of(weights: PyTree, keys: PyTree, first: int, last: int) -> _Part:
+    counts = {len(leaf) for leaf in jax.tree.leaves((weights, keys))}
+    return _Part(first, last, not counts or counts == {last - first})
+
+
+def _joined(parts: Mapping[str, list[PyTree]]) -> dict[str, PyTree]:
+    """Returns the layers of every kind, from those of its runs."""
+    return {
+        kind: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+        for kind, trees in parts.items()
+    }
 
 
 def _sum_by_name(sums: Aux, aux: Aux) -> Aux:

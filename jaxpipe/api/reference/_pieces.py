@@ -4,7 +4,8 @@ Each function is run on all rows and on n pieces of them, with the same input, a
 compared: outputs of the embedding and of layers row by row, scalars as means.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,10 @@ from ._program import (
     cut_rows,
     embed_key,
     layer_key,
-    layers_by_kind,
     loss_key,
     nth_layer,
     num_layers,
+    runs_of_layers,
     taken_apart,
     x_and_aux,
 )
@@ -142,13 +143,14 @@ def _compared(
 
 def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, bool]]:
     """Yields for every layer its name, function and weights, and whether it is to be compared."""
-    names = list(model.layer) if isinstance(model.layer, Mapping) else ["layer"]
-    for name, (function, layers) in zip(names, layers_by_kind(model, groups), strict=True):
+    seen: Counter[str] = Counter()
+    for name, function, layers in runs_of_layers(model, groups):
         for i in range(num_layers(layers)):
             weights = nth_layer(layers, i)
+            seen[name] += 1
             if model.shared:
                 weights = {"layer": weights, "shared": groups["shared"]}
-            yield name, function, weights, i < _MAX_LAYERS and not function.takes_key
+            yield name, function, weights, seen[name] <= _MAX_LAYERS and not function.takes_key
 
 
 def _layer_function(function: Callable, weights: PyTree, key: Any) -> Callable[..., Any]:

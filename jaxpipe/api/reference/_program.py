@@ -165,7 +165,7 @@ def run_layers(
     """
     sums: dict[str, Any] = {}
     first = 0
-    for function, layers in layers_by_kind(model, groups):
+    for _, function, layers in runs_of_layers(model, groups):
 
         def step(x: PyTree, numbered: Any, function: Callable = function) -> tuple[PyTree, Any]:
             i, weights = numbered
@@ -230,15 +230,23 @@ def taken_apart(returned: Any, name: str = "loss") -> tuple[Any, Any, dict[str, 
     return total, jnp.asarray(loss.weight, total.dtype), metrics
 
 
-def layers_by_kind(
+def runs_of_layers(
     model: Model, groups: dict[str, Any]
-) -> Iterator[tuple[Callable[..., Any], PyTree]]:
-    """Yields the function and the layers of each kind: a list, or leaves [count, ...]."""
+) -> Iterator[tuple[str, Callable[..., Any], PyTree]]:
+    """Yields (name, function, layers) in the order in which they run.
+
+    Layers are a list, or have leaves [count, ...].
+    """
     if not isinstance(model.layer, Mapping):
-        yield model.layer, groups["layers"]
+        yield "layer", model.layer, groups["layers"]
         return
-    for kind, function in model.layer.items():
-        yield function, groups["layers"][kind]
+    if model.order is None:
+        for kind, function in model.layer.items():
+            yield kind, function, groups["layers"][kind]
+        return
+    layers = {kind: iter(of_kind) for kind, of_kind in groups["layers"].items()}
+    for kind in model.order:
+        yield kind, model.layer[kind], [next(layers[kind])]
 
 
 def num_layers(layers: PyTree) -> int:
@@ -251,7 +259,7 @@ def num_layers(layers: PyTree) -> int:
 def count_layers(model: Model, params: PyTree) -> int:
     """Returns L, the layers of all kinds."""
     groups = jax.eval_shape(model.to_groups, params)
-    return sum(num_layers(layers) for _, layers in layers_by_kind(model, groups))
+    return sum(num_layers(layers) for *_, layers in runs_of_layers(model, groups))
 
 
 def nth_layer(layers: PyTree, i: int) -> PyTree:

@@ -32,6 +32,8 @@ class LayerLayout:
         stages: [R, S] the stage of the model at each repeat and rank; None: stage
             `repeat * num_ranks + rank`.
         counts: The number of layers of each stage, if not all have `layers_per_stage`.
+        slots: The positions of the layers of each stage among its `layers_per_stage`; None: the
+            first ones.
     """
 
     num_repeats: int
@@ -39,6 +41,7 @@ class LayerLayout:
     layers_per_stage: int
     stages: tuple[tuple[int, ...], ...] | None = None
     counts: tuple[int, ...] | None = None
+    slots: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -48,14 +51,14 @@ class LayerLayout:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Returns the layer at every position of `dims`, -1 where there is only padding."""
-        counts = self._counts
-        first = (0, *accumulate(counts))
-        order = chain(*self.stages) if self.stages else range(len(counts))
-        return tuple(
-            first[stage] + layer if layer < counts[stage] else -1
-            for stage in order
-            for layer in range(self.layers_per_stage)
-        )
+        layers = self.stage_layer_ids
+        order = chain(*self.stages) if self.stages else range(len(layers))
+        ids: list[int] = []
+        for stage in order:
+            at = self.slots[stage] if self.slots else range(len(layers[stage]))
+            layer_of = dict(zip(at, layers[stage], strict=True))
+            ids += [layer_of.get(slot, -1) for slot in range(self.layers_per_stage)]
+        return tuple(ids)
 
     @property
     def stage_layer_ids(self) -> tuple[range, ...]:
