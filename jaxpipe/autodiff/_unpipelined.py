@@ -24,15 +24,6 @@ def value_and_grad(
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch, without a pipeline.
 
-    Args:
-        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
-        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
-
-    Returns:
-        ((loss, metrics), gradients like `weights`). Gradients are summed in float32 if the
-        weights are narrower, and have the weights' dtype.
-
     Example:
         >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
@@ -62,11 +53,6 @@ def value(
     model: StagedModel, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
-
-    Args:
-        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
-        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Example:
         >>> model = StagedModel(

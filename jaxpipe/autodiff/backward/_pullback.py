@@ -49,20 +49,10 @@ def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
 def pullback(
     f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> Pullback:
-    """Traces a function once, and splits it into a forward and a backward.
+    """Traces `f(weights, x, batch_inputs, rng) -> out` once, as a forward and a backward.
 
-    The function is `f(weights, x, batch_inputs, rng) -> out`. `jax.checkpoint` in or around `f`
-    decides which intermediate values become residuals.
-
-    Args:
-        f: A function of arrays. It closes over no array that is differentiated.
-        weights: Example weights: only shapes, dtypes and varying manual axes are read.
-        batch_inputs: Example inputs of one microbatch that every stage may read; only types are
-            read.
-        rng: Example random keys and other inputs without derivative; only types are read.
-
-    Returns:
-        The forward and the backward of `f`.
+    `jax.checkpoint` in or around `f` decides which values become residuals. `f` closes over no
+    array that is differentiated. Of the other arguments, which are examples, only types are read.
     """
     vjp_tree = None
 
@@ -111,10 +101,7 @@ def pullback(
 
 
 def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
-    """Returns the source of each residual: "saved", "weights" (recomputed from them), or an input.
-
-    An input is represented by its index among the leaves of all inputs.
-    """
+    """Returns each residual's source: "saved", "weights" (recomputed), or the index of an input."""
     invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     leaves_of_x = range(sizes[0], sizes[0] + sizes[1])
 

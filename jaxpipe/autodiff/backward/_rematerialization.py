@@ -120,11 +120,7 @@ HOST = "pinned_host"
 def saved_names(
     policy: str, locations: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the tensors that a policy saves on the device, and those that it offloads.
-
-    Raises:
-        ValueError: If the policy, a tensor or a location is unknown.
-    """
+    """Returns the tensors that a policy saves on the device, and those that it offloads."""
     if policy not in POLICIES:
         raise ValueError(f"`remat_policy` is {policy!r}. Give one of {', '.join(POLICIES)}.")
     if policy != "custom":
@@ -149,9 +145,6 @@ def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Ite
 
     Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
     ignores memory kinds, because host memory is the only memory.
-
-    Raises:
-        ValueError: If the policy offloads tensors and the devices have no pinned host memory.
     """
     _, offloaded = saved_names(policy, locations)
     device = next(iter(devices))

@@ -18,23 +18,14 @@ def pvary_like(aval: Any, x: Any) -> Any:
 
 
 def has_plain_slices(aval: Any) -> bool:
-    """Returns whether a loop can write slices of an array to a stack or a buffer of its own.
-
-    Returns:
-        False if it is sharded over explicit axes, in host memory, or of keys.
-    """
+    """Returns whether a loop can stack slices of an array: not if sharded, on host, or keys."""
     is_sharded = any(axis is not None for axis in aval.sharding.spec)
     is_on_host = aval.memory_space == jax.memory.Space.Host
     return not (is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
 def empty_stack(aval: Any, length: int) -> jax.Array | None:
-    """Returns an array of arbitrary values for the slices that a loop writes.
-
-    Returns:
-        An array [length, ...] that varies over the manual axes of `aval`; None if it has no plain
-        slices: then `lax.scan` makes the array.
-    """
+    """Returns an unfilled array [length, ...] for slices, or None if `lax.scan` makes it."""
     if not has_plain_slices(aval):
         return None
     stack = empty((length, *aval.shape), aval.dtype)
@@ -85,9 +76,6 @@ def bind(
     """Returns an equation as a function of its inputs, by default of those that are no literals.
 
     A variable that the equation reads twice is two inputs.
-
-    Returns:
-        `(inputs) -> outputs`.
     """
     invars = [Var(x.aval) if with_literals or isinstance(x, Var) else x for x in equation.invars]
     inputs = [x for x in invars if isinstance(x, Var)]

@@ -58,45 +58,31 @@ def aval_of(atom: Atom) -> Any:
 
 @dataclass(frozen=True)
 class PrimitiveCall:
-    """One primitive, or a function that acts as one.
-
-    Attributes:
-        name: The name of the primitive.
-        run: `(inputs that are no literals) -> outputs`.
-        params: The parameters of the primitive.
-        equation: The jaxpr equation of the primitive, None for a function.
-    """
+    """One primitive, or a function that acts as one."""
 
     name: str
-    run: Callable[..., Sequence[Any]]
-    params: Mapping[str, Any] = field(default_factory=dict)
-    equation: JaxprEqn | None = None
+    run: Callable[..., Sequence[Any]]  # `(inputs that are no literals) -> outputs`
+    params: Mapping[str, Any] = field(default_factory=dict)  # the parameters of the primitive
+    equation: JaxprEqn | None = None  # the jaxpr equation of the primitive, None for a function
 
 
 @dataclass(frozen=True)
 class Scan:
     """`lax.scan`, optionally with arrays to which each iteration adds its slice.
 
-    Attributes:
-        body: `(consts, carry, slices of xs, slices of accumulators) -> (carry, slices of ys, new
-            slices of accumulators)`.
-        num_consts: Number of inputs that every iteration reads whole.
-        num_carry: Number of inputs, and of first outputs, that are carried between iterations.
-        length: The number of iterations.
-        reverse: Whether the iterations run from the last slices to the first.
-        unroll: Number of iterations that are unrolled into one.
-        num_accumulators: Number of last inputs and outputs that are [length, ...] arrays, of which
-            every iteration replaces its slice, in place.
-
     Its ys are written to arrays that TPUs and GPUs do not fill; `lax.scan` would fill them.
     """
 
+    # `(consts, carry, slices of xs, slices of accumulators) -> (carry, slices of ys, new slices of
+    # accumulators)`
     body: "Graph"
-    num_consts: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: int
+    num_consts: int  # number of inputs that every iteration reads whole
+    num_carry: int  # number of inputs, and of first outputs, that are carried between iterations
+    length: int  # the number of iterations
+    reverse: bool  # whether the iterations run from the last slices to the first
+    unroll: int  # number of iterations that are unrolled into one
+    # number of last inputs and outputs that are [length, ...] arrays, of which every iteration
+    # replaces its slice, in place
     num_accumulators: int = 0
 
     def run(self, *inputs: Any) -> list[Any]:
@@ -219,12 +205,8 @@ class Graph:
 def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Graph:
     """Returns the equations of a jaxpr that its outputs depend on.
 
-    Args:
-        prints: Whether to allow unordered prints and callbacks, and to keep them. The last output
-            of an equation that prints is a token, a zero: a program that returns it runs the print.
-
-    Raises:
-        ValueError: If the jaxpr has side effects.
+    With `prints`, unordered prints and callbacks are allowed and kept. The last output of an
+    equation that prints is a token, a zero: a program that returns it runs the print.
     """
     check_pure(closed, prints=prints)
     if keep_dead:
@@ -235,11 +217,7 @@ def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = Fal
 
 
 def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
-    """Checks that a program only computes its outputs.
-
-    Raises:
-        ValueError: If the program has other side effects, naming the functions that have them.
-    """
+    """Raises a ValueError that names the functions that give a program side effects, if any do."""
     if names := effects_of(closed, prints=prints):
         instead = "take prints, callbacks and references out of it"
         if prints:

@@ -7,7 +7,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 def row_major(x: jax.Array) -> jax.Array:
     """Constrains an array to row-major layout.
 
-    XLA's partitioner gathers what such a constraint reads, if it divides that: where axes are
+    XLA's partitioner gathers an array that it divides before such a constraint: where there are
     `partitioned_axes`, apply it to the shard of every device.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

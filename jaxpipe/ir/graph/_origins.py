@@ -19,11 +19,9 @@ def origin(
     uses: Mapping[Var, int],
     is_passed: Callable[[Eqn], bool],
 ) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
-    """Returns the equation that computes a value, apart from some equations after it.
+    """Returns the equation behind those passed that computes a value, its output, and those passed.
 
-    Returns:
-        The equation, its output, and the equations from there to `output`. The first is None if the
-        value is an input of the program or if it is read elsewhere too.
+    The first is None if the value is an input of the program or is read elsewhere too.
     """
     way: list[Eqn] = []
     while isinstance(output, Var) and output in makers and uses[output] == 1:

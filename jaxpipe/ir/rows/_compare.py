@@ -20,10 +20,9 @@ def compare(
 ) -> list[Relation]:
     """Returns the relations of the results of a function.
 
-    Args:
-        draws: Noted here are the shapes of random bits that a block draws by one key, with their
-            dims of rows, None for none. The relations are those of a function that draws for the
-            block what all rows would draw for it. None: it does not.
+    `draws` collects the shapes of random bits that a block draws by one key, with their dims of
+    rows. The relations are then those of a function that draws for the block what all rows would
+    draw.
     """
     used_outputs = [True] * len(whole.jaxpr.outvars)
     if len(used_outputs) != len(part.jaxpr.outvars):

@@ -74,10 +74,9 @@ def reshaped(
     part: Sequence[int],
     num_blocks: int,
 ) -> Rows | None:
-    """Returns the relation of rows that are reshaped; None if they move behind another dim.
+    """Returns the relation of rows reshaped from `shape`; None if they move behind another dim.
 
     A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
-    `shape` is that of `whole` before.
     """
     if relation.is_squeezed:
         return None

@@ -22,30 +22,20 @@ class Whole:
 
 @dataclass(frozen=True)
 class Rows:
-    """Block k of `whole`, along a dim, is `D**scale * part`.
+    """Block k of `whole`, along a dim, is `D**scale * part`."""
 
-    Attributes:
-        dim: The dim of rows. It may have other dims merged into it, behind the rows.
-        scale: An exponent of D.
-        is_uniform: Whether all blocks are equal, as those of positions that were broadcast.
-        is_squeezed: Whether `part`, of one row, has no dim of rows.
-    """
-
-    dim: int
-    scale: int = 0
+    dim: int  # the dim of rows. It may have other dims merged into it, behind the rows.
+    scale: int = 0  # an exponent of D
+    # whether all blocks are equal, as those of positions that were broadcast
     is_uniform: bool = False
-    is_squeezed: bool = False
+    is_squeezed: bool = False  # whether `part`, of one row, has no dim of rows
 
 
 @dataclass(frozen=True)
 class Sum:
-    """`whole` is `D**scale` times the sum of the parts.
+    """`whole` is `D**scale` times the sum of the parts."""
 
-    Attributes:
-        scale: An exponent of D. 0: a sum over rows. -1: a mean over rows.
-    """
-
-    scale: int = 0
+    scale: int = 0  # an exponent of D. 0: a sum over rows. -1: a mean over rows.
 
 
 @dataclass(frozen=True)
@@ -69,15 +59,10 @@ class RowIds:
 
 @dataclass(frozen=True)
 class Mixed:
-    """`whole` follows from no part alone, as far as is known.
+    """`whole` follows from no part alone, as far as is known."""
 
-    Attributes:
-        reason: Why, as a clause such as "`sort` reads all rows".
-        source: The line of the user's program that says so, such as "model.py:12".
-    """
-
-    reason: str
-    source: str = ""
+    reason: str  # why, as a clause such as "`sort` reads all rows"
+    source: str = ""  # the line of the user's program that says so, such as "model.py:12"
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason

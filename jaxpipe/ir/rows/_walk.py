@@ -113,10 +113,7 @@ class Walk:
     def _without_partner(
         self, a: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
     ) -> tuple[Var, Relation] | None:
-        """Returns the partner of a result whose equation is left out of a block of one row.
-
-        JAX leaves out a broadcast or a reshape to the shape that an array has.
-        """
+        """Returns the partner of a broadcast or reshape that JAX leaves out in a block of a row."""
         if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in partners:
             return None
         partner, relation = partners[a.invars[0]]
@@ -243,11 +240,7 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
 
 
 def relations_of(pair: EquationPair) -> list[Relation]:
-    """Returns the relations of the results of an equation without inner programs.
-
-    Raises:
-        MixesRowsError: If a result has none.
-    """
+    """Returns the relations of the results of an equation without inner programs."""
     return _RULES.get(pair.name, _of_unknown)(pair)
 
 

@@ -33,15 +33,10 @@ class LayerOf(NamedTuple):
 
 @dataclass(frozen=True)
 class PartnerCalls:
-    """Calls that do the same to every layer of a kind.
-
-    Attributes:
-        kind: The kind of layers.
-        calls: The call of each layer.
-    """
+    """Calls that do the same to every layer of a kind."""
 
     kind: str
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...]  # the call of each layer
 
 
 @dataclass(frozen=True)
@@ -105,10 +100,8 @@ def assign(
 
 
 def _draws_otherwise_in_batches(call: Call) -> bool:
-    """Returns whether a batch of keys draws other bits than its keys one by one, as of `rbg`.
-
-    https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
-    """
+    """Returns whether a batch of keys draws other bits than its keys one by one, as of `rbg`."""
+    # https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
     dtypes = [v.aval.dtype for v in variables(call.operands)]
     keys = [d for d in dtypes if jnp.issubdtype(d, jax.dtypes.prng_key)]
     return call.name == "random_bits" and any("fry" not in str(d) for d in keys)

@@ -73,18 +73,9 @@ def run_blocks(
     layer_ids: LayerIds,
     replicate: Callable[[Any], Any],
 ) -> list[Any]:
-    """Runs a function of stacked layers.
+    """Runs a function of stacked layers; results are arrays, and `Blocks` for those with a kind.
 
-    Args:
-        layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
-        replicate: Returns a small array on all devices, from which single layers are read.
-
-    Returns:
-        The results: arrays, and `Blocks` for those with a kind.
-
-    Raises:
-        ValueError: If the function mixes whole arrays of layers, or is another program for another
-            number of layers.
+    `replicate` returns a small array on all devices, from which single layers are read.
     """
     run = _BlocksRun(layer_ids, replicate, whole.jaxpr)
     graphs = to_graph(whole), to_graph(part)

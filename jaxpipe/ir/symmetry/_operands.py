@@ -34,22 +34,13 @@ from ..graph import (
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An equation as a function of all its operands.
+    """An equation as a function of all its operands."""
 
-    Attributes:
-        name: The name of the primitive.
-        operands: Its variables and literals.
-        outputs: The variables of its results.
-        run: `(*operands) -> outputs`.
-        signature: Equal for calls that compute the same from equal operands.
-        operation: The operation of the equation.
-    """
-
-    name: str
-    operands: tuple[Atom, ...]
-    outputs: tuple[Var, ...]
-    run: Callable[..., Sequence[Any]]
-    signature: Hashable
+    name: str  # the name of the primitive
+    operands: tuple[Atom, ...]  # its variables and literals
+    outputs: tuple[Var, ...]  # the variables of its results
+    run: Callable[..., Sequence[Any]]  # `(*operands) -> outputs`
+    signature: Hashable  # equal for calls that compute the same from equal operands
     operation: PrimitiveCall | Scan | Cond | ShardMap
 
     @property

@@ -68,27 +68,17 @@ class EqnPartition:
 
 @dataclass(frozen=True)
 class Partition:
-    """Two programs that together compute one.
+    """Two programs that together compute one."""
 
-    Attributes:
-        first: `(inputs) -> (the outputs that were asked for, residuals)`.
-        second: `(some of the inputs, residuals) -> the other outputs`.
-        reads: [num_inputs] whether `second` reads each input.
-    """
-
-    first: Graph
-    second: Graph
-    reads: tuple[bool, ...]
+    first: Graph  # `(inputs) -> (the outputs that were asked for, residuals)`
+    second: Graph  # `(some of the inputs, residuals) -> the other outputs`
+    reads: tuple[bool, ...]  # [num_inputs] whether `second` reads each input
 
 
 def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind]) -> Partition:
-    """Partitions a program into two halves.
+    """Partitions a program into two halves, the first of which computes the outputs `first`.
 
-    Args:
-        first: [num_outputs] whether the first half computes each output. It computes nothing else
-            but residuals.
-        kinds: [num_inputs] how each input is available to the second half. An input that is
-            "saved" until the second half runs weighs as much as a residual.
+    A "saved" input weighs as much as a residual: it is kept until the second half runs.
     """
     halves = partition_eqns(program, first, kinds)
     others = select(program.outputs, [not is_first for is_first in first])
@@ -109,12 +99,7 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
 def partition_eqns(
     program: Graph, wanted: Sequence[bool], kinds: Sequence[InputKind]
 ) -> EqnPartition:
-    """Partitions a program into the equations that the wanted outputs need, and the others.
-
-    Args:
-        wanted: [num_outputs] whether the first half computes each output.
-        kinds: [num_inputs] how each input is available to the second half.
-    """
+    """Partitions a program into the equations that the `wanted` outputs need, and the others."""
     by_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
     recomputable = _recomputable(program, by_kind["recomputable"])
     first, second = _assign(program, wanted, recomputable)
@@ -165,11 +150,7 @@ def _assign(
 
 
 def _early(second: Sequence[Eqn], deferred: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """Splits the second half by whether an equation must run late.
-
-    It must if it costs much, if it depends on an equation that costs much, or if it reads an input
-    that only the second half has (`deferred`).
-    """
+    """Splits the second half: late equations, and what reads them, cost much or are `deferred`."""
     late_values = set(deferred)
     early: list[Eqn] = []
     late: list[Eqn] = []
@@ -225,12 +206,7 @@ EqnLists = tuple[list[Eqn], list[Eqn]]
 
 
 def _split_eqn(eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var]) -> EqnLists:
-    """Partitions an equation: its first half may compute more outputs than are wanted.
-
-    Args:
-        wanted: [num_outputs] whether the first half needs each output.
-        recomputable: Values that the second half has, or can compute at little cost.
-    """
+    """Partitions an equation: its first half may compute more outputs than are wanted."""
     kinds: list[InputKind] = [
         "recomputable" if isinstance(atom, Literal) or atom in recomputable else "saved"
         for atom in eqn.inputs
@@ -284,8 +260,8 @@ def _part_of_scan(
 ) -> Eqn:
     """Returns a scan of some of the equations of a scan.
 
-    It takes `residuals` as additional inputs, and returns the wanted outputs and `made`. Both map
-    the value in one iteration to the stacked value outside.
+    It takes `residuals` as additional inputs and returns the wanted outputs and `produced`; both
+    map the value in one iteration to the stacked value outside.
     """
     residuals, produced, body = residuals or {}, produced or {}, loop.body
     outputs = (*select(body.outputs, wanted), *produced)
@@ -332,8 +308,8 @@ def _split_cond(
 def _share(residuals: Sequence[Var], known: dict[Var, Var], produced: list[Var]) -> dict[Var, Var]:
     """Returns the residuals of a branch by the variables that hold them outside of the cond.
 
-    Such a variable is an output that is `known`, a residual in `made` of the same type that another
-    branch needs, or a new one, which is appended to `made`.
+    Such a variable is a `known` output, one of `produced` of the same type that another branch
+    needs, or a new one, which is appended to `produced`.
     """
     vacant, outer_vars = list(produced), {}
     for value in residuals:
