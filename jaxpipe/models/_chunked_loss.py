@@ -21,9 +21,6 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
 
     The forward pass computes the gradients together with the loss, so logits are computed once. The
     gradients of the weights are accumulated in float32.
-
-    Returns:
-        A function with the contract of `loss`. It raises a `ValueError` if n does not divide T.
     """
 
     @jax.custom_vjp
@@ -68,11 +65,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
 
 
 def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
-    """Splits arrays into chunks of every n-th token, so that a sharding of T is preserved.
-
-    Returns:
-        [n, b, T / n, ...] arrays of [b, T, ...] arrays.
-    """
+    """Splits [b, T, ...] arrays into chunks [n, b, T / n, ...] of every n-th token."""
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, n, *x.shape[2:]), 2, 0)

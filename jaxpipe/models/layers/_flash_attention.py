@@ -22,35 +22,18 @@ from ._on_shards import Local
 
 
 def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """Returns JAX's Pallas flash attention for TPU, which runs on the shards that `rules` define.
-
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        length of the sequence is not a multiple of 128, if the sequence is sharded, or if heads of
-        queries and of keys are sharded differently.
-    """
+    """Returns JAX's Pallas flash attention for TPU, on the shards that `rules` define."""
     return attention_on_shards(_splash_kernel(interpret), rules, "splash")
 
 
 def cudnn_attention(
     rules: Rules, *, packed: bool, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> Attention:
-    """Returns cuDNN's flash attention for GPUs, which runs on the shards that `rules` define.
+    """Returns cuDNN's flash attention for GPUs, in bfloat16 or float16, on the shards of `rules`.
 
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        packed: Whether a row may have several documents. They are told apart by a mask of
-            [b, 1, T, T], which cuDNN reads. Without it a row is one document and padding after it,
-            and the outputs of padding are those of tokens that see the document.
-
-    Returns:
-        A function with the contract of `dot_product_attention` for bfloat16 or float16. It raises a
-        `ValueError` if the sequence is sharded, or if heads of queries and of keys are sharded
-        differently.
+    `packed` rows may have several documents, told apart by a mask [b, 1, T, T] that cuDNN reads.
+    Without it a row is one document and padding, whose outputs are those of tokens that see the
+    document.
     """
 
     def attend(qkv, segment_ids):
@@ -69,17 +52,7 @@ def cudnn_attention(
 
 
 def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """Returns JAX's Pallas flash attention for GPUs, which reads the documents of packed rows.
-
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        length of the sequence is not a multiple of the kernel's blocks, if the sequence is sharded,
-        or if heads of queries and of keys are sharded differently.
-    """
+    """Returns JAX's Pallas flash attention for GPUs, which reads the documents of packed rows."""
 
     def attend(qkv, segment_ids):
         # Imported here: on other devices than GPUs it is not needed, and it takes a second.

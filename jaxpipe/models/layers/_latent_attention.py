@@ -27,31 +27,18 @@ from ._yarn import Yarn, yarn_frequencies, yarn_score_scale
 
 @dataclass(frozen=True)
 class LatentAttentionSettings:
-    """Sizes and positions of latent attention.
+    """Sizes and positions of latent attention."""
 
-    Attributes:
-        embed_dim: D.
-        num_heads: H. Every query head has its own key head and value head.
-        q_lora_rank: Q; 0 if queries are not compressed.
-        kv_lora_rank: R.
-        qk_nope_head_dim: N.
-        qk_rope_head_dim: P, an even number. All key heads share these channels.
-        v_head_dim: V.
-        max_timescale: The base of the rotary angles.
-        yarn: Stretches the rotary angles; None for angles as trained.
-        epsilon: Added to the mean square in RMSNorm.
-    """
-
-    embed_dim: int
-    num_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
+    embed_dim: int  # D
+    num_heads: int  # H. Every query head has its own key head and value head.
+    q_lora_rank: int  # Q; 0 if queries are not compressed
+    kv_lora_rank: int  # R
+    qk_nope_head_dim: int  # N
+    qk_rope_head_dim: int  # P, an even number. All key heads share these channels.
     v_head_dim: int
-    max_timescale: float
-    yarn: Yarn | None
-    epsilon: float
+    max_timescale: float  # the base of the rotary angles
+    yarn: Yarn | None  # stretches the rotary angles; None for angles as trained
+    epsilon: float  # added to the mean square in RMSNorm
 
     @property
     def head_dim(self) -> int:
@@ -65,14 +52,7 @@ def latent_attention_weights(
     """Returns the abstract weights of latent attention.
 
     The published models store `kv_down` and `rope_key` in one matrix, and `key_up` and `value_up`
-    in another.
-
-    Args:
-        branches: The number of residual branches of the model. The initial variance of `out` is
-            inversely proportional to it.
-
-    Returns:
-        A dict of `Weight`.
+    in another. The initial variance of `out` is inversely proportional to `branches`.
     """
     D, H, R = settings.embed_dim, settings.num_heads, settings.kv_lora_rank
     N, P, V = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
@@ -104,15 +84,7 @@ def latent_attention(
     project: Projection = projection,
     rotate: Rope = rope,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
-    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
-
-    Args:
-        attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
-
-    Returns:
-        The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`
-        [b, T].
-    """
+    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`."""
     frequencies, sharper = _positions(
         settings.qk_rope_head_dim, settings.max_timescale, settings.yarn
     )

@@ -40,26 +40,18 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a router makes its decision from logits.
+    """How a router makes its decision from logits."""
 
-    Attributes:
-        score_func: `softmax` over the experts, or `sigmoid` of each.
-        num_chosen: k.
-        normalized: Whether the shares of a token are normalized to sum to 1 before they are scaled.
-        scaling_factor: Multiplies the shares.
-        num_groups: G; 1 for no groups.
-        num_kept_groups: The number of groups from which a token may choose: those with the largest
-            sums of their best experts.
-        num_ranking: The number of best experts in these sums: 1 in V2, 2 in V3.
-    """
-
-    score_func: str
-    num_chosen: int
+    score_func: str  # `softmax` over the experts, or `sigmoid` of each
+    num_chosen: int  # k
+    # whether the shares of a token are normalized to sum to 1 before they are scaled
     normalized: bool
     scaling_factor: float
-    num_groups: int
+    num_groups: int  # G; 1 for no groups
+    # the number of groups from which a token may choose: those with the largest sums of their best
+    # experts
     num_kept_groups: int
-    num_ranking: int = 2
+    num_ranking: int = 2  # the number of best experts in these sums: 1 in V2, 2 in V3
 
 
 def route(
@@ -71,14 +63,8 @@ def route(
 ) -> Routing:
     """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
 
-    Args:
-        real: False for padding. Padding is routed too, but does not count in load and balance.
-
-    Returns:
-        The `Routing` of these rows.
-
-    References:
-        V2: DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
+    Padding (`real` is False) is routed too, but does not count in load and balance. V2:
+    DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
     """
     scores = jax.nn.softmax(logits) if router.score_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + bias)
@@ -98,10 +84,7 @@ def route(
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
-    """Returns the scores, with minus infinity outside the best groups of each token.
-
-    The best groups have the largest sums of the scores of their `num_ranking` best experts.
-    """
+    """Returns scores, minus infinity outside the groups of the best `num_ranking` experts."""
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
     group_scores = jnp.sum(_best(grouped, num_ranking)[0], axis=-1)
     _, best = _best(group_scores, num_kept)
@@ -110,11 +93,9 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
 
 
 def _best(scores: Array, count: int) -> tuple[Array, Array]:
-    """Returns the largest scores of the last dim in descending order, and where they are.
-
-    XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
-    computes its own. It sorts for `top_k` too, unless there are a thousand scores.
-    """
+    """Returns the largest scores of the last dim in descending order, and their indices."""
+    # XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
+    # computes its own. It sorts for `top_k` too, unless there are a thousand scores.
     if _compat.platform() != "gpu":
         best, where = jax.lax.top_k(scores, count)
         return best, where
@@ -124,14 +105,11 @@ def _best(scores: Array, count: int) -> tuple[Array, Array]:
 
 
 def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:
-    """Returns the load, the number of tokens and the weight of the whole microbatch.
-
-    All are summed over the devices as one vector. The number and the weight are the same in all
-    layers, so JAX would move a separate sum of them out of the loop over layers. XLA:CPU (jaxlib
-    0.10) does not wait for a loop before it starts a collective that does not depend on it. Devices
-    then confuse this collective with those in the loop, and the program computes garbage or
-    crashes.
-    """
+    """Returns the load, the number of tokens and the weight of the whole microbatch."""
+    # All are summed over the devices as one vector. JAX would move a separate sum of the number and
+    # the weight, the same in all layers, out of the loop over layers. XLA:CPU (jaxlib 0.10) does
+    # not wait for a loop before it starts a collective that does not depend on it: devices confuse
+    # it with those in the loop, and the program computes garbage or crashes.
     scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
     sums = sum_over_rows(jnp.concatenate([choices, scalars]))
     count = jnp.maximum(sums[-2], 1)  # exact: a microbatch has less than 2**24 tokens

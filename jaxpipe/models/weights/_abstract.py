@@ -50,28 +50,17 @@ def is_weight(x: Any) -> bool:
 
 
 def scale(size: int, dtype: Any) -> Weight:
-    """Returns the abstract weight of a norm: one factor per channel, initialized to 1.
-
-    Returns:
-        A `Weight` of shape [size].
-    """
+    """Returns the abstract weight of a norm: one factor per channel, initialized to 1."""
     return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype, exact=True)
 
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
-    """Returns an abstract matrix, initialized from a normal distribution cut off at two deviations.
-
-    Returns:
-        A `Weight` of this shape.
-    """
+    """Returns an abstract matrix, initialized by a normal distribution cut at two deviations."""
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
 
 
 def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
-    """Returns the abstract weights of many equal layers, stacked.
-
-    Returns:
-        A tree of `Weight` with [*dims, ...] leaves.
+    """Returns the abstract weights of many equal layers, stacked: [*dims, ...] leaves.
 
     Example:
         >>> layer = {"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())}
