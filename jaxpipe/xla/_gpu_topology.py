@@ -18,19 +18,9 @@ _GPUS = {kind: row for kind, row in HARDWARE.items() if row.gpu_target}
 
 
 def gpu_topology(name: str) -> list[Any]:
-    """Returns GPUs that can be compiled for, not computed on.
+    """Returns GPUs that can be compiled for; those of one host have one `process_index`.
 
     Set `JAX_PLATFORMS=cpu` before JAX is used: with its CUDA plugin installed it looks for GPUs.
-
-    Args:
-        name: Generation and devices, such as `h100:8`, or hosts and devices of each, such as
-            `h100:4x8`.
-
-    Returns:
-        The devices of all hosts; those of one host have one `process_index`.
-
-    Raises:
-        ValueError: If the plugin is missing or the name is none of a topology.
     """
     generation, hosts, devices = _parsed(name)
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
@@ -53,9 +43,6 @@ def gpu_topology(name: str) -> list[Any]:
 
 def is_gpu_topology(name: str) -> bool:
     """Tells whether a topology names a generation of GPUs.
-
-    Args:
-        name: A topology, such as `h100:8` or `v5p:2x2x1`.
 
     Example:
         >>> is_gpu_topology("h100:4x8"), is_gpu_topology("v5p:2x2x1")

@@ -56,16 +56,10 @@ def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
 
 
 def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
-    """Returns TPU devices that can be compiled for, not computed on.
+    """Returns TPUs that can be compiled for; libtpu holds the compiler.
 
-    libtpu holds the compiler. Away from TPUs set `TPU_SKIP_MDS_QUERY=1` before JAX is used, and
-    `ALLOW_MULTIPLE_LIBTPU_LOAD=1` if several processes compile at a time.
-
-    Args:
-        name: Generation and chips, such as `v5p:2x2x1`, `v5e:4x4`, `v6e:2x4` or `tpu7x:2x2x1`.
-
-    Raises:
-        ValueError: If libtpu is missing or does not know the topology.
+    Away from TPUs set `TPU_SKIP_MDS_QUERY=1` before JAX is used, and `ALLOW_MULTIPLE_LIBTPU_LOAD=1`
+    if several processes compile at a time.
     """
     if num_slices < 1:
         raise ValueError(f"`num_slices` is {num_slices}. Give at least 1.")

@@ -9,14 +9,7 @@ _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradien
 
 
 def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple[LayerWork, ...]]:
-    """Returns the layers of every stage.
-
-    Returns:
-        [num_stages] kinds of the layers, in forward order.
-
-    Raises:
-        ValueError: If the layers per stage do not add up to the model's.
-    """
+    """Returns the kinds of the layers of every stage, in forward order."""
     counts = layout.layers_per_stage or even_layers(work.num_layers, num_stages)
     if len(counts) != num_stages or sum(counts) != work.num_layers:
         raise ValueError(
@@ -34,9 +27,6 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Returns layers per stage that differ by at most one.
 
     The last stage has fewer first, as it has the head too, then the first, then those beside them.
-
-    Returns:
-        [num_stages] layers.
     """
     most = -(-num_layers // num_stages)
     outer_first = sorted(
@@ -49,14 +39,7 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_seconds(
     work: ModelWork, layers: list[tuple[LayerWork, ...]], layout: Layout, device: Device
 ) -> list[ActionSeconds]:
-    """Returns the seconds of every stage for one microbatch, with embedding and head.
-
-    Args:
-        layers: [stages] the layers of every stage.
-
-    Returns:
-        [stages] seconds of F, I and W by kind.
-    """
+    """Returns the seconds of every stage for one microbatch, with embedding and head."""
     each = {layer: layer_seconds(layer, layout, device) for layer in work.layers}
     stages = []
     for index, kinds in enumerate(layers):

@@ -11,21 +11,13 @@ from ._layer_work import ActivationBytes, Attention, LayerWork, ModelWork, Produ
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer.
+    """The experts of a layer."""
 
-    Attributes:
-        num: Experts that tokens choose from.
-        active: The number of experts that a token chooses.
-        width: Width of one expert.
-        shared: Experts that every token passes, of the same width.
-        dense_layers: Layers at the start of the model that have an MLP instead.
-    """
-
-    num: int
-    active: int
-    width: int
-    shared: int = 0
-    dense_layers: int = 0
+    num: int  # experts that tokens choose from
+    active: int  # the number of experts that a token chooses
+    width: int  # width of one expert
+    shared: int = 0  # experts that every token passes, of the same width
+    dense_layers: int = 0  # layers at the start of the model that have an MLP instead
 
 
 @dataclass(frozen=True)
@@ -56,10 +48,7 @@ def transformer(
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
 ) -> ModelWork:
-    """Returns the work of a transformer.
-
-    Args:
-        gated: Whether an MLP has three weights, as in llama, not two, as in GPT.
+    """Returns the work of a transformer; a gated MLP has three weights, as in llama, not two.
 
     Example:
         >>> llama = transformer(

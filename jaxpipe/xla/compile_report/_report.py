@@ -30,32 +30,20 @@ from ._time_text import dearest_rows, step_rates, time_json, time_rows
 
 @dataclass(frozen=True)
 class CompileReport:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        platform: The kind of devices it is compiled for, such as `TPU v5`.
-        num_devices: The number of devices.
-        memory: Its memory per device.
-        audit: Its collectives and loops.
-        model_flops: Floating-point operations of the model per step, over all devices; NaN if they
-            are unknown.
-        compile_seconds: Seconds for lowering and compiling.
-        jax_version: The version of JAX that lowered it.
-        libtpu_version: The version of libtpu that compiled it; "" for another backend.
-        step_time: The estimated time of a step; None if the compiler estimates no cycles.
-        tokens: Tokens of a step, over all devices; 0 if they are unknown.
-    """
-
-    platform: str
+    platform: str  # the kind of devices it is compiled for, such as `TPU v5`
     num_devices: int
     memory: Memory
     audit: Audit
+    # Floating-point operations of the model per step, over all devices; NaN if they are unknown
     model_flops: float
-    compile_seconds: float
-    jax_version: str
-    libtpu_version: str
+    compile_seconds: float  # seconds for lowering and compiling
+    jax_version: str  # the version of JAX that lowered it
+    libtpu_version: str  # the version of libtpu that compiled it; "" for another backend
+    # the estimated time of a step; None if the compiler estimates no cycles
     step_time: StepTime | None = None
-    tokens: int = 0
+    tokens: int = 0  # tokens of a step, over all devices; 0 if they are unknown
 
     @property
     def fits(self) -> bool | None:
@@ -66,9 +54,8 @@ class CompileReport:
     def hidden_bytes(self) -> dict[str, float]:
         """Returns the bytes of results that move while the device computes, by kind of collective.
 
-        On TPUs they are the share of the transfers' time in which the core does not wait. The
-        schedules of other compilers are not played: there a collective counts whole if a matrix
-        product runs between its start and its end.
+        On TPUs they are the share of the transfers' time in which the core does not wait. Elsewhere
+        a collective counts whole if a matrix product runs between its start and its end.
         """
         if self.step_time is None:
             return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
@@ -103,11 +90,7 @@ def report_compiled(
     model_flops: float = nan,
     tokens: int = 0,
 ) -> CompileReport:
-    """Makes the report of a compiled step.
-
-    Args:
-        bubble: The share of the pipeline's time in which a device waits, by the schedule.
-    """
+    """Makes the report of a compiled step; `bubble` is the share of its time that devices wait."""
     device = mesh.devices.flat[0]
     return CompileReport(
         platform=device.device_kind,
@@ -123,11 +106,7 @@ def report_compiled(
 
 
 def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
-    """Returns a report as one JSON object, with a sum for each kind of collective.
-
-    Args:
-        num_dearest: How many of the instructions that take most of a step are in it.
-    """
+    """Returns a report as one JSON object, with the `num_dearest` instructions that take most."""
     values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(report, step_time=None))
     values["device_bytes"] = _capacity(report.platform)
     if report.step_time is not None:
@@ -139,12 +118,7 @@ def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
 
 
 def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int = 0) -> str:
-    """Returns a report as tables of memory, time, collectives and loops.
-
-    Args:
-        num_rows: How many of the collectives that move most bytes have a row of their own.
-        num_dearest: How many of the instructions that take most of a step have a row.
-    """
+    """Returns a report as tables of memory, time, the `num_rows` largest collectives, and loops."""
     times = []
     if report.step_time is not None:
         times = [time_rows(report.step_time, _rates(report))]

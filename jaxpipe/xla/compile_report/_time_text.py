@@ -11,16 +11,7 @@ from ._columns import align, shorten
 def step_rates(
     time: StepTime, platform: str, num_devices: int, model_flops: float, tokens: int
 ) -> dict[str, float]:
-    """Returns what a step of the estimated time amounts to.
-
-    Args:
-        model_flops: Floating-point operations of the model per step, over all devices; NaN if they
-            are unknown.
-
-    Returns:
-        As far as known: `tokens_per_second` over all devices, `tflops_per_device` of the model, and
-        `mfu`, their share of the peak.
-    """
+    """Returns tokens per second, TFLOP/s of the model per device, and MFU, as far as known."""
     found = {}
     if tokens:
         found["tokens_per_second"] = tokens / time.seconds

@@ -19,20 +19,14 @@ MEMORY_FACTOR = 1.03
 
 @dataclass(frozen=True)
 class ProbedGroup:
-    """A step that was compiled with one group of flags.
+    """A step that was compiled with one group of flags."""
 
-    Attributes:
-        name: The name of the group; "none" for no flags, "defaults" for all that are set,
-            "together" for all groups that do no harm alone.
-        options: Options by name.
-        report: The compiled step; None if the compiler has refused the flags.
-        error: What the compiler said; "" if it has compiled the step.
-    """
-
+    # the name of the group; "none" for no flags, "defaults" for all that are set, "together" for
+    # all groups that do no harm alone
     name: str
-    options: Mapping[str, str]
-    report: CompileReport | None
-    error: str = ""
+    options: Mapping[str, str]  # options by name
+    report: CompileReport | None  # the compiled step; None if the compiler has refused the flags
+    error: str = ""  # what the compiler said; "" if it has compiled the step
 
 
 def probe_groups(

@@ -12,11 +12,7 @@ def flags_text(
     defaults: Mapping[str, str],
     user_options: Mapping[str, str],
 ) -> str:
-    """Returns the flags of a step, and the rows of the table that are not set, with the reasons.
-
-    Args:
-        defaults: The options that the step is compiled with where the user gives no others.
-    """
+    """Returns the flags of a step, and the rows of the table that are not set, with the reasons."""
     version = compiler_version(traits.platform)
     compiler = "libtpu" if traits.platform == "tpu" else "jax"
     rows = [flag for flag in flags if flag.suits(traits)]

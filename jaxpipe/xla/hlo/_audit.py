@@ -18,63 +18,37 @@ from ._walk import CallContext, is_conditional, walk
 
 @dataclass(frozen=True)
 class CollectiveSite:
-    """One collective of the program text.
+    """One collective of the program text."""
 
-    Attributes:
-        kind: One of `KINDS`.
-        name: The name of its instruction.
-        shape: The shape of its result, as XLA writes it, without layouts.
-        result_bytes: Bytes of the result of one execution, on one device.
-        executions: How often a step executes it. A loop with an unknown trip count counts once.
-        asynchronous: Whether other instructions may run between its start and its end.
-        beside_product: Whether a matrix product does.
-        loops: Names of the loops around it, outermost first.
-        conditional: Whether it is in a branch; then `executions` counts as if the branch were
-            always taken, unless the conditional is in a name scope `taken_3_of_10`.
-        across_slices: Whether it crosses the network between slices, or between hosts of GPUs.
-        groups: The devices that communicate, as XLA writes them.
-        op_name: The `op_name` in its metadata: the place in the Python program.
-    """
-
-    kind: str
-    name: str
-    shape: str
-    result_bytes: int
-    executions: int
-    asynchronous: bool
-    beside_product: bool
-    loops: tuple[str, ...]
+    kind: str  # one of `KINDS`
+    name: str  # the name of its instruction
+    shape: str  # the shape of its result, as XLA writes it, without layouts
+    result_bytes: int  # bytes of the result of one execution, on one device
+    executions: int  # how often a step executes it. A loop with an unknown trip count counts once.
+    asynchronous: bool  # whether other instructions may run between its start and its end
+    beside_product: bool  # whether a matrix product does
+    loops: tuple[str, ...]  # names of the loops around it, outermost first
+    # whether it is in a branch; then `executions` counts as if the branch were always taken, unless
+    # the conditional is in a name scope `taken_3_of_10`
     conditional: bool
-    across_slices: bool
-    groups: str
-    op_name: str
+    across_slices: bool  # whether it crosses the network between slices, or between hosts of GPUs
+    groups: str  # the devices that communicate, as XLA writes them
+    op_name: str  # the `op_name` in its metadata: the place in the Python program
 
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """One while loop of the program text.
+    """One while loop of the program text."""
 
-    Attributes:
-        name: The name of its instruction.
-        trips: How often its body runs each time, or None if the text does not tell.
-        loops: Names of the loops around it, outermost first.
-        op_name: The `op_name` in its metadata: the place in the Python program.
-    """
-
-    name: str
-    trips: int | None
-    loops: tuple[str, ...]
-    op_name: str
+    name: str  # the name of its instruction
+    trips: int | None  # how often its body runs each time, or None if the text does not tell
+    loops: tuple[str, ...]  # names of the loops around it, outermost first
+    op_name: str  # the `op_name` in its metadata: the place in the Python program
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The collectives and the loops of a step, in program order.
-
-    Attributes:
-        sites: Its collectives.
-        loops: Its while loops.
-    """
+    """The collectives and the loops of a step, in program order."""
 
     sites: tuple[CollectiveSite, ...]
     loops: tuple[WhileLoop, ...]
@@ -82,25 +56,15 @@ class Audit:
 
 @dataclass(frozen=True)
 class CollectiveTotals:
-    """The sum over several collectives, per step and device.
+    """The sum over several collectives, per step and device."""
 
-    Attributes:
-        sites: How many collectives the program text has.
-        executions: How many collectives a step executes.
-        result_bytes: Bytes of the results of all executions.
-        asynchronous_bytes: The part of them that asynchronous collectives move.
-        beside_product_bytes: The part of them that moves while a matrix product runs.
-        in_loops_bytes: The part of them that collectives inside loops move.
-        across_slices_bytes: The part of them that crosses the network between slices.
-    """
-
-    sites: int
-    executions: int
-    result_bytes: int
-    asynchronous_bytes: int
-    beside_product_bytes: int
-    in_loops_bytes: int
-    across_slices_bytes: int
+    sites: int  # how many collectives the program text has
+    executions: int  # how many collectives a step executes
+    result_bytes: int  # bytes of the results of all executions
+    asynchronous_bytes: int  # the part of them that asynchronous collectives move
+    beside_product_bytes: int  # the part of them that moves while a matrix product runs
+    in_loops_bytes: int  # the part of them that collectives inside loops move
+    across_slices_bytes: int  # the part of them that crosses the network between slices
 
 
 def audit(hlo_text: str, hosts: Sequence[int] = ()) -> Audit:

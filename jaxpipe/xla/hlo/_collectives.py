@@ -144,10 +144,7 @@ def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]
 
 
 def _received(instruction: Instruction) -> Collective | None:
-    """Returns the collective of a recv, or None if it receives from the host.
-
-    A recv belongs to a transfer between slices or to a permute that XLA has split.
-    """
+    """Returns a transfer between slices or a permute that XLA has split; None for the host's."""
     transfer = _attribute_of_slices(instruction, "transfer_type")
     host = attribute(instruction, "is_host_transfer") == "true"
     if host and not transfer:

@@ -8,16 +8,7 @@ from ._trips import Scope
 
 
 def instructions_between(scope: Scope, start: Instruction) -> list[Instruction]:
-    """Returns the instructions between the start of a collective and its end.
-
-    Args:
-        start: What starts the collective: an instruction such as `all-gather-start`, or the first
-            of a chain of fusions.
-
-    Returns:
-        The instructions in the order they run in, those that the collective itself consists of
-        included.
-    """
+    """Returns the instructions from a collective's start, or a chain of fusions', to its end."""
     after, parts = [], {start.name}
     instructions = iter(scope.computation.instructions.values())
     for instruction in instructions:

@@ -11,23 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: Its name, without the `%`.
-        opcode: Its opcode, such as `all-gather-start`.
-        shape: Its shape with layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`.
-        operands: Names of its operands; empty for a constant or parameter.
-        literal: The text between the parentheses.
-        attributes: The text after the parentheses.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    name: str  # its name, without the `%`
+    opcode: str  # its opcode, such as `all-gather-start`
+    shape: str  # its shape with layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`
+    operands: tuple[str, ...]  # names of its operands; empty for a constant or parameter
+    literal: str  # the text between the parentheses
+    attributes: str  # the text after the parentheses
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,7 @@ _LITERALS = ("constant", "parameter")
 
 
 def parse_hlo(hlo_text: str) -> Module:
-    """Parses a module.
-
-    Raises:
-        ValueError: If the text has no `ENTRY` computation.
-    """
+    """Parses a module."""
     computations, entry = {}, None
     for is_entry, name, lines in _blocks(hlo_text):
         computations[name] = _computation(name, lines)

@@ -11,15 +11,10 @@ _TABLES = ("FileNames", "FileLocations", "StackFrames")
 
 @dataclass(frozen=True)
 class Sources:
-    """The stack frames of a program.
+    """The stack frames of a program."""
 
-    Attributes:
-        lines: File and line of every frame.
-        parents: The frame that called it.
-    """
-
-    lines: dict[int, tuple[str, int]]
-    parents: dict[int, int]
+    lines: dict[int, tuple[str, int]]  # file and line of every frame
+    parents: dict[int, int]  # the frame that called it
 
     def line(self, instruction: Instruction) -> str:
         """Returns the innermost line that is not JAX's own or another library's, as `file:line`."""

@@ -67,7 +67,7 @@ def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
 
 
 def trip_count(scope: Scope, loop: Instruction) -> int | None:
-    """Returns how often the body of `loop` runs, or None if the text does not tell."""
+    """Returns the iterations of `loop`, or None if the text does not tell."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known[1])

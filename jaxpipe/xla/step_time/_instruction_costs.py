@@ -23,34 +23,21 @@ KERNEL_EFFICIENCY = 0.5
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """The time of one instruction of the program text.
-
-    Attributes:
-        name: Its name.
-        work: One of `KINDS_OF_WORK`.
-        opcode: Its opcode; of a collective its kind, such as `all-gather`.
-        shape: The shape of its result, without layouts.
-        seconds: Seconds of one execution in which it keeps the core, None if there is no estimate.
-            A collective keeps the core while that waits for it.
-        transfer_seconds: Seconds of one execution of a collective; 0 of other instructions.
-        executions: How often a step executes it on a device, a mean if branches are marked.
-        marked: Whether it is in a branch whose share of executions is known.
-        unmarked: Whether it is in a branch whose share is unknown, which counts as always taken.
-        source: The line of Python, as `file:line`.
-        op_name: The place in the traced program.
-    """
+    """The time of one instruction of the program text."""
 
     name: str
-    work: str
-    opcode: str
-    shape: str
+    work: str  # one of `KINDS_OF_WORK`
+    opcode: str  # its opcode; of a collective its kind, such as `all-gather`
+    shape: str  # the shape of its result, without layouts
+    # Seconds of one execution in which it keeps the core, None if there is no estimate. A
+    # collective keeps the core while that waits for it.
     seconds: float | None
-    transfer_seconds: float
-    executions: float
-    marked: bool
-    unmarked: bool
-    source: str
-    op_name: str
+    transfer_seconds: float  # seconds of one execution of a collective; 0 of other instructions
+    executions: float  # how often a step executes it on a device, a mean if branches are marked
+    marked: bool  # whether it is in a branch whose share of executions is known
+    unmarked: bool  # whether it is in a branch whose share is unknown, which counts as always taken
+    source: str  # the line of Python, as `file:line`
+    op_name: str  # the place in the traced program
 
     @property
     def total(self) -> float:

@@ -17,12 +17,7 @@ _FUSED_BACKWARD = 5
 
 
 def kernel_flops(computation: Computation, call: Instruction) -> float | None:
-    """Returns the floating-point operations of a kernel.
-
-    Returns:
-        The operations of splash attention with a causal mask, or of Megablox's grouped products,
-        which skip rows without a group; None of any other kernel.
-    """
+    """Returns the operations of causal splash attention or of Megablox; None for other kernels."""
     shapes = [_sizes(computation.instructions[name].shape) for name in call.operands]
     attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
     if attention:

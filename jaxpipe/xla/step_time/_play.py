@@ -19,17 +19,11 @@ from ._rates import DeviceRates, transfer_seconds
 
 
 def instruction_costs(hlo_text: str, rates: DeviceRates) -> tuple[InstructionCost, ...]:
-    """Lists the instructions that a step executes on a TPU, with their times.
+    """Lists the instructions that a step executes on a TPU in program order, with their times.
 
     A loop multiplies by its trip count. Of the branches of a conditional the one that takes longest
-    counts, as often as a name scope `taken_3_of_10` says, else always.
-
-    Returns:
-        The instructions in program order, an asynchronous collective where it ends. Those that cost
-        nothing, and asynchronous copies, which overlap, are left out.
-
-    Raises:
-        ValueError: If the text is not that of a compiled program.
+    counts, as often as a name scope `taken_3_of_10` says, else always. An asynchronous collective
+    is listed where it ends. Instructions that cost nothing, and asynchronous copies, are left out.
     """
     module = parse_hlo(hlo_text)
     entry = Scope(module, module.entry, unknown_argument)
@@ -147,7 +141,7 @@ def _dearest_branch(
     instruction: Instruction,
     context: CallContext,
 ) -> list[tuple[_Played, float]]:
-    """Returns what an instruction calls, and how often each time that it runs."""
+    """Returns the computations of the longest branch, with their executions each time."""
     branches = [
         [
             (_play(rates, sources, inside, inner), inner.times_in(context))

@@ -8,20 +8,14 @@ from ..hlo._groups import device_groups
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one device of JAX does in a second.
+    """What one device of JAX does in a second."""
 
-    Attributes:
-        clock_ghz: 1e9 cycles a second of a TensorCore: the peak divided by two operations for every
-            multiplier of its matrix units.
-        peak_tflops: 1e12 operations a second of dense matrix products in bfloat16.
-        link_gb: GB a second of one link to a neighbour, in one direction.
-        network_gb: GB a second to another slice, in one direction.
-    """
-
+    # 1e9 cycles a second of a TensorCore: the peak divided by two operations for every multiplier
+    # of its matrix units
     clock_ghz: float
-    peak_tflops: float
-    link_gb: float
-    network_gb: float
+    peak_tflops: float  # 1e12 operations a second of dense matrix products in bfloat16
+    link_gb: float  # GB a second of one link to a neighbour, in one direction
+    network_gb: float  # GB a second to another slice, in one direction
 
 
 def device_rates(device_kind: str) -> DeviceRates | None:

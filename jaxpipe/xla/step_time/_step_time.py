@@ -57,11 +57,9 @@ class StepTime:
         return max(0.0, 1 - self.exposed_seconds[kind] / seconds) if seconds else 0.0
 
     def dearest(self, count: int) -> list[tuple[InstructionCost, int]]:
-        """Returns the instructions that take most of a step.
+        """Returns the instructions that take most of a step, and how many share each entry.
 
-        Returns:
-            (cost, number of instructions) in descending order of their sum. Instructions of one
-            line of Python with equal shapes are one entry, with the sum of their executions.
+        Instructions of one line of Python with equal shapes are one entry.
         """
         groups: dict[tuple[str, ...], list[InstructionCost]] = {}
         for cost in self.costs:
@@ -74,13 +72,9 @@ class StepTime:
 def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTime:
     """Estimates the time of a step on TPUs.
 
-    Args:
-        bubble: The share of the pipeline's time in which a device waits, by the schedule. Branches
-            that are marked with their share wait as long; ticks that every device executes count in
-            full already.
-
-    Raises:
-        ValueError: If the text is not that of a compiled program, or `bubble` is no share.
+    `bubble` is the share of the pipeline's time in which a device waits, by the schedule. Branches
+    that are marked with their share wait as long; ticks that every device executes count in full
+    already.
     """
     if not 0 <= bubble < 1:
         raise ValueError(f"`bubble` is {bubble}. Give the share of the time, from 0 to below 1.")
