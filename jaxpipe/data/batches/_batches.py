@@ -54,13 +54,7 @@ class Batches:
 
 
 def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
-    """Returns the number of rows of one step on all devices.
-
-    Args:
-        per_device_batch_size: Rows of one device; may be a fraction if a row is split over devices.
-
-    Raises:
-        ValueError: If the product is not a whole number above 0.
+    """Returns the number of rows of one step on all devices, which may share a row.
 
     Example:
         >>> global_batch_size(0.5, 8)

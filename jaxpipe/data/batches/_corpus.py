@@ -53,10 +53,6 @@ def corpus_from_tokens(
 ) -> Corpus:
     """Returns the corpus of all `tokens`, whose documents end at the offsets `ends`.
 
-    Args:
-        tokens: [N] ids, each document with its end of document.
-        ends: [D] offsets, each one after the last token of a document.
-
     Example:
         >>> len(corpus_from_tokens(np.asarray([5, 6, 0, 7, 0]), np.asarray([3, 5])))
         5
@@ -83,9 +79,6 @@ def read_corpus(
     """Reads the documents of a source.
 
     Text is tokenized and held in memory, 4 bytes a token. Files of tokens are mapped into memory.
-
-    Raises:
-        ValueError: If a file does not exist, or its content is not of the type of the source.
     """
     if source.type == "tokens":
         return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
@@ -122,9 +115,6 @@ def split_held_out(
 
     Each document is held out with probability `fraction`, which depends on its index and the seed
     alone: appending documents does not change the side of the earlier ones.
-
-    Raises:
-        ValueError: If either has no document.
 
     Example:
         >>> from jaxpipe.data.sources import ByteTokenizer

@@ -75,7 +75,7 @@ def _read(file: Path | Traversable) -> str:
 
 
 def _split_text(text: str, separator: str) -> Iterator[str]:
-    """Yields the pieces between separators, without the newlines around them and blank pieces."""
+    """Yields the documents between separators that are not blank, without newlines around them."""
     for piece in text.split(separator) if separator else [text]:
         if piece.strip():
             yield piece.strip("\n")

@@ -30,19 +30,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor in a file.
+    """The location of a tensor in a file."""
 
-    Attributes:
-        file: The file that has it.
-        start: Its first byte there.
-        dtype: A key of `DTYPES`.
-        shape: Its dims; the last one is contiguous.
-    """
-
-    file: Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
+    file: Path  # the file that has it
+    start: int  # its first byte there
+    dtype: str  # a key of `DTYPES`
+    shape: tuple[int, ...]  # its dims; the last one is contiguous
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -59,11 +52,7 @@ def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
 
 
 def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of a folder by its name. Reads headers only.
-
-    Raises:
-        ValueError: If a file is missing or corrupt, or the index is not that of the files.
-    """
+    """Returns every tensor of a folder by its name. Reads headers only."""
     single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
         return _read_indexed_files(folder, _read_index(index))
@@ -76,11 +65,7 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of a file by its name.
-
-    Raises:
-        ValueError: If the header is corrupt, or the file is shorter than its header says.
-    """
+    """Returns every tensor of a file by its name."""
     if not is_file(file):
         raise ValueError(f"{file} is not a regular file. Copy it again.")
     size = file.stat().st_size
@@ -110,11 +95,7 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
 def create_files(
     folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
 ) -> dict[str, StoredTensor]:
-    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several.
-
-    Raises:
-        OSError: If the disk has no room; before anything is written into a tensor.
-    """
+    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several."""
     shards = _assign_shards(wanted, max_shard_bytes)
     created: dict[str, StoredTensor] = {}
     for i, shard in enumerate(shards):

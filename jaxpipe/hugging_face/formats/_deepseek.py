@@ -98,11 +98,7 @@ _YARN = {
 
 
 def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
-    """Returns the config keys of jaxpipe for a config.json.
-
-    Raises:
-        ValueError: Naming what our model cannot be.
-    """
+    """Returns the config keys of jaxpipe for a config.json."""
     if config["model_type"] == "deepseek_v2":
         values = read_fields(config, _V2) | _v2_groups(
             config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
@@ -147,11 +143,7 @@ def _rope_values(rope: ConfigValues) -> ConfigValues:
 
 
 def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> ConfigValues:
-    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens.
-
-    Raises:
-        ValueError: If neither V2 nor V3 routes as this model does.
-    """
+    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
     is_v3 = sizes.routed_score_func == "sigmoid"
     _check_published(sizes, is_v3)
     name = "DeepseekV3" if is_v3 else "DeepseekV2"

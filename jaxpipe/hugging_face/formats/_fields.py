@@ -41,11 +41,7 @@ class ConfigFields:
 
 
 def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
-    """Returns the config keys that the fields give, except those of rotary positions.
-
-    Raises:
-        ValueError: Naming every field that is unknown, missing or has a value we cannot be.
-    """
+    """Returns the config keys that the fields give, except those of rotary positions."""
     known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
     problems = [
         f"`{shorten(name, 80)}` is {short_repr(config[name])}: unknown"
@@ -76,9 +72,6 @@ def read_rope(
     """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
-
-    Raises:
-        ValueError: Naming what is unknown or missing.
     """
     name = "rope_parameters" if parameters else "rope_scaling"
     mapping = parameters or scaling or {}

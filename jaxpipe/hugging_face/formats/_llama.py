@@ -48,11 +48,7 @@ _LLAMA3_FIXED = {
 
 
 def read_llama(config: Mapping[str, Any]) -> ConfigValues:
-    """Returns the config keys of jaxpipe for a config.json.
-
-    Raises:
-        ValueError: Naming what our llama cannot be.
-    """
+    """Returns the config keys of jaxpipe for a config.json."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     non_null = {name: value for name, value in config.items() if value is not None}
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:

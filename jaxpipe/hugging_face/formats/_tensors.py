@@ -14,19 +14,12 @@ ViewFn = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common.
+    """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common."""
 
-    Attributes:
-        tensor: The name of the tensor.
-        shape: The shape of the whole tensor.
-        leaf_view: From the leaf to a view of these numbers.
-        tensor_view: From the tensor to a view of them, equal in shape.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    leaf_view: ViewFn
-    tensor_view: ViewFn
+    tensor: str  # the name of the tensor
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    leaf_view: ViewFn  # from the leaf to a view of these numbers
+    tensor_view: ViewFn  # from the tensor to a view of them, equal in shape
 
 
 LeafSlices = dict[str, tuple[TensorSlice, ...]]

@@ -21,30 +21,16 @@ _LARGE_BUBBLE = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about a run.
+    """One observation about a run."""
 
-    Attributes:
-        level: `bad`, `warning` or `note`.
-        title: A few words that name it.
-        text: A sentence with numbers.
-        steps: The steps it is about, if it is about steps.
-    """
-
-    level: str
-    title: str
-    text: str
-    steps: tuple[int, ...] = ()
+    level: str  # `bad`, `warning` or `note`
+    title: str  # a few words that name it
+    text: str  # a sentence with numbers
+    steps: tuple[int, ...] = ()  # the steps it is about, if it is about steps
 
 
 def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Finding]:
-    """Returns all observations about a run, the worst first.
-
-    Args:
-        bubble: The predicted share of a step in which the busiest rank waits, if known.
-
-    Returns:
-        Observations of level `bad`, then `warning`, then `note`.
-    """
+    """Returns all observations about a run, the worst first; `bubble` is predicted, if known."""
     all_findings = [
         *_not_finite(run),
         *_skipped(run),
@@ -63,11 +49,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
 
 
 def spikes(series: Series) -> np.ndarray:
-    """Finds the steps at which a loss leaves the range of the 32 steps before it.
-
-    Returns:
-        [n] the first step of each spike.
-    """
+    """Returns the first steps at which a loss leaves the range of the 32 steps before."""
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
     if len(values) <= _WINDOW:
