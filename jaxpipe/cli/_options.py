@@ -27,40 +27,24 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def bounded_integer(least: int, most: int) -> Callable[[str], int]:
-    """Returns a function that parses an option, an integer from `least` to `most`.
-
-    Returns:
-        A function for the argument `type` of `add_argument`.
-    """
+    """Returns a parser of options that are integers from `least` to `most`."""
     return _bounded(int, "an integer", least, most)
 
 
 def bounded_float(least: float, most: float) -> Callable[[str], float]:
-    """Returns a function that parses an option, a number from `least` to `most`.
-
-    Returns:
-        A function for the argument `type` of `add_argument`.
-    """
+    """Returns a parser of options that are numbers from `least` to `most`."""
     return _bounded(float, "a number", least, most)
 
 
 def text(value: str) -> str:
-    """Reads an option that is a name.
-
-    Raises:
-        ArgumentTypeError: If it is empty, too long, or not printable.
-    """
+    """Reads an option that is a name: printable text."""
     if not value or len(value) > 4096 or not value.isprintable():
         raise argparse.ArgumentTypeError(f"{short_repr(value)}. Give printable text.")
     return value
 
 
 def path(value: str) -> Path:
-    """Reads an option that is a path.
-
-    Raises:
-        ArgumentTypeError: If it is empty, is not UTF-8, or has a null character.
-    """
+    """Reads an option that is a path."""
     try:
         os.fsencode(value).decode("utf-8")
     except UnicodeError:

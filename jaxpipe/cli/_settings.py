@@ -20,11 +20,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(settings: list[str]) -> "Config":
-    """Reads settings; pairs win over files.
-
-    Raises:
-        ValueError: If one of them is wrong.
-    """
+    """Reads settings; pairs win over files."""
     from ..models import PRESETS
     from ..train import load_config
 

@@ -57,11 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the train step and prints a report.
-
-    Raises:
-        ValueError: If the settings are wrong, or the step does not fit.
-    """
+    """Compiles the train step and prints a report."""
     if args.topology:
         leave_devices_alone()
     config = read_settings(args.settings)
@@ -93,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def leave_devices_alone() -> None:
-    """Sets the environment so that compilers leave this machine's TPUs and GPUs alone.
-
-    Call it before using JAX.
-    """
+    """Makes compilers leave this machine's devices alone; call it before JAX is used."""
     for name, value in _OFF_DEVICES.items():
         os.environ.setdefault(name, value)
 

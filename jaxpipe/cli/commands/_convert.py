@@ -49,11 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and prints how to use the result.
-
-    Raises:
-        ValueError: If the folder or an option is wrong.
-    """
+    """Converts, and prints how to use the result."""
     from ...hugging_face import from_hugging_face, to_hugging_face
 
     if not args.source.is_dir():
@@ -84,9 +80,6 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_size(size_text: str) -> int:
     """Parses a size such as `5GB`, `200MB` or a number of bytes; units are powers of 1000.
-
-    Raises:
-        ValueError: If it is no size.
 
     Example:
         >>> parse_size("200MB")

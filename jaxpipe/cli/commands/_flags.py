@@ -27,10 +27,7 @@ def print_flags(config: "Config", device: Any) -> int:
 def probe_flags(
     setup: "Setup", compile_step: "Callable[[StepPlan], CompileReport]", *, as_json: bool
 ) -> int:
-    """Compiles a step without flags, with the defaults, each group and several, and compares them.
-
-    Flags of `compile_xla_flags` are in all of them.
-    """
+    """Compiles a step with several sets of flags, each with `compile_xla_flags`, and compares."""
     import jax
 
     from ...train.config import parse_xla_flags

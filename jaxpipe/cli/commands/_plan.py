@@ -71,11 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, and prints a table.
-
-    Raises:
-        ValueError: If the settings are wrong, or nothing fits.
-    """
+    """Plans, and prints a table."""
     if args.devices != "here":
         leave_devices_alone()
     from ...planner import plan
@@ -136,7 +132,7 @@ def _record(verified: "VerifiedPlan | str") -> dict[str, Any]:
 
 
 def _line(index: int, verified: "VerifiedPlan | str") -> str:
-    """Returns a line with what is predicted of a plan beside what the compiler says."""
+    """Returns a line with the prediction of a plan beside the compiler's figures."""
     refused = f"refused. {verified}" if isinstance(verified, str) else verified
     return f"compiled {index + 1}: {refused}"
 

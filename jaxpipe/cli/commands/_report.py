@@ -41,13 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the folders of runs, and writes the page.
-
-    A single run is planned again on emulated devices.
-
-    Raises:
-        ValueError: If an option or the folder is wrong.
-    """
+    """Writes the page of some runs; a single run is planned again on emulated devices."""
     if args.topology and not args.compile:
         raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
     if args.num_slices != 1 and not args.topology:

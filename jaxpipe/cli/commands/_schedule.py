@@ -308,13 +308,7 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def parse_costs(costs: str, transfer: str) -> Costs:
-    """Parses the costs of a schedule's actions.
-
-    Args:
-        costs: `F,I,W`, each a number, or numbers per stage with `/` between them.
-
-    Raises:
-        ValueError: If a cost is missing or is no number.
+    """Parses the costs `F,I,W` of actions, each a number, or numbers per stage between `/`.
 
     Example:
         >>> parse_costs("10,12,8/9", "0.5").weight

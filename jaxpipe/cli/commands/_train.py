@@ -29,11 +29,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Processes join and devices are emulated before JAX looks for devices.
+    """Trains; processes join and devices are emulated before JAX looks for devices.
 
-    Returns:
-        The exit code: 0, or 143 if SIGTERM has ended the run before its last step, 130 if SIGINT
-        and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
+    The exit code is 143 if SIGTERM has ended the run before its last step, 130 after SIGINT and 129
+    after SIGHUP, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
     import jax

@@ -42,7 +42,7 @@ class Job:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """Process that failed first, and its exit code; None if none has failed.
+        """Returns the process that failed first and its exit code; None if none has failed.
 
         A process that ended because of a signal that was passed on has not failed. If several have
         ended since the last poll, one that a signal has killed comes first: the others may have
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def still_running(self) -> list[int]:
-        """Processes that still run."""
+        """Returns the processes that still run."""
         return [i for i, popen in enumerate(self.popens) if popen.poll() is None]
 
 
@@ -126,8 +126,7 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 def first_failure(job: Job, grace: float) -> int:
     """Waits until all processes have ended or their time is up, and prints which one failed first.
 
-    Args:
-        grace: How many seconds the others may run when one has failed.
+    The others may run for `grace` seconds when one has failed.
     """
     first: tuple[int, int] | None = None
     deadline = notify_at = math.inf

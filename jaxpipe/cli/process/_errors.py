@@ -28,10 +28,7 @@ _told: set[str] = set()
 
 
 def hide_logged_tracebacks() -> None:
-    """Keeps Orbax and its threads from printing tracebacks of errors that a command reports itself.
-
-    Their warnings, such as the whole content of a corrupt file, are not printed either.
-    """
+    """Keeps Orbax and threads from printing warnings and errors that a command reports itself."""
     logger = logging.getLogger("absl")
     if _is_short not in logger.filters:
         logger.addFilter(_is_short)

@@ -37,13 +37,7 @@ def watch_interrupts() -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Lets SIGINT raise KeyboardInterrupt inside, so that the code inside removes its files.
-
-    An error that the interrupt causes becomes KeyboardInterrupt too.
-
-    Raises:
-        KeyboardInterrupt: If SIGINT has come.
-    """
+    """Lets SIGINT, and errors that it causes, raise KeyboardInterrupt: files are then removed."""
     _unwinds.set()
     try:
         yield

@@ -22,14 +22,10 @@ def set_log_levels(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
-    """Hides what native code writes to standard error, unless it fails unexpectedly.
+    """Hides what native code writes to standard error, unless it fails with no ValueError.
 
     libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
     does not know.
-
-    Raises:
-        ValueError: If the code inside does. It is a user's mistake and says itself what is wrong,
-            so what was hidden stays hidden.
     """
     if verbose:
         yield
