@@ -163,8 +163,7 @@ _patched = 0
 
 @contextmanager
 def translated_shardings(
-    translate: Callable[[NamedSharding], NamedSharding],
-    nest: Callable[..., Callable] | None = None,
+    translate: Callable[[NamedSharding], NamedSharding], nest: Callable[..., Callable] | None = None
 ) -> Iterator[None]:
     """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 

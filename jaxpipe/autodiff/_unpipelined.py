@@ -9,14 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _compat
-from .staged_model import (
-    Aux,
-    StagedModel,
-    accum_dtype,
-    combine_losses,
-    fold_in_microbatch,
-    total,
-)
+from .staged_model import Aux, StagedModel, accum_dtype, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(

@@ -21,15 +21,7 @@ from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
-from .layers._common import (
-    ACTIVATION,
-    Rope,
-    dropout,
-    rms_norm,
-    rope,
-    swiglu,
-    swiglu_weights,
-)
+from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
 from .layers._latent_attention import (
     LatentAttentionSettings,
     latent_attention,

@@ -12,13 +12,7 @@ from ..work import LayerWork, Product
 from ..work._layer_work import attention_flops
 from ._efficiency import Efficiency
 from ._layout import Layout
-from ._network import (
-    Group,
-    Network,
-    all_gather_seconds,
-    all_to_all_seconds,
-    make_group,
-)
+from ._network import Group, Network, all_gather_seconds, all_to_all_seconds, make_group
 
 Seconds = dict[str, float]
 """Seconds by kind of work: the names of `Prediction.parts`."""
@@ -98,11 +92,7 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     }
     if "tensor" in back:
         back["tensor"] = _backward_tensor(back["tensor"], layout)
-    return ActionSeconds(
-        forward,
-        add(back, again),
-        {"products": products},
-    )
+    return ActionSeconds(forward, add(back, again), {"products": products})
 
 
 def _cast_bytes(layer: LayerWork, layout: Layout) -> float:

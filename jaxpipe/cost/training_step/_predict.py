@@ -17,12 +17,7 @@ from ._schedule_time import (
     shorter,
     stages_of,
 )
-from ._stage_time import (
-    device_parameters,
-    gather_seconds,
-    split_layers,
-    stage_seconds,
-)
+from ._stage_time import device_parameters, gather_seconds, split_layers, stage_seconds
 
 KINDS = (
     *("products", "other_compute", "head_and_embedding", "optimizer", "bubble"),

@@ -109,9 +109,9 @@ def _select(step: EquationPair) -> list[Relation]:
 
 def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> list[Relation]:
     """Follows a product of two operands, or a quotient if `sign` is -1."""
-    one, other = relations
+    left, right = relations
     dim = step.row_dim_out()
-    match one, other:
+    match left, right:
         case Sum(scale), Whole(by):
             product: Relation = Sum(scale + sign * by)
         case Whole(by), Sum(scale) if sign == 1:
@@ -125,7 +125,7 @@ def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> l
             product = Whole(scale) if dim is None else Rows(dim, scale, uniform)
         case _:
             verb = "multiplied by" if sign == 1 else "divided by"
-            raise MixesRowsError(f"{described(one)} is {verb} {described(other)}")
+            raise MixesRowsError(f"{described(left)} is {verb} {described(right)}")
     if isinstance(product, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")
     return [product]
@@ -193,11 +193,11 @@ def _reduce(step: EquationPair) -> list[Relation]:
 def _dot_general(step: EquationPair) -> list[Relation]:
     step.require_same("out_sharding")
     (contracted, batch) = (tuple(map(ints, dims)) for dims in step.params["dimension_numbers"])
-    one, other = step.no_zeros()
+    left, right = step.no_zeros()
     ranks = len(step.shape_in(0)), len(step.shape_in(1))
     pairs = list(zip(*contracted, strict=True))
     batch_pairs = list(zip(*batch, strict=True))
-    match one, other:
+    match left, right:
         case (Sum(a), Whole(b)) | (Whole(b), Sum(a)):
             return [Sum(a + b)]
         case Whole(a), Whole(b):
@@ -216,7 +216,7 @@ def _dot_general(step: EquationPair) -> list[Relation]:
             if j in free:
                 before = ranks[0] - len(contracted[0])
                 return [Rows(before + free.index(j), a + b, v)]
-    raise MixesRowsError(f"a product of {described(one)} and {described(other)} mixes rows")
+    raise MixesRowsError(f"a product of {described(left)} and {described(right)} mixes rows")
 
 
 def _along(step: EquationPair) -> list[Relation]:

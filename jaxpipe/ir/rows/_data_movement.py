@@ -68,11 +68,7 @@ def _reshape(step: EquationPair) -> list[Relation]:
 
 
 def reshaped(
-    relation: Rows,
-    shape: Sequence[int],
-    whole: Sequence[int],
-    part: Sequence[int],
-    num_blocks: int,
+    relation: Rows, shape: Sequence[int], whole: Sequence[int], part: Sequence[int], num_blocks: int
 ) -> Rows | None:
     """Returns the relation of rows reshaped from `shape`; None if they move behind another dim.
 

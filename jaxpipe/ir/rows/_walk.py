@@ -139,10 +139,7 @@ class Walk:
         return None
 
     def _of_equations(
-        self,
-        a: JaxprEqn,
-        b: JaxprEqn,
-        partners: dict[Var, tuple[Var, Relation]],
+        self, a: JaxprEqn, b: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
     ) -> list[tuple[Var, Var, Relation]]:
         relations = tuple(
             self._read(x, y, partners, Mixed(ANOTHER_PROGRAM))
@@ -152,12 +149,7 @@ class Walk:
         results = [at_source(relation, lambda: _line(a)) for relation in results]
         return list(zip(a.outvars, b.outvars, results, strict=True))
 
-    def _results(
-        self,
-        a: JaxprEqn,
-        b: JaxprEqn,
-        relations: tuple[Relation, ...],
-    ) -> list[Relation]:
+    def _results(self, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
         name, count = a.primitive.name, len(a.outvars)
         try:
             if name in self._control:

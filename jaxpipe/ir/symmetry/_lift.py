@@ -94,8 +94,8 @@ def lift(
     layers = {var: layer for var, (layer, _) in of_layers.items()}
     assignment = assign(calls_of(closed, graph, layers), of_layers, results, counts)
     slots = {(owner.kind, name): var for var, (owner, name) in of_layers.items()}
-    others = tuple(var for var in graph.inputs if var not in of_layers)
-    return Lifted(others, slots, graph.outputs, tuple(out_slots), assignment)
+    rest = tuple(var for var in graph.inputs if var not in of_layers)
+    return Lifted(rest, slots, graph.outputs, tuple(out_slots), assignment)
 
 
 @dataclass

@@ -168,12 +168,7 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 
 def _body_adding(
-    body: Graph,
-    eqn: Eqn,
-    others: Sequence[bool],
-    gradients: Sequence[Gradient],
-    *,
-    num_dims: int,
+    body: Graph, eqn: Eqn, others: Sequence[bool], gradients: Sequence[Gradient], *, num_dims: int
 ) -> Graph:
     """Returns a body whose last inputs are the sums, and whose last outputs are the new sums.
 

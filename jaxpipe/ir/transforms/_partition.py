@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, unmapped_aval
 from jax.interpreters import partial_eval
@@ -40,6 +39,7 @@ from ..graph import (
     is_light,
     is_move,
     jaxpr_of,
+    pvary_like,
     select,
     to_graph,
     variables,
@@ -223,12 +223,7 @@ def _split_eqn(eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var]) -> EqnL
     return [eqn], []
 
 
-def _split_scan(
-    eqn: Eqn,
-    loop: Scan,
-    wanted: list[bool],
-    kinds: list[InputKind],
-) -> EqnLists:
+def _split_scan(eqn: Eqn, loop: Scan, wanted: list[bool], kinds: list[InputKind]) -> EqnLists:
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
     # The carry of the first loop is not available in the second.
@@ -241,10 +236,10 @@ def _split_scan(
     if any(_added(more, wanted)):
         return _split_scan(eqn, loop, _union(more, wanted), kinds)
 
-    known = _known_outside(body.outputs[n:], eqn.outputs[n:], wanted[n:])
-    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
+    returned = _returned(body.outputs[n:], eqn.outputs[n:], wanted[n:])
+    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in returned}
     first = _part_of_scan(eqn, loop, halves.first, wanted, produced=produced)
-    residuals = {v: (known | produced)[v] for v in halves.residuals}
+    residuals = {v: (returned | produced)[v] for v in halves.residuals}
     second = _part_of_scan(eqn, loop, halves.second, _not(wanted), residuals=residuals)
     return [first], [second]
 
@@ -278,12 +273,7 @@ def _part_of_scan(
     return Eqn(part, tuple(atom for _, atom in inputs), outer)
 
 
-def _split_cond(
-    eqn: Eqn,
-    cond: Cond,
-    wanted: list[bool],
-    kinds: list[InputKind],
-) -> EqnLists:
+def _split_cond(eqn: Eqn, cond: Cond, wanted: list[bool], kinds: list[InputKind]) -> EqnLists:
     branches = cond.branches
     halves = [partition_eqns(branch, wanted, kinds) for branch in branches]
     both = list(zip(branches, halves, strict=True))
@@ -293,7 +283,7 @@ def _split_cond(
 
     produced: list[Var] = []
     residuals_by_branch = [
-        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), produced)
+        _share(half.residuals, _returned(branch.outputs, eqn.outputs, wanted), produced)
         for branch, half in both
     ]
     triples = [(*b, r) for b, r in zip(both, residuals_by_branch, strict=True)]
@@ -305,15 +295,17 @@ def _split_cond(
     return [_only_read(first)], [_only_read(second)]
 
 
-def _share(residuals: Sequence[Var], known: dict[Var, Var], produced: list[Var]) -> dict[Var, Var]:
+def _share(
+    residuals: Sequence[Var], returned: dict[Var, Var], produced: list[Var]
+) -> dict[Var, Var]:
     """Returns the residuals of a branch by the variables that hold them outside of the cond.
 
-    Such a variable is a `known` output, one of `produced` of the same type that another branch
+    Such a variable is a `returned` output, one of `produced` of the same type that another branch
     needs, or a new one, which is appended to `produced`.
     """
     vacant, outer_vars = list(produced), {}
     for value in residuals:
-        outer_var = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
+        outer_var = returned.get(value) or next((v for v in vacant if v.aval == value.aval), None)
         if outer_var is None:
             outer_var = Var(value.aval)
             produced.append(outer_var)
@@ -352,20 +344,13 @@ def _second_branch(
 
 def _zeros(aval: Any) -> PrimitiveCall:
     def run() -> list[jax.Array]:
-        zeros, axes = (
-            jnp.zeros(aval.shape, aval.dtype),
-            tuple(sorted(aval.manual_axis_type.varying)),
-        )
-        return [lax.pcast(zeros, axes, to="varying") if axes else zeros]
+        return [pvary_like(aval, jnp.zeros(aval.shape, aval.dtype))]
 
     return PrimitiveCall("zeros", run)
 
 
 def _split_shard_map(
-    eqn: Eqn,
-    shards: ShardMap,
-    wanted: list[bool],
-    kinds: list[InputKind],
+    eqn: Eqn, shards: ShardMap, wanted: list[bool], kinds: list[InputKind]
 ) -> EqnLists:
     body = shards.body
     halves = partition_eqns(body, wanted, kinds)
@@ -419,7 +404,10 @@ def _split_custom_vmap(eqn: Eqn, wanted: list[bool]) -> EqnLists:
     assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
     equation = eqn.operation.equation
     call = to_graph(equation.params["call"])
-    first, second = (_needed(call, mask) for mask in (wanted, _not(wanted)))
+    first, second = (
+        _leading_to(variables(select(call.outputs, mask)), call.eqns)
+        for mask in (wanted, _not(wanted))
+    )
     if any(inner in first and not is_cheap(inner) for inner in second):
         return [eqn], []
     return [_only_outputs(eqn, wanted)], [_only_outputs(eqn, _not(wanted))]
@@ -450,16 +438,6 @@ def _only_outputs(eqn: Eqn, wanted: Sequence[bool]) -> Eqn:
     return Eqn(operation, eqn.inputs, select(eqn.outputs, wanted))
 
 
-def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
-    """Returns the equations on which the wanted outputs depend, last equation first."""
-    needed, eqns = set(variables(select(body.outputs, wanted))), []
-    for eqn in reversed(body.eqns):
-        if needed.intersection(eqn.outputs):
-            eqns.append(eqn)
-            needed.update(variables(eqn.inputs))
-    return eqns
-
-
 def _only_read(eqn: Eqn) -> Eqn:
     """Returns a cond or a shard_map without the inputs that its programs do not read."""
     operation = eqn.operation
@@ -484,7 +462,7 @@ def _only_read(eqn: Eqn) -> Eqn:
     return replace(eqn, operation=operation, inputs=select(eqn.inputs, is_read))
 
 
-def _known_outside(
+def _returned(
     inner: Sequence[Atom], outer: Sequence[Var], wanted: Sequence[bool]
 ) -> dict[Var, Var]:
     """Returns the values inside that the first half returns anyway, with their outer variables."""

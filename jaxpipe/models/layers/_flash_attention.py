@@ -41,10 +41,7 @@ def cudnn_attention(
         mask = causal_mask(segment_ids) if packed else None
         attention = jax.nn.dot_product_attention
         out = attention(
-            *(q, k, _as_wide(v, q)),
-            mask=mask,
-            is_causal=True,
-            implementation=implementation,
+            *(q, k, _as_wide(v, q)), mask=mask, is_causal=True, implementation=implementation
         )
         return out[..., : v.shape[3]]
 
