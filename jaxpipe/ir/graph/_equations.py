@@ -1,4 +1,4 @@
-"""Returns the jaxprs that equations of a jaxpr call, and each equation as a function."""
+"""Returns the jaxprs that equations call, equations as functions, and layouts of their arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from ..._compat import empty
@@ -31,6 +32,22 @@ def empty_stack(aval: Any, length: int) -> jax.Array | None:
     stack = empty((length, *aval.shape), aval.dtype)
     axes = aval.manual_axis_type.varying
     return lax.pcast(stack, tuple(sorted(axes)), to="varying") if axes else stack
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Constrains an array to row-major layout.
+
+    XLA's partitioner gathers an array that it divides before such a constraint: where there are
+    `partitioned_axes`, apply it to the shard of every device.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def partitioned_axes() -> frozenset[str]:
+    """Returns the mesh axes over which XLA's partitioner may divide arrays here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    return frozenset(axes) - frozenset(mesh.manual_axes)
 
 
 def jaxpr_of(closed: Any) -> Jaxpr:
