@@ -30,8 +30,8 @@ def short_repr(value: object, most: int = 160) -> str:
 
 def short_list(names: Iterable[str]) -> str:
     """Returns the first eight names with commas between them, or "none" if there are no names."""
-    found = [short_repr(name) for name in islice(names, 9)]
-    return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])]) or "none"
+    shown = [short_repr(name) for name in islice(names, 9)]
+    return ", ".join([*shown[:8], *(["..."] if len(shown) > 8 else [])]) or "none"
 
 
 def shorten(text: str, most: int) -> str:

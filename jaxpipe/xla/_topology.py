@@ -123,13 +123,13 @@ def is_gpu_topology(name: str) -> bool:
 
 def _parsed(name: str) -> tuple[str, int, int]:
     """Returns generation, hosts, and devices of each."""
-    found = re.fullmatch(r"([\w-]+):(?:(\d{1,4})x)?(\d{1,4})", name)
-    if found is None or found[1] not in _GPUS or 0 in (int(found[2] or 1), int(found[3])):
+    match = re.fullmatch(r"([\w-]+):(?:(\d{1,4})x)?(\d{1,4})", name)
+    if match is None or match[1] not in _GPUS or 0 in (int(match[2] or 1), int(match[3])):
         raise ValueError(
             f"The topology is {name!r}. Give a generation of {', '.join(_GPUS)} and devices, such "
             "as h100:8, or hosts and devices of each, such as h100:4x8."
         )
-    return found[1], int(found[2] or 1), int(found[3])
+    return match[1], int(match[2] or 1), int(match[3])
 
 
 def _target_config(description: str, gpu: GpuTarget) -> str:

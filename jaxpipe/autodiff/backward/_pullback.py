@@ -118,8 +118,8 @@ def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
 
 def _used(closed: ClosedJaxpr, outputs: list[int]) -> tuple[Any, list[bool]]:
     """Returns the part of a program that some outputs need, and whether it reads each input."""
-    wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
-    return partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+    is_wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(closed.jaxpr, is_wanted)
 
 
 def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.Array]]:

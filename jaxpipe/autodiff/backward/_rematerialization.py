@@ -134,8 +134,8 @@ def saved_names(
         if location not in get_args(Location):
             raise ValueError(f"`{name}` is {location!r}. Give 'remat', 'device' or 'offload'.")
     saved, offloaded = (
-        tuple(name for name, location in locations.items() if location == wanted)
-        for wanted in ("device", "offload")
+        tuple(name for name, location in locations.items() if location == memory)
+        for memory in ("device", "offload")
     )
     return saved, offloaded
 

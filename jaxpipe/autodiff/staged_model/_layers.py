@@ -55,8 +55,8 @@ def run_sliced_layers(
 
     def step(x: PyTree, stacked: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
         weights, key, earlier = stacked
-        y, (aux, made) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
-        return like_input(y, x), (aux, made.earlier, made.new)
+        y, (aux, written) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
+        return like_input(y, x), (aux, written.earlier, written.new)
 
     stacked = weights, keys, past.earlier
     x, (aux, earlier, new) = _scan(step, x, stacked, num_layers, scan)

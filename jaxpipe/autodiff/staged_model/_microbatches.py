@@ -55,9 +55,9 @@ def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
     def cut(leaf: jax.Array) -> jax.Array:
         shape = leaf.shape
         length = shape[dim] // num_slices
-        pieces = leaf.reshape(*shape[:dim], num_slices, length, *shape[dim + 1 :])
-        pieces = jnp.moveaxis(pieces, dim, 1)
-        return pieces.reshape(shape[0] * num_slices, *pieces.shape[2:])
+        slices = leaf.reshape(*shape[:dim], num_slices, length, *shape[dim + 1 :])
+        slices = jnp.moveaxis(slices, dim, 1)
+        return slices.reshape(shape[0] * num_slices, *slices.shape[2:])
 
     return tree if num_slices == 1 else jax.tree.map(cut, tree)
 

@@ -69,8 +69,8 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
         5
     """
     end = np.asarray([tokenizer.eod], np.int32)
-    pieces = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
-    return corpus_from_tokens(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
+    streams = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
+    return corpus_from_tokens(np.concatenate(streams), np.cumsum([len(ids) for ids in streams]))
 
 
 def read_corpus(

@@ -76,9 +76,9 @@ def _read(file: Path | Traversable) -> str:
 
 def _split_text(text: str, separator: str) -> Iterator[str]:
     """Yields the documents between separators that are not blank, without newlines around them."""
-    for piece in text.split(separator) if separator else [text]:
-        if piece.strip():
-            yield piece.strip("\n")
+    for document in text.split(separator) if separator else [text]:
+        if document.strip():
+            yield document.strip("\n")
 
 
 def _jsonl_documents(file: Path, field: str) -> Iterator[str]:

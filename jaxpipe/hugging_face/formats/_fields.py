@@ -42,11 +42,11 @@ class ConfigFields:
 
 def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
     """Returns the config keys that the fields give, except those of rotary positions."""
-    known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
+    understood = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
     problems = [
         f"`{shorten(name, 80)}` is {short_repr(config[name])}: unknown"
         for name in config
-        if name not in known
+        if name not in understood
     ]
     for name, values in fields.fixed.items():
         actual = config.get(name, values[0])

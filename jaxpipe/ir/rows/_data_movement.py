@@ -199,12 +199,12 @@ def _unstack(step: EquationPair) -> list[Relation]:
 
 def _tile(step: EquationPair) -> list[Relation]:
     relation, dim = step.relations[0], step.row_dim_out()
-    reps, others = ints(step.params["reps"]), ints(step.part.params["reps"])
+    reps, reps_of_part = ints(step.params["reps"]), ints(step.part.params["reps"])
     rank = len(step.shape_in(0))
-    if len(reps) != rank or any(reps[i] != others[i] for i in range(rank) if i != dim):
+    if len(reps) != rank or any(reps[i] != reps_of_part[i] for i in range(rank) if i != dim):
         raise MixesRowsError("`tile` depends on the number of rows")
     match relation:
-        case Rows(at, is_squeezed=False) if at == dim and reps[at] == others[at] == 1:
+        case Rows(at, is_squeezed=False) if at == dim and reps[at] == reps_of_part[at] == 1:
             return [relation]
         case Whole(scale):
             return [relation if dim is None else Rows(dim, scale, is_uniform=True)]
@@ -215,7 +215,7 @@ def _tile(step: EquationPair) -> list[Relation]:
 
 def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relation:
     """Returns the relation of vectors of indices, one of which is that of the row."""
-    others = tuple(r for i, r in enumerate(step.no_zeros()) if i not in counted)
+    index_relations = tuple(r for i, r in enumerate(step.no_zeros()) if i not in counted)
     relation = step.relations[counted[0]]
     last = len(step.shapes_out()[0]) - 1
     sizes = [step.shape_in(i)[-1] for i in range(len(step.relations))]
@@ -226,7 +226,7 @@ def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relatio
         and relation.dim == dim
         and step.params["dimension"] == last
         and sizes[counted[0]] == 1
-        and only_rows(others, "an index") in (dim, None)
+        and only_rows(index_relations, "an index") in (dim, None)
     )
     if not is_plain or dim is None:
         raise MixesRowsError("rows are counted")

@@ -81,13 +81,13 @@ def _summing(
     """Makes loops replace slices of `sums`, inputs by the index of the output in the same entry."""
     uses = count_uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
-    outputs, others = list(program.outputs), dict(targets)
+    outputs, targets_left = list(program.outputs), dict(targets)
     within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
     passed: set[Eqn] = set()
     for i, start in sums.items():
         total, entry = outputs[i], targets[i]
         if total is start:  # nothing is added
-            outputs[i] = others.pop(i).buffer
+            outputs[i] = targets_left.pop(i).buffer
             continue
         if not isinstance(total, Var) or total not in makers:
             continue
@@ -98,10 +98,10 @@ def _summing(
         _, first, casts = origin(before, makers, uses, _is_pvary)
         if first is start and uses[start] == uses[total] == 1 and _fits(before.aval, entry):
             result = outputs[i] = Var(entry.buffer.aval)
-            within[eqn][before] = others.pop(i), result
+            within[eqn][before] = targets_left.pop(i), result
             passed.update(casts)
     eqns = [_with_entries(eqn, sums=within[eqn]) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, tuple(eqns), tuple(outputs)), others
+    return Graph(program.inputs, tuple(eqns), tuple(outputs)), targets_left
 
 
 def _fits(aval: Any, entry: Entry) -> bool:
@@ -154,8 +154,8 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
         outputs[i] = written
-    others = [_with_entries(eqn, targets=within[eqn]) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, (*others, *eqns), tuple(outputs))
+    kept = [_with_entries(eqn, targets=within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
 
 
 def _is_pvary(eqn: Eqn) -> bool:

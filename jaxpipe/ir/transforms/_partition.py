@@ -81,8 +81,8 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
     A "saved" input weighs as much as a residual: it is kept until the second half runs.
     """
     halves = partition_eqns(program, first, kinds)
-    others = select(program.outputs, [not is_first for is_first in first])
-    used = set(free_variables(halves.second, others)) - set(halves.residuals)
+    other_outputs = select(program.outputs, [not is_first for is_first in first])
+    used = set(free_variables(halves.second, other_outputs)) - set(halves.residuals)
     reads = tuple(value in used for value in program.inputs)
     inputs = [value for value in program.inputs if value in used]
     return Partition(
@@ -91,7 +91,7 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
             tuple(halves.first),
             (*select(program.outputs, first), *halves.residuals),
         ),
-        Graph((*inputs, *halves.residuals), tuple(halves.second), others),
+        Graph((*inputs, *halves.residuals), tuple(halves.second), other_outputs),
         reads,
     )
 
@@ -104,9 +104,9 @@ def partition_eqns(
     recomputable = _recomputable(program, by_kind["recomputable"])
     first, second = _assign(program, wanted, recomputable)
     early, late = _early(second, by_kind["deferred"])
-    others = select(program.outputs, [not want for want in wanted])
+    other_outputs = select(program.outputs, [not want for want in wanted])
     deferred = by_kind["deferred"].union(*(eqn.outputs for eqn in late))
-    needs = [value for value in free_variables(late, others) if value not in deferred]
+    needs = [value for value in free_variables(late, other_outputs) if value not in deferred]
 
     cheap = [eqn for eqn in first if is_cheap(eqn)]
     chosen = _cut(cheap, early, needs, recomputable, by_kind["saved"])
@@ -377,15 +377,15 @@ def _split_shard_map(
         body=Graph(body.inputs, (*halves.first, *put), outputs),
         out_specs=(*select(shards.out_specs, wanted), *specs),
     )
-    others = _not(wanted)
+    in_second = _not(wanted)
     second = replace(
         shards,
-        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, others)),
+        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, in_second)),
         in_specs=(*shards.in_specs, *specs),
-        out_specs=select(shards.out_specs, others),
+        out_specs=select(shards.out_specs, in_second),
     )
     first_eqn = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
-    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
+    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, in_second))
     return [_only_read(first_eqn)], [_only_read(second_eqn)]
 
 

@@ -96,12 +96,12 @@ def _axis_data(axis: Axis) -> dict[str, Any]:
 def _metrics(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
     """Yields name, title and unit of every metric that a run has, the important ones first."""
     recorded = dict.fromkeys(name for run in runs for name in run.series)
-    known = [(name, title, unit) for title, unit, names in MAIN_CHARTS for name in names]
-    for name, title, unit in known:
+    main = [(name, title, unit) for title, unit, names in MAIN_CHARTS for name in names]
+    for name, title, unit in main:
         if name in recorded:
             is_evaluation = name.startswith("eval_")
             yield name, f"Evaluation {title.lower()}" if is_evaluation else title, unit
-    names = {name for name, _, _ in known}
+    names = {name for name, _, _ in main}
     yield from ((name, metric_title(name), "") for name in recorded if name not in names)
 
 

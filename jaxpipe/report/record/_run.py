@@ -54,8 +54,8 @@ class RunRecord:
         sizes = [
             self.values.get(f"{kind}_{name}_parallelism", 1) for kind in kinds for name in names
         ]
-        known = all(isinstance(size, int) and size > 0 for size in sizes)
-        return math.prod(sizes) if known else None
+        are_known = all(isinstance(size, int) and size > 0 for size in sizes)
+        return math.prod(sizes) if are_known else None
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -110,8 +110,8 @@ def _config_values(file: Path) -> Values:
 def _checked(values: Values) -> tuple[Config | None, str]:
     """Returns the config, without keys of other versions, or None and why it is refused."""
     keys = Config.model_fields.keys() - {"run_name"}
-    known = {key: value for key, value in values.items() if key in keys}
+    supported = {key: value for key, value in values.items() if key in keys}
     try:
-        return Config.model_validate(known), ""
+        return Config.model_validate(supported), ""
     except ValueError as error:
         return None, str(error)

@@ -12,15 +12,15 @@ def step_rates(
     time: StepTime, platform: str, num_devices: int, model_flops: float, tokens: int
 ) -> dict[str, float]:
     """Returns tokens per second, TFLOP/s of the model per device, and MFU, as far as known."""
-    found = {}
+    figures = {}
     if tokens:
-        found["tokens_per_second"] = tokens / time.seconds
+        figures["tokens_per_second"] = tokens / time.seconds
     if not isnan(model_flops):
         tflops = model_flops / num_devices / time.seconds / 1e12
-        found["tflops_per_device"] = tflops
+        figures["tflops_per_device"] = tflops
         if rates := device_rates(platform):
-            found["mfu"] = tflops / rates.peak_tflops
-    return found
+            figures["mfu"] = tflops / rates.peak_tflops
+    return figures
 
 
 def time_rows(time: StepTime, rates: dict[str, float]) -> list[str]:
@@ -90,14 +90,12 @@ def _branch(cost: InstructionCost) -> str:
 
 def time_json(time: StepTime, rates: dict[str, float], num_dearest: int) -> dict[str, Any]:
     """Returns the estimated time of a step for JSON."""
+    names = (
+        *("busy_seconds", "exposed_seconds", "transfer_seconds", "bubble_seconds"),
+        *("unmarked_seconds", "seconds", "no_estimate"),
+    )
     return {
-        "busy_seconds": time.busy_seconds,
-        "exposed_seconds": time.exposed_seconds,
-        "transfer_seconds": time.transfer_seconds,
-        "bubble_seconds": time.bubble_seconds,
-        "unmarked_seconds": time.unmarked_seconds,
-        "seconds": time.seconds,
-        "no_estimate": time.no_estimate,
+        **{name: getattr(time, name) for name in names},
         **rates,
         "dearest": [
             vars(cost) | {"total": cost.total, "sites": sites}

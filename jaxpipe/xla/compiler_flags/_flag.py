@@ -159,9 +159,9 @@ def flags_text(
     compiler = "libtpu" if traits.platform == "tpu" else "jax"
     rows = [flag for flag in flags if flag.suits(traits)]
     lines = [f"{traits.device_kind}, engine {traits.engine}, {compiler} {version or 'unknown'}"]
-    known = {flag.option for flag in rows}
+    table_options = {flag.option for flag in rows}
     for option, value in user_options.items():
-        if option not in known:
+        if option not in table_options:
             lines.append(f"set      --{option}={value} (yours)")
     options = {**defaults, **user_options}
     for flag, following in zip(rows, [*rows[1:], None], strict=True):

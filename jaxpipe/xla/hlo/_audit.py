@@ -95,9 +95,9 @@ def audit(hlo_text: str, hosts: Sequence[int] = ()) -> Audit:
         >>> [(site.kind, site.shape) for site in audit(compiled.as_text()).sites]
         [('all-reduce', 'f32[]')]
     """
-    found = tuple(walk(parse_hlo(hlo_text), partial(_visit, hosts), _size))
-    sites = tuple(item for item in found if isinstance(item, CollectiveSite))
-    return Audit(sites, tuple(item for item in found if isinstance(item, WhileLoop)))
+    items = tuple(walk(parse_hlo(hlo_text), partial(_visit, hosts), _size))
+    sites = tuple(item for item in items if isinstance(item, CollectiveSite))
+    return Audit(sites, tuple(item for item in items if isinstance(item, WhileLoop)))
 
 
 def add_up(sites: tuple[CollectiveSite, ...]) -> CollectiveTotals:
@@ -154,43 +154,45 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
     return tuple(sorted(unknown & around))
 
 
-_Found = CollectiveSite | WhileLoop
+_Item = CollectiveSite | WhileLoop
 
 
 def _visit(
     hosts: Sequence[int], scope: Scope, instruction: Instruction, context: CallContext
 ) -> tuple[list, bool]:
-    found = starting_collective(scope.computation, instruction, fused=context.fused)
-    if found is not None:
-        across = found.across_slices or (bool(hosts) and crosses_hosts(found.groups, hosts))
-        found = replace(found, across_slices=across)
-        beside = found.asynchronous and any(
+    collective = starting_collective(scope.computation, instruction, fused=context.fused)
+    if collective is not None:
+        across = collective.across_slices or (
+            bool(hosts) and crosses_hosts(collective.groups, hosts)
+        )
+        collective = replace(collective, across_slices=across)
+        beside = collective.asynchronous and any(
             multiplies_matrices(scope.module, x) for x in instructions_between(scope, instruction)
         )
-        return [_site(found, context, beside)], False
+        return [_site(collective, context, beside)], False
     if instruction.opcode != "while" or is_conditional(instruction):
         return [], True
     trips = trip_count(scope, instruction)
     return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True
 
 
-def _site(found: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
+def _site(collective: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
     return CollectiveSite(
-        found.kind,
-        found.name,
-        found.shape,
-        found.result_bytes,
+        collective.kind,
+        collective.name,
+        collective.shape,
+        collective.result_bytes,
         math.ceil(context.executions * context.executed_share),
-        found.asynchronous or context.asynchronous,
+        collective.asynchronous or context.asynchronous,
         beside_product,
         context.loops,
         context.conditional,
-        found.across_slices,
-        found.groups,
-        found.op_name or context.op_name,
+        collective.across_slices,
+        collective.groups,
+        collective.op_name or context.op_name,
     )
 
 
-def _size(found: Sequence[_Found]) -> tuple[int, int]:
-    total = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
+def _size(items: Sequence[_Item]) -> tuple[int, int]:
+    total = add_up(tuple(item for item in items if isinstance(item, CollectiveSite)))
     return total.result_bytes, total.executions

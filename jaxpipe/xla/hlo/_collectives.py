@@ -101,8 +101,8 @@ def _collective(
 
 def _chain(instruction: Instruction) -> str:
     """Returns the name of the chain of fusions that share a collective, or ""."""
-    found = re.search(r'\bchain_id="(\d+)"', instruction.attributes)
-    return f"chain {found[1]}" if found and _CHAINED in instruction.attributes else ""
+    match = re.search(r'\bchain_id="(\d+)"', instruction.attributes)
+    return f"chain {match[1]}" if match and _CHAINED in instruction.attributes else ""
 
 
 def ended_chain(computation: Computation) -> str:
@@ -160,5 +160,5 @@ def _received(instruction: Instruction) -> Collective | None:
 
 
 def _attribute_of_slices(instruction: Instruction, name: str) -> str:
-    found = re.search(rf'_xla_megascale_{name}=("?)(.*?)\1[,}}]', instruction.attributes)
-    return found[2] if found else ""
+    match = re.search(rf'_xla_megascale_{name}=("?)(.*?)\1[,}}]', instruction.attributes)
+    return match[2] if match else ""

@@ -102,10 +102,10 @@ def _instruction(name: str, text: str) -> Instruction:
 def _closing(text: str, opening: int) -> int:
     """Returns the index at which the parenthesis at `opening` is closed."""
     depth = 0
-    for found in _PARENTHESIS.finditer(text, opening):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in _PARENTHESIS.finditer(text, opening):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return parenthesis.start()
     raise ValueError(f"`hlo_text` has a parenthesis that is never closed: {text[:80]!r}.")
 
 
@@ -134,18 +134,18 @@ def _array_bytes(dtype: str, sizes: str) -> int:
 def tuple_elements(shape: str) -> list[str]:
     """Returns the elements of a tuple's shape."""
     parts, depth, start = [], 0, 1
-    for found in re.finditer(r"[(){}\[\],]", shape):
-        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(found[0], -1)
-        if depth == 0 or (depth == 1 and found[0] == ","):
-            parts.append(shape[start : found.start()].strip())
-            start = found.end()
+    for mark in re.finditer(r"[(){}\[\],]", shape):
+        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(mark[0], -1)
+        if depth == 0 or (depth == 1 and mark[0] == ","):
+            parts.append(shape[start : mark.start()].strip())
+            start = mark.end()
     return [part for part in parts if part]
 
 
 def attribute(instruction: Instruction, name: str) -> str:
     """Returns the value of an attribute as text, or ""."""
-    found = re.search(rf"\b{name}=(.*?)(?=, [a-z_-]+=|$)", instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(rf"\b{name}=(.*?)(?=, [a-z_-]+=|$)", instruction.attributes)
+    return match[1] if match else ""
 
 
 def called_computations(instruction: Instruction, name: str) -> list[str]:
@@ -162,5 +162,5 @@ def callee(instruction: Instruction) -> str:
 
 def op_name(instruction: Instruction) -> str:
     """Returns the place in the Python program that the instruction comes from, or ""."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return match[1] if match else ""

@@ -36,20 +36,11 @@ def unknown_argument(index: int, element: int | None) -> None:
     """Returns None: the parameters of the entry are unknown."""
 
 
-def call_scope(scope: Scope, call: Instruction, name: str) -> Scope:
-    """Returns the scope of a computation that is called with the operands of `call`."""
+def call_scope(scope: Scope, call: Instruction, name: str, first: int = 0) -> Scope:
+    """Returns the scope of a computation that is called with the operands from `first` on."""
 
     def argument(index: int, element: int | None) -> CarryOffset | None:
-        return resolve(scope, scope.computation.instructions[call.operands[index]], element)
-
-    return Scope(scope.module, scope.module.computations[name], argument)
-
-
-def branch_scope(scope: Scope, call: Instruction, branch: int, name: str) -> Scope:
-    """Returns the scope of a conditional's branch: its only parameter is operand `branch + 1`."""
-
-    def argument(index: int, element: int | None) -> CarryOffset | None:
-        operand = call.operands[branch + 1 + index]
+        operand = call.operands[first + index]
         return resolve(scope, scope.computation.instructions[operand], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
@@ -68,9 +59,9 @@ def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
 
 def trip_count(scope: Scope, loop: Instruction) -> int | None:
     """Returns the iterations of `loop`, or None if the text does not tell."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    if known:
-        return int(known[1])
+    stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if stated:
+        return int(stated[1])
     compared = _comparison(scope.module, loop)
     if compared is None:
         return None

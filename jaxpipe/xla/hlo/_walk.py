@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from ._parse import Instruction, Module, called_computations, callee, op_name
-from ._trips import Scope, branch_scope, call_scope, loop_scope, trip_count, unknown_argument
+from ._trips import Scope, call_scope, loop_scope, trip_count, unknown_argument
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ def walk_instruction(
     size: Callable[[Sequence[T]], Any],
 ) -> Iterator[T]:
     """Walks through one instruction and what it calls, as `walk`."""
-    found, enter = visit(scope, instruction, context)
-    yield from found
+    results, enter = visit(scope, instruction, context)
+    yield from results
     if not enter:
         return
     branches = (
@@ -133,7 +133,7 @@ def _branches(
     names = names or [called_computations(conditional, key)[0] for key in two]
     share = min(context.executed_share, _executed_share(conditional))
     for index, name in enumerate(names):
-        inside = branch_scope(scope, conditional, index, name)
+        inside = call_scope(scope, conditional, name, first=index + 1)
         yield inside, replace(context, conditional=True, executed_share=share)
 
 

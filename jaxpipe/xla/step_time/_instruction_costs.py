@@ -137,5 +137,5 @@ def _multiplied_share(computation: Computation, call: Instruction) -> float:
 
 
 def _sizes(shape: str) -> list[int]:
-    found = re.match(r"[a-z0-9]+\[([\d,]*)\]", shape)
-    return [int(size) for size in found[1].split(",") if size] if found else []
+    match = re.match(r"[a-z0-9]+\[([\d,]*)\]", shape)
+    return [int(size) for size in match[1].split(",") if size] if match else []

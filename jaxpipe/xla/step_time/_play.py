@@ -184,8 +184,8 @@ def _collective(scope: Scope, instruction: Instruction) -> Collective | None:
     if not is_fusion and instruction.opcode not in ("call-start", "async-start"):
         return starting_collective(scope.computation, instruction, fused=False)
     body = scope.module.computations[callee(instruction)]
-    found = (starting_collective(body, x, fused=is_fusion) for x in body.instructions.values())
-    collective = next((x for x in found if x is not None), None)
+    starting = (starting_collective(body, x, fused=is_fusion) for x in body.instructions.values())
+    collective = next((x for x in starting if x is not None), None)
     return collective if is_fusion or collective is None else replace(collective, asynchronous=True)
 
 

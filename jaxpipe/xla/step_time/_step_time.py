@@ -65,8 +65,8 @@ class StepTime:
         for cost in self.costs:
             key = (cost.work, cost.opcode, cost.shape, cost.source, cost.op_name)
             groups.setdefault(key, []).append(cost)
-        found = [(_together(costs), len(costs)) for costs in groups.values()]
-        return sorted(found, key=lambda item: -item[0].total)[:count]
+        entries = [(_together(costs), len(costs)) for costs in groups.values()]
+        return sorted(entries, key=lambda item: -item[0].total)[:count]
 
 
 def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTime:
