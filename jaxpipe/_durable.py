@@ -7,7 +7,8 @@ flushed to the disk too. A symbolic link is replaced by the new file, and not fo
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _UNSUPPORTED_SYNC = (
@@ -31,6 +32,15 @@ class DiskError(RuntimeError):
 def failed_write(message: str, error: OSError) -> ValueError | DiskError:
     """Returns the error of a failed write: `ValueError` if the path is wrong, else `DiskError`."""
     return (ValueError if error.errno in PATH_ERRORS else DiskError)(message)
+
+
+@contextmanager
+def failing_writes(what: str, advice: str) -> Iterator[None]:
+    """Raises `failed_write` for an OSError inside: `what` failed, the system's reason, `advice`."""
+    try:
+        yield
+    except OSError as error:
+        raise failed_write(f"{what}: {error.strerror}. {advice}", error) from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
@@ -22,6 +21,7 @@ from .layers._attention import Attention, attend_to_past
 from .layers._common import (
     ACTIVATION,
     HEADS,
+    Frequencies,
     Rope,
     dropout,
     name_qkv,
@@ -92,7 +92,7 @@ class LlamaConfig:
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
     @property
-    def frequencies(self) -> Float[np.ndarray, " half"]:
+    def frequencies(self) -> Frequencies:
         """Returns the rotary angles per position of each pair of channels, in radians."""
         stretch = self.llama31_rope_factor if self.rope_type == "llama3.1" else 1.0
         return rope_frequencies(self.head_dim, self.rope_max_timescale, llama31_factor=stretch)

@@ -42,7 +42,10 @@ def floating(tree: PyTree) -> PyTree:
 def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree` with the leaves of `differentiated` in place of its own, except where None."""
     return jax.tree.map(
-        lambda new, old: old if new is None else new, differentiated, tree, is_leaf=_is_none
+        lambda new, old: old if new is None else new,
+        differentiated,
+        tree,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -127,7 +130,3 @@ def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.
     jaxpr, used = _used(closed, outputs)
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
     return lambda inputs: run(*[x for x, use in zip(inputs, used, strict=True) if use])
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._durable import failed_write
+from ..._durable import failing_writes
 from .._options import add_verbose, bounded_integer, path, text
 from .._settings import add_settings, read_settings
 from ..process import emulate_devices, quiet_stderr
@@ -26,7 +26,6 @@ _OFF_DEVICES = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
@@ -118,15 +117,10 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
     """Returns the file for the HLO, after checking that it can be written."""
     where = (topology or "this-machine").replace(":", "-")
     file = folder / f"{model_name}-{where}-train-step.hlo"
-    try:
+    what = f"`--dump-hlo` is {folder}, where {file.name} cannot be written"
+    with failing_writes(what, "Give a folder of your own."):
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
-    except OSError as error:
-        raise failed_write(
-            f"`--dump-hlo` is {folder}, where {file.name} cannot be written: {error.strerror}. "
-            "Give a folder of your own.",
-            error,
-        ) from None
     return file
 
 

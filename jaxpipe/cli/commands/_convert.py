@@ -18,7 +18,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser(
         "convert",
         help=_HELP,

@@ -16,7 +16,6 @@ _USER_ERROR = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("launch", help=_HELP, description=_HELP.capitalize() + ".")
     parser.add_argument(
         "--processes", type=bounded_integer(1, 1024), required=True, metavar="N", help="how many"

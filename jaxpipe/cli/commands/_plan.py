@@ -3,10 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._durable import failed_write
+from ..._durable import failing_writes
 from ..._input import read_text
 from .._options import bounded_float, bounded_integer, path, text
 from .._settings import add_settings, is_config_file
@@ -20,7 +19,6 @@ _HELP = "say how to spread a training step over devices: what fits, and what tak
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("plan", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
@@ -91,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         num_plans=args.top,
     )
     if args.write:
-        _write(args.write, plans.yaml())
+        what = f"`--write` is {args.write}, which cannot be written"
+        with failing_writes(what, "Give another file."):
+            args.write.write_text(plans.yaml(), encoding="utf-8")
     if args.json:
         count = min(args.verify, len(plans.plans))
         verified = [_record(_verified(plans, index)) for index in range(count)]
@@ -135,13 +135,3 @@ def _line(index: int, verified: "VerifiedPlan | str") -> str:
     """Returns a line with the prediction of a plan beside the compiler's figures."""
     refused = f"refused. {verified}" if isinstance(verified, str) else verified
     return f"compiled {index + 1}: {refused}"
-
-
-def _write(file: Path, settings: str) -> None:
-    try:
-        file.write_text(settings, encoding="utf-8")
-    except OSError as error:
-        raise failed_write(
-            f"`--write` is {file}, which cannot be written: {error.strerror}. Give another file.",
-            error,
-        ) from None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ... import schedules
-from ..._durable import failed_write, write_output
+from ..._durable import failing_writes, write_output
 from ..._input import is_file, short_repr
 from ...schedules import FAMILIES, Costs, Schedule, Timeline, num_ranks
 from ...schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
@@ -185,15 +185,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _write(option: str, file: Path, text: str) -> None:
-    """Writes the file that an option names. `failed_write` says which errors it raises."""
-    try:
+    """Writes the file that an option names."""
+    what = f"`--{option}` is {short_repr(str(file))}, which cannot be written"
+    with failing_writes(what, "Give a file in an existing folder, on a disk with free space."):
         write_output(file, text)
-    except OSError as error:
-        raise failed_write(
-            f"`--{option}` is {short_repr(str(file))}, which cannot be written: {error.strerror}. "
-            "Give a file in an existing folder, on a disk with free space.",
-            error,
-        ) from None
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ _HELP = "write the data of a run as a file of tokens, which later runs read with
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("tokenize", help=_HELP, description=_HELP.capitalize() + ".")
     parser.add_argument("file", type=path, metavar="FILE.bin", help="the file to write")
     add_settings(parser)

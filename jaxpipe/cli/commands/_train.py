@@ -17,7 +17,6 @@ _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("train", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     parser.add_argument("--keys", action="store_true", help="print every key with its default")

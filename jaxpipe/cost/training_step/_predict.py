@@ -116,12 +116,8 @@ def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
 
 def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
     """Returns the seconds that a rank works, by kind."""
-    actions = (s for stage in own for s in _actions(stages[stage]))
+    actions = (s for stage in own for s in vars(stages[stage]).values())
     return {kind: layout.microbatches * seconds for kind, seconds in add(*actions).items()}
-
-
-def _actions(stage: ActionSeconds) -> tuple[Seconds, Seconds, Seconds]:
-    return stage.forward, stage.input, stage.weight
 
 
 def _gradients(

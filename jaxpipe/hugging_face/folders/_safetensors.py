@@ -25,6 +25,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 """The dtypes in which weights may be stored, by the format's names."""
 
+TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
+"""From the name of a tensor to its dtype, a key of `DTYPES`, and its shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -92,17 +94,15 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def create_files(
-    folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
-) -> dict[str, StoredTensor]:
+def create_files(folder: Path, specs: TensorSpecs, max_shard_bytes: int) -> dict[str, StoredTensor]:
     """Makes files with room for tensors, to fill through `map_tensor`, and an index of several."""
-    shards = _assign_shards(wanted, max_shard_bytes)
+    shards = _assign_shards(specs, max_shard_bytes)
     created: dict[str, StoredTensor] = {}
     for i, shard in enumerate(shards):
         several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         created |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
     if len(shards) > 1:
-        total = sum(num_bytes(*entry) for entry in wanted.values())
+        total = sum(num_bytes(*entry) for entry in specs.values())
         weight_map = {name: tensor.file.name for name, tensor in created.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
@@ -196,12 +196,12 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
 
 
 def _assign_shards(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
+    specs: TensorSpecs, max_shard_bytes: int
 ) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
     """Assigns tensors to files, in order. A tensor above the limit has a file of its own."""
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
-    for name, entry in wanted.items():
+    for name, entry in specs.items():
         size = num_bytes(*entry)
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
@@ -211,13 +211,11 @@ def _assign_shards(
     return shards
 
 
-def _create_file(
-    file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, StoredTensor]:
+def _create_file(file: Path, specs: TensorSpecs) -> dict[str, StoredTensor]:
     """Creates one file: its header, and room for its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in specs.items():
         end = offset + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [offset, end]}
         offset = end
@@ -232,5 +230,5 @@ def _create_file(
             os.posix_fallocate(opened.fileno(), 0, 8 + len(text) + offset)
     return {
         name: StoredTensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
-        for name, (dtype, shape) in wanted.items()
+        for name, (dtype, shape) in specs.items()
     }

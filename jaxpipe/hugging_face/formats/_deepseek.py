@@ -106,9 +106,7 @@ def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
     else:
         values = read_fields(config, _V3) | _V3_ROUTER
     rope = read_rope(
-        config.get("rope_theta"),
-        config.get("rope_parameters"),
-        config.get("rope_scaling"),
+        config,
         defaults={"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0},
         types={"default": (), "yarn": (*_YARN, "mscale_all_dim")},
     )

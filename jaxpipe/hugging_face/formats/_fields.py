@@ -62,19 +62,15 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
 
 
 def read_rope(
-    theta: Any,
-    parameters: Any,
-    scaling: Any,
-    *,
-    defaults: Mapping[str, Any],
-    types: Mapping[str, Collection[str]],
+    config: Mapping[str, Any], *, defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
 ) -> ConfigValues:
     """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
     """
-    name = "rope_parameters" if parameters else "rope_scaling"
-    mapping = parameters or scaling or {}
+    theta = config.get("rope_theta")
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    mapping = config.get(name) or {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
     inner = {key: value for key, value in mapping.items() if value is not None}

@@ -55,9 +55,7 @@ def read_llama(config: Mapping[str, Any]) -> ConfigValues:
         non_null = {"num_key_value_heads": heads, "head_dim": width // heads} | non_null
     values = read_fields(non_null, _FIELDS)
     rope = read_rope(
-        config.get("rope_theta"),
-        config.get("rope_parameters"),
-        config.get("rope_scaling"),
+        config,
         defaults={"rope_theta": 10_000.0},
         types={"default": (), "llama3": _LLAMA3},
     )

@@ -83,13 +83,14 @@ def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
     """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
     layer_ids = range(first, first + count)
     return {
-        path: stacked_entries([tuple(_in_layer(n, part) for part in slices) for n in layer_ids])
+        path: stacked_entries(
+            [
+                tuple(replace(x, tensor=f"model.layers.{n}.{x.tensor}") for x in slices)
+                for n in layer_ids
+            ]
+        )
         for path, slices in parts.items()
     }
-
-
-def _in_layer(layer_id: int, part: TensorSlice) -> TensorSlice:
-    return replace(part, tensor=f"model.layers.{layer_id}.{part.tensor}")
 
 
 def _entry(i: int, leaf_view: ViewFn) -> ViewFn:

@@ -257,10 +257,7 @@ def count_uses(graph: Graph) -> Counter[Var]:
 
 
 def origin(
-    output: Atom,
-    makers: Mapping[Var, Eqn],
-    uses: Mapping[Var, int],
-    is_passed: Callable[[Eqn], bool],
+    output: Atom, makers: Mapping[Var, Eqn], uses: Counter[Var], is_passed: Callable[[Eqn], bool]
 ) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
     """Returns the equation behind those passed that computes a value, its output, and those passed.
 

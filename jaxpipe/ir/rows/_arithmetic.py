@@ -131,10 +131,6 @@ def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> l
     return [product]
 
 
-def _mul(step: EquationPair) -> list[Relation]:
-    return _scales(step, step.no_zeros(), 1)
-
-
 def _div(step: EquationPair) -> list[Relation]:
     relations = step.no_zeros()
     if not jnp.issubdtype(step.whole.outvars[0].aval.dtype, jnp.inexact):
@@ -324,7 +320,7 @@ ARITHMETIC: dict[str, Rule] = {
     "add_any": _add,
     "add": _add,
     "sub": _add,
-    "mul": _mul,
+    "mul": lambda step: _scales(step, step.no_zeros(), 1),
     "div": _div,
     "square": _power,
     "integer_pow": _power,

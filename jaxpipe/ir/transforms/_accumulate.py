@@ -136,7 +136,11 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     """Returns an equation that adds some outputs to sums, cast to their manual axes first."""
     starts = [Var(gradient.produced.aval) for gradient in gradients]
     varied = [
-        Eqn(PrimitiveCall("pcast", partial(_varied, g.produced.aval)), (g.start,), (start,))
+        Eqn(
+            PrimitiveCall("pcast", lambda x, aval=g.produced.aval: [pvary_like(aval, x)]),
+            (g.start,),
+            (start,),
+        )
         for g, start in zip(gradients, starts, strict=True)
     ]
     produced = [gradient.produced for gradient in gradients]
@@ -155,10 +159,6 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
             operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
             return [*varied, Eqn(operation, (*starts, *eqn.inputs[1:]), outputs)]
     return [*varied, Eqn(operation, (*eqn.inputs, *starts), outputs)]
-
-
-def _varied(aval: Any, x: jax.Array) -> list[jax.Array]:
-    return [pvary_like(aval, x)]
 
 
 def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) -> list[jax.Array]:

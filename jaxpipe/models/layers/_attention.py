@@ -48,10 +48,12 @@ def attend_to_past(
 
 
 def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    missing = q.shape[3] - v.shape[3]  # the kernels need values as wide as keys
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask)
-    return out[..., : out.shape[3] - missing]
+    return jax.nn.dot_product_attention(q, k, as_wide(v, q), mask=mask)[..., : v.shape[3]]
+
+
+def as_wide(v: Float[Array, "b T K V"], q: Float[Array, "b t H C"]) -> Float[Array, "b T K C"]:
+    """Pads values to the width of queries, which kernels need."""
+    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[3] - v.shape[3])))
 
 
 def attention_on_shards(local: Local, rules: Rules, name: str) -> Attention:

@@ -19,6 +19,8 @@ HEADS = ("activation_batch", "activation_length", "activation_heads", "activatio
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+Frequencies = Float[np.ndarray, " half"]
+"""[C / 2] rotary angles per position of each pair of channels, in radians, float32."""
 Rope = Callable[[Array, Array, np.ndarray], Array]
 """`(x [b, T, H, C], positions [b, T], frequencies [C / 2]) -> [b, T, H, C]`, such as `rope`."""
 
@@ -34,7 +36,7 @@ def rms_norm(
 
 def rope_frequencies(
     head_dim: int, max_timescale: float, *, llama31_factor: float = 1.0
-) -> Float[np.ndarray, " half"]:
+) -> Frequencies:
     """Returns the rotary angles per position of each pair of channels, in radians.
 
     `llama31_factor` stretches wavelengths beyond the 8,192 tokens of Llama 3's training (arXiv
@@ -50,9 +52,7 @@ def rope_frequencies(
 
 
 def rope(
-    x: Float[Array, "b T H C"],
-    positions: Int[Array, "b T"],
-    frequencies: Float[np.ndarray, " half"],
+    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Frequencies
 ) -> Float[Array, "b T H C"]:
     """Rotates the two halves of each head's channels against each other, by position."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
@@ -63,9 +63,7 @@ def rope(
 
 
 def rope_by_product(
-    x: Float[Array, "b T H C"],
-    positions: Int[Array, "b T"],
-    frequencies: Float[np.ndarray, " half"],
+    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Frequencies
 ) -> Float[Array, "b T H C"]:
     """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels.
 

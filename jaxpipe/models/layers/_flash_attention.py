@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ..._compat import import_pallas_gpu_attention
 from ...sharding import Rules
-from ._attention import Attention, attention_on_shards, causal_mask
+from ._attention import Attention, as_wide, attention_on_shards, causal_mask
 from ._on_shards import Local
 
 
@@ -41,7 +41,7 @@ def cudnn_attention(
         mask = causal_mask(segment_ids) if packed else None
         attention = jax.nn.dot_product_attention
         out = attention(
-            *(q, k, _as_wide(v, q)), mask=mask, is_causal=True, implementation=implementation
+            *(q, k, as_wide(v, q)), mask=mask, is_causal=True, implementation=implementation
         )
         return out[..., : v.shape[3]]
 
@@ -56,12 +56,10 @@ def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         BlockSizes, mha = import_pallas_gpu_attention()
         q, k, v = qkv
         sizes = BlockSizes.get_default()
-        if (
-            q.shape[3] > 128
-        ):  # two blocks of 128 tokens would not fit into a multiprocessor's memory
+        if q.shape[3] > 128:  # two blocks of 128 tokens do not fit into a multiprocessor's memory
             sizes = replace(sizes, block_q=64, block_k=64)
         _check_blocks(q.shape[1])
-        keys, values = (_one_per_query_head(x, q) for x in (k, _as_wide(v, q)))
+        keys, values = (_one_per_query_head(x, q) for x in (k, as_wide(v, q)))
         out = mha(
             *(q, keys, values, segment_ids),
             sm_scale=q.shape[3] ** -0.5,
@@ -72,11 +70,6 @@ def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         return cast(jax.Array, out)[..., : v.shape[3]]
 
     return attention_on_shards(attend, rules, "pallas")
-
-
-def _as_wide(v: Float[Array, "b T K V"], q: Float[Array, "b T H C"]) -> Float[Array, "b T K C"]:
-    """Pads values to the width of queries, which kernels need."""
-    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[3] - v.shape[3])))
 
 
 def _one_per_query_head(

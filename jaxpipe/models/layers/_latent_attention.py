@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...sharding import Constrain
 from ..weights._abstract import matrix, scale
 from ._attention import Attention
-from ._common import HEADS, Rope, name_qkv, rms_norm, rope, rope_frequencies
+from ._common import HEADS, Frequencies, Rope, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection
 from ._yarn import Yarn, yarn_frequencies, yarn_score_scale
 
@@ -113,9 +112,7 @@ def latent_attention(
     return attend
 
 
-def _positions(
-    channels: int, max_timescale: float, yarn: Yarn | None
-) -> tuple[Float[np.ndarray, " half"], float]:
+def _positions(channels: int, max_timescale: float, yarn: Yarn | None) -> tuple[Frequencies, float]:
     """Returns rotary angles per position in radians, and a factor of the attention scores."""
     if yarn is None:
         return rope_frequencies(channels, max_timescale), 1.0

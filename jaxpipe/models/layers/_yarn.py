@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from ._common import rope_frequencies
+from ._common import Frequencies, rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def yarn_frequencies(
     trained_length: int,
     beta_fast: float,
     beta_slow: float,
-) -> Float[np.ndarray, " half"]:
+) -> Frequencies:
     """Returns the rotary angles per position of each pair of channels, in radians."""
 
     def pair_that_turns(times: float) -> float:

@@ -74,12 +74,6 @@ def _capacity(platform: str) -> int | None:
     return None if row is None else row.memory_bytes
 
 
-def _compiler_versions(platform: str) -> dict[str, str]:
-    """Returns `jax_version` and `libtpu_version` of a report about devices of `platform`."""
-    libtpu = importlib.metadata.version("libtpu") if platform == "tpu" else ""
-    return {"jax_version": jax.__version__, "libtpu_version": libtpu}
-
-
 def report_compiled(
     compiled: Any,
     hlo_text: str,
@@ -101,7 +95,8 @@ def report_compiled(
         compile_seconds=seconds,
         step_time=estimated_time(hlo_text, device.device_kind, bubble),
         tokens=tokens,
-        **_compiler_versions(device.platform),
+        jax_version=jax.__version__,
+        libtpu_version=importlib.metadata.version("libtpu") if device.platform == "tpu" else "",
     )
 
 

@@ -31,9 +31,7 @@ class StepTraits:
     default_flags: Literal["all", "quick", "none"] = "all"
 
 
-def _always(traits: StepTraits) -> bool:
-    del traits
-    return True
+Predicate = Callable[[StepTraits], bool]
 
 
 def never(traits: StepTraits) -> bool:
@@ -54,7 +52,7 @@ class CompilerFlag:
     # the versions of the compiler that accepted it: of libtpu for TPUs, of JAX for others
     accepted_by: tuple[str, ...]
     # whether a step of these traits is compiled with the flag
-    is_default: Callable[[StepTraits], bool] = _always
+    is_default: Predicate = lambda traits: True
     # the kinds of devices that it is meant for; () for all of the platform
     device_kinds: tuple[str, ...] = ()
     # whether it is set whatever `default_flags` says, because the caller has asked for what it does

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._instruction_costs import COLLECTIVE, KERNEL, KINDS_OF_WORK, InstructionCost
 from ._play import instruction_costs
@@ -132,4 +132,4 @@ def _together(costs: Sequence[InstructionCost]) -> InstructionCost:
     """Returns one cost with the executions of all, at their mean time."""
     first, executions = costs[0], sum(cost.executions for cost in costs)
     seconds = sum(cost.total for cost in costs) / executions if executions else 0.0
-    return InstructionCost(**vars(first) | {"executions": executions, "seconds": seconds})
+    return replace(first, executions=executions, seconds=seconds)
