@@ -22,15 +22,12 @@ from jaxtyping import PyTree
 class Pullback:
     """A function and its derivative.
 
-    Attributes:
-        forward: `(weights, x, batch_inputs, rng) -> (out, residuals)`, where residuals is a list
-            of arrays.
-        backward: `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx,
-            dbatch_inputs)`. The cotangent has the structure of `floating(out)`, and the results
-            have the structure of `floating` of the inputs.
+    The cotangent has the structure of `floating(out)`, and gradients that of `floating` inputs.
     """
 
+    # `(weights, x, batch_inputs, rng) -> (out, residuals)`, a list of arrays
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    # `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx, dbatch_inputs)`
     backward: Callable[..., tuple[PyTree, PyTree, PyTree]]
 
 

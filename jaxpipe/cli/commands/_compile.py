@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
-from .._options import add_verbose, bounded_integer, path, text
-from .._settings import add_settings, read_settings
+from .._options import add_settings, add_verbose, bounded_integer, path, read_settings, text
 from ..process import emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 

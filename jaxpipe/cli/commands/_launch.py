@@ -6,8 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from .._options import add_verbose, bounded_float, bounded_integer
-from .._settings import add_settings, read_settings
+from .._options import add_settings, add_verbose, bounded_float, bounded_integer, read_settings
 from ..job import ADDRESS, NUM_PROCESSES, PROCESS, first_failure, started_processes
 
 _HELP = "train a model in several processes on this machine"

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
 from ..._input import read_text
-from .._options import bounded_float, bounded_integer, path, text
-from .._settings import add_settings, is_config_file
+from .._options import add_settings, bounded_float, bounded_integer, is_config_file, path, text
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 

@@ -5,8 +5,7 @@ A file of tokens is mapped into memory, so later runs start at once and read onl
 
 import argparse
 
-from .._options import path
-from .._settings import add_settings, read_settings
+from .._options import add_settings, path, read_settings
 from ..process import unwinding
 
 _HELP = "write the data of a run as a file of tokens, which later runs read without loading it"

@@ -4,8 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from .._options import add_verbose
-from .._settings import add_settings, read_settings
+from .._options import add_settings, add_verbose, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
 from ..process import emulate_devices, keep_freed_memory, use_compile_cache
 from ._flags import print_flags

@@ -26,18 +26,12 @@ _STOP_SECONDS = 5.0
 
 @dataclass
 class Job:
-    """The processes of a job.
+    """The processes of a job."""
 
-    Attributes:
-        popens: The processes, in order.
-        outputs: The threads that copy their output.
-        signals: The signals that were passed on to all processes, in order.
-        notify_others: A function that tells all other processes that one has ended, and how.
-    """
-
-    popens: list[subprocess.Popen]
-    outputs: list[threading.Thread] = field(default_factory=list)
-    signals: list[signal.Signals] = field(default_factory=list)
+    popens: list[subprocess.Popen]  # in order
+    outputs: list[threading.Thread] = field(default_factory=list)  # copy what they print
+    signals: list[signal.Signals] = field(default_factory=list)  # passed on to all, in order
+    # Tells all other processes that one has ended, and how.
     notify_others: Callable[[int, str], None] = lambda ended, how: None
 
     @property

@@ -35,19 +35,12 @@ class RowsByStep(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step.
+    """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step."""
 
-    Attributes:
-        batch_size: B, the rows of a batch.
-        rows: A function from a step and n row ids, 0 to B - 1, to these rows, [n, T].
-        num_targets: A function from a step to the sum of `target_weights` over its rows.
-        decided_by: The settings and files that determine the rows, by name, as JSON values.
-    """
-
-    batch_size: int
+    batch_size: int  # B, the rows of a batch
     rows: Callable[[int, Sequence[int]], Batch]
     num_targets: Callable[[int], int]
-    decided_by: dict[str, Any]
+    decided_by: dict[str, Any]  # settings and files that determine the rows, by name, for JSON
 
     def __call__(self, step: int) -> Batch:
         return self.rows(step, range(self.batch_size))

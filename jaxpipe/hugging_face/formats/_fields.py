@@ -24,20 +24,12 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields that the config.json of a kind of model may have.
+    """The fields that the config.json of a kind of model may have."""
 
-    Attributes:
-        sizes: From a field to the key of ours that it gives.
-        defaults: The values that transformers takes for missing fields. Other fields must exist.
-        fixed: From a field to the values that our model supports; the first is that of a missing
-            field.
-        ignored: Further fields that do not change what the model computes.
-    """
-
-    sizes: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, ...]]
-    ignored: Collection[str] = ()
+    sizes: Mapping[str, str]  # from a field to the key of ours that it gives
+    defaults: Mapping[str, Any]  # what transformers takes for missing fields; others must exist
+    fixed: Mapping[str, tuple[Any, ...]]  # the values that our model supports, the default first
+    ignored: Collection[str] = ()  # further fields that do not change what the model computes
 
 
 def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:

@@ -130,16 +130,10 @@ class Scan:
 
 @dataclass(frozen=True)
 class Cond:
-    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`.
-
-    Attributes:
-        branches: The programs to choose from.
-        num_accumulators: Number of last inputs and outputs that are arrays to which the branches
-            add, in place.
-    """
+    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`."""
 
     branches: tuple["Graph", ...]
-    num_accumulators: int = 0
+    num_accumulators: int = 0  # last inputs and outputs, arrays to which branches add in place
 
     def run(self, index: Any, *inputs: Any) -> list[Any]:
         if not (self.num_accumulators and copies_in_conditionals()):

@@ -11,13 +11,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Whole:
-    """`whole == D**scale * part`, for every block.
+    """`whole == D**scale * part`, for every block."""
 
-    Attributes:
-        scale: An exponent of D. 0: the value does not depend on the rows, nor on their number.
-    """
-
-    scale: int = 0
+    scale: int = 0  # 0: the value does not depend on the rows, nor on their number
 
 
 @dataclass(frozen=True)
@@ -45,16 +41,10 @@ class Zero:
 
 @dataclass(frozen=True)
 class RowIds:
-    """`whole` counts rows along a dim from 0 on, and `part` counts those of the block from 0 on.
-
-    Attributes:
-        dim: The dim of rows.
-        component: None; or the index in the last dim at which the count is, in an array of indices
-            that is otherwise `Rows(dim)`.
-    """
+    """`whole` counts rows along a dim from 0 on, and `part` counts those of the block from 0 on."""
 
     dim: int
-    component: int | None = None
+    component: int | None = None  # in an array of indices, `Rows(dim)`, the one that is the count
 
 
 @dataclass(frozen=True)

@@ -41,20 +41,12 @@ class PartnerCalls:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The groups and single calls of a function, in an order in which they can run.
-
-    Attributes:
-        units: Groups and single calls, in an order in which they can run.
-        key_of: For every variable of a layer the number that partners share.
-        owner_of: The layer of each such variable.
-        same: Numbers that are equal for equal values of no layer, such as a learning rate that is
-            cast once for each array.
-    """
+    """The groups and single calls of a function, in an order in which they can run."""
 
     units: tuple[PartnerCalls | Call, ...]
-    key_of: Mapping[Var, int]
-    owner_of: Mapping[Var, LayerOf]
-    same: Mapping[Var, int]
+    key_of: Mapping[Var, int]  # for every variable of a layer the number that partners share
+    owner_of: Mapping[Var, LayerOf]  # the layer of each such variable
+    same: Mapping[Var, int]  # equal for equal values of no layer, such as a learning rate
 
 
 def sameness(same: Mapping[Var, int], atom: Atom) -> Hashable:

@@ -39,14 +39,9 @@ from ._operands import Call, call_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Blocks:
-    """An array with a dim of layers, stored as parts: a pytree.
+    """An array with a dim of layers, stored as parts: a pytree."""
 
-    Attributes:
-        parts: Arrays [lead, ...], whose other dims are those of the program of one layer.
-        kind: The kind of layers.
-    """
-
-    parts: tuple[Any, ...]
+    parts: tuple[Any, ...]  # arrays [lead, ...], whose other dims are those of one layer
     kind: str = field(metadata={"static": True})
 
 

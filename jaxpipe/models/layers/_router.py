@@ -18,23 +18,14 @@ ChosenExperts = Int[Array, "b T k"]
 
 
 class Routing(NamedTuple):
-    """The router's decision for one microbatch, or for one device's rows of it.
-
-    Attributes:
-        chosen: [b, T, k] experts of each token.
-        shares: [b, T, k] factors of their results, float32.
-        load: [E] the fraction of all choices of the microbatch's real tokens that chose each
-            expert, float32. Its sum is 1.
-        weight: The microbatch's weight in the loss, float32. It is summed over the devices.
-        balance: How uneven scores and load are: 1 if all experts are equal, E if one has all. Where
-            each device has its own rows, it is the device's part, and the sum over devices is the
-            whole.
-    """
+    """The router's decision for one microbatch, or for one device's rows of it, in float32."""
 
     chosen: ChosenExperts
-    shares: Float[Array, "b T k"]
-    load: Float[Array, " E"]
-    weight: Float[Array, ""]
+    shares: Float[Array, "b T k"]  # factors of the results of the chosen experts
+    load: Float[Array, " E"]  # the fraction of all choices of the microbatch's real tokens
+    weight: Float[Array, ""]  # the microbatch's weight in the loss, summed over the devices
+    # How uneven scores and load are: 1 if all experts are equal, E if one has all. Where each
+    # device has its own rows, it is the device's part, and the sum over devices is the whole.
     balance: Float[Array, ""]
 
 

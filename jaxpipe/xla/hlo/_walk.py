@@ -51,26 +51,14 @@ def walk_scope(
 ) -> Iterator[T]:
     """Walks through one computation and what it calls; of branches the largest by `size`."""
     for instruction in scope.computation.instructions.values():
-        yield from walk_instruction(scope, instruction, context, visit, size)
-
-
-def walk_instruction(
-    scope: Scope,
-    instruction: Instruction,
-    context: CallContext,
-    visit: Visit[T],
-    size: Callable[[Sequence[T]], Any],
-) -> Iterator[T]:
-    """Walks through one instruction and what it calls, as `walk`."""
-    results, enter = visit(scope, instruction, context)
-    yield from results
-    if not enter:
-        return
-    branches = (
-        tuple(item for part in sequence for item in walk_scope(*part, visit, size))
-        for sequence in called_scopes(scope, instruction, context)
-    )
-    yield from max(branches, key=size, default=())
+        results, enter = visit(scope, instruction, context)
+        yield from results
+        if enter:
+            branches = (
+                tuple(item for part in sequence for item in walk_scope(*part, visit, size))
+                for sequence in called_scopes(scope, instruction, context)
+            )
+            yield from max(branches, key=size, default=())
 
 
 def called_scopes(

@@ -46,22 +46,15 @@ class _Transfer:
 
 @dataclass
 class _Played:
-    """One execution of a computation, up to the instruction that is played.
+    """One execution of a computation, up to the instruction that is played, in seconds."""
 
-    Attributes:
-        now: Seconds since it has begun.
-        free: The second at which a resource has done all that has begun.
-        moved: Seconds for which a resource was used.
-        under_way: Asynchronous collectives by what names them where they end: an instruction, or
-            a chain of fusions.
-        costs: What its instructions, and those of what it calls, cost in a step.
-    """
-
-    now: float = 0.0
+    now: float = 0.0  # since it has begun
+    # When a resource has done all that has begun, and for how long it was used.
     free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     moved: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Asynchronous collectives by what names them where they end: an instruction, or a chain.
     under_way: dict[str, _Transfer] = field(default_factory=dict)
-    costs: list[InstructionCost] = field(default_factory=list)
+    costs: list[InstructionCost] = field(default_factory=list)  # also of what it calls
 
     def begin(self, transfer: _Transfer) -> None:
         """Queues a transfer, unless it has begun."""

@@ -16,24 +16,14 @@ class StepTime:
     What is left out: instructions of `no_estimate`, copies that run beside others, also those to
     the host's memory, the start of each instruction and of the program, the host, and input. All
     links of a device are one queue.
-
-    Attributes:
-        busy_seconds: Seconds by kind of work, collectives left out.
-        exposed_seconds: Seconds in which the core waits for collectives, by kind of collective.
-        transfer_seconds: Seconds in which the links or the network are used, by kind of collective.
-        bubble_seconds: Seconds in which the device waits for others in ticks that it skips.
-        no_estimate: Executions of instructions without an estimate, by opcode.
-        unmarked_seconds: The part of `busy_seconds` in branches that count as always taken because
-            the program does not say how often they are.
-        costs: The instructions.
     """
 
-    busy_seconds: dict[str, float]
-    exposed_seconds: dict[str, float]
-    transfer_seconds: dict[str, float]
-    bubble_seconds: float
-    no_estimate: dict[str, float]
-    unmarked_seconds: float
+    busy_seconds: dict[str, float]  # by kind of work, collectives left out
+    exposed_seconds: dict[str, float]  # the core waits for collectives, by kind of collective
+    transfer_seconds: dict[str, float]  # the links or the network are used, by kind of collective
+    bubble_seconds: float  # the device waits for others in ticks that it skips
+    no_estimate: dict[str, float]  # executions of instructions without an estimate, by opcode
+    unmarked_seconds: float  # of `busy_seconds` in branches that count as always taken, unmarked
     costs: tuple[InstructionCost, ...]
 
     @property
