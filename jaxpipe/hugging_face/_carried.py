@@ -44,11 +44,9 @@ def copy_from_hugging_face(source: Path, config: dict[str, Any], folder: Path) -
 
 
 def files_to_hugging_face(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Returns the files that belong to the weights of a run or of a converted checkpoint.
-
-    They are those of the converted checkpoint that the run began with. If the run has a tokenizer
-    of its own (`tokenizer_path`), that one is returned alone: nothing else fits its ids.
-    """
+    """Returns the files that belong to the weights of a run or of a converted checkpoint."""
+    # They are those of the converted checkpoint that the run began with. If the run has a tokenizer
+    # of its own (`tokenizer_path`), that one is returned alone: nothing else fits its ids.
     values = _config_values(source)
     own = Path(str(values.get("tokenizer_path") or ""))
     carried = _find_carried(source)

@@ -17,11 +17,9 @@ are sums over tokens, and only the loss is differentiable."""
 
 
 def in_chunks(loss: Loss, num_chunks: int) -> Loss:
-    """Returns `loss`, computed for T / n tokens of every sequence at a time.
-
-    The forward pass computes the gradients together with the loss, so logits are computed once. The
-    gradients of the weights are accumulated in float32.
-    """
+    """Returns `loss`, computed for T / n tokens of every sequence at a time."""
+    # The forward pass computes the gradients together with the loss, so logits are computed once.
+    # The gradients of the weights are accumulated in float32.
 
     @jax.custom_vjp
     def loss_in_chunks(weights, h, targets, shares):

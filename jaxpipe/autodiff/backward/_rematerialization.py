@@ -141,11 +141,9 @@ def saved_names(
 
 
 def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
-    """Checks that devices have the kind of memory to which a policy offloads.
-
-    Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
-    ignores memory kinds, because host memory is the only memory.
-    """
+    """Checks that devices have the kind of memory to which a policy offloads."""
+    # Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
+    # ignores memory kinds, because host memory is the only memory.
     _, offloaded = saved_names(policy, locations)
     device = next(iter(devices))
     kinds = [memory.kind for memory in device.addressable_memories()]

@@ -45,11 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `jaxpipe train` in every process.
-
-    Process 0 has the terminal; lines of the others are printed with their number, on standard
-    error. The signals that end a run reach all processes once. No process outlives this one.
-    """
+    """Runs `jaxpipe train` in every process."""
+    # Process 0 has the terminal; lines of the others are printed with their number, on standard
+    # error. The signals that end a run reach all processes once. No process outlives this one.
     read_settings(args.settings)  # so that an error in them is printed once
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.

@@ -112,11 +112,9 @@ def bind_address(address: str) -> str | None:
 
 @contextmanager
 def leaving_on_error() -> Iterator[None]:
-    """Ends the process at once on an error inside, if its job has other processes.
-
-    The others wait for this process in a collective, so it must not wait for them, as JAX does at
-    exit.
-    """
+    """Ends the process at once on an error inside, if its job has other processes."""
+    # The others wait for this process in a collective, so it must not wait for them, as JAX does at
+    # exit.
     try:
         yield
     except BaseException as error:

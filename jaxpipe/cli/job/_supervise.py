@@ -36,12 +36,10 @@ class Job:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """Returns the process that failed first and its exit code; None if none has failed.
-
-        A process that ended because of a signal that was passed on has not failed. If several have
-        ended since the last poll, one that a signal has killed comes first: the others may have
-        ended because of it.
-        """
+        """Returns the process that failed first and its exit code; None if none has failed."""
+        # A process that ended because of a signal that was passed on has not failed. If several
+        # have ended since the last poll, one that a signal has killed comes first: the others may
+        # have ended because of it.
         codes = enumerate(popen.poll() for popen in self.popens)
         obeyed = {0, *(128 + signum for signum in self.signals)}
         failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
@@ -60,11 +58,9 @@ def _may_follow(code: int) -> int:
 
 @contextlib.contextmanager
 def started_processes(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[Job]:
-    """Starts processes, passes signals on to them, and kills those that are left at the end.
-
-    Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
-    from the terminal: a second signal ends a process at once.
-    """
+    """Starts processes, passes signals on to them, and kills those that are left at the end."""
+    # Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
+    # from the terminal: a second signal ends a process at once.
     job, lifelines = Job([]), Lifelines()
 
     def pass_on(signum: int, frame: object) -> None:
@@ -118,10 +114,7 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 
 
 def first_failure(job: Job, grace: float) -> int:
-    """Waits until all processes have ended or their time is up, and prints which one failed first.
-
-    The others may run for `grace` seconds when one has failed.
-    """
+    """Waits for all processes, or `grace` seconds after a failure, and prints who failed first."""
     first: tuple[int, int] | None = None
     deadline = notify_at = math.inf
     while job.still_running and time.monotonic() < deadline and len(job.signals) < 2:

@@ -22,11 +22,9 @@ def set_log_levels(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
-    """Hides what native code writes to standard error, unless it fails with no ValueError.
-
-    libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
-    does not know.
-    """
+    """Hides what native code writes to standard error, unless it fails with no ValueError."""
+    # libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
+    # does not know.
     if verbose:
         yield
         return

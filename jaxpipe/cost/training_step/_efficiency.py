@@ -33,10 +33,8 @@ class Efficiency:
 
 
 def efficiency(device: Hardware, dtype: str) -> Efficiency:
-    """Returns the efficiency of a kind of device in a dtype.
-
-    Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
-    """
+    """Returns the efficiency of a kind of device in a dtype."""
+    # Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
     device.peak_flops(dtype)  # checks the dtype
     chip = device.chip
     if device.torus_axes and chip not in PRODUCTS:

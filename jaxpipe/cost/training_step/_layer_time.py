@@ -187,10 +187,8 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
 
 
 def _backward_tensor(forward: float, layout: Layout) -> float:
-    """Returns the exposed seconds in a backward: the products of W run beside it.
-
-    With sequence parallelism W has to gather its input again.
-    """
+    """Returns the exposed seconds in a backward: the products of W run beside it."""
+    # With sequence parallelism W has to gather its input again.
     volume = 1.5 if layout.sequence_parallel else 1.0
     hidden = 0.0 if "tensor" in layout.overlap else _HIDDEN
     return volume * forward * (1 - hidden)
@@ -208,11 +206,9 @@ _HIDDEN = 0.7  # of a collective that runs beside products which depend on its p
 def product_seconds(
     m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
 ) -> float:
-    """Returns the seconds of a product of [m, k] by [k, n]: a roofline, and then the writing.
-
-    The result is written after it is computed, which makes products with a short contracted dim
-    inefficient.
-    """
+    """Returns the seconds of a product of [m, k] by [k, n]: a roofline, and then the writing."""
+    # The result is written after it is computed, which makes products with a short contracted dim
+    # inefficient.
     operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
     memory_rate = hardware.memory_bandwidth * reached.memory
     return max(operations, 2.0 * (m * k + k * n) / memory_rate) + 2.0 * m * n / memory_rate

@@ -37,11 +37,9 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sche
 
 
 def shorter(layout: Layout) -> tuple[Layout, Layout] | None:
-    """Returns two layouts that differ by `stage` microbatches; None if the layout has few itself.
-
-    The time of more follows from theirs: between the warmup and the drain a schedule repeats itself
-    every `stage` microbatches.
-    """
+    """Returns two layouts that differ by `stage` microbatches; None if the layout has few."""
+    # The time of more follows from theirs: between the warmup and the drain a schedule repeats
+    # itself every `stage` microbatches.
     more = _ROUNDS * layout.stage + layout.microbatches % layout.stage
     if layout.schedule is None or layout.stage == 1 or layout.microbatches <= more:
         return None
@@ -102,11 +100,9 @@ def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
 
 
 def num_transfers(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the hand-overs that an F, or an I, of every stage receives and sends: 0 to 2.
-
-    A device that neither computes beside a transfer nor buffers it waits for each of them. None are
-    between stages of the same rank.
-    """
+    """Returns the hand-overs that an F, or an I, of every stage receives and sends: 0 to 2."""
+    # A device that neither computes beside a transfer nor buffers it waits for each of them. None
+    # are between stages of the same rank.
     ranks: dict[int, set[int]] = {}
     for rank, program in enumerate(schedule.programs):
         for step in program:

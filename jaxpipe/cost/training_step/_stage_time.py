@@ -24,10 +24,9 @@ def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Returns layers per stage that differ by at most one.
-
-    The last stage has fewer first, as it has the head too, then the first, then those beside them.
-    """
+    """Returns layers per stage that differ by at most one."""
+    # The last stage has fewer first, as it has the head too, then the first, then those beside
+    # them.
     most = -(-num_layers // num_stages)
     outer_first = sorted(
         range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage)
@@ -43,20 +42,16 @@ def stage_seconds(
     each = {layer: layer_seconds(layer, layout, device) for layer in work.layers}
     stages = []
     for index, kinds in enumerate(layers):
-        layer_times = [each[kind] for kind in kinds]
-        forward = add(*(time.forward for time in layer_times))
-        back = add(*(time.input for time in layer_times))
-        weight = add(*(time.weight for time in layer_times))
         boundary = _embedding_and_head(
             work, layout, device, index == 0, index == len(layers) - 1, len(layers)
         )
-        forward, back = add(forward, boundary.forward), add(back, boundary.input)
-        weight = add(weight, boundary.weight)
+        times = [*(each[kind] for kind in kinds), boundary]
         gathers = _gathers(kinds, layout, device)
-        forward = add(forward, _exposed(gathers, forward, layout))
-        back = add(back, _exposed(gathers, back, layout))
-        weight = add(weight, _exposed(gathers, weight, layout))
-        stages.append(ActionSeconds(forward, back, weight))
+        actions = []
+        for name in ("forward", "input", "weight"):
+            computing = add(*(getattr(time, name) for time in times))
+            actions.append(add(computing, _exposed(gathers, computing, layout)))
+        stages.append(ActionSeconds(*actions))
     return stages
 
 

@@ -211,10 +211,7 @@ class FirstBatches(FiniteBatches):
 
 @dataclass(frozen=True)
 class SinglePassBatches(FiniteBatches):
-    """Every row of some corpora once, in order.
-
-    The last batch is filled up with rows of padding, whose `target_weights` are 0.
-    """
+    """Every row of some corpora once, in order, and rows of padding in the last batch."""
 
     sources: tuple[CorpusRows, ...]
     batch_size: int
@@ -223,16 +220,16 @@ class SinglePassBatches(FiniteBatches):
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
     def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
-        origins = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
+        origins = [self._origin(index * self.batch_size + row_id) for row_id in row_ids]
         empty = empty_row(self.sources[0].length)
         return stack_rows([rows[i] if rows is not None else empty for rows, i in origins])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
-        origins = [self._found(first + row_id) for row_id in range(self.batch_size)]
+        origins = [self._origin(first + row_id) for row_id in range(self.batch_size)]
         return sum(rows.num_targets(i) for rows, i in origins if rows is not None)
 
-    def _found(self, row_id: int) -> tuple[CorpusRows | None, int]:
+    def _origin(self, row_id: int) -> tuple[CorpusRows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""
         for rows in self.sources:
             if row_id < len(rows):

@@ -76,10 +76,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
 def read_corpus(
     source: Source, tokenizer: Tokenizer | None, *, vocab_size: int, key: str = "data_files"
 ) -> Corpus:
-    """Reads the documents of a source.
-
-    Text is tokenized and held in memory, 4 bytes a token. Files of tokens are mapped into memory.
-    """
+    """Reads the documents of a source, text into 4 bytes of memory a token; tokens are mapped."""
     if source.type == "tokens":
         return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
     assert tokenizer is not None, "text is tokenised"

@@ -59,12 +59,10 @@ class TokenFiles:
 def open_token_files(
     source: Source, *, vocab_size: int, key: str = "data_files"
 ) -> tuple[TokenFiles, Int64[np.ndarray, " D"]]:
-    """Opens the files of a source and finds the ends [D] of their documents, exclusive.
-
-    Every file is read once, in chunks: a few seconds for each gigabyte, of which 8 bytes for each
-    document are kept. A file that does not end with an end of document ends with a document all the
-    same.
-    """
+    """Opens the files of a source and finds the ends [D] of their documents, exclusive."""
+    # Every file is read once, in chunks: a few seconds for each gigabyte, of which 8 bytes for each
+    # document are kept. A file that does not end with an end of document ends with a document all
+    # the same.
     eod = source.token_eod
     assert eod is not None, "the source's own check"
     if eod >= vocab_size:

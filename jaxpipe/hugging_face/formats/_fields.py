@@ -56,10 +56,8 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
 def read_rope(
     config: Mapping[str, Any], *, defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
 ) -> ConfigValues:
-    """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
-
-    Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
-    """
+    """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping."""
+    # Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
     theta = config.get("rope_theta")
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     mapping = config.get(name) or {}

@@ -90,10 +90,7 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
 def bind(
     equation: JaxprEqn, jaxpr: Jaxpr, *, with_literals: bool = False
 ) -> Callable[..., Sequence[Any]]:
-    """Returns an equation as a function of its inputs, by default of those that are no literals.
-
-    A variable that the equation reads twice is two inputs.
-    """
+    """Returns an equation as a function of its inputs; a variable that it reads twice is two."""
     invars = [Var(x.aval) if with_literals or isinstance(x, Var) else x for x in equation.invars]
     inputs = [x for x in invars if isinstance(x, Var)]
     if equation.primitive.name == "pvary" and inputs:

@@ -317,11 +317,9 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, eqns: list[Eqn]) ->
 
 
 def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], eqns: list[Eqn]) -> list[Atom]:
-    """Returns the inputs of a rematerialized call behind barriers against common subexpressions.
-
-    Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
-    for the others.
-    """
+    """Returns the inputs of a rematerialized call behind barriers against common subexpressions."""
+    # Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
+    # for the others.
     params = equation.params
     barred = params.get("prevent_cse", False)
     if not params.get("differentiated") or not barred:

@@ -70,10 +70,8 @@ def _reshape(step: EquationPair) -> list[Relation]:
 def reshaped(
     relation: Rows, shape: Sequence[int], whole: Sequence[int], part: Sequence[int], num_blocks: int
 ) -> Rows | None:
-    """Returns the relation of rows reshaped from `shape`; None if they move behind another dim.
-
-    A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
-    """
+    """Returns the relation of rows reshaped from `shape`; None if they move behind another dim."""
+    # A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
     if relation.is_squeezed:
         return None
     before, at = math.prod(shape[: relation.dim]), row_dim(whole, part, num_blocks)

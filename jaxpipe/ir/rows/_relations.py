@@ -170,11 +170,9 @@ def is_within(relation: Relation, required: Relation) -> bool:
 
 
 def dual(relation: Relation) -> Relation:
-    """Returns the relation of the cotangents of a value.
-
-    The loss of all rows is the sum of the losses of the blocks, so cotangents of what is the same
-    in all blocks add up.
-    """
+    """Returns the relation of the cotangents of a value."""
+    # The loss of all rows is the sum of the losses of the blocks, so cotangents of what is the same
+    # in all blocks add up.
     match relation:
         case Whole(scale):
             return Sum(-scale)

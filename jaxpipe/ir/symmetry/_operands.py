@@ -57,12 +57,10 @@ class Call:
 
 
 def calls_of(closed: ClosedJaxpr, graph: Graph, layer_of: Mapping[Var, Hashable]) -> list[Call]:
-    """Returns the calls of a graph of a jaxpr, with those inside of what reads several layers.
-
-    A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
-    each of them. Both branches are then computed, and the result of one is selected. A loop over
-    all layers at once, as in `optax.lbfgs`, is written out.
-    """
+    """Returns the calls of a graph of a jaxpr, with those inside of what reads several layers."""
+    # A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
+    # each of them. Both branches are then computed, and the result of one is selected. A loop over
+    # all layers at once, as in `optax.lbfgs`, is written out.
     owners, eqns = dict(layer_of), list[Eqn]()
     for eqn in graph.eqns:
         eqns += _opened(eqn, owners)

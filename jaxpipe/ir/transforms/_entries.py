@@ -105,10 +105,8 @@ def _summing(
 
 
 def _fits(aval: Any, entry: Entry) -> bool:
-    """Returns whether a loop can carry the buffer of an entry with slices of this type in it.
-
-    What a loop carries keeps its type, so the buffer must vary over the same manual axes.
-    """
+    """Returns whether a loop can carry the buffer of an entry with slices of this type in it."""
+    # What a loop carries keeps its type, so the buffer must vary over the same manual axes.
     varying = (x.manual_axis_type.varying for x in (aval, entry.buffer.aval))
     return has_plain_slices(aval) and len(set(varying)) == 1
 

@@ -22,10 +22,7 @@ UNLIMITED = 1 << 62
 def minimal_cut(
     needs: Iterable[T], parents: Mapping[T, Iterable[T]], cost: Callable[[T], int]
 ) -> list[T]:
-    """Finds the values to keep so that `needs` can be computed from them.
-
-    `parents` has, for each value that may be recomputed, the distinct values it is computed from.
-    """
+    """Finds the values to keep so that `needs` follow, each from its distinct `parents`."""
     children = _children(needs, parents)
     flow: defaultdict[tuple[Node, Node], int] = defaultdict(int)
 

@@ -76,10 +76,8 @@ class Partition:
 
 
 def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind]) -> Partition:
-    """Partitions a program into two halves, the first of which computes the outputs `first`.
-
-    A "saved" input weighs as much as a residual: it is kept until the second half runs.
-    """
+    """Partitions a program into two halves, the first of which computes the outputs `first`."""
+    # A "saved" input weighs as much as a residual: it is kept until the second half runs.
     halves = partition_eqns(program, first, kinds)
     other_outputs = select(program.outputs, [not is_first for is_first in first])
     used = set(free_variables(halves.second, other_outputs)) - set(halves.residuals)
@@ -170,11 +168,9 @@ def _cut(
     recomputable: set[Var],
     saved: set[Var],
 ) -> list[Var]:
-    """Returns the values with the fewest bytes that the second half must have.
-
-    From these values, cheap equations of the first half and early equations of the second compute
-    all values that the late equations need.
-    """
+    """Returns the values with the fewest bytes that the second half must have."""
+    # From these values, cheap equations of the first half and early equations of the second compute
+    # all values that the late equations need.
     parents = {
         v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }

@@ -65,11 +65,9 @@ def rope(
 def rope_by_product(
     x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Frequencies
 ) -> Float[Array, "b T H C"]:
-    """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels.
-
-    In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
-    single 1 or -1, so the product is exact.
-    """
+    """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels."""
+    # In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
+    # single 1 or -1, so the product is exact.
     angles = positions[..., None, None].astype(jnp.float32) * np.tile(frequencies, 2)
     exchange = np.kron([[0, 1], [-1, 0]], np.eye(len(frequencies)))
     exchanged = jnp.matmul(
@@ -98,11 +96,7 @@ def swiglu(
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:
-    """Returns the abstract weights of a SwiGLU MLP: `gate` and `up` [D, F], and `down` [F, D].
-
-    The initial variance of `down` is inversely proportional to `branches`, the model's residual
-    ones.
-    """
+    """Returns the abstract weights of a SwiGLU MLP: `gate` and `up` [D, F], and `down` [F, D]."""
     return {
         "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
         "up": matrix((D, F), ("embed", "mlp"), D, dtype),

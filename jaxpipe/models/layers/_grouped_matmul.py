@@ -65,10 +65,7 @@ _product.defvjp(
 
 
 def megablox(*, interpret: bool = False) -> GroupedMatmul:
-    """Returns JAX's Pallas kernel for TPU, whose cost grows with the number of rows in groups.
-
-    Gale et al., 2022, arXiv 2211.15841.
-    """
+    """Returns JAX's Pallas kernel for TPU, which skips rows without a group (arXiv 2211.15841)."""
 
     def kernel(rows, weights, group_sizes):
         tile, _, _ = _tiles(rows.shape[0], rows.shape[1], weights.shape[2])

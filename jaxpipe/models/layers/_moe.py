@@ -33,10 +33,7 @@ class MoeSettings:
 
 
 def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
-    """Returns the abstract weights `{"router", "experts"}`, and "shared" if there are such experts.
-
-    The initial variance of the `down` matrices is inversely proportional to `branches`.
-    """
+    """Returns abstract weights `{"router", "experts"}`, and "shared" if there are such experts."""
     D, E, F = settings.embed_dim, settings.num_experts, settings.expert_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
     if settings.has_bias:

@@ -108,11 +108,9 @@ def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, A
 
 
 def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"], count: Array):
-    """Returns the load-balance loss of all real tokens of the microbatch.
-
-    It is equation 4 of Fedus et al., 2021, arXiv 2101.03961. The load has no gradient, and the loss
-    is linear in the scores' means: the parts of the devices add up.
-    """
+    """Returns the load-balance loss of all real tokens of the microbatch."""
+    # It is equation 4 of Fedus et al., 2021, arXiv 2101.03961. The load has no gradient, and the
+    # loss is linear in the scores' means: the parts of the devices add up.
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
     return load.shape[0] * jnp.sum(load * _sum_of_real(probabilities, real) / count)
 

@@ -52,11 +52,10 @@ class CompileReport:
         return None if capacity is None else self.memory.peak_bytes <= capacity
 
     def hidden_bytes(self) -> dict[str, float]:
-        """Returns the bytes of results that move while the device computes, by kind of collective.
-
-        On TPUs they are the share of the transfers' time in which the core does not wait. Elsewhere
-        a collective counts whole if a matrix product runs between its start and its end.
-        """
+        """Returns the bytes of results that move while the device computes, by kind."""
+        # On TPUs they are the share of the transfers' time in which the core does not wait.
+        # Elsewhere a collective counts whole if a matrix product runs between its start and its
+        # end.
         if self.step_time is None:
             return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
         return {

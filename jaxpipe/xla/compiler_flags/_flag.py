@@ -101,12 +101,10 @@ def _series(version: str) -> tuple[str, ...]:
 def default_options(
     flags: tuple[CompilerFlag, ...], traits: StepTraits, device: Any
 ) -> dict[str, str]:
-    """Returns the `compiler_options` that a step of these traits is compiled with.
-
-    A compiler that is in no row's `accepted_by` may have lost an option, which would end the run:
-    it is asked first. If it refuses, only the flags that are required are left, and a warning says
-    so.
-    """
+    """Returns the `compiler_options` that a step of these traits is compiled with."""
+    # A compiler that is in no row's `accepted_by` may have lost an option, which would end the run:
+    # it is asked first. If it refuses, only the flags that are required are left, and a warning
+    # says so.
     version = compiler_version(traits.platform)
     rows = [flag for flag in flags if flag.is_set(traits)]
     options = {flag.option: flag.value_for(traits) for flag in rows}

@@ -40,10 +40,7 @@ _CHAINED = "async_collective_fusion_config"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, without its loops. The attributes are those of `CollectiveSite`.
-
-    `chain` names the chain of fusions that share it, "" if it is a collective of its own.
-    """
+    """One collective, without its loops, and the chain of fusions that share it, or ""."""
 
     kind: str
     name: str

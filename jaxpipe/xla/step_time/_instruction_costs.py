@@ -115,20 +115,16 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
 
 
 def _is_grouped_product(shapes: list[list[int]]) -> bool:
-    """Returns whether these are the operands of Megablox's kernels, whose names XLA drops.
-
-    These are an offset, the groups' first rows, the groups and rows of tiles, another offset, and
-    two matrices.
-    """
+    """Returns whether these are the operands of Megablox's kernels, whose names XLA drops."""
+    # These are an offset, the groups' first rows, the groups and rows of tiles, another offset, and
+    # two matrices.
     ranks = [len(sizes) for sizes in shapes[:7]]
     return ranks in ([0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2, 2]) and shapes[2] == shapes[3]
 
 
 def _multiplied_share(computation: Computation, call: Instruction) -> float:
-    """Returns the share of rows that have a group, by a name scope `rows_1_of_4`, 1 if none.
-
-    Where XLA drops the scope of the call, that of its neighbours counts.
-    """
+    """Returns the share of rows that have a group, by a name scope `rows_1_of_4`, 1 if none."""
+    # Where XLA drops the scope of the call, that of its neighbours counts.
     for instruction in (call, *computation.instructions.values()):
         shares = re.findall(r"\brows_(\d+)_of_(\d+)\b", op_name(instruction))
         if shares:

@@ -35,11 +35,9 @@ def device_rates(device_kind: str) -> DeviceRates | None:
 def transfer_seconds(
     kind: str, result_bytes: int, groups: str, rates: DeviceRates, *, across_slices: bool
 ) -> float:
-    """Returns the seconds that one execution of a collective takes if nothing else uses the links.
-
-    A group of n devices is a ring: a device sends to both neighbours at once, through one link
-    each; two devices have one link. Between slices the network counts instead.
-    """
+    """Returns the seconds of one execution of a collective if nothing else uses the links."""
+    # A group of n devices is a ring: a device sends to both neighbours at once, through one link
+    # each; two devices have one link. Between slices the network counts instead.
     bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
     if kind in ("collective-permute", "collective-broadcast"):
         return result_bytes / bandwidth

@@ -47,10 +47,8 @@ class StepTime:
         return max(0.0, 1 - self.exposed_seconds[kind] / seconds) if seconds else 0.0
 
     def dearest(self, count: int) -> list[tuple[InstructionCost, int]]:
-        """Returns the instructions that take most of a step, and how many share each entry.
-
-        Instructions of one line of Python with equal shapes are one entry.
-        """
+        """Returns the instructions that take most of a step, and how many share each entry."""
+        # Instructions of one line of Python with equal shapes are one entry.
         groups: dict[tuple[str, ...], list[InstructionCost]] = {}
         for cost in self.costs:
             key = (cost.work, cost.opcode, cost.shape, cost.source, cost.op_name)
