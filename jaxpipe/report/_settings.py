@@ -17,8 +17,8 @@ class Setting:
     key: str
     value: str  # its value in the run
     default: str  # its value in base.yml
-    # the origin of the value: `preset` for the model's preset, `run` for another value, "" for the
-    # default, `unknown` for a key that this version does not have
+    # The origin of the value: `preset` for the model's preset, `run` for another value, "" for the
+    # default, `unknown` for a key that this version does not have.
     source: str
     meaning: str  # the comment in base.yml
 

@@ -25,7 +25,7 @@ class Pullback:
     The cotangent has the structure of `floating(out)`, and gradients that of `floating` inputs.
     """
 
-    # `(weights, x, batch_inputs, rng) -> (out, residuals)`, a list of arrays
+    # `(weights, x, batch_inputs, rng) -> (out, residuals)`, a list of arrays.
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
     # `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx, dbatch_inputs)`
     backward: Callable[..., tuple[PyTree, PyTree, PyTree]]

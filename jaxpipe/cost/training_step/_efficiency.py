@@ -25,7 +25,7 @@ class Efficiency:
     head: float  # the fraction of the peak in bfloat16 of the products of the head
     experts: float  # products of experts, as a fraction of what equally large ones reach
     attention: float = 0.5  # the fraction of the peak in bfloat16 of fused attention
-    # the fraction of the memory bandwidth in elementwise operations and the optimizer
+    # The fraction of the memory bandwidth in elementwise operations and the optimizer.
     memory: float = 0.8
     links: float = 0.75  # the fraction of the bandwidth of links in large collectives
     network: float = 0.8  # the fraction of the bandwidth of the network in large collectives

@@ -30,16 +30,16 @@ class Prediction:
     """The predicted time of a step."""
 
     seconds: float  # the time of a step
-    # its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
+    # Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
     # "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is exposed of
     # communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
-    # "point_to_point", "experts" and "context"
+    # "point_to_point", "experts" and "context".
     parts: dict[str, float]
-    # the seconds of the communication in `parts` that crosses the network between hosts or slices
+    # The seconds of the communication in `parts` that crosses the network between hosts or slices.
     network_seconds: float
     tokens_per_second: float  # the tokens that all devices together process in a second
-    # operations of forward and backward, as `flops_per_token` counts them, divided by the peak of
-    # the devices in bfloat16
+    # Operations of forward and backward, as `flops_per_token` counts them, divided by the peak of
+    # the devices in bfloat16.
     model_flops_utilization: float
     bubble_fraction: float  # the part of the schedule's time in which even the busiest rank waits
     forward: tuple[float, ...]  # [stages, in forward order] seconds of F of one microbatch

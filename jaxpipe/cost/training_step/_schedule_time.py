@@ -54,7 +54,7 @@ class StageSeconds:
     forward: tuple[float, ...]  # [stages, in forward order] seconds of F
     input: tuple[float, ...]  # [stages] seconds of I
     weight: tuple[float, ...]  # [stages] seconds of W
-    # seconds from the end of an action to the start of a dependent one on another rank
+    # Seconds from the end of an action to the start of a dependent one on another rank.
     transfer: float
 
     def of(

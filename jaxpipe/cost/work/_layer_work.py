@@ -25,11 +25,11 @@ class Attention:
     heads: int  # the number of query heads
     qk_channels: int  # channels of a head in queries and keys
     v_channels: int  # channels of a head in values
-    # channels of keys and values of all heads together, which context parallelism moves
+    # Channels of keys and values of all heads together, which context parallelism moves.
     kv_channels: int
     window: int = 0  # the positions that a token attends to at most; 0 for all before it
     fused: bool = True  # whether scores stay on the chip, as in flash attention
-    # whether all T x T scores are computed, also those that the mask removes
+    # Whether all T x T scores are computed, also those that the mask removes.
     whole_square: bool = False
 
     def positions(self, length: int) -> float:
@@ -44,7 +44,7 @@ class ActivationBytes:
     """Bytes that a token leaves for the backward, by policy of rematerialization."""
 
     none: int | float  # if nothing is computed again
-    # if the inner attention and cheap elementwise operations are computed again
+    # If the inner attention and cheap elementwise operations are computed again.
     selective: int | float
     full: int | float  # if only the layer's input is kept
 
@@ -62,16 +62,16 @@ class LayerWork:
     num_experts: int  # its experts that tokens choose from; 0 if it has none
     active_experts: int  # the number of experts that a token chooses
     activations: ActivationBytes  # bytes kept per token on a device that holds the whole layer
-    # bytes that operations other than products read and write in a forward, of those that tensor
-    # parallelism divides
+    # Bytes that operations other than products read and write in a forward, of those that tensor
+    # parallelism divides.
     elementwise_bytes: int | float
-    # the same of norms, residuals and dropout, which only sequence parallelism divides
+    # The same of norms, residuals and dropout, which only sequence parallelism divides.
     between_bytes: int | float
     num_kernels: int  # operations that a device starts in a forward
     boundary_bytes: int | float  # bytes of a token between layers
     expert_boundary_bytes: int | float = 0  # bytes of a token on its way to one expert
     weight_bytes: float = 2.0  # bytes of a weight while it is gathered
-    # the part of `elementwise_bytes` that copies, sorts and sums a token's rows for experts
+    # The part of `elementwise_bytes` that copies, sorts and sums a token's rows for experts.
     row_bytes: int | float = 0
     inner_row_bytes: int | float = 0  # the part of `row_bytes` inside of the experts
 

@@ -82,8 +82,8 @@ class Scan:
     length: int  # the number of iterations
     reverse: bool  # whether the iterations run from the last slices to the first
     unroll: int  # number of iterations that are unrolled into one
-    # number of last inputs and outputs that are [length, ...] arrays, of which every iteration
-    # replaces its slice, in place
+    # Number of last inputs and outputs that are [length, ...] arrays, of which every iteration
+    # replaces its slice, in place.
     num_accumulators: int = 0
 
     def run(self, *inputs: Any) -> list[Any]:

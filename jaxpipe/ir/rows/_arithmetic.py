@@ -153,7 +153,7 @@ def _power(step: EquationPair) -> list[Relation]:
             raise MixesRowsError(f"{described(relation)} is taken to the power of {power}")
 
 
-def _without_dims(dim: int, dims: tuple[int, ...]) -> int:
+def without_dims(dim: int, dims: tuple[int, ...]) -> int:
     return dim - sum(other < dim for other in dims)
 
 
@@ -164,7 +164,7 @@ def _reduce_sum(step: EquationPair) -> list[Relation]:
     match relation:
         case Rows(dim, scale, uniform, is_squeezed=False):
             if dim not in axes:
-                return [Rows(_without_dims(dim, axes), scale, uniform)]
+                return [Rows(without_dims(dim, axes), scale, uniform)]
             return [Whole(scale + 1) if uniform else Sum(scale)]
         case Whole() | Sum() | Zero():
             return [relation]
@@ -180,7 +180,7 @@ def _reduce(step: EquationPair) -> list[Relation]:
         return [Whole()]
     uniform = isinstance(relation, Rows) and relation.is_uniform
     if dim not in axes:
-        return [Rows(_without_dims(dim, axes), is_uniform=uniform)]
+        return [Rows(without_dims(dim, axes), is_uniform=uniform)]
     if uniform and step.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
         return [Whole()]
     raise MixesRowsError(f"`{step.name}` goes over rows")

@@ -1,9 +1,9 @@
 """Follows rows through primitives that move entries: shapes, slices, gathers and scatters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ._arithmetic import Rule
+from ._arithmetic import Rule, without_dims
 from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
     MixesRowsError,
@@ -84,39 +84,39 @@ def reshaped(
     return None
 
 
-def _transpose(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, order = step.relations[0], ints(step.params["permutation"])
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False):
-            return [Rows(order.index(dim), scale, uniform)]
-        case Whole() | Sum() | Zero():
-            return [relation]
-    raise MixesRowsError(f"{described(relation)} is transposed")
-
-
-def _squeeze(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, dims = step.relations[0], ints(step.params["dimensions"])
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False) if dim not in dims:
-            return [Rows(dim - sum(d < dim for d in dims), scale, uniform)]
-        case RowIds(dim, None) if dim not in dims:
-            return [RowIds(dim - sum(d < dim for d in dims))]
-        case Whole() | Sum() | Zero():
-            return [relation]
-    raise MixesRowsError("a squeeze drops the dim of rows")
-
-
-def _reverse(step: EquationPair) -> list[Relation]:
+def _moved(step: EquationPair, to: Callable[[int], int | None], reason: str) -> list[Relation]:
+    """Follows a function that moves the dim of rows, or may not be applied to it (None)."""
     step.require_same()
     relation = step.relations[0]
     match relation:
-        case Rows(dim, is_squeezed=False) if dim not in step.params["dimensions"]:
-            return [relation]
+        case Rows(dim, scale, uniform, is_squeezed=False) if (moved := to(dim)) is not None:
+            return [Rows(moved, scale, uniform)]
         case Whole() | Sum() | Zero():
             return [relation]
-    raise MixesRowsError("rows are reversed")
+    raise MixesRowsError(reason)
+
+
+def _transpose(step: EquationPair) -> list[Relation]:
+    order = ints(step.params["permutation"])
+    return _moved(step, order.index, f"{described(step.relations[0])} is transposed")
+
+
+def _squeeze(step: EquationPair) -> list[Relation]:
+    relation, dims = step.relations[0], ints(step.params["dimensions"])
+
+    def to(dim: int) -> int | None:
+        return None if dim in dims else without_dims(dim, dims)
+
+    match relation:
+        case RowIds(dim, None) if (moved := to(dim)) is not None:
+            step.require_same()
+            return [RowIds(moved)]
+    return _moved(step, to, "a squeeze drops the dim of rows")
+
+
+def _reverse(step: EquationPair) -> list[Relation]:
+    dims = step.params["dimensions"]
+    return _moved(step, lambda dim: None if dim in dims else dim, "rows are reversed")
 
 
 def _slice(step: EquationPair) -> list[Relation]:
@@ -183,16 +183,9 @@ def _stack(step: EquationPair) -> list[Relation]:
 
 
 def _unstack(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, axis = step.relations[0], step.params["axis"]
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False) if dim != axis:
-            relation = Rows(dim - (axis < dim), scale, uniform)
-        case Whole() | Sum() | Zero():
-            pass
-        case _:
-            raise MixesRowsError("rows are taken apart")
-    return [relation] * len(step.whole.outvars)
+    axis = step.params["axis"]
+    to = lambda dim: None if dim == axis else without_dims(dim, (axis,))  # noqa: E731
+    return _moved(step, to, "rows are taken apart") * len(step.whole.outvars)
 
 
 def _tile(step: EquationPair) -> list[Relation]:

@@ -22,7 +22,7 @@ class Rows:
 
     dim: int  # the dim of rows. It may have other dims merged into it, behind the rows.
     scale: int = 0  # an exponent of D
-    # whether all blocks are equal, as those of positions that were broadcast
+    # Whether all blocks are equal, as those of positions that were broadcast.
     is_uniform: bool = False
     is_squeezed: bool = False  # whether `part`, of one row, has no dim of rows
 

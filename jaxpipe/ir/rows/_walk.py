@@ -119,11 +119,8 @@ class Walk:
         partner, relation = partners[a.invars[0]]
         shapes: list[Any] = [a.invars[0].aval, a.outvars[0].aval, partner.aval]
         before, shape, one = (aval.shape for aval in shapes)
-        if (
-            a.primitive.name == "reshape"
-            and isinstance(relation, Rows)
-            and not a.params["dimensions"]
-        ):
+        is_reshape = a.primitive.name == "reshape" and not a.params["dimensions"]
+        if is_reshape and isinstance(relation, Rows):
             rows = reshaped(relation, before, shape, one, self.num_blocks)
             return None if rows is None else (partner, rows)
         dim = row_dim(shape, one, self.num_blocks)

@@ -39,10 +39,10 @@ class Lifted:
     """A function of equal layers that runs on parts."""
 
     inputs: tuple[Var, ...]  # the inputs that belong to no layer, in order
-    # the variable of each input of a layer, by kind and name; one of any layer
+    # The variable of each input of a layer, by kind and name; one of any layer.
     slots: Mapping[tuple[str, str], Var]
     outputs: tuple[Atom, ...]  # the results of the function
-    # the array and the layer that each result is; None for results of no layer
+    # The array and the layer that each result is; None for results of no layer.
     out_slots: tuple[LayerSlot | None, ...]
     assignment: Assignment  # the calls, in an order in which they can run
 
@@ -106,7 +106,7 @@ class _LiftedRun:
     layer_ids: LayerIds  # for every kind and part [lead] the layer at each position
     replicate: Callable[[Any], Any]  # returns a small array on all devices
     values: dict[Var, Any] = field(default_factory=dict)  # the value of every variable of no layer
-    # the values of every number that partners share
+    # The values of every number that partners share.
     parts: dict[int, Parts] = field(default_factory=dict)
     whole: dict[int, Parts] = field(default_factory=dict)  # parts of small values on all devices
 

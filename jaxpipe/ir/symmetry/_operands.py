@@ -145,25 +145,21 @@ def _select_branch(index: Any, *choices: Any) -> list[Any]:
 
 def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     """Returns an equation of a graph of a jaxpr as a call."""
-    operation = eqn.operation
-    if not isinstance(operation, PrimitiveCall):
-        name = type(operation).__name__.lower()
-        signature = _signature(operation)
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
-    equation = operation.equation
+    operation, signature = eqn.operation, _signature(eqn.operation)
+    is_primitive = isinstance(operation, PrimitiveCall)
+    name = operation.name if is_primitive else type(operation).__name__.lower()
+    equation = operation.equation if is_primitive else None
     if equation is None:
-        name = operation.name
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, name, operation)
+        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
     variables = iter(eqn.inputs)
     operands = tuple(
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
     )
-    signature = operation.name, _of_params(equation.params)
 
     def run(*operands: Any) -> Sequence[Any]:  # no `partial`: JAX would print all of the jaxpr
         return bind(equation, jaxpr, with_literals=True)(*operands)
 
-    return Call(operation.name, operands, eqn.outputs, run, signature, operation)
+    return Call(name, operands, eqn.outputs, run, signature, operation)
 
 
 def _signature(operation: Any) -> Hashable:

@@ -195,22 +195,13 @@ def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eq
         permutation = eqn.operation.params.get("permutation", ())[num_dims:]
         if permutation:
             permutation = tuple(dim - num_dims for dim in permutation)
-            move = PrimitiveCall(
-                "transpose", partial(_transpose, permutation), {"permutation": permutation}
-            )
+            transpose = lambda x, order=permutation: [jnp.transpose(x, order)]  # noqa: E731
+            move = PrimitiveCall("transpose", transpose, {"permutation": permutation})
         else:
-            move = PrimitiveCall("reshape", partial(_reshape, shape))
+            move = PrimitiveCall("reshape", lambda x, shape=shape: [jnp.reshape(x, shape)])
         moved = Var(ShapedArray(shape, eqn.outputs[0].aval.dtype))
         yield Eqn(move, (value,), (moved,))
         value = moved
-
-
-def _transpose(permutation: tuple[int, ...], x: Any) -> list[jax.Array]:
-    return [jnp.transpose(x, permutation)]
-
-
-def _reshape(shape: tuple[int, ...], x: Any) -> list[jax.Array]:
-    return [jnp.reshape(x, shape)]
 
 
 def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]:

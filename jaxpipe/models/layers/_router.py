@@ -35,12 +35,12 @@ class RouterSettings:
 
     score_func: str  # `softmax` over the experts, or `sigmoid` of each
     num_chosen: int  # k
-    # whether the shares of a token are normalized to sum to 1 before they are scaled
+    # Whether the shares of a token are normalized to sum to 1 before they are scaled.
     normalized: bool
     scaling_factor: float
     num_groups: int  # G; 1 for no groups
-    # the number of groups from which a token may choose: those with the largest sums of their best
-    # experts
+    # The number of groups from which a token may choose: those with the largest sums of their best
+    # experts.
     num_kept_groups: int
     num_ranking: int = 2  # the number of best experts in these sums: 1 in V2, 2 in V3
 

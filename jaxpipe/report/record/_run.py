@@ -26,7 +26,7 @@ class RunRecord:
     problem: str  # the reason why it cannot, or ""
     steps: list[int]  # the step of each line of `metrics.jsonl`, in order
     series: dict[str, Series]  # every metric by its name
-    # the times and devices of each start of the run; empty for runs of old versions
+    # The times and devices of each start of the run; empty for runs of old versions.
     starts: list[Values]
     saved: list[SavedStep]  # its checkpoints, also quarantined ones
     traces: list[Path]  # the files that `mpmd_trace_step` wrote

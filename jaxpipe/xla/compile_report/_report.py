@@ -36,12 +36,12 @@ class CompileReport:
     num_devices: int
     memory: Memory
     audit: Audit
-    # Floating-point operations of the model per step, over all devices; NaN if they are unknown
+    # Floating-point operations of the model per step, over all devices; NaN if they are unknown.
     model_flops: float
     compile_seconds: float  # seconds for lowering and compiling
     jax_version: str  # the version of JAX that lowered it
     libtpu_version: str  # the version of libtpu that compiled it; "" for another backend
-    # the estimated time of a step; None if the compiler estimates no cycles
+    # The estimated time of a step; None if the compiler estimates no cycles.
     step_time: StepTime | None = None
     tokens: int = 0  # tokens of a step, over all devices; 0 if they are unknown
 

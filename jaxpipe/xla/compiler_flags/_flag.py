@@ -24,10 +24,10 @@ class StepTraits:
     num_microbatches: int = 0  # microbatches of a step; 0 if they are unknown
     program_per_rank: bool = False  # whether ranks run programs of their own
     deterministic: bool = False  # whether results must be equal bit for bit in every run
-    # bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown
+    # Bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown.
     layer_bytes: int = 0
-    # which rows of the table may be set: "all", "quick" for those that do not make compilation
-    # slower, or "none"
+    # Which rows of the table may be set: "all", "quick" for those that do not make compilation
+    # slower, or "none".
     default_flags: Literal["all", "quick", "none"] = "all"
 
 
@@ -49,13 +49,13 @@ class CompilerFlag:
     value: str | Callable[[StepTraits], str]  # its value, or a function that returns it
     platform: str  # the platform whose compiler has the flag
     reason: str  # why it is set, or why it is not
-    # the versions of the compiler that accepted it: of libtpu for TPUs, of JAX for others
+    # The versions of the compiler that accepted it: of libtpu for TPUs, of JAX for others.
     accepted_by: tuple[str, ...]
-    # whether a step of these traits is compiled with the flag
+    # Whether a step of these traits is compiled with the flag.
     is_default: Predicate = lambda traits: True
-    # the kinds of devices that it is meant for; () for all of the platform
+    # The kinds of devices that it is meant for; () for all of the platform.
     device_kinds: tuple[str, ...] = ()
-    # whether it is set whatever `default_flags` says, because the caller has asked for what it does
+    # Whether it is set whatever `default_flags` says: the caller has asked for what it does.
     is_required: bool = False
     gain: str = ""  # what a measurement says that it changes; "" if nothing was measured
     ran_on_device: bool = False  # whether a program with it has run on a device of the platform

@@ -21,8 +21,8 @@ MEMORY_FACTOR = 1.03
 class ProbedGroup:
     """A step that was compiled with one group of flags."""
 
-    # the name of the group; "none" for no flags, "defaults" for all that are set, "together" for
-    # all groups that do no harm alone
+    # The name of the group; "none" for no flags, "defaults" for all that are set, "together" for
+    # all groups that do no harm alone.
     name: str
     options: Mapping[str, str]  # options by name
     report: CompileReport | None  # the compiled step; None if the compiler has refused the flags

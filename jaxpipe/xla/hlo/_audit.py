@@ -28,7 +28,7 @@ class CollectiveSite:
     asynchronous: bool  # whether other instructions may run between its start and its end
     beside_product: bool  # whether a matrix product does
     loops: tuple[str, ...]  # names of the loops around it, outermost first
-    # whether it is in a branch; then `executions` counts as if the branch were always taken, unless
+    # Whether it is in a branch; then `executions` counts as if the branch were always taken, unless
     # the conditional is in a name scope `taken_3_of_10`
     conditional: bool
     across_slices: bool  # whether it crosses the network between slices, or between hosts of GPUs

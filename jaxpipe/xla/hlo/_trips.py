@@ -167,14 +167,6 @@ def resolve(
     if opcode in ("add", "subtract"):
         terms = (resolve(scope, operand) for operand in operands)
         return _sum(*terms, sign=-1 if opcode == "subtract" else 1)
-    return _resolve_tuple(scope, instruction, operands, element)
-
-
-def _resolve_tuple(
-    scope: Scope, instruction: Instruction, operands: list[Instruction], element: int | None
-) -> CarryOffset | None:
-    """Returns the value of an instruction that builds a tuple or takes one apart."""
-    opcode = instruction.opcode
     if opcode == "get-tuple-element" and element is None:
         return resolve(scope, operands[0], int(attribute(instruction, "index")))
     if opcode == "tuple" and element is not None:

@@ -11,7 +11,7 @@ class DeviceRates:
     """What one device of JAX does in a second."""
 
     # 1e9 cycles a second of a TensorCore: the peak divided by two operations for every multiplier
-    # of its matrix units
+    # of its matrix units.
     clock_ghz: float
     peak_tflops: float  # 1e12 operations a second of dense matrix products in bfloat16
     link_gb: float  # GB a second of one link to a neighbour, in one direction
