@@ -171,6 +171,7 @@ def translated_shardings(
     replaces `jax.shard_map` with a mesh; it is called with the function, JAX's own result for it,
     and the arguments except `check_vma`.
     """
+    # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
     with _patching:
         _patched += 1

@@ -93,7 +93,7 @@ def fsync(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
-        if path.is_dir():
+        if path.is_dir():  # only a user who can open a folder can flush it
             return
         raise
     try:

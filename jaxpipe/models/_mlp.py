@@ -20,9 +20,9 @@ def mlp_weights(
     """Returns the abstract weights of the MLP.
 
     Args:
-        embed_dim: D.
+        embed_dim: D, the channels between layers.
         mlp_dim: The width of the hidden layer.
-        vocab_size: V.
+        vocab_size: V, the rows of the embedding's table.
         tied: Whether the logits are computed with the embedding's table.
 
     Returns:

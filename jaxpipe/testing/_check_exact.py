@@ -49,12 +49,12 @@ def check_exact(
     so give a small model.
 
     Args:
-        model: The model.
-        params: The user's tree.
+        model: The user's functions, without a pipeline.
+        params: The parameters, in the tree that the functions of `model` read.
         batch: [B, ...] leaves. M is the least number that divides B and suits the schedule, if
             possible not less than the number of ranks.
         ranks: Numbers of ranks; as many devices are needed as the largest.
-        schedules: Names of families.
+        schedules: Names of families in `jaxpipe.schedules`.
         engines: Names of engines. One that runs none of `schedules` is run without a schedule.
         key: The dropout key of the step. None if no function of the model takes one.
         tolerance: The largest relative error that is accepted: the largest difference divided by

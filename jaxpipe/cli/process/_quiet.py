@@ -22,7 +22,7 @@ def set_log_levels(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
-    """Hides what native code writes to standard error, unless it fails with no ValueError."""
+    """Hides what native code writes to standard error, unless it raises more than a ValueError."""
     # libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
     # does not know.
     if verbose:
@@ -36,7 +36,7 @@ def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
         try:
             yield
             is_unexpected = False
-        except ValueError:
+        except ValueError:  # a user's mistake, which says itself what is wrong
             is_unexpected = False
             raise
         finally:

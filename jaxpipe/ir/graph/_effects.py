@@ -7,7 +7,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:
-    """Returns, in backticks, the functions that give a program side effects but for `prints`."""
+    """Returns, in backticks, the functions with side effects of a program; `prints` allows some."""
     refused = [e for e in closed.effects if not _is_allowed(e, prints)]
     if not refused:
         return []

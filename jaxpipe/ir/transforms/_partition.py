@@ -148,7 +148,7 @@ def _assign(
 
 
 def _early(second: Sequence[Eqn], deferred: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """Splits the second half: late equations, and what reads them, cost much or are `deferred`."""
+    """Splits off late equations: those that cost much, or that read late or `deferred` values."""
     late_values = set(deferred)
     early: list[Eqn] = []
     late: list[Eqn] = []

@@ -75,7 +75,7 @@ def route(
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
-    """Returns scores, minus infinity outside the groups of the best `num_ranking` experts."""
+    """Returns scores, minus infinity outside the groups whose best experts add up to most."""
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
     group_scores = jnp.sum(_best(grouped, num_ranking)[0], axis=-1)
     _, best = _best(group_scores, num_kept)

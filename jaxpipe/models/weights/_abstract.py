@@ -81,7 +81,7 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
 
     Args:
         tree: A tree of `Weight`.
-        key: The key.
+        key: Every leaf folds the CRC-32 of its path into it.
 
     Returns:
         A tree of arrays with the shapes and dtypes of the weights.
@@ -113,7 +113,7 @@ def initialize_layers(
 
     Args:
         layer: A tree of `Weight` for one layer.
-        key: The key.
+        key: Every layer folds its index into it, and then its leaves their paths.
         dims: The leading dims of the stack.
         first: The index, in the model, of the first layer of the stack.
         layer_ids: The indices of the layers of a stack in another order; -1 is a padding layer,

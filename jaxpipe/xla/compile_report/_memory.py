@@ -19,7 +19,7 @@ def memory(compiled: Any, platform: str) -> Memory:
     """Returns the memory that a compiled program needs on each device.
 
     Args:
-        compiled: A `jax.stages.Compiled`.
+        compiled: A `jax.stages.Compiled`, of any number of devices.
         platform: The platform of its devices: `tpu`, `gpu` or `cpu`.
 
     Returns:
