@@ -25,8 +25,8 @@ from ._grouped_matmul import GroupedMatmul, ragged_dot
 from ._on_shards import automatic_axes, on_shards
 
 Experts = Callable[[PyTree, Array, Array, Array], Array]
-"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`, with weights `gate` and
-`up` [E, D, F] and `down` [E, F, D]."""
+"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`. Weights are `gate` and
+`up` [E, D, F], and `down` [E, F, D]."""
 
 
 def routed_experts(
