@@ -55,10 +55,7 @@ def chart_data(run: RunRecord, findings: Sequence[Finding]) -> dict[str, Any]:
 
     said = _said_beside_speed(run)
     usual = {name for _, _, names in MAIN_CHARTS for name in names}
-    groups = [
-        *MAIN_CHARTS,
-        *((metric_title(n), "", (n,)) for n in run.series if n not in usual),
-    ]
+    groups = [*MAIN_CHARTS, *((metric_title(n), "", (n,)) for n in run.series if n not in usual)]
     charts = []
     for title, unit, names in groups:
         if recorded := [name for name in names if name in run.series]:

@@ -69,14 +69,12 @@ def pullback(
         leaves, vjp_tree = jax.tree.flatten(vjp)
         return out, leaves
 
-    closed, (out_shape, _) = jax.make_jaxpr(traced, return_shape=True)(
-        weights, x, batch_inputs, rng
-    )
-    num_out = len(jax.tree.leaves(out_shape))
+    closed, (shape, _) = jax.make_jaxpr(traced, return_shape=True)(weights, x, batch_inputs, rng)
+    num_out = len(jax.tree.leaves(shape))
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, batch_inputs, rng)]
     sources = _sources(closed, num_out, sizes)
     saved = [i for i, source in enumerate(sources) if source == "saved"]
-    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(out_shape)
+    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(shape)
     recompute = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
     def forward(weights, x, batch_inputs, rng):

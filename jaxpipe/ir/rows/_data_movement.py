@@ -257,9 +257,7 @@ def _gather(step: EquationPair) -> list[Relation]:
     numbers = step.params["dimension_numbers"]
     rank_out = len(step.shapes_out()[0])
     batch_out = [d for d in range(rank_out) if d not in numbers.offset_dims]
-    pairs = list(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    )
+    pairs = [*zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)]
     match operand, indices:
         case Rows(dim, scale, is_squeezed=False), Rows(at, 0, is_squeezed=True):
             if (dim, at) in pairs and _is_without_row(step, dim, at, batch_out[at]):
@@ -311,9 +309,7 @@ def _is_without_row(step: EquationPair, dim: int, at: int, out: int) -> bool:
         for i, j in zip(a.operand_batching_dims, a.start_indices_batching_dims, strict=True)
         if i != dim
     ]
-    batching_of_part = list(
-        zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True)
-    )
+    batching_of_part = [*zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True)]
     return (
         step.row_dim_out() == out
         and batching_of_part == batching

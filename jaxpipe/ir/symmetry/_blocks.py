@@ -320,9 +320,8 @@ class _BlocksRun:
         of_cond, of_body, state = split_at(operands, ends)
         cond = [to_graph(p["cond_jaxpr"]) for p in (params, others)]
         body = [to_graph(p["body_jaxpr"]) for p in (params, others)]
-        first = list(
-            map(partial(self.if_layers, kind), state, _shapes(body[0].outputs, body[1].outputs))
-        )
+        as_parts = partial(self.if_layers, kind)
+        first = list(map(as_parts, state, _shapes(body[0].outputs, body[1].outputs)))
         return lax.while_loop(
             lambda state: self.graph(cond[0], cond[1], [*of_cond, *state])[0],
             lambda state: self.branch(kind, body[0], body[1], *of_body, *state),

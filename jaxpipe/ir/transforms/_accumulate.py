@@ -149,9 +149,8 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     match eqn.operation:
         case Scan() as loop:
             body = _body_adding(loop.body, eqn, others, gradients, num_dims=1)
-            operation = replace(
-                loop, body=body, num_accumulators=loop.num_accumulators + len(gradients)
-            )
+            count = loop.num_accumulators + len(gradients)
+            operation = replace(loop, body=body, num_accumulators=count)
         case Cond(branches, count):
             bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
             operation = Cond(tuple(bodies), count + len(gradients))

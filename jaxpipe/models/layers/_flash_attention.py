@@ -39,8 +39,7 @@ def cudnn_attention(
     def attend(qkv, segment_ids):
         q, k, v = qkv
         mask = causal_mask(segment_ids) if packed else None
-        attention = jax.nn.dot_product_attention
-        out = attention(
+        out = jax.nn.dot_product_attention(
             *(q, k, as_wide(v, q)), mask=mask, is_causal=True, implementation=implementation
         )
         return out[..., : v.shape[3]]

@@ -67,18 +67,14 @@ def _not_finite(run: RunRecord) -> Iterator[Finding]:
     for name, series in run.series.items():
         steps = series.steps[~np.isfinite(series.values)]
         if len(steps):
-            yield _finding_at_steps(
-                "bad", f"{name} is not a number", steps, "NaN or infinite in {}."
-            )
+            yield _at_steps("bad", f"{name} is not a number", steps, "NaN or infinite in {}.")
 
 
 def _skipped(run: RunRecord) -> Iterator[Finding]:
     if "skipped" in run.series:
         steps = run.series["skipped"].steps[run.series["skipped"].values > 0]
         if len(steps):
-            yield _finding_at_steps(
-                "warning", "Skipped steps", steps, "Weights did not change in {}."
-            )
+            yield _at_steps("warning", "Skipped steps", steps, "Weights did not change in {}.")
 
 
 def _spikes(run: RunRecord) -> Iterator[Finding]:
@@ -86,7 +82,7 @@ def _spikes(run: RunRecord) -> Iterator[Finding]:
         steps = spikes(run.series["loss"])
         if len(steps):
             text = f"The loss left the range of the {_WINDOW} steps before in {{}}."
-            yield _finding_at_steps("warning", "Spikes in the loss", steps, text)
+            yield _at_steps("warning", "Spikes in the loss", steps, text)
 
 
 def _rising(run: RunRecord) -> Iterator[Finding]:
@@ -144,7 +140,7 @@ def _gaps(run: RunRecord) -> Iterator[Finding]:
     if missing > 0:
         after = steps[:-1][np.diff(steps) > 1].tolist()
         first = [0] if steps[0] > 1 else []
-        yield _finding_at_steps(
+        yield _at_steps(
             "warning",
             "Missing lines",
             np.array([*first, *after]),
@@ -167,7 +163,7 @@ def _slow(run: RunRecord) -> Iterator[Finding]:
         f"{lost / float(series.finite.sum()):.1%} of the run."
     )
     level = "warning" if lost > 0.05 * series.finite.sum() else "note"
-    yield _finding_at_steps(level, "Slow steps", series.steps[is_slow], text)
+    yield _at_steps(level, "Slow steps", series.steps[is_slow], text)
 
 
 def _falling(run: RunRecord) -> Iterator[Finding]:
@@ -192,7 +188,7 @@ def _large_bubble(bubble: float | None) -> Iterator[Finding]:
         yield Finding("note", "Large bubble", text)
 
 
-def _finding_at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
+def _at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
     listed_steps: Sequence[int] = steps.tolist()
     listed = ", ".join(map(str, listed_steps[:_MAX_LISTED]))
     more = (

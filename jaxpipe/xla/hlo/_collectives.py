@@ -118,9 +118,8 @@ def _is_continuation(computation: Computation, instruction: Instruction) -> bool
     """Returns whether an earlier fusion has started this collective."""
     if _CHAINED not in instruction.attributes:
         return False
-    starts = [
-        x for x in computation.instructions.values() if '"AsyncCollectiveStart"' in x.attributes
-    ]
+    parts = computation.instructions.values()
+    starts = [x for x in parts if '"AsyncCollectiveStart"' in x.attributes]
     return not any(instruction.name in start.operands for start in starts)
 
 

@@ -155,9 +155,8 @@ def called_computations(instruction: Instruction, name: str) -> list[str]:
 
 def callee(instruction: Instruction) -> str:
     """Returns the computation that a fusion, a call or an asynchronous start runs."""
-    return (
-        called_computations(instruction, "calls") + called_computations(instruction, "to_apply")
-    )[0]
+    calls = called_computations(instruction, "calls")
+    return (calls or called_computations(instruction, "to_apply"))[0]
 
 
 def op_name(instruction: Instruction) -> str:

@@ -110,9 +110,8 @@ def _without_estimate(costs: Sequence[InstructionCost]) -> dict[str, float]:
     for cost in costs:
         scalar = cost.shape.endswith("[]")
         if cost.seconds is None and not scalar:
-            counts[cost.name.split(".")[0] if cost.work == KERNEL else cost.opcode] += (
-                cost.executions
-            )
+            name = cost.name.split(".")[0] if cost.work == KERNEL else cost.opcode
+            counts[name] += cost.executions
     return dict(counts)
 
 
