@@ -6,7 +6,16 @@ from ...devices import Hardware
 from ...schedules import Schedule
 from ..work import LayerWork, ModelWork, flops_per_token
 from ._efficiency import Efficiency, efficiency
-from ._layer_time import ActionSeconds, Device, Seconds, add
+from ._layer_time import (
+    ActionSeconds,
+    Device,
+    Seconds,
+    add,
+    device_parameters,
+    gather_seconds,
+    split_layers,
+    stage_seconds,
+)
 from ._layout import Layout
 from ._network import all_gather_seconds, make_group, make_network, send_seconds
 from ._schedule_time import (
@@ -17,7 +26,6 @@ from ._schedule_time import (
     shorter,
     stages_of,
 )
-from ._stage_time import device_parameters, gather_seconds, split_layers, stage_seconds
 
 KINDS = (
     *("products", "other_compute", "head_and_embedding", "optimizer", "bubble"),
