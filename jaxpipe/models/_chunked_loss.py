@@ -71,7 +71,7 @@ def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(map(split, arrays))
 
 
-def _join(x: Array) -> Array:
-    """Merges [n, b, T / n, ...] chunks into a [b, T, ...] array."""
+def _join(x: Float[Array, "n b t ..."]) -> Float[Array, "b T ..."]:
+    """Merges the chunks that `_split` has made."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

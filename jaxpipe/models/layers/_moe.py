@@ -91,7 +91,11 @@ def moe(
 
 
 def _route(
-    router: RouterSettings, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
+    router: RouterSettings,
+    matrix: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None,
+    x: Float[Array, "b T D"],
+    batch_inputs: PyTree,
 ) -> Routing:
     # Computed in float32: a rounded score may choose another expert.
     x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)

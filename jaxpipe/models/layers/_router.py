@@ -83,7 +83,9 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _best(scores: Array, count: int) -> tuple[Array, Array]:
+def _best(
+    scores: Float[Array, "*dims n"], count: int
+) -> tuple[Float[Array, "*dims k"], Int[Array, "*dims k"]]:
     """Returns the largest scores of the last dim in descending order, and their indices."""
     # XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
     # computes its own. It sorts for `top_k` too, unless there are a thousand scores.
@@ -95,7 +97,9 @@ def _best(scores: Array, count: int) -> tuple[Array, Array]:
     return -negated[..., :count], where[..., :count]
 
 
-def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:
+def _over_rows(
+    choices: Float[Array, " E"], num_real: Int[Array, ""], weight: Float[Array, ""]
+) -> tuple[Float[Array, " E"], Float[Array, ""], Float[Array, ""]]:
     """Returns the load, the number of tokens and the weight of the whole microbatch."""
     # All are summed over the devices as one vector. JAX would move a separate sum of the number and
     # the weight, the same in all layers, out of the loop over layers. XLA:CPU (jaxlib 0.10) does
