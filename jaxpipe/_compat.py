@@ -25,24 +25,16 @@ from .sharding.specs import with_axis_type
 
 
 def splash_aborts_in_pipelines() -> bool:
-    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a rematerialized tick.
-
-    It does in jax 0.10 with the Shardy partitioner, its default (`target.IsManualSubgroup() ==
-    sharding().IsManualSubgroup()`), and no longer in 0.11.
-    """
+    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a rematerialized tick."""
+    # In jax 0.10 with the Shardy partitioner, its default, `target.IsManualSubgroup() ==
+    # sharding().IsManualSubgroup()` fails; no longer in 0.11.
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return jax.__version_info__ < (0, 11) and shardy
 
 
 def import_pallas_gpu_attention() -> tuple[Any, Any]:
-    """Imports JAX's Pallas flash attention for GPUs.
-
-    jax 0.12 warns at the import that the module is deprecated in favour of the package tokamax,
-    which JAX does not install. Its code is the same as before.
-
-    Returns:
-        (`BlockSizes`, `mha`) of `jax.experimental.pallas.ops.gpu.attention`.
-    """
+    """Imports `BlockSizes` and `mha` of JAX's Pallas flash attention for GPUs."""
+    # jax 0.12 warns that the module is deprecated in favour of tokamax, which JAX does not install.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
@@ -50,22 +42,15 @@ def import_pallas_gpu_attention() -> tuple[Any, Any]:
 
 
 def import_pallas_triton() -> Any:
-    """Imports Pallas's dialect of Triton, which GPUs alone need and which takes a second.
-
-    Returns:
-        The module, with `load`, `store` and `CompilerParams`.
-    """
+    """Imports Pallas's dialect of Triton, which GPUs alone need and which takes a second."""
     from jax.experimental.pallas import triton
 
     return triton
 
 
 def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Returns an array of arbitrary values, which no device fills if that can be.
-
-    XLA:GPU cannot split an unfilled array over automatic axes: every device would have all of it.
-    There the values are zeros.
-    """
+    """Returns an array of arbitrary values, which no device fills if that can be avoided."""
+    # XLA:GPU cannot split an unfilled array over automatic axes: every device would have all of it.
     mesh = jax.sharding.get_abstract_mesh()
     if platform() == "gpu" and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
         return jax.numpy.zeros(shape, dtype)
@@ -84,37 +69,26 @@ def nan_errors() -> tuple[type[Exception], ...]:
 
 
 def trace_settings() -> Hashable:
-    """Returns the settings of JAX in this context that affect how a function is traced.
-
-    These are the settings by which `jax.jit` keeps traces apart, such as `jax.enable_x64`, except
-    for the mesh in context.
-    """
+    """Returns the settings, without the mesh in context, by which `jax.jit` keeps traces apart."""
     names = config.trace_context_names()
     values = zip(names, config.trace_context(), strict=True)
     return tuple(x for name, x in values if not name.endswith("mesh_context_manager"))
 
 
 def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
-    """Returns the partition spec of a compiled program's sharding.
-
-    JAX returns no `NamedSharding` if it cannot tell which mesh the compiler's choice is for.
-
-    Returns:
-        The spec, whose axes are those of `mesh`.
-    """
+    """Returns the partition spec, on the axes of `mesh`, of a compiled program's sharding."""
     if isinstance(sharding, NamedSharding):
         return sharding.spec
+    # JAX returns no `NamedSharding` if it cannot tell which mesh the compiler's choice is for.
     over_devices = sharding._to_xla_hlo_sharding(mesh.devices.ndim)
     return sharding_impls.parse_flatten_op_sharding(over_devices, mesh)[0]
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of consts and carries among the inputs of a `lax.scan` equation.
-
-    The other inputs are the xs. jax 0.12 stores trees of the inputs instead of these numbers.
-    """
+    """Returns the numbers of consts and carries among the inputs of a `lax.scan` equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
+    # jax 0.12 stores trees of the inputs instead.
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
 
@@ -122,20 +96,13 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 def load_on_devices(
     compiled: Any, source_devices: Sequence[Any], target_devices: Sequence[Any]
 ) -> Any:
-    """Loads a compiled program on other devices of the same kind, if that is possible.
-
-    JAX can save programs and load them again for the same devices. This function lets other devices
-    replace the saved ones, also in the compiler's own options. A program that JAX has loaded from
-    its persistent cache cannot be saved again on CPU (`Function wrapped_broadcast not found` when
-    it runs). So with a cache the function returns None, and another compilation finds its program
-    in the cache.
-
-    Returns:
-        The compiled program on `target_devices`, or None if the program cannot be loaded on them.
-    """
+    """Loads a compiled program on other devices of the same kind; returns None if it cannot."""
+    # A program that JAX has loaded from its persistent cache cannot be saved again on CPU
+    # (`Function wrapped_broadcast not found` when it runs). Another compilation finds it in the
+    # cache.
     if getattr(jax.config, "jax_compilation_cache_dir", None):
         return None
-    try:
+    try:  # JAX saves programs for the same devices: others replace them, also in compiler options
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
         unpickler = _DeviceUnpickler(
             io.BytesIO(payload), target_devices[0].client, tuple(target_devices)
@@ -153,21 +120,15 @@ def load_on_devices(
 
 
 def distributed_state() -> Any:
-    """Returns the state of `jax.distributed`, with `client` and `coordinator_address`.
-
-    The client is the key-value store, or None before `jax.distributed` is initialised.
-    """
+    """Returns the state of `jax.distributed`, whose `client` is None until it is initialised."""
     return distributed.global_state
 
 
 def batched_device_put(
     shardings: Sequence[Sharding],
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """Returns a function that moves arrays to other devices, like `jax.device_put`.
-
-    It takes a third of the time of `jax.device_put`, because it omits the checks. If this version
-    of JAX does not support that, it calls `jax.device_put`.
-    """
+    """Returns a function that moves arrays to devices as `jax.device_put` does, unchecked."""
+    # This takes a third of the time of `jax.device_put`.
     try:
         copy = xla_client.batched_copy_array_to_devices_with_sharding
         semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
@@ -202,22 +163,15 @@ _patched = 0
 
 @contextmanager
 def translated_shardings(
-    translate: Callable[[NamedSharding], NamedSharding],
-    nest: Callable[..., Callable] | None = None,
+    translate: Callable[[NamedSharding], NamedSharding], nest: Callable[..., Callable] | None = None
 ) -> Iterator[None]:
     """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 
-    JAX has no public interface for this: `jax.lax.with_sharding_constraint`,
-    `jax.sharding.reshard`, `out_sharding=` and the shardings of `jax.jit` refuse a mesh that is not
-    the one in context. So the functions that implement them, which a user's import cannot bypass,
-    are wrapped while any thread is inside this context. They translate in these threads only.
-
-    Args:
-        translate: Returns a sharding in terms of the current context, or the same object if it
-            needs no translation.
-        nest: Replaces `jax.shard_map` with a mesh. It takes the function, JAX's own result for it,
-            and the arguments of `jax.shard_map` except `check_vma`. None does not replace it.
+    `translate` returns a sharding in terms of the current context, or the same object. `nest`
+    replaces `jax.shard_map` with a mesh; it is called with the function, JAX's own result for it,
+    and the arguments except `check_vma`.
     """
+    # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
     with _patching:
         _patched += 1
@@ -237,11 +191,7 @@ def translated_shardings(
 
 
 def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
-    """Replaces an attribute.
-
-    Returns:
-        (owner, name, old value). The old value is None if the attribute was inherited.
-    """
+    """Replaces an attribute; returns (owner, name, old value), None for an inherited one."""
     old = vars(owner).get(name)
     setattr(owner, name, new)
     return owner, name, old
@@ -249,6 +199,9 @@ def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
 
 def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     """Returns the attributes of JAX's modules to replace: (owner, name, new value)."""
+    # `jax.lax.with_sharding_constraint`, `jax.sharding.reshard`, `out_sharding=` and the shardings
+    # of `jax.jit` refuse a mesh that is not the one in context, and JAX has no public interface to
+    # change that. A user's import cannot bypass the functions that implement them.
     canonicalize = sharding_impls.canonicalize_sharding
     users = [
         module

@@ -7,7 +7,8 @@ flushed to the disk too. A symbolic link is replaced by the new file, and not fo
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _UNSUPPORTED_SYNC = (
@@ -25,28 +26,28 @@ PATH_ERRORS = (
 
 
 class DiskError(RuntimeError):
-    """Error of a file that could not be written because the disk is full or fails.
-
-    The path of the file is not the reason.
-    """
+    """Error of a file that could not be written because the disk is full or fails."""
 
 
 def failed_write(message: str, error: OSError) -> ValueError | DiskError:
-    """Returns the error to raise for a file that could not be written.
-
-    Returns:
-        A `ValueError` if the path is wrong, else a `DiskError`.
-    """
+    """Returns the error of a failed write: `ValueError` if the path is wrong, else `DiskError`."""
     return (ValueError if error.errno in PATH_ERRORS else DiskError)(message)
+
+
+@contextmanager
+def failing_writes(what: str, advice: str) -> Iterator[None]:
+    """Raises `failed_write` for an OSError inside: `what` failed, the system's reason, `advice`."""
+    try:
+        yield
+    except OSError as error:
+        raise failed_write(f"{what}: {error.strerror}. {advice}", error) from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes a whole file, and replaces a file of this name.
 
-    Raises:
-        OSError: If the file cannot be written. The error names `path`, not the temporary file. The
-            file then has its old content. Only if the disk fails while the folder is flushed, the
-            file may have either content, and a power loss may restore the old one.
+    After an OSError, which names `path`, the file has its old content. Only if the disk fails while
+    the folder is flushed, it may have either content, and a power loss may restore the old one.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     new = path.with_name(f".{path.name}.new")
@@ -67,14 +68,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def write_output(path: Path, content: str) -> None:
-    """Writes an output that the user asked for to a file, a device or a pipe.
-
-    A regular file is written whole, by `write_file`.
-
-    Raises:
-        OSError: If it cannot be written, or `path` is a pipe without a reader. A file then has its
-            old content.
-    """
+    """Writes an output that the user asked for to a file (as `write_file`), a device or a pipe."""
     try:
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -89,33 +83,17 @@ def write_output(path: Path, content: str) -> None:
 
 
 def rename(source: Path, destination: Path) -> None:
-    """Renames a file or a folder so that the new name survives a power loss.
-
-    The content must be on the disk already.
-
-    Raises:
-        OSError: If the system refuses to rename it, or the disk fails while the folder is flushed.
-            In the second case it has been renamed.
-    """
+    """Renames a file or a folder that is on the disk so that the new name survives a power loss."""
     os.rename(source, destination)
     fsync(destination.parent)
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or a folder to the disk, as far as the file system can.
-
-    Args:
-        path: The file or folder. A folder that this user may write to but not read is skipped: only
-            a user who can open it can flush it.
-
-    Raises:
-        OSError: If a file cannot be opened, or the disk fails. The error names `path`.
-        PermissionError: If this user may not read a file.
-    """
+    """Flushes a file or a folder to the disk, as far as the file system can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
-        if path.is_dir():
+        if path.is_dir():  # only a user who can open a folder can flush it
             return
         raise
     try:
@@ -135,11 +113,7 @@ def _force(descriptor: int) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flushes a folder and all its files and folders to the disk.
-
-    Raises:
-        OSError: If a file cannot be opened, or the disk fails.
-    """
+    """Flushes a folder and all its files and folders to the disk."""
     for inner, _, names in os.walk(folder, topdown=False):
         for name in names:
             fsync(Path(inner, name))

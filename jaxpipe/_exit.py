@@ -21,14 +21,9 @@ def exit_immediately(code: int = EXIT_CODE) -> NoReturn:
 
 
 def on_abort(say: Callable[[], None]) -> None:
-    """Registers a function that runs when the C library's `abort` is called.
-
-    JAX calls `abort` as soon as process 0 is gone (`client.h: Terminating process`), from its own
-    thread. Handlers of the `signal` module would run after the process has ended.
-
-    Args:
-        say: The function. It runs after all functions that were registered before it.
-    """
+    """Registers a function that runs, after those registered before, when C's `abort` is called."""
+    # JAX calls `abort` as soon as process 0 is gone (`client.h: Terminating process`), from its own
+    # thread. Handlers of the `signal` module would run after the process has ended.
     _abort_callbacks.append(say)
     if len(_abort_callbacks) > 1:
         return

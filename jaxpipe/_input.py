@@ -21,12 +21,7 @@ _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def short_repr(value: object, most: int = 160) -> str:
-    """Returns the `repr` of a value, shortened if it is long.
-
-    Args:
-        most: The largest number of characters of a string in it. The whole text has at most about
-            four times as many.
-    """
+    """Returns the `repr` of a value, in which strings have at most `most` characters."""
     short = _Repr()
     short.maxstring = short.maxother = short.maxlong = most
     text = short.repr(value)
@@ -35,8 +30,8 @@ def short_repr(value: object, most: int = 160) -> str:
 
 def short_list(names: Iterable[str]) -> str:
     """Returns the first eight names with commas between them, or "none" if there are no names."""
-    found = [short_repr(name) for name in islice(names, 9)]
-    return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])]) or "none"
+    shown = [short_repr(name) for name in islice(names, 9)]
+    return ", ".join([*shown[:8], *(["..."] if len(shown) > 8 else [])]) or "none"
 
 
 def shorten(text: str, most: int) -> str:
@@ -48,27 +43,12 @@ def shorten(text: str, most: int) -> str:
 
 
 def clause(error: object, most: int = 500) -> str:
-    """Returns the message of another library's error as a part of a sentence of ours.
-
-    Args:
-        most: The number of characters beyond which the middle of the message is left out.
-
-    Returns:
-        The message on one line, without the full stop at its end.
-    """
+    """Returns another library's error on one line without full stop, as a part of our sentence."""
     return shorten(" ".join(str(error).split()), most).rstrip(" .:;,")
 
 
 def plain_text(value: str) -> str:
-    """Returns a name or path unchanged, if it is plain text.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: If it has control characters, or bytes that are not UTF-8. The error is for
-            pydantic, which adds the key and the value to the message.
-    """
+    """Returns a name or path, if it has no control characters; the error is for pydantic."""
     if _CONTROL_CHARACTERS.search(value):
         raise ValueError("Input should be UTF-8 text without control characters")
     return value
@@ -80,12 +60,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
-    """Returns the content of a regular file.
-
-    Raises:
-        ValueError: If it does not exist, cannot be read, is a folder, a device or a pipe, or is
-            too large; the message begins with the file's name.
-    """
+    """Returns the content of a regular file. A ValueError begins with the file's name."""
     name = os.fspath(path)
     try:
         mode = os.stat(path).st_mode
@@ -108,12 +83,7 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
-    """Returns the text of a regular file that holds UTF-8. A byte order mark is left out.
-
-    Raises:
-        ValueError: If the file does not exist, cannot be read, is a folder, a device or a pipe, is
-            too large, or is not UTF-8; the message begins with the file's name.
-    """
+    """Returns the text of a regular UTF-8 file without byte order mark, as `read_bytes`."""
     data = read_bytes(path, most_bytes=most_bytes)
     try:
         return data.decode("utf-8-sig")
@@ -126,11 +96,7 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, nests too deeply, or has a number of more than 4300 digits.
-    """
+    """Returns the value of a JSON text; `where` begins the message of a ValueError."""
     try:
         return json.loads(text)
     except RecursionError:

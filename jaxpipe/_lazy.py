@@ -17,12 +17,7 @@ from collections.abc import Callable
 
 
 def names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package, from the imports in its source.
-
-    Args:
-        package: The name of the package. Names that it imports relatively, and that do not begin
-            with an underscore, are its lazy names.
-    """
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package, from imports in its source."""
     module = sys.modules[package]
     origins = {
         alias.asname or alias.name: ("." * node.level + (node.module or ""), alias.name)

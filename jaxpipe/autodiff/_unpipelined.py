@@ -9,29 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _compat
-from .staged_model import (
-    Aux,
-    StagedModel,
-    accum_dtype,
-    combine_losses,
-    fold_in_microbatch,
-    total,
-)
+from .staged_model import Aux, StagedModel, accum_dtype, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(
     model: StagedModel, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch, without a pipeline.
-
-    Args:
-        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
-        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
-
-    Returns:
-        ((loss, metrics), gradients like `weights`). Gradients are summed in float32 if the
-        weights are narrower, and have the weights' dtype.
 
     Example:
         >>> model = StagedModel(
@@ -62,11 +46,6 @@ def value(
     model: StagedModel, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
-
-    Args:
-        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
-        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Example:
         >>> model = StagedModel(

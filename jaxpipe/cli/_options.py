@@ -1,13 +1,16 @@
-"""Parses the values of options, within bounds and with short errors."""
+"""Parses options, and the settings `[CONFIG.yml ...] [key=value ...]` of a run."""
 
 import argparse
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._input import short_repr, shorten
+from .._input import is_file, short_repr, shorten
+
+if TYPE_CHECKING:  # slow imports happen when a command runs
+    from ..train import Config
 
 _MAX_MESSAGE = 2000
 
@@ -27,40 +30,24 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def bounded_integer(least: int, most: int) -> Callable[[str], int]:
-    """Returns a function that parses an option, an integer from `least` to `most`.
-
-    Returns:
-        A function for the argument `type` of `add_argument`.
-    """
+    """Returns a parser of options that are integers from `least` to `most`."""
     return _bounded(int, "an integer", least, most)
 
 
 def bounded_float(least: float, most: float) -> Callable[[str], float]:
-    """Returns a function that parses an option, a number from `least` to `most`.
-
-    Returns:
-        A function for the argument `type` of `add_argument`.
-    """
+    """Returns a parser of options that are numbers from `least` to `most`."""
     return _bounded(float, "a number", least, most)
 
 
 def text(value: str) -> str:
-    """Reads an option that is a name.
-
-    Raises:
-        ArgumentTypeError: If it is empty, too long, or not printable.
-    """
+    """Reads an option that is a name: printable text."""
     if not value or len(value) > 4096 or not value.isprintable():
         raise argparse.ArgumentTypeError(f"{short_repr(value)}. Give printable text.")
     return value
 
 
 def path(value: str) -> Path:
-    """Reads an option that is a path.
-
-    Raises:
-        ArgumentTypeError: If it is empty, is not UTF-8, or has a null character.
-    """
+    """Reads an option that is a path."""
     try:
         os.fsencode(value).decode("utf-8")
     except UnicodeError:
@@ -83,3 +70,33 @@ def _bounded(kind: Callable[[str], Any], name: str, least: float, most: float) -
         return value
 
     return read
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the positional arguments to the parser of a command."""
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="CONFIG.yml | key=value",
+        help="files of settings, or single settings; `jaxpipe train --keys` lists all of them",
+    )
+
+
+def read_settings(settings: list[str]) -> "Config":
+    """Reads settings; pairs win over files."""
+    from ..models import PRESETS
+    from ..train import load_config
+
+    files = [text for text in settings if is_config_file(text)]
+    overrides = [text for text in settings if text not in files]
+    return load_config(files, overrides, presets=PRESETS)
+
+
+def is_config_file(text: str) -> bool:
+    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not."""
+    from ..train import Config
+
+    key, equals, _ = text.partition("=")
+    is_pair = bool(equals) and (key in Config.model_fields or key.isidentifier())
+    is_known = key in Config.model_fields or not is_file(text)
+    return text.endswith((".yml", ".yaml")) and not (is_pair and is_known)

@@ -5,7 +5,7 @@ Bandwidths are of one direction, in bytes a second, of one device as JAX counts 
 
 from dataclasses import dataclass
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -116,91 +116,10 @@ _INT8 = (("int8", 2.0),)
 _HOPPER = (("int8", 2.0), ("fp8", 2.0))
 _BLACKWELL = (("int8", 2.0), ("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 4.0))
 _BLACKWELL_ULTRA = (("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 6.0))  # few units for int8
+# Seconds of a small message over links and over the network; on GPUs by NCCL. They are ours.
 _TPU_LATENCY = (1e-6, 2e-5)
 _GPU_LATENCY = (3e-6, 1e-5)
-_CHIPS_PER_TPU_HOST = 4
-
-
-def _tpu(
-    kind: str,
-    device_kinds: tuple[str, ...],
-    peak_tflops: float,
-    memory_gib: int,
-    memory_gb: float,
-    link_gb: float,
-    network_gb: float,
-    slice_devices: int,
-    torus_axes: int,
-    clock_ghz: float,
-    vmem_mib: int,
-    *,
-    sparse_cores: int = 0,
-    cores_per_chip: int = 1,
-    devices_per_chip: int = 1,
-    factors: tuple[tuple[str, float], ...] = (),
-    aliases: tuple[str, ...] = (),
-) -> Hardware:
-    """Returns a TPU; the page of its kind has all figures but latencies, which are ours."""
-    return Hardware(
-        kind,
-        device_kinds,
-        peak_tflops,
-        memory_gib * _GIB,
-        1e9 * memory_gb,
-        1e9 * link_gb,
-        1e9 * network_gb,
-        _CHIPS_PER_TPU_HOST * devices_per_chip,
-        slice_devices,
-        *_TPU_LATENCY,
-        torus_axes,
-        factors,
-        f"docs.cloud.google.com/tpu/docs/{kind}",
-        kind,
-        aliases,
-        devices_per_chip,
-        cores_per_chip,
-        clock_ghz,
-        vmem_mib * 2**20,
-        sparse_cores,
-    )
-
-
-def _gpu(
-    kind: str,
-    device_kind: str,
-    peak_tflops: float,
-    memory_gib: int,
-    memory_gb: float,
-    link_gb: float,
-    network_gb: float,
-    domain: int,
-    factors: tuple[tuple[str, float], ...],
-    page: str,
-    *,
-    chip: str = "",
-    boards: tuple[tuple[str, float], ...] = (),
-    target: GpuTarget | None = None,
-) -> Hardware:
-    """Returns a GPU; latencies are those of a small NCCL message, which are ours."""
-    return Hardware(
-        kind,
-        (device_kind,),
-        peak_tflops,
-        memory_gib * _GIB,
-        1e9 * memory_gb,
-        1e9 * link_gb,
-        1e9 * network_gb,
-        8 if domain == 8 else 4,  # DGX and HGX; trays of a rack have 4
-        domain,
-        *_GPU_LATENCY,
-        0,
-        factors,
-        f"nvidia.com/en-us/data-center/{page}",
-        chip or kind,
-        peaks_of_boards=boards,
-        gpu_target=target,
-    )
-
+_TPU_PAGES, _GPU_PAGES = "docs.cloud.google.com/tpu/docs/", "nvidia.com/en-us/data-center/"
 
 # As XLA has them in xla/backends/gpu/target_config/specs, where it has read them from devices.
 _AMPERE_TARGET = (8, 108, 64, 167_936, 166_912, 1.41)
@@ -216,43 +135,51 @@ _B200_TARGET = GpuTarget(
 
 # fmt: off
 _TPUS = (
-    # Names, peak, GiB, GB/s of memory, GB/s of links along one axis of the torus (two links, one
-    # direction each), GB/s of the data centre's network, devices of the largest slice, axes of the
-    # torus, clock, MiB of a core's vector memory (jax 0.11.2, jax/_src/tpu_info.py). Where a page
-    # has no figure of the network, a v5e has half of a v5p's, the others have it. XLA runs no
-    # collective on the SparseCores of a v4.
-    _tpu("v4", ("TPU v4",), 275.0, 32, 1228.0, 100.0, 6.25, 4096, 3, 1.05, 16, cores_per_chip=2),
-    _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16, 819.0, 100.0, 3.125, 256, 2, 1.5, 128,
-         factors=_INT8, aliases=("v5litepod",)),
-    _tpu("v5p", ("TPU v5", "TPU v5p"), 459.0, 95, 2765.0, 200.0, 6.25, 6144, 3, 1.75, 64,
-         factors=_INT8, sparse_cores=4, cores_per_chip=2),
-    _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32, 1638.0, 200.0, 6.25, 256, 2, 1.75, 128,
-         factors=_INT8, sparse_cores=2, aliases=("v6litepod",)),
+    # Names, peak, bytes and bandwidth of memory, of links along one axis of the torus (two links,
+    # one direction each) and of the data centre's network, devices of a host of 4 chips and of the
+    # largest slice, latencies, axes of the torus, clock, a core's vector memory (jax 0.11.2,
+    # jax/_src/tpu_info.py). Where a page has no figure of the network, a v5e has half of a v5p's,
+    # the others have it. XLA runs no collective on the SparseCores of a v4.
+    Hardware("v4", ("TPU v4",), 275.0, 32 * _GIB, 1228e9, 100e9, 6.25e9, 4, 4096, *_TPU_LATENCY, 3,
+             (), _TPU_PAGES + "v4", "v4", cores_per_chip=2, clock_ghz=1.05, vmem_bytes=16 * _MIB),
+    Hardware("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16 * _GIB, 819e9, 100e9, 3.125e9, 4, 256,
+             *_TPU_LATENCY, 2, _INT8, _TPU_PAGES + "v5e", "v5e", ("v5litepod",), clock_ghz=1.5,
+             vmem_bytes=128 * _MIB),
+    Hardware("v5p", ("TPU v5", "TPU v5p"), 459.0, 95 * _GIB, 2765e9, 200e9, 6.25e9, 4, 6144,
+             *_TPU_LATENCY, 3, _INT8, _TPU_PAGES + "v5p", "v5p", cores_per_chip=2, clock_ghz=1.75,
+             vmem_bytes=64 * _MIB, sparse_cores=4),
+    Hardware("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32 * _GIB, 1638e9, 200e9, 6.25e9, 4, 256,
+             *_TPU_LATENCY, 2, _INT8, _TPU_PAGES + "v6e", "v6e", ("v6litepod",), clock_ghz=1.75,
+             vmem_bytes=128 * _MIB, sparse_cores=2),
     # A chip is two devices, which share its links and its network: its page has 2307 and 192 GiB.
-    _tpu("tpu7x", ("TPU7x",), 1153.5, 96, 3690.0, 100.0, 6.25, 18432, 3, 2.2, 64,
-         factors=(("fp8", 2.0),), sparse_cores=4, cores_per_chip=2, devices_per_chip=2,
-         aliases=("v7x",)),
+    Hardware("tpu7x", ("TPU7x",), 1153.5, 96 * _GIB, 3690e9, 100e9, 6.25e9, 8, 18432,
+             *_TPU_LATENCY, 3, (("fp8", 2.0),), _TPU_PAGES + "tpu7x", "tpu7x", ("v7x",),
+             devices_per_chip=2, cores_per_chip=2, clock_ghz=2.2, vmem_bytes=64 * _MIB,
+             sparse_cores=4),
 )
 _GPUS = (
-    # Name, peak without sparsity, GiB, GB/s of memory, of NVLink and of the host's adapters per
-    # GPU, GPUs that NVLink joins. The GB of data sheets are nearly the GiB of nvidia-smi; H200 and
-    # B200 have a little less.
-    _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 312.0, 40, 1555.0, 300.0, 25.0, 8, _INT8, "a100",
-         chip="a100", boards=(("NVIDIA A100-PCIE-40GB", 312.0),), target=_A100_40_TARGET),
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312.0, 80, 2039.0, 300.0, 25.0, 8, _INT8,
-         "a100, dgx-a100", boards=(("NVIDIA A100 80GB PCIe", 312.0),), target=_A100_TARGET),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 989.0, 80, 3350.0, 450.0, 50.0, 8, _HOPPER,
-         "h100, dgx-h100", boards=(("NVIDIA H100 PCIe", 756.0),), target=_H100_TARGET),
-    _gpu("h200", "NVIDIA H200", 989.0, 140, 4800.0, 450.0, 50.0, 8, _HOPPER, "h200, dgx-h200",
-         chip="h100", target=_H200_TARGET),
-    _gpu("b200", "NVIDIA B200", 2250.0, 179, 8000.0, 900.0, 50.0, 8, _BLACKWELL, "dgx-b200, hgx",
-         target=_B200_TARGET),
-    _gpu("b300", "NVIDIA B300", 2250.0, 268, 8000.0, 900.0, 100.0, 8, _BLACKWELL_ULTRA,
-         "dgx-b300, hgx"),
-    _gpu("gb200", "NVIDIA GB200", 2500.0, 185, 8000.0, 900.0, 50.0, 72, _BLACKWELL, "gb200-nvl72",
-         chip="b200"),
-    _gpu("gb300", "NVIDIA GB300", 2500.0, 277, 8000.0, 900.0, 100.0, 72, _BLACKWELL_ULTRA,
-         "gb300-nvl72", chip="b300"),
+    # Names, peak without sparsity, bytes and bandwidth of memory, of NVLink and of the host's
+    # adapters per GPU, GPUs of a host (DGX and HGX, or a tray of a rack) and of an NVLink domain.
+    # The GB of data sheets are nearly the GiB of nvidia-smi; H200 and B200 have a little less.
+    Hardware("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312.0, 40 * _GIB, 1555e9, 300e9, 25e9, 8, 8,
+             *_GPU_LATENCY, 0, _INT8, _GPU_PAGES + "a100", "a100",
+             peaks_of_boards=(("NVIDIA A100-PCIE-40GB", 312.0),), gpu_target=_A100_40_TARGET),
+    Hardware("a100", ("NVIDIA A100-SXM4-80GB",), 312.0, 80 * _GIB, 2039e9, 300e9, 25e9, 8, 8,
+             *_GPU_LATENCY, 0, _INT8, _GPU_PAGES + "a100, dgx-a100", "a100",
+             peaks_of_boards=(("NVIDIA A100 80GB PCIe", 312.0),), gpu_target=_A100_TARGET),
+    Hardware("h100", ("NVIDIA H100 80GB HBM3",), 989.0, 80 * _GIB, 3350e9, 450e9, 50e9, 8, 8,
+             *_GPU_LATENCY, 0, _HOPPER, _GPU_PAGES + "h100, dgx-h100", "h100",
+             peaks_of_boards=(("NVIDIA H100 PCIe", 756.0),), gpu_target=_H100_TARGET),
+    Hardware("h200", ("NVIDIA H200",), 989.0, 140 * _GIB, 4800e9, 450e9, 50e9, 8, 8, *_GPU_LATENCY,
+             0, _HOPPER, _GPU_PAGES + "h200, dgx-h200", "h100", gpu_target=_H200_TARGET),
+    Hardware("b200", ("NVIDIA B200",), 2250.0, 179 * _GIB, 8000e9, 900e9, 50e9, 8, 8, *_GPU_LATENCY,
+             0, _BLACKWELL, _GPU_PAGES + "dgx-b200, hgx", "b200", gpu_target=_B200_TARGET),
+    Hardware("b300", ("NVIDIA B300",), 2250.0, 268 * _GIB, 8000e9, 900e9, 100e9, 8, 8,
+             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "dgx-b300, hgx", "b300"),
+    Hardware("gb200", ("NVIDIA GB200",), 2500.0, 185 * _GIB, 8000e9, 900e9, 50e9, 4, 72,
+             *_GPU_LATENCY, 0, _BLACKWELL, _GPU_PAGES + "gb200-nvl72", "b200"),
+    Hardware("gb300", ("NVIDIA GB300",), 2500.0, 277 * _GIB, 8000e9, 900e9, 100e9, 4, 72,
+             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "gb300-nvl72", "b300"),
 )
 # fmt: on
 

@@ -29,11 +29,7 @@ _MAX_RUNS = 100
 
 
 def copy_from_hugging_face(source: Path, config: dict[str, Any], folder: Path) -> list[str]:
-    """Copies the tokenizer and the generation settings of a model into a converted checkpoint.
-
-    Raises:
-        ValueError: If a file has more than 128 MiB.
-    """
+    """Copies the tokenizer and the generation settings of a model into a converted checkpoint."""
     files = {name: source / name for name in (*TOKENIZER_FILES, *GENERATION_FILES)}
     contents = {name: _read(file) for name, file in files.items() if is_file(file)}
     ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
@@ -48,14 +44,9 @@ def copy_from_hugging_face(source: Path, config: dict[str, Any], folder: Path) -
 
 
 def files_to_hugging_face(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Returns the files that belong to the weights of a run or of a converted checkpoint.
-
-    They are those of the converted checkpoint that the run began with. If the run has a tokenizer
-    of its own (`tokenizer_path`), that one is returned alone: nothing else fits its ids.
-
-    Raises:
-        ValueError: If a file is too large, or no YAML or JSON.
-    """
+    """Returns the files that belong to the weights of a run or of a converted checkpoint."""
+    # They are those of the converted checkpoint that the run began with. If the run has a tokenizer
+    # of its own (`tokenizer_path`), that one is returned alone: nothing else fits its ids.
     values = _config_values(source)
     own = Path(str(values.get("tokenizer_path") or ""))
     carried = _find_carried(source)

@@ -24,19 +24,7 @@ from .. import models
 from .._durable import write_file
 from .._input import MEGABYTE, parse_json, read_text
 from ..models.weights import weight_shapes
-from ..train.checkpoint import (
-    WEIGHTS_FOLDER,
-    check_same_leaves,
-    checkpoints_folder,
-    leaf_specs,
-    open_checkpoints,
-    open_checkpoints_read_only,
-    read_metadata,
-    restore_leaf,
-    save_checkpoint,
-    saved_leaf_specs,
-    verified_step,
-)
+from ..train import checkpoint
 from ..train.plan import ModelConfig
 from ._carried import copy_from_hugging_face, files_to_hugging_face
 from .folders import (
@@ -117,10 +105,10 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
     )
     with atomic_folder(destination) as folder:
         metadata = {"model": dataclasses.asdict(sizes), "layers_after": 0}
-        with open_checkpoints(
-            folder / WEIGHTS_FOLDER, max_to_keep=1, asynchronous=False
+        with checkpoint.open_checkpoints(
+            folder / checkpoint.WEIGHTS_FOLDER, max_to_keep=1, asynchronous=False
         ) as checkpoints:
-            save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
+            checkpoint.save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
         text = yaml.safe_dump(values, sort_keys=False)
         write_file(folder / "config.yml", text)
         carried = copy_from_hugging_face(source, config, folder)
@@ -158,11 +146,11 @@ def to_hugging_face(
     Raises:
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
     """
-    folder = checkpoints_folder(source)
+    folder = checkpoint.checkpoints_folder(source)
     carried, token_ids = files_to_hugging_face(source)
-    with open_checkpoints_read_only(folder) as checkpoints:
-        step = verified_step(checkpoints, step, allow_unverified=allow_unverified)
-        metadata = read_metadata(checkpoints, step)
+    with checkpoint.open_checkpoints_read_only(folder) as checkpoints:
+        step = checkpoint.verified_step(checkpoints, step, allow_unverified=allow_unverified)
+        metadata = checkpoint.read_metadata(checkpoints, step)
         layers_after = metadata.get("layers_after", 0)
         block, sizes = read_sizes(metadata["model"])
         config = MODEL_FORMATS[block].write(sizes, max_length)
@@ -176,7 +164,7 @@ def to_hugging_face(
         with atomic_folder(destination) as new:
             tensors = create_files(new, new_tensors, max_shard_bytes)
             for path, slices in parts.items():
-                leaf = restore_leaf(checkpoints, step, f"weights/{path}")
+                leaf = checkpoint.restore_leaf(checkpoints, step, f"weights/{path}")
                 for part in slices:
                     part.tensor_view(map_tensor(tensors[part.tensor], writable=True))[...] = (
                         part.leaf_view(leaf)
@@ -203,10 +191,9 @@ def _read_json_object(file: Path) -> ConfigValues:
 
 def _parse_config(file: Path, config: ConfigValues) -> tuple[str, ModelConfig]:
     try:
-        block, sizes = read_model(config)
+        return read_model(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return block, sizes
 
 
 def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
@@ -296,7 +283,7 @@ class _NotCopied(np.ndarray):
 def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredTensor]) -> PyTree:
     """Loads the weights of an abstract tree into arrays in host memory."""
     shapes = weight_shapes(tree)
-    assert leaf_specs(shapes).keys() == parts.keys()
+    assert checkpoint.leaf_specs(shapes).keys() == parts.keys()
 
     def fill(path: Any, leaf: Any) -> np.ndarray:
         array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
@@ -311,11 +298,12 @@ def _check_saved_leaves(
     checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: ModelConfig, layers_after: int
 ) -> Mapping[str, tuple[tuple[int, ...], str]]:
     """Returns the saved leaf specs, which must be those of the model, all of one dtype."""
-    saved = saved_leaf_specs(checkpoints, step, "weights")
+    saved = checkpoint.saved_leaf_specs(checkpoints, step, "weights")
     dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
-    expected = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
+    weights = canonical_weights(block, sizes, dtype, layers_after)
+    expected = checkpoint.leaf_specs(weight_shapes(weights))
     where = f"{checkpoints.directory} step {step}"
-    check_same_leaves(saved, leaf_specs(expected), where, "The checkpoint is corrupt.")
+    checkpoint.check_same_leaves(saved, expected, where, "The checkpoint is corrupt.")
     return saved
 
 

@@ -1,8 +1,8 @@
 """Models as pure functions, with abstract weights: llama, DeepSeek, and an MLP for tests."""
 
+from ._deepseek import DeepseekConfig as DeepseekConfig
 from ._deepseek import deepseek as deepseek
 from ._deepseek import deepseek_weights as deepseek_weights
-from ._deepseek_config import DeepseekConfig as DeepseekConfig
 from ._flops import matmul_flops_per_token as matmul_flops_per_token
 from ._llama import LlamaConfig as LlamaConfig
 from ._llama import llama as llama

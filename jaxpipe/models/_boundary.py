@@ -18,11 +18,7 @@ _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 
 
 def boundary_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
-    """Returns the abstract weights of embedding and head.
-
-    Returns:
-        `{"embed": {"table"}, "head": {"norm", "logits"}}`. If `tied`, the head has no "logits".
-    """
+    """Returns the abstract weights `{"embed": {"table"}, "head": {"norm", "logits"}}`."""
     D, V = embed_dim, vocab_size
     head = {"norm": scale(D, dtype)}
     if not tied:
@@ -50,26 +46,11 @@ def next_token_loss(
     num_chunks: int = 1,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns this microbatch's contribution to the batch's cross entropy in nats and its accuracy.
+    """Returns this microbatch's share of the batch's cross entropy in nats, and of its metrics.
 
-    Args:
-        boundary: `{"head"}`, and also `"embed"` if the logits are computed with the embedding's
-            table.
-        batch_inputs: `targets` and `target_weights` [b, T].
-        num_chunks: The number of chunks of tokens whose logits are computed one chunk after the
-            other. 1 computes all logits at once.
-        z_loss_multiplier: If it is not 0, the loss also contains this factor times the weighted
-            mean of the squared logsumexp of the logits. That term is the metric `z_loss`.
-
-    Returns:
-        (loss, metrics). Both are sums over tokens weighted by `target_weights`, in float32; the
-        metrics are `accuracy` and, if it is used, `z_loss`.
-
-    Raises:
-        ValueError: If `num_chunks` does not divide T.
-
-    References:
-        Chowdhery et al., 2022, arXiv 2204.02311, section 5.
+    All results are sums over tokens weighted by `target_weights`. `boundary` has "embed" if the
+    logits are computed with its table. With `z_loss_multiplier` the loss also contains that factor
+    times the mean of the squared logsumexp (Chowdhery et al., 2022, arXiv 2204.02311, section 5).
     """
 
     def loss(weights, h, targets, shares):

@@ -17,14 +17,9 @@ are sums over tokens, and only the loss is differentiable."""
 
 
 def in_chunks(loss: Loss, num_chunks: int) -> Loss:
-    """Returns `loss`, computed for T / n tokens of every sequence at a time.
-
-    The forward pass computes the gradients together with the loss, so logits are computed once. The
-    gradients of the weights are accumulated in float32.
-
-    Returns:
-        A function with the contract of `loss`. It raises a `ValueError` if n does not divide T.
-    """
+    """Returns `loss`, computed for T / n tokens of every sequence at a time."""
+    # The forward pass computes the gradients together with the loss, so logits are computed once.
+    # The gradients of the weights are accumulated in float32.
 
     @jax.custom_vjp
     def loss_in_chunks(weights, h, targets, shares):
@@ -68,11 +63,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
 
 
 def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
-    """Splits arrays into chunks of every n-th token, so that a sharding of T is preserved.
-
-    Returns:
-        [n, b, T / n, ...] arrays of [b, T, ...] arrays.
-    """
+    """Splits [b, T, ...] arrays into chunks [n, b, T / n, ...] of every n-th token."""
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, n, *x.shape[2:]), 2, 0)
@@ -80,7 +71,7 @@ def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(map(split, arrays))
 
 
-def _join(x: Array) -> Array:
-    """Merges [n, b, T / n, ...] chunks into a [b, T, ...] array."""
+def _join(x: Float[Array, "n b t ..."]) -> Float[Array, "b T ..."]:
+    """Merges the chunks that `_split` has made."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -7,7 +7,7 @@ are not counted.
 D embed, F width of an MLP, H query heads, K key and value heads, C channels of a head, V vocab.
 """
 
-from ._deepseek_config import DeepseekConfig
+from ._deepseek import DeepseekConfig
 from ._llama import AttentionSizes, LlamaConfig
 from .layers._latent_attention import LatentAttentionSettings
 from .layers._moe import MoeSettings

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
@@ -22,6 +21,7 @@ from .layers._attention import Attention, attend_to_past
 from .layers._common import (
     ACTIVATION,
     HEADS,
+    Frequencies,
     Rope,
     dropout,
     name_qkv,
@@ -36,19 +36,12 @@ from .weights._abstract import matrix, scale, stack_weights
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of grouped-query attention.
+    """Sizes of grouped-query attention."""
 
-    Attributes:
-        embed_dim: D.
-        num_query_heads: H.
-        num_kv_heads: K.
-        head_dim: C.
-    """
-
-    embed_dim: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
+    embed_dim: int  # D
+    num_query_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # C
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ class LlamaConfig:
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
     @property
-    def frequencies(self) -> Float[np.ndarray, " half"]:
+    def frequencies(self) -> Frequencies:
         """Returns the rotary angles per position of each pair of channels, in radians."""
         stretch = self.llama31_rope_factor if self.rope_type == "llama3.1" else 1.0
         return rope_frequencies(self.head_dim, self.rope_max_timescale, llama31_factor=stretch)
@@ -243,14 +236,7 @@ def llama(
 
 
 def _of_slices_too(run: Callable, attention: Attention) -> Callable:
-    """Returns a layer of whole sequences, which also takes `(batch_inputs, past)` of a slice.
-
-    Args:
-        run: `(weights, x, batch_inputs, key, attend) -> y` with `attend(q, k, v, segment_ids)`.
-
-    Returns:
-        `(weights, x, batch_inputs, key) -> (y, {})`; of a slice `-> (y, ({}, past))`.
-    """
+    """Returns a layer of whole sequences, which also takes `(batch_inputs, past)` of a slice."""
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
         if not isinstance(batch_inputs, tuple):

@@ -20,9 +20,9 @@ def mlp_weights(
     """Returns the abstract weights of the MLP.
 
     Args:
-        embed_dim: D.
+        embed_dim: D, the channels between layers.
         mlp_dim: The width of the hidden layer.
-        vocab_size: V.
+        vocab_size: V, the rows of the embedding's table.
         tied: Whether the logits are computed with the embedding's table.
 
     Returns:
@@ -77,9 +77,8 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
         return x, jax.tree.map(jnp.sum, aux)
 
     def loss(boundary: PyTree, x: PyTree, batch_inputs: PyTree) -> tuple[Float[Array, ""], dict]:
-        matrix = (
-            boundary["head"]["logits"] if "embed" not in boundary else boundary["embed"]["table"].T
-        )
+        tied = "embed" in boundary
+        matrix = boundary["embed"]["table"].T if tied else boundary["head"]["logits"]
         losses, hits, _ = token_losses(x["x"] @ matrix, batch_inputs["targets"])
         share = batch_inputs["target_weights"]
         return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}

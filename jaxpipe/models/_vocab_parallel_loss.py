@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .layers._common import rms_norm
 from .layers._on_shards import match_varying_axes
@@ -95,12 +95,11 @@ def _slice_of(vocab_size: int, num_ranks: int) -> int:
 
 
 def _losses(
-    h: Float[Array, "b T D"], weights: Array, targets: Array, axis: str
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"], Array]:
-    """Returns the results of `token_losses`, and the probabilities of this rank's slice.
+    h: Float[Array, "b T D"], weights: Float[Array, "D v"], targets: Int[Array, "b T"], axis: str
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T v"]]:
+    """Returns the results of `token_losses`, and the probabilities of this rank's v logits.
 
-    `weights` are [D, V / S], and `targets` [b, T] are counted from this rank's first logit. The
-    probabilities are [b, T, V / S].
+    `targets` are counted from this rank's first logit.
     """
     logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
     highest = jnp.max(logits, axis=-1)

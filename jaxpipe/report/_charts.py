@@ -38,9 +38,6 @@ def chart_data(run: RunRecord, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the data of all charts as JSON values, with numbers of five digits.
 
     Curves of equal steps share them: `charts[i].series[j].steps` is an index into `steps`.
-
-    Returns:
-        A dictionary of lists, numbers and strings; None stands for values that are not finite.
     """
     shared: dict[bytes, int] = {}
     steps: list[list[int]] = []
@@ -57,8 +54,8 @@ def chart_data(run: RunRecord, findings: Sequence[Finding]) -> dict[str, Any]:
         return series
 
     said = _said_beside_speed(run)
-    known = {name for _, _, names in MAIN_CHARTS for name in names}
-    groups = [*MAIN_CHARTS, *((metric_title(n), "", (n,)) for n in run.series if n not in known)]
+    usual = {name for _, _, names in MAIN_CHARTS for name in names}
+    groups = [*MAIN_CHARTS, *((metric_title(n), "", (n,)) for n in run.series if n not in usual)]
     charts = []
     for title, unit, names in groups:
         if recorded := [name for name in names if name in run.series]:
@@ -93,11 +90,7 @@ def _said_beside_speed(run: RunRecord) -> list[str]:
 
 
 def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Returns the indices of the main charts, and those of the others.
-
-    Returns:
-        Two lists of indices into `charts`.
-    """
+    """Returns the indices of the main charts, and those of the others."""
     titles = {title for title, _, _ in MAIN_CHARTS} | {"Evaluation loss", "Evaluation accuracy"}
     if any(chart["title"] == "Throughput" for chart in charts):
         titles -= {title for title, _, names in MAIN_CHARTS if names[0] in _SAME_AS_SPEED}

@@ -22,32 +22,20 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: The name of the arrays.
-        sizes: [columns] their bytes on a device.
-        shares: [columns] their share of the largest column's sum, 0 to 1.
-    """
-
-    name: str
-    sizes: list[int]
-    shares: list[float]
+    name: str  # the name of the arrays
+    sizes: list[int]  # [columns] their bytes on a device
+    shares: list[float]  # [columns] their share of the largest column's sum, 0 to 1
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of a step on every kind of device.
+    """The memory of a step on every kind of device."""
 
-    Attributes:
-        columns: The names of the columns, one per kind of device.
-        parts: The rows of the table.
-        totals: [columns] sums of bytes.
-    """
-
-    columns: list[str]
-    parts: list[MemoryRow]
-    totals: list[int]
+    columns: list[str]  # the names of the columns, one per kind of device
+    parts: list[MemoryRow]  # the rows of the table
+    totals: list[int]  # [columns] sums of bytes
 
 
 _NAMES = {

@@ -16,17 +16,11 @@ MAX_ACTIONS = 20_000
 
 @dataclass(frozen=True)
 class Picture:
-    """The drawing of a timeline.
-
-    Attributes:
-        title: The title of the picture.
-        svg: The drawing; "" if it has more than `MAX_ACTIONS` actions.
-        bubble: The share of its time in which the busiest rank waits.
-    """
+    """The drawing of a timeline."""
 
     title: str
-    svg: str
-    bubble: float
+    svg: str  # the drawing; "" if it has more than `MAX_ACTIONS` actions
+    bubble: float  # the share of its time in which the busiest rank waits
 
 
 def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
@@ -56,11 +50,7 @@ def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
 
 
 def traced_step_pictures(file: Path) -> list[Picture]:
-    """Draws a traced step as it ran, and as its schedule predicts it with the measured durations.
-
-    Raises:
-        ValueError: If it is no trace of `mpmd_trace_step`.
-    """
+    """Draws a traced step as it ran, and as its schedule predicts it with measured durations."""
     try:
         text = read_text(file, most_bytes=MAX_JSON_BYTES)
         events = parse_json(text, str(file))["traceEvents"]

@@ -12,30 +12,19 @@ from ..train.config import base_yaml
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a run.
-
-    Attributes:
-        key: The name of the key.
-        value: Its value in the run.
-        default: Its value in base.yml.
-        source: The origin of the value: `preset` for the model's preset, `run` for another value,
-            "" for the default, `unknown` for a key that this version does not have.
-        meaning: The comment in base.yml.
-    """
+    """A key of a run."""
 
     key: str
-    value: str
-    default: str
+    value: str  # its value in the run
+    default: str  # its value in base.yml
+    # The origin of the value: `preset` for the model's preset, `run` for another value, "" for the
+    # default, `unknown` for a key that this version does not have.
     source: str
-    meaning: str
+    meaning: str  # the comment in base.yml
 
 
 def settings(values: Mapping[str, Any]) -> list[Setting]:
-    """Compares the settings of a run with the defaults.
-
-    Returns:
-        Every key, in the order of `values`.
-    """
+    """Compares each setting of a run with its default."""
     defaults = Config().model_dump(mode="json")
     preset = PRESETS.get(str(values.get("model_name")), {})
     meanings = _meanings()

@@ -12,19 +12,12 @@ from .record import RunRecord
 
 @dataclass(frozen=True)
 class Card:
-    """A figure in large digits.
-
-    Attributes:
-        name: The name of the figure.
-        value: The figure as text.
-        unit: The unit beside it.
-        more: The line below it.
-    """
+    """A figure in large digits."""
 
     name: str
-    value: str
-    unit: str = ""
-    more: str = ""
+    value: str  # the figure as text
+    unit: str = ""  # the unit beside it
+    more: str = ""  # the line below it
 
 
 def facts(run: RunRecord, devices: int | None, plan: StepPlan | None) -> list[tuple[str, str]]:
@@ -83,11 +76,7 @@ def cards(run: RunRecord, status: Status) -> Iterator[Card]:
 
 
 def metric_rows(run: RunRecord) -> list[tuple[str, ...]]:
-    """Returns a row for each metric of a run.
-
-    Returns:
-        Rows of name, first, last, least, median and largest value, and number of values.
-    """
+    """Returns first, last, least, median and largest value, and their number, of each metric."""
     rows = []
     for name, series in run.series.items():
         values = series.finite

@@ -49,12 +49,12 @@ def check_exact(
     so give a small model.
 
     Args:
-        model: The model.
-        params: The user's tree.
+        model: The user's functions, without a pipeline.
+        params: The parameters, in the tree that the functions of `model` read.
         batch: [B, ...] leaves. M is the least number that divides B and suits the schedule, if
             possible not less than the number of ranks.
         ranks: Numbers of ranks; as many devices are needed as the largest.
-        schedules: Names of families.
+        schedules: Names of families in `jaxpipe.schedules`.
         engines: Names of engines. One that runs none of `schedules` is run without a schedule.
         key: The dropout key of the step. None if no function of the model takes one.
         tolerance: The largest relative error that is accepted: the largest difference divided by
@@ -76,48 +76,48 @@ def check_exact(
     references(pipeline(model, schedule=None, mesh=_mesh(1), microbatches=1))  # its own errors
 
     def case(engine: str, schedule: str | None, num_ranks: int) -> Case:
-        made = _pipeline(model, params, batch, engine, schedule, num_ranks, options)
-        if isinstance(made, str):
-            return Case(engine, schedule, num_ranks, None, made)
-        pipe, stored = made
-        found = compared(run(pipe, stored, batch, key), references(pipe), tolerance)
+        pipe_or_reason = _pipeline(model, params, batch, engine, schedule, num_ranks, options)
+        if isinstance(pipe_or_reason, str):
+            return Case(engine, schedule, num_ranks, None, pipe_or_reason)
+        pipe, stored = pipe_or_reason
+        comparison = compared(run(pipe, stored, batch, key), references(pipe), tolerance)
         if raises:
             what = f"{engine} with {schedule or 'no schedule'} at {num_ranks} ranks"
-            require(pipe, found, params, batch, key, what=what)
-        return Case(engine, schedule, num_ranks, found, "")
+            require(pipe, comparison, params, batch, key, what=what)
+        return Case(engine, schedule, num_ranks, comparison, "")
 
     cases: list[Case] = []
     for engine in engines:
-        found = [case(engine, schedule, n) for schedule in schedules for n in ranks]
-        if not any(one.comparison for one in found):
-            found += [case(engine, None, n) for n in ranks]
-        cases += found
-    accepted = [one.comparison.tolerance for one in cases if one.comparison]
-    table = ExactnessTable(tuple(cases), accepted[0] if accepted else 0.0)
-    if not any(one.comparison for one in cases):
+        of_engine = [case(engine, schedule, n) for schedule in schedules for n in ranks]
+        if not any(c.comparison for c in of_engine):
+            of_engine += [case(engine, None, n) for n in ranks]
+        cases += of_engine
+    tolerances = [c.comparison.tolerance for c in cases if c.comparison]
+    table = ExactnessTable(tuple(cases), tolerances[0] if tolerances else 0.0)
+    if not tolerances:
         raise ValueError(f"Nothing fits the model and the batch.\n{table}")
     return table
 
 
-def _check_names(argument: str, names: Sequence[str], known: Any) -> None:
-    unknown = [name for name in names if name not in known]
+def _check_names(argument: str, names: Sequence[str], valid: Any) -> None:
+    unknown = [name for name in names if name not in valid]
     if unknown:
-        raise ValueError(f"`{argument}` has {unknown[0]!r}. Valid names: {', '.join(known)}.")
+        raise ValueError(f"`{argument}` has {unknown[0]!r}. Valid names: {', '.join(valid)}.")
 
 
 def _references(
     params: PyTree, batch: PyTree, key: Array | None
 ) -> Callable[[PipelinedModel], Reference]:
     """Returns a function from a pipeline to the results of the user's program, each run once."""
-    known: dict[Any, Reference] = {}
+    by_kind: dict[Any, Reference] = {}
 
     def reference(pipe: PipelinedModel) -> Reference:
         # Only dropout, and what is frozen, make it another program for another pipeline.
         count = pipe.num_microbatches if pipe.takes_key else 1
         kind = count, pipe.frozen is None
-        if kind not in known:
-            known[kind] = reference_result(pipe, params, batch, key)
-        return known[kind]
+        if kind not in by_kind:
+            by_kind[kind] = reference_result(pipe, params, batch, key)
+        return by_kind[kind]
 
     return reference
 

@@ -8,34 +8,21 @@ from ..api.inspection import Comparison
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and schedule on a number of ranks.
-
-    Attributes:
-        engine: The engine.
-        schedule: The family of schedules; None without one.
-        num_ranks: S.
-        comparison: The relative errors; None if the case does not fit.
-        reason: Why the case does not fit; "" if it does.
-    """
+    """One engine and schedule on a number of ranks."""
 
     engine: str
-    schedule: str | None
-    num_ranks: int
-    comparison: Comparison | None
-    reason: str
+    schedule: str | None  # the family of schedules; None without one
+    num_ranks: int  # S
+    comparison: Comparison | None  # the relative errors; None if the case does not fit
+    reason: str  # why the case does not fit; "" if it does
 
 
 @dataclass(frozen=True, repr=False)
 class ExactnessTable:
-    """All cases of a check. Prints as a table of the largest relative errors.
-
-    Attributes:
-        cases: The cases.
-        tolerance: The largest relative error that is accepted.
-    """
+    """All cases of a check. Prints as a table of the largest relative errors."""
 
     cases: tuple[Case, ...]
-    tolerance: float
+    tolerance: float  # the largest relative error that is accepted
 
     @property
     def failed(self) -> tuple[Case, ...]:

@@ -22,15 +22,12 @@ from jaxtyping import PyTree
 class Pullback:
     """A function and its derivative.
 
-    Attributes:
-        forward: `(weights, x, batch_inputs, rng) -> (out, residuals)`, where residuals is a list
-            of arrays.
-        backward: `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx,
-            dbatch_inputs)`. The cotangent has the structure of `floating(out)`, and the results
-            have the structure of `floating` of the inputs.
+    The cotangent has the structure of `floating(out)`, and gradients that of `floating` inputs.
     """
 
+    # `(weights, x, batch_inputs, rng) -> (out, residuals)`, a list of arrays.
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    # `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx, dbatch_inputs)`
     backward: Callable[..., tuple[PyTree, PyTree, PyTree]]
 
 
@@ -42,27 +39,20 @@ def floating(tree: PyTree) -> PyTree:
 def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree` with the leaves of `differentiated` in place of its own, except where None."""
     return jax.tree.map(
-        lambda new, old: old if new is None else new, differentiated, tree, is_leaf=_is_none
+        lambda new, old: old if new is None else new,
+        differentiated,
+        tree,
+        is_leaf=lambda x: x is None,
     )
 
 
 def pullback(
     f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> Pullback:
-    """Traces a function once, and splits it into a forward and a backward.
+    """Traces `f(weights, x, batch_inputs, rng) -> out` once, as a forward and a backward.
 
-    The function is `f(weights, x, batch_inputs, rng) -> out`. `jax.checkpoint` in or around `f`
-    decides which intermediate values become residuals.
-
-    Args:
-        f: A function of arrays. It closes over no array that is differentiated.
-        weights: Example weights: only shapes, dtypes and varying manual axes are read.
-        batch_inputs: Example inputs of one microbatch that every stage may read; only types are
-            read.
-        rng: Example random keys and other inputs without derivative; only types are read.
-
-    Returns:
-        The forward and the backward of `f`.
+    `jax.checkpoint` in or around `f` decides which values become residuals. `f` closes over no
+    array that is differentiated. Of the other arguments, which are examples, only types are read.
     """
     vjp_tree = None
 
@@ -79,14 +69,12 @@ def pullback(
         leaves, vjp_tree = jax.tree.flatten(vjp)
         return out, leaves
 
-    closed, (out_shape, _) = jax.make_jaxpr(traced, return_shape=True)(
-        weights, x, batch_inputs, rng
-    )
-    num_out = len(jax.tree.leaves(out_shape))
+    closed, (shape, _) = jax.make_jaxpr(traced, return_shape=True)(weights, x, batch_inputs, rng)
+    num_out = len(jax.tree.leaves(shape))
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, batch_inputs, rng)]
     sources = _sources(closed, num_out, sizes)
     saved = [i for i, source in enumerate(sources) if source == "saved"]
-    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(out_shape)
+    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(shape)
     recompute = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
     def forward(weights, x, batch_inputs, rng):
@@ -111,10 +99,7 @@ def pullback(
 
 
 def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
-    """Returns the source of each residual: "saved", "weights" (recomputed from them), or an input.
-
-    An input is represented by its index among the leaves of all inputs.
-    """
+    """Returns each residual's source: "saved", "weights" (recomputed), or the index of an input."""
     invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     leaves_of_x = range(sizes[0], sizes[0] + sizes[1])
 
@@ -131,8 +116,8 @@ def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
 
 def _used(closed: ClosedJaxpr, outputs: list[int]) -> tuple[Any, list[bool]]:
     """Returns the part of a program that some outputs need, and whether it reads each input."""
-    wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
-    return partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+    is_wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(closed.jaxpr, is_wanted)
 
 
 def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.Array]]:
@@ -140,7 +125,3 @@ def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.
     jaxpr, used = _used(closed, outputs)
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
     return lambda inputs: run(*[x for x, use in zip(inputs, used, strict=True) if use])
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

@@ -120,11 +120,7 @@ HOST = "pinned_host"
 def saved_names(
     policy: str, locations: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the tensors that a policy saves on the device, and those that it offloads.
-
-    Raises:
-        ValueError: If the policy, a tensor or a location is unknown.
-    """
+    """Returns the tensors that a policy saves on the device, and those that it offloads."""
     if policy not in POLICIES:
         raise ValueError(f"`remat_policy` is {policy!r}. Give one of {', '.join(POLICIES)}.")
     if policy != "custom":
@@ -138,21 +134,16 @@ def saved_names(
         if location not in get_args(Location):
             raise ValueError(f"`{name}` is {location!r}. Give 'remat', 'device' or 'offload'.")
     saved, offloaded = (
-        tuple(name for name, location in locations.items() if location == wanted)
-        for wanted in ("device", "offload")
+        tuple(name for name, location in locations.items() if location == memory)
+        for memory in ("device", "offload")
     )
     return saved, offloaded
 
 
 def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
-    """Checks that devices have the kind of memory to which a policy offloads.
-
-    Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
-    ignores memory kinds, because host memory is the only memory.
-
-    Raises:
-        ValueError: If the policy offloads tensors and the devices have no pinned host memory.
-    """
+    """Checks that devices have the kind of memory to which a policy offloads."""
+    # Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
+    # ignores memory kinds, because host memory is the only memory.
     _, offloaded = saved_names(policy, locations)
     device = next(iter(devices))
     kinds = [memory.kind for memory in device.addressable_memories()]

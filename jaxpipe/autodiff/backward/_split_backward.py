@@ -52,22 +52,10 @@ class SplitBackward:
 def split_backward(
     f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> SplitBackward:
-    """Traces a function once, splits it into forward and backward, and the backward into halves.
+    """Traces `f(weights, x, batch_inputs, rng) -> out` once, and splits it and its backward.
 
-    The function is `f(weights, x, batch_inputs, rng) -> out`.
-
-    Args:
-        f: A pure function of arrays. It closes over no array that is differentiated.
-        weights: Example weights: only shapes, dtypes and varying manual axes are read.
-        batch_inputs: Example inputs of one microbatch that every stage may read; only types are
-            read.
-        rng: Example random keys and other inputs without derivative; only types are read.
-
-    Returns:
-        The forward of `f`, and its backward whole and in halves.
-
-    Raises:
-        ValueError: If `f` has side effects.
+    `f` is pure and closes over no array that is differentiated. Of the other arguments, which are
+    examples, only shapes, dtypes and varying manual axes are read.
     """
     pulled = pullback(f, weights, x, batch_inputs, rng)
     closed, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(
@@ -124,10 +112,9 @@ def _leaves(tree: PyTree) -> list[Any]:
 
 
 def _run(program: Graph, *arguments: PyTree, into: Iterable[tuple[int, Any]]) -> list[jax.Array]:
-    """Runs a program on leaves, which may vary over fewer manual axes than the examples did.
+    """Runs a program on leaves, and writes outputs `into` entries by their index.
 
-    Args:
-        into: Indices of outputs, and the entry to which each is written, or anything else.
+    Leaves may vary over fewer manual axes than the examples did.
     """
     inputs = [
         x if isinstance(x, Entry) else pvary_like(value.aval, x)

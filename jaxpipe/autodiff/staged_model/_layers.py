@@ -22,14 +22,10 @@ def run_layers(
     num_layers: int | None = None,
     scan: bool | None = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs layers of equal structure in a loop that is compiled once.
+    """Runs layers `(weights, x, inputs_m, key) -> (x, aux)` in a loop that is compiled once.
 
-    Args:
-        layer: `(weights, x, inputs_m, key) -> (x, aux)`, or `-> x`.
-        weights: [n, ...] leaves.
-        keys: [n, ...] leaves, or ().
-        num_layers: n, if there may be no leaf that says it.
-        scan: Whether they run in a `lax.scan`. None: if there are several.
+    Leaves of `weights` and `keys` are [n, ...]; `num_layers` is n, if there may be no leaf that
+    says it. By default they run in a `lax.scan` if there are several.
     """
     layer = with_aux(layer)
 
@@ -52,24 +48,15 @@ def run_sliced_layers(
     num_layers: int | None = None,
     scan: bool | None = None,
 ) -> tuple[PyTree, Aux, Past]:
-    """Runs layers of equal structure on one slice of the sequences of a microbatch.
+    """Runs layers `(weights, x, (inputs, past), key) -> (x, (aux, past))` on a slice of sequences.
 
-    Args:
-        layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))`.
-        weights: [n, ...] leaves.
-        keys: [n, ...] leaves, or ().
-        past: The state of all layers, [n, ...] leaves.
-        num_layers: n, if there may be no leaf that says it.
-        scan: Whether they run in a `lax.scan`. None: if there are several.
-
-    Returns:
-        (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
+    As `run_layers`; the leaves of `past`, the state of all layers, are [n, ...] too.
     """
 
     def step(x: PyTree, stacked: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
         weights, key, earlier = stacked
-        y, (aux, made) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
-        return like_input(y, x), (aux, made.earlier, made.new)
+        y, (aux, written) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
+        return like_input(y, x), (aux, written.earlier, written.new)
 
     stacked = weights, keys, past.earlier
     x, (aux, earlier, new) = _scan(step, x, stacked, num_layers, scan)

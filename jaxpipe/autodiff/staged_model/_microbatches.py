@@ -21,12 +21,7 @@ class SameForAllMicrobatches:
 def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     """Returns `keys` with the index of a microbatch folded into every random key.
 
-    Args:
-        keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged, and so are all
-            of a node `SameForAllMicrobatches`.
-
-    Returns:
-        Pytree with the structure and the shapes of `keys`.
+    Other leaves, and those of a node `SameForAllMicrobatches`, are returned unchanged.
     """
 
     def is_same(x: Any) -> bool:
@@ -50,13 +45,7 @@ def accum_dtype(value: Any) -> Any:
 
 
 def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
-    """Cuts the sequences of microbatches into slices of equal length.
-
-    Args:
-        tree: Leaves [M, ...] with T positions in `dim`; T is a multiple of `num_slices`.
-
-    Returns:
-        Leaves [M * s, ...] with T / s positions, the slices of a microbatch in order.
+    """Cuts the T positions in `dim` of [M, ...] leaves into slices: [M * s, ...] leaves with T / s.
 
     Example:
         >>> slice_sequences(jnp.arange(8).reshape(2, 4), 2, dim=1).tolist()
@@ -66,9 +55,9 @@ def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
     def cut(leaf: jax.Array) -> jax.Array:
         shape = leaf.shape
         length = shape[dim] // num_slices
-        pieces = leaf.reshape(*shape[:dim], num_slices, length, *shape[dim + 1 :])
-        pieces = jnp.moveaxis(pieces, dim, 1)
-        return pieces.reshape(shape[0] * num_slices, *pieces.shape[2:])
+        slices = leaf.reshape(*shape[:dim], num_slices, length, *shape[dim + 1 :])
+        slices = jnp.moveaxis(slices, dim, 1)
+        return slices.reshape(shape[0] * num_slices, *slices.shape[2:])
 
     return tree if num_slices == 1 else jax.tree.map(cut, tree)
 
@@ -79,15 +68,7 @@ def total(aux: dict[str, Shaped[Array, " steps"]]) -> Aux:
 
 
 def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Scalar, Aux]:
-    """Combines the results of the loss function and of the stages into one loss and its metrics.
-
-    Args:
-        stage_aux: The auxiliary losses and metrics of `model.stage`, summed over stages and
-            microbatches. The entry "loss", if present, is added to `loss`.
-
-    Raises:
-        ValueError: If `loss` and `stage` use the same name for a metric.
-    """
+    """Adds the entry "loss" of `stage_aux` to the loss, and returns it with all other metrics."""
     clash = sorted(set(loss_metrics) & set(stage_aux))
     if clash:
         raise ValueError(f"`model.loss` and `model.stage` both return {clash}. Rename one of them.")

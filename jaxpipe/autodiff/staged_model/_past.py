@@ -31,13 +31,6 @@ class Past:
 
     The default is that of a whole sequence: one slice, with none before it.
 
-    Attributes:
-        earlier: [b, T, ...] leaves with zeros from `offset` on. None: not known, as for a whole
-            sequence.
-        new: [b, t, ...] leaves that this slice has appended; None before that.
-        offset: The position of the first token of this slice.
-        num_slices: The number of slices of a sequence.
-
     Example:
         >>> past = Past(jnp.zeros((1, 4)), offset=2, num_slices=2)
         >>> keys, past = past.append(jnp.ones((1, 2)))
@@ -45,24 +38,14 @@ class Past:
         ([[0.0, 0.0, 1.0, 1.0]], [[True, True, True, False], [True, True, True, True]])
     """
 
+    # [b, T, ...] leaves with zeros from `offset` on. None: not known, as for a whole sequence.
     earlier: PyTree = None
-    new: PyTree = None
-    offset: Any = 0
-    num_slices: int = 1
+    new: PyTree = None  # [b, t, ...] leaves that this slice has appended; None before that
+    offset: Any = 0  # the position of the first token of this slice
+    num_slices: int = 1  # the number of slices of a sequence
 
     def append(self, new: PyTree) -> "tuple[PyTree, Past]":
-        """Adds what this slice contributes.
-
-        Args:
-            new: [b, t, ...] leaves, such as the keys and the values of a slice.
-
-        Returns:
-            (`new` behind that of earlier slices, with leaves [b, T, ...]; the state to return). The
-            leaves of a later slice are zeros.
-
-        Raises:
-            ValueError: If this slice has already appended something, or a leaf has no positions.
-        """
+        """Adds what this slice contributes."""
         if self.new is not None:
             raise ValueError(
                 "`past.append` was called twice in one layer. Call it once, with a tuple or a dict "
@@ -87,11 +70,7 @@ class Past:
         return jax.tree.map(write, self.earlier, new), replace(self, earlier=None, new=new)
 
     def causal_mask(self, num_queries: int) -> Bool[Array, "t T"]:
-        """Returns which positions each token of the slice may attend to: its own and earlier ones.
-
-        Returns:
-            [t, T] booleans.
-        """
+        """Returns whether each token of the slice attends to a position: those up to its own."""
         keys = jnp.arange(num_queries * self.num_slices)
         return keys <= self.offset + jnp.arange(num_queries)[:, None]
 

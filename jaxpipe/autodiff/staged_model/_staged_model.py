@@ -89,16 +89,8 @@ _MARK = "returns_aux"
 def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Aux]]:
     """Returns `stage` as all engines call it: its result is always a pair (y, aux).
 
-    A stage may return y alone, which is a tree of the same structure as x, or (y, None); then
-    `aux` is empty. On a mesh with explicit axes y is resharded to the type of x, which the next
-    stage expects.
-
-    Args:
-        stage: `(weights of one stage, x, inputs_m, rng) -> (y, aux)` or `-> y`.
-
-    Returns:
-        `(weights of one stage, x, inputs_m, rng) -> (y, aux)`. It raises a `ValueError` if y
-        differs from x in structure, shapes or dtypes.
+    A stage may return y alone, which is a tree of the same structure as x, or (y, None); then `aux`
+    is empty. y must have the structure, shapes and dtypes of x.
     """
     if getattr(stage, _MARK, False):
         return stage
@@ -126,14 +118,7 @@ def _outputs(returned: Any, x: Any) -> tuple[Any, Aux]:
 
 
 def like_input(y: Any, x: Any) -> Any:
-    """Returns the result `y` of a stage, typed as its input.
-
-    Returns:
-        `y`, on a mesh with explicit axes resharded to the type of `x`.
-
-    Raises:
-        ValueError: If `y` differs from `x` in structure, shapes or dtypes.
-    """
+    """Returns the result `y` of a stage, on explicit axes resharded to the type of `x`."""
     _check_like(x, y)
     return jax.tree.map(_typed_like, y, x)
 

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._durable import failed_write
-from .._options import add_verbose, bounded_integer, path, text
-from .._settings import add_settings, read_settings
+from ..._durable import failing_writes
+from .._options import add_settings, add_verbose, bounded_integer, path, read_settings, text
 from ..process import emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 
@@ -26,7 +25,6 @@ _OFF_DEVICES = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
@@ -57,11 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the train step and prints a report.
-
-    Raises:
-        ValueError: If the settings are wrong, or the step does not fit.
-    """
+    """Compiles the train step and prints a report."""
     if args.topology:
         leave_devices_alone()
     config = read_settings(args.settings)
@@ -93,10 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def leave_devices_alone() -> None:
-    """Sets the environment so that compilers leave this machine's TPUs and GPUs alone.
-
-    Call it before using JAX.
-    """
+    """Makes compilers leave this machine's devices alone; call it before JAX is used."""
     for name, value in _OFF_DEVICES.items():
         os.environ.setdefault(name, value)
 
@@ -125,15 +116,10 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
     """Returns the file for the HLO, after checking that it can be written."""
     where = (topology or "this-machine").replace(":", "-")
     file = folder / f"{model_name}-{where}-train-step.hlo"
-    try:
+    what = f"`--dump-hlo` is {folder}, where {file.name} cannot be written"
+    with failing_writes(what, "Give a folder of your own."):
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
-    except OSError as error:
-        raise failed_write(
-            f"`--dump-hlo` is {folder}, where {file.name} cannot be written: {error.strerror}. "
-            "Give a folder of your own.",
-            error,
-        ) from None
     return file
 
 

@@ -18,7 +18,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser(
         "convert",
         help=_HELP,
@@ -49,11 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and prints how to use the result.
-
-    Raises:
-        ValueError: If the folder or an option is wrong.
-    """
+    """Converts, and prints how to use the result."""
     from ...hugging_face import from_hugging_face, to_hugging_face
 
     if not args.source.is_dir():
@@ -84,9 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_size(size_text: str) -> int:
     """Parses a size such as `5GB`, `200MB` or a number of bytes; units are powers of 1000.
-
-    Raises:
-        ValueError: If it is no size.
 
     Example:
         >>> parse_size("200MB")

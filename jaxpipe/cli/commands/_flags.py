@@ -27,22 +27,13 @@ def print_flags(config: "Config", device: Any) -> int:
 def probe_flags(
     setup: "Setup", compile_step: "Callable[[StepPlan], CompileReport]", *, as_json: bool
 ) -> int:
-    """Compiles a step without flags, with the defaults, each group and several, and compares them.
-
-    Flags of `compile_xla_flags` are in all of them.
-    """
+    """Compiles a step with several sets of flags, each with `compile_xla_flags`, and compares."""
     import jax
 
     from ...train.config import parse_xla_flags
     from ...train.plan import step_traits
-    from ...xla.compiler_flags import (
-        FLAGS,
-        default_options,
-        option_groups,
-        probe_groups,
-        probe_json,
-        probe_text,
-    )
+    from ...xla import compiler_flags
+    from ...xla.compiler_flags import FLAGS
 
     user_options = parse_xla_flags(setup.config.compile_xla_flags)
     device = setup.mesh.devices.flat[0]
@@ -56,9 +47,13 @@ def probe_flags(
 
     errors = jax.errors.JaxRuntimeError, RuntimeError, ValueError
     probed = []
-    groups = option_groups(FLAGS, traits), default_options(FLAGS, traits, device)
-    for group in probe_groups(compile_with, *groups, errors):
+    groups = compiler_flags.option_groups(FLAGS, traits)
+    defaults = compiler_flags.default_options(FLAGS, traits, device)
+    for group in compiler_flags.probe_groups(compile_with, groups, defaults, errors):
         print(f"{group.name}: {'compiled' if group.report else 'refused'}", file=sys.stderr)
         probed.append(group)
-    print(json.dumps(probe_json(probed), indent=2) if as_json else probe_text(probed))
+    if as_json:
+        print(json.dumps(compiler_flags.probe_json(probed), indent=2))
+    else:
+        print(compiler_flags.probe_text(probed))
     return 1 if probed[0].report is None else 0

@@ -6,8 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from .._options import add_verbose, bounded_float, bounded_integer
-from .._settings import add_settings, read_settings
+from .._options import add_settings, add_verbose, bounded_float, bounded_integer, read_settings
 from ..job import ADDRESS, NUM_PROCESSES, PROCESS, first_failure, started_processes
 
 _HELP = "train a model in several processes on this machine"
@@ -16,7 +15,6 @@ _USER_ERROR = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("launch", help=_HELP, description=_HELP.capitalize() + ".")
     parser.add_argument(
         "--processes", type=bounded_integer(1, 1024), required=True, metavar="N", help="how many"
@@ -47,11 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `jaxpipe train` in every process.
-
-    Process 0 has the terminal; lines of the others are printed with their number, on standard
-    error. The signals that end a run reach all processes once. No process outlives this one.
-    """
+    """Runs `jaxpipe train` in every process."""
+    # Process 0 has the terminal; lines of the others are printed with their number, on standard
+    # error. The signals that end a run reach all processes once. No process outlives this one.
     read_settings(args.settings)  # so that an error in them is printed once
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.

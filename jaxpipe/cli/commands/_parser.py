@@ -17,11 +17,7 @@ itself.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands.
-
-    Returns:
-        The parser. `func` of the arguments that it parses runs the command.
-    """
+    """Returns the parser of all commands; `func` of its arguments runs a command."""
     parser = Parser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in _COMMANDS:
@@ -30,14 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the parsed arguments. Settings may come before, between and after options.
-
-    Returns:
-        The arguments; `func` is the function to call with them.
-
-    Raises:
-        SystemExit: If an argument is unknown or wrong, after a message.
-    """
+    """Returns the parsed arguments. Settings may come before, between and after options."""
     parser = make_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)

@@ -3,13 +3,11 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._durable import failed_write
+from ..._durable import failing_writes
 from ..._input import read_text
-from .._options import bounded_float, bounded_integer, path, text
-from .._settings import add_settings, is_config_file
+from .._options import add_settings, bounded_float, bounded_integer, is_config_file, path, text
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
@@ -20,7 +18,6 @@ _HELP = "say how to spread a training step over devices: what fits, and what tak
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("plan", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
@@ -71,11 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, and prints a table.
-
-    Raises:
-        ValueError: If the settings are wrong, or nothing fits.
-    """
+    """Plans, and prints a table."""
     if args.devices != "here":
         leave_devices_alone()
     from ...planner import plan
@@ -95,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
         num_plans=args.top,
     )
     if args.write:
-        _write(args.write, plans.yaml())
+        what = f"`--write` is {args.write}, which cannot be written"
+        with failing_writes(what, "Give another file."):
+            args.write.write_text(plans.yaml(), encoding="utf-8")
     if args.json:
         count = min(args.verify, len(plans.plans))
         verified = [_record(_verified(plans, index)) for index in range(count)]
@@ -136,16 +131,6 @@ def _record(verified: "VerifiedPlan | str") -> dict[str, Any]:
 
 
 def _line(index: int, verified: "VerifiedPlan | str") -> str:
-    """Returns a line with what is predicted of a plan beside what the compiler says."""
+    """Returns a line with the prediction of a plan beside the compiler's figures."""
     refused = f"refused. {verified}" if isinstance(verified, str) else verified
     return f"compiled {index + 1}: {refused}"
-
-
-def _write(file: Path, settings: str) -> None:
-    try:
-        file.write_text(settings, encoding="utf-8")
-    except OSError as error:
-        raise failed_write(
-            f"`--write` is {file}, which cannot be written: {error.strerror}. Give another file.",
-            error,
-        ) from None

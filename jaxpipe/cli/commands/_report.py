@@ -3,10 +3,9 @@
 import argparse
 import webbrowser
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..._durable import failed_write, write_output
+from ..._durable import failing_writes, write_output
 from .._options import add_verbose, bounded_integer, path, text
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
@@ -22,7 +21,6 @@ _MAX_DEVICES = 1024  # more take minutes to be emulated
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("report", help=_HELP, description=_HELP.capitalize() + ".")
     add = parser.add_argument
     add("run", type=path, nargs="+", metavar="RUN", help="the folder `output_dir/run_name`")
@@ -41,13 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the folders of runs, and writes the page.
-
-    A single run is planned again on emulated devices.
-
-    Raises:
-        ValueError: If an option or the folder is wrong.
-    """
+    """Writes the page of some runs; a single run is planned again on emulated devices."""
     if args.topology and not args.compile:
         raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
     if args.num_slices != 1 and not args.topology:
@@ -56,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         output, page = args.output or args.run[0].parent / "comparison.html", _comparison(args)
     else:
         output, page = args.output or args.run[0] / "report.html", _page(args)
-    _write(output, page)
+    with failing_writes(f"`--output` is {output}, which cannot be written", "Give another."):
+        write_output(output, page)
     print(f"{output}: {len(page.encode()) / 1e3:.0f} kB")
     if args.open:
         webbrowser.open(output.absolute().as_uri())
@@ -130,14 +123,3 @@ def _compiled(
     device = plan.pipeline.mesh.devices.flat[0]
     step_memory = memory(compile_train_step(plan), device.platform)
     return CompiledMemory(step_memory, device.device_kind)
-
-
-def _write(output: Path, page: str) -> None:
-    """Writes the page; an existing one is replaced at once."""
-    try:
-        write_output(output, page)
-    except OSError as error:
-        raise failed_write(
-            f"`--output` is {output}, which cannot be written: {error.strerror}. Give another.",
-            error,
-        ) from None

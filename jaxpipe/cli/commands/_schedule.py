@@ -7,27 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxpipe.schedules import (
-    FAMILIES,
-    Costs,
-    Schedule,
-    Timeline,
-    build,
-    check,
-    makespan,
-    num_ranks,
-    peak_activations,
-    read_csv,
-    search,
-    simulate,
-    to_csv,
-    to_perfetto,
-    to_svg,
-    to_text,
-)
-
-from ..._durable import failed_write, write_output
+from ... import schedules
+from ..._durable import failing_writes, write_output
 from ..._input import is_file, short_repr
+from ...schedules import FAMILIES, Costs, Schedule, Timeline, num_ranks
 from ...schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
 from ...schedules.builders import get_family
 from ...schedules.io import time_unit, to_html
@@ -144,8 +127,8 @@ def _with_search(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _list(args: argparse.Namespace) -> int:
     rows = [("name", "takes", "constraints", "paper")]
-    for name, known in FAMILIES.items():
-        rows.append((name, " ".join(known.takes), known.constraints, known.paper))
+    for name, family in FAMILIES.items():
+        rows.append((name, " ".join(family.takes), family.constraints, family.paper))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -158,12 +141,12 @@ def _show(args: argparse.Namespace) -> int:
     timeline = _timeline(args)
     page = _page(args) if args.html else ""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(to_text(timeline, time_unit(timeline), max_width=width))
+    print(schedules.to_text(timeline, time_unit(timeline), max_width=width))
     print(_figures_text(timeline))
     if args.svg:
-        _write("svg", args.svg, to_svg(timeline, args.name))
+        _write("svg", args.svg, schedules.to_svg(timeline, args.name))
     if args.trace:
-        _write("trace", args.trace, to_perfetto(timeline))
+        _write("trace", args.trace, schedules.to_perfetto(timeline))
     if args.html:
         _write("html", args.html, page)
     return 0
@@ -172,13 +155,13 @@ def _show(args: argparse.Namespace) -> int:
 def _page(args: argparse.Namespace) -> str:
     """Returns the page of the schedule that is shown, and of the one to compare with it."""
     costs = parse_costs(args.costs, args.transfer)
-    schedules = {args.name: _schedule(args)}
+    shown = {args.name: _schedule(args)}
     if args.compare:
-        schedules[args.compare] = _schedule(_other(args, schedules[args.name]))
+        shown[args.compare] = _schedule(_other(args, shown[args.name]))
     try:
         if args.lock_step:
-            return to_html({n: to_lock_step(s, costs) for n, s in schedules.items()}, costs)
-        return to_html(schedules, costs)
+            return to_html({n: to_lock_step(s, costs) for n, s in shown.items()}, costs)
+        return to_html(shown, costs)
     except ValueError as error:
         raise _with_options(error) from None
 
@@ -193,7 +176,7 @@ def _other(args: argparse.Namespace, shown: Schedule) -> argparse.Namespace:
 
 
 def _export(args: argparse.Namespace) -> int:
-    exported = to_csv(_schedule(args))
+    exported = schedules.to_csv(_schedule(args))
     if args.csv:
         _write("csv", args.csv, exported)
     else:
@@ -202,15 +185,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _write(option: str, file: Path, text: str) -> None:
-    """Writes the file that an option names. `failed_write` says which errors it raises."""
-    try:
+    """Writes the file that an option names."""
+    what = f"`--{option}` is {short_repr(str(file))}, which cannot be written"
+    with failing_writes(what, "Give a file in an existing folder, on a disk with free space."):
         write_output(file, text)
-    except OSError as error:
-        raise failed_write(
-            f"`--{option}` is {short_repr(str(file))}, which cannot be written: {error.strerror}. "
-            "Give a file in an existing folder, on a disk with free space.",
-            error,
-        ) from None
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -220,7 +198,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    schedule = read_csv(args.file)
+    schedule = schedules.read_csv(args.file)
     print(
         f"{args.file}: {num_ranks(schedule)} ranks, {schedule.num_stages} stages and "
         f"{schedule.num_microbatches} microbatches; complete and free of deadlock."
@@ -231,7 +209,7 @@ def _check(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> int:
     names = ("ranks", "microbatches", "memory_cap", "max_chunks", "max_slices")
     try:
-        result = search(
+        result = schedules.search(
             args.ranks,
             args.microbatches,
             parse_costs(args.costs, args.transfer),
@@ -245,7 +223,7 @@ def _search(args: argparse.Namespace) -> int:
         ours = {f"`{name}`": f"`--{name.replace('_', '-')}`" for name in names}
         raise _with_options(ValueError(_renamed(str(error), ours))) from None
     if args.csv:
-        _write("csv", args.csv, to_csv(result.schedule))
+        _write("csv", args.csv, schedules.to_csv(result.schedule))
     figures = {
         "name": " ".join([result.name, *(f"{key}={value}" for key, value in result.arguments)]),
         "schedule": describe(result.schedule),
@@ -271,13 +249,13 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         if counts:
             names = ", ".join(f"--{name}" for name in counts)
             raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
-        return read_csv(args.name)
+        return schedules.read_csv(args.name)
     get_family(args.name)  # a wrong name is reported before a missing count
     for name in ("ranks", "microbatches"):
         if name not in counts:
             raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
     try:
-        return check(build(args.name, **counts))
+        return schedules.check(schedules.build(args.name, **counts))
     except ValueError as error:
         ours = {f"`{name}`": f"`--{name}`" for name in _COUNTS}
         raise ValueError(_renamed(str(error), ours)) from None
@@ -289,7 +267,7 @@ def _timeline(args: argparse.Namespace) -> Timeline:
     try:
         if args.lock_step:
             return simulate_ticks(to_lock_step(schedule, costs), costs)
-        return simulate(schedule, costs)
+        return schedules.simulate(schedule, costs)
     except ValueError as error:
         raise _with_options(error) from None
 
@@ -308,13 +286,7 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def parse_costs(costs: str, transfer: str) -> Costs:
-    """Parses the costs of a schedule's actions.
-
-    Args:
-        costs: `F,I,W`, each a number, or numbers per stage with `/` between them.
-
-    Raises:
-        ValueError: If a cost is missing or is no number.
+    """Parses the costs `F,I,W` of actions, each a number, or numbers per stage between `/`.
 
     Example:
         >>> parse_costs("10,12,8/9", "0.5").weight
@@ -351,11 +323,11 @@ def _figures(timeline: Timeline) -> dict[str, object]:
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "slices": num_slices(schedule),
-        "makespan": makespan(timeline),
+        "makespan": schedules.makespan(timeline),
         "bubble": rectangular_bubble(timeline),
         "parallelogram_bubble": parallelogram_bubble(timeline),
         "busy": busy_times(timeline),
-        "peak_activations": peak_activations(schedule),
+        "peak_activations": schedules.peak_activations(schedule),
     }
 
 

@@ -5,15 +5,13 @@ A file of tokens is mapped into memory, so later runs start at once and read onl
 
 import argparse
 
-from .._options import path
-from .._settings import add_settings, read_settings
+from .._options import add_settings, path, read_settings
 from ..process import unwinding
 
 _HELP = "write the data of a run as a file of tokens, which later runs read without loading it"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("tokenize", help=_HELP, description=_HELP.capitalize() + ".")
     parser.add_argument("file", type=path, metavar="FILE.bin", help="the file to write")
     add_settings(parser)

@@ -4,8 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from .._options import add_verbose
-from .._settings import add_settings, read_settings
+from .._options import add_settings, add_verbose, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
 from ..process import emulate_devices, keep_freed_memory, use_compile_cache
 from ._flags import print_flags
@@ -17,7 +16,6 @@ _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
     parser = subparsers.add_parser("train", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     parser.add_argument("--keys", action="store_true", help="print every key with its default")
@@ -29,11 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Processes join and devices are emulated before JAX looks for devices.
+    """Trains; processes join and devices are emulated before JAX looks for devices.
 
-    Returns:
-        The exit code: 0, or 143 if SIGTERM has ended the run before its last step, 130 if SIGINT
-        and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
+    The exit code is 143 if SIGTERM has ended the run before its last step, 130 after SIGINT and 129
+    after SIGHUP, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
     import jax

@@ -26,15 +26,10 @@ HEARTBEAT_SECONDS = 60
 def join_processes(*, detect: bool) -> None:
     """Connects this process with the others of its job, if there are any, before it uses devices.
 
-    `JAXPIPE_NUM_PROCESSES` has the number of processes, `JAXPIPE_PROCESS_ID` the index of this
-    one, and `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 is reached.
-
-    Args:
-        detect: Whether to join a job of SLURM, Kubernetes, Open MPI or a TPU pod if these variables
-            are not set. JAX reads everything about it from the environment.
-
-    Raises:
-        ValueError: If a variable of the environment is missing or has a wrong value.
+    `JAXPIPE_NUM_PROCESSES` has the number of processes, `JAXPIPE_PROCESS_ID` the index of this one,
+    and `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 is reached. Without these,
+    `detect` joins a job of SLURM, Kubernetes, Open MPI or a TPU pod, by what JAX reads in the
+    environment.
     """
     import jax  # not at the top: most commands need no devices
 
@@ -73,11 +68,7 @@ def join_processes(*, detect: bool) -> None:
 
 
 def check_address(address: str) -> None:
-    """Checks the address of process 0.
-
-    Raises:
-        ValueError: If it is not host:port.
-    """
+    """Checks that the address of process 0 is host:port."""
     host, _, port = address.rpartition(":")
     port_number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
     is_host = re.fullmatch(r"\[[0-9a-fA-F:.%\w]+\]|[\w.-]+", host)
@@ -91,16 +82,8 @@ def check_address(address: str) -> None:
 def bind_address(address: str) -> str | None:
     """Returns the address at which process 0 listens: the one at which the others reach it.
 
-    Args:
-        address: The host:port at which the other processes reach process 0.
-
-    Returns:
-        The address. None if this host does not have it, as behind network address translation: then
-        process 0 listens at all addresses of its host, and a message says so. None too if
-        `JAX_COORDINATOR_BIND_ADDRESS` is set, which JAX reads itself.
-
-    Raises:
-        ValueError: If another program listens at that address.
+    It is None if `JAX_COORDINATOR_BIND_ADDRESS` is set, or if this host does not have the address,
+    as behind network address translation: then process 0 listens at all addresses of its host.
     """
     if BIND_ADDRESS in os.environ:
         return None  # JAX reads it
@@ -129,11 +112,9 @@ def bind_address(address: str) -> str | None:
 
 @contextmanager
 def leaving_on_error() -> Iterator[None]:
-    """Ends the process at once on an error inside, if its job has other processes.
-
-    The others wait for this process in a collective, so it must not wait for them, as JAX does at
-    exit.
-    """
+    """Ends the process at once on an error inside, if its job has other processes."""
+    # The others wait for this process in a collective, so it must not wait for them, as JAX does at
+    # exit.
     try:
         yield
     except BaseException as error:

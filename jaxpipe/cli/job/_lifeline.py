@@ -34,11 +34,7 @@ class Lifelines:
     def start(
         self, process: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
     ) -> subprocess.Popen:
-        """Starts a process with a pipe to it.
-
-        Raises:
-            OSError: If the process cannot be started.
-        """
+        """Starts a process with a pipe to it."""
         reader, self._writers[process] = os.pipe()
         try:
             return subprocess.Popen(
@@ -62,13 +58,7 @@ class Lifelines:
 
 
 def follow_launcher(name: str, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends this process when its launcher has ended or names another process that has.
-
-    Does nothing in a process that `jaxpipe launch` has not started.
-
-    Args:
-        name: The name of this process in its last message, such as "process 1".
-    """
+    """Ends this process when its launcher, if it has one, or another process has ended."""
     reader = os.environ.pop(LIFELINE, None)  # not for the children of this process
     if reader is None:
         return

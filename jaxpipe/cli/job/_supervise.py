@@ -26,28 +26,20 @@ _STOP_SECONDS = 5.0
 
 @dataclass
 class Job:
-    """The processes of a job.
+    """The processes of a job."""
 
-    Attributes:
-        popens: The processes, in order.
-        outputs: The threads that copy their output.
-        signals: The signals that were passed on to all processes, in order.
-        notify_others: A function that tells all other processes that one has ended, and how.
-    """
-
-    popens: list[subprocess.Popen]
-    outputs: list[threading.Thread] = field(default_factory=list)
-    signals: list[signal.Signals] = field(default_factory=list)
+    popens: list[subprocess.Popen]  # in order
+    outputs: list[threading.Thread] = field(default_factory=list)  # copy what they print
+    signals: list[signal.Signals] = field(default_factory=list)  # passed on to all, in order
+    # Tells all other processes that one has ended, and how.
     notify_others: Callable[[int, str], None] = lambda ended, how: None
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """Process that failed first, and its exit code; None if none has failed.
-
-        A process that ended because of a signal that was passed on has not failed. If several have
-        ended since the last poll, one that a signal has killed comes first: the others may have
-        ended because of it.
-        """
+        """Returns the process that failed first and its exit code; None if none has failed."""
+        # A process that ended because of a signal that was passed on has not failed. If several
+        # have ended since the last poll, one that a signal has killed comes first: the others may
+        # have ended because of it.
         codes = enumerate(popen.poll() for popen in self.popens)
         obeyed = {0, *(128 + signum for signum in self.signals)}
         failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
@@ -55,7 +47,7 @@ class Job:
 
     @property
     def still_running(self) -> list[int]:
-        """Processes that still run."""
+        """Returns the processes that still run."""
         return [i for i, popen in enumerate(self.popens) if popen.poll() is None]
 
 
@@ -66,11 +58,9 @@ def _may_follow(code: int) -> int:
 
 @contextlib.contextmanager
 def started_processes(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[Job]:
-    """Starts processes, passes signals on to them, and kills those that are left at the end.
-
-    Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
-    from the terminal: a second signal ends a process at once.
-    """
+    """Starts processes, passes signals on to them, and kills those that are left at the end."""
+    # Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
+    # from the terminal: a second signal ends a process at once.
     job, lifelines = Job([]), Lifelines()
 
     def pass_on(signum: int, frame: object) -> None:
@@ -124,11 +114,7 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 
 
 def first_failure(job: Job, grace: float) -> int:
-    """Waits until all processes have ended or their time is up, and prints which one failed first.
-
-    Args:
-        grace: How many seconds the others may run when one has failed.
-    """
+    """Waits for all processes, or `grace` seconds after a failure, and prints who failed first."""
     first: tuple[int, int] | None = None
     deadline = notify_at = math.inf
     while job.still_running and time.monotonic() < deadline and len(job.signals) < 2:

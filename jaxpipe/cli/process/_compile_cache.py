@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def use_compile_cache() -> Path | None:
-    """Turns on JAX's persistent compilation cache, unless the user has set it for JAX.
-
-    `JAX_COMPILATION_CACHE_DIR` sets it, and turns it off if it is empty.
-    """
+    """Turns on JAX's persistent compilation cache, unless `JAX_COMPILATION_CACHE_DIR` is set."""
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is not None:
@@ -24,10 +21,7 @@ def use_compile_cache() -> Path | None:
 
 
 def user_cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which jaxpipe may keep what it can make again.
-
-    Returns:
-        `jaxpipe` in `XDG_CACHE_HOME`, or in the folder `.cache` of the user's home.
+    """Returns `jaxpipe` in `XDG_CACHE_HOME`, or in the folder `.cache` of the user's home.
 
     Example:
         >>> str(user_cache_folder({"XDG_CACHE_HOME": "/scratch/cache"}))

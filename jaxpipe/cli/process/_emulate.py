@@ -20,14 +20,7 @@ _THREADS = 64
 
 
 def emulation_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that make a process see emulated devices.
-
-    Args:
-        environment: The environment so far. Its flags for XLA are kept, and win.
-
-    Returns:
-        New values of `XLA_FLAGS` and `NPROC`.
-    """
+    """Returns `XLA_FLAGS` and `NPROC` for emulated devices; flags of `environment` win."""
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
     old = environment.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in old]

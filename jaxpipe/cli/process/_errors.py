@@ -28,14 +28,11 @@ _told: set[str] = set()
 
 
 def hide_logged_tracebacks() -> None:
-    """Keeps Orbax and its threads from printing tracebacks of errors that a command reports itself.
-
-    Their warnings, such as the whole content of a corrupt file, are not printed either.
-    """
+    """Keeps Orbax and threads from printing warnings and errors that a command reports itself."""
     logger = logging.getLogger("absl")
     if _is_short not in logger.filters:
         logger.addFilter(_is_short)
-    threading.excepthook = _tell_of_thread
+    threading.excepthook = lambda failed: _tell_of_failure(failed.exc_type, failed.exc_value)
     # Callbacks of Tensorstore's threads end in this one, some dozens with the same error.
     sys.unraisablehook = lambda failed: _tell_of_failure(failed.exc_type, failed.exc_value)
 
@@ -43,10 +40,6 @@ def hide_logged_tracebacks() -> None:
 def _is_short(record: logging.LogRecord) -> bool:
     is_error = record.levelno >= logging.ERROR and not record.exc_info
     return is_error and len(record.getMessage()) < 1000
-
-
-def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
-    _tell_of_failure(failed.exc_type, failed.exc_value)
 
 
 def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> None:

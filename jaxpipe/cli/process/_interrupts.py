@@ -18,14 +18,12 @@ _unwinds, _interrupted = threading.Event(), threading.Event()
 
 
 def watch_interrupts() -> None:
-    """Ends this process when SIGINT comes, whatever its main thread does.
-
-    Python runs signal handlers between two bytecodes of the main thread, which may be inside XLA's
-    compiler for minutes; and an import or a callback may turn an exception into another one. So the
-    signal handler of the C level writes the signal into a pipe, and a thread that reads the pipe
-    ends the process: at once, or, inside `unwinding`, after `CLEANUP_SECONDS`. A run that has made
-    a step handles SIGINT itself: only a second one ends it here.
-    """
+    """Ends this process when SIGINT comes, whatever its main thread does."""
+    # Python runs signal handlers between two bytecodes of the main thread, which may be inside
+    # XLA's compiler for minutes; and an import or a callback may turn an exception into another
+    # one. So the signal handler of the C level writes the signal into a pipe, and a thread that
+    # reads the pipe ends the process: at once, or, inside `unwinding`, after `CLEANUP_SECONDS`. A
+    # run that has made a step handles SIGINT itself: only a second one ends it here.
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # ignored, as in the background of a shell without job control
     signal.signal(signal.SIGINT, _interrupt)
@@ -37,13 +35,7 @@ def watch_interrupts() -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Lets SIGINT raise KeyboardInterrupt inside, so that the code inside removes its files.
-
-    An error that the interrupt causes becomes KeyboardInterrupt too.
-
-    Raises:
-        KeyboardInterrupt: If SIGINT has come.
-    """
+    """Lets SIGINT, and errors that it causes, raise KeyboardInterrupt: files are then removed."""
     _unwinds.set()
     try:
         yield

@@ -22,15 +22,9 @@ def set_log_levels(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
-    """Hides what native code writes to standard error, unless it fails unexpectedly.
-
-    libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
-    does not know.
-
-    Raises:
-        ValueError: If the code inside does. It is a user's mistake and says itself what is wrong,
-            so what was hidden stays hidden.
-    """
+    """Hides what native code writes to standard error, unless it raises more than a ValueError."""
+    # libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
+    # does not know.
     if verbose:
         yield
         return
@@ -42,7 +36,7 @@ def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
         try:
             yield
             is_unexpected = False
-        except ValueError:
+        except ValueError:  # a user's mistake, which says itself what is wrong
             is_unexpected = False
             raise
         finally:

@@ -19,37 +19,22 @@ EXPERTS = {"h100": 0.31, "b200": 0.32, "b300": 0.25, "gb200": 0.71, "gb300": 0.9
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fractions of the peaks of a device that programs reach.
+    """The fractions of the peaks of a device that programs reach."""
 
-    Attributes:
-        products: The fraction of the peak, in the dtype of the run, of large matrix products.
-        head: The fraction of the peak in bfloat16 of the products of the head.
-        experts: Products of experts, as a fraction of what equally large ones reach.
-        attention: The fraction of the peak in bfloat16 of fused attention.
-        memory: The fraction of the memory bandwidth in elementwise operations and the optimizer.
-        links: The fraction of the bandwidth of links in large collectives.
-        network: The fraction of the bandwidth of the network in large collectives.
-        kernel_seconds: The seconds that each operation takes beside its work.
-    """
-
-    products: float
-    head: float
-    experts: float
-    attention: float = 0.5
+    products: float  # the fraction of the peak, in the dtype of the run, of large matrix products
+    head: float  # the fraction of the peak in bfloat16 of the products of the head
+    experts: float  # products of experts, as a fraction of what equally large ones reach
+    attention: float = 0.5  # the fraction of the peak in bfloat16 of fused attention
+    # The fraction of the memory bandwidth in elementwise operations and the optimizer.
     memory: float = 0.8
-    links: float = 0.75
-    network: float = 0.8
-    kernel_seconds: float = 4e-6
+    links: float = 0.75  # the fraction of the bandwidth of links in large collectives
+    network: float = 0.8  # the fraction of the bandwidth of the network in large collectives
+    kernel_seconds: float = 4e-6  # the seconds that each operation takes beside its work
 
 
 def efficiency(device: Hardware, dtype: str) -> Efficiency:
-    """Returns the efficiency of a kind of device in a dtype.
-
-    Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
-
-    Args:
-        dtype: The dtype of matrix products, such as "bf16" or "fp8".
-    """
+    """Returns the efficiency of a kind of device in a dtype."""
+    # Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
     device.peak_flops(dtype)  # checks the dtype
     chip = device.chip
     if device.torus_axes and chip not in PRODUCTS:

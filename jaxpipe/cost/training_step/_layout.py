@@ -13,72 +13,44 @@ Gather = Literal["tick", "repeat", "once", "layer"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh, the schedule and the choices of a training step.
+    """The mesh, the schedule and the choices of a training step."""
 
-    Attributes:
-        data: Replicas of the weights.
-        stage: Ranks of the pipeline.
-        fsdp: Devices that share weights and gather them.
-        tensor: Devices that split products and activations.
-        expert: Devices that divide the experts; they also divide the batch.
-        context: Devices that divide each sequence.
-        microbatches: Microbatches of a step, of one replica.
-        rows: Sequences of a microbatch on one device group that divides the batch.
-        sequence: Tokens of a sequence.
-        schedule: A name of `jaxpipe.schedules`, a schedule, or None for no pipeline.
-        chunks: The number of stages on each rank.
-        layers_per_stage: [stages, in forward order] layers; None for as even as possible.
-        remat: The part of a forward that is computed again in the backward.
-        recomputed: The fraction of a forward that is computed again; None for that of `remat`.
-        gather: When weights that `fsdp` shares are gathered: for every action ("tick"), once for
-            the microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer
-            in every action ("layer").
-        hosts: Groups of devices that only the network joins, such as slices; 0 for as few as the
-            links of the hardware allow.
-        order: Mesh axes, from those whose neighbours are farthest apart to the nearest.
-        dtype: The dtype of matrix products.
-        experts_over_tensor: Whether the devices of `tensor` have experts of their own, not parts
-            of the same.
-        deduplicate_experts: Whether a token is sent once to all of its experts that one domain of
-            links has, not to each of them.
-        experts_gather: Whether each device along `expert` gathers the tokens of all of these, sorts
-            all of their rows, and multiplies those of its own experts. If not, devices exchange
-            rows. Devices that gather also divide the other weights, as `fsdp` does.
-        sequence_parallel: Whether `tensor` also divides what is between products.
-        optimizer_bytes: Bytes that the optimizer and the norm of the gradients read and write per
-            weight; 34 for Adam in float32 with weights in bfloat16: the gradient twice, weight and
-            two moments each read and written, the weight written in bfloat16.
-        shared_optimizer: Whether replicas divide the optimizer's state (ZeRO-1).
-        vocab_parallel: Whether all ranks of the pipeline share the head.
-        overlap: Kinds of communication that run beside computation, as far as there is enough:
-            "tensor", "fsdp", "gradient_reduction", "point_to_point", "experts", "context".
-    """
-
-    data: int = 1
-    stage: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1
-    microbatches: int = 1
-    rows: int = 1
-    sequence: int = 2048
-    schedule: str | Schedule | None = None
-    chunks: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
-    remat: Remat = "none"
-    recomputed: float | None = None
+    data: int = 1  # replicas of the weights
+    stage: int = 1  # ranks of the pipeline
+    fsdp: int = 1  # devices that share weights and gather them
+    tensor: int = 1  # devices that split products and activations
+    expert: int = 1  # devices that divide the experts; they also divide the batch
+    context: int = 1  # devices that divide each sequence
+    microbatches: int = 1  # microbatches of a step, of one replica
+    rows: int = 1  # sequences of a microbatch on one device group that divides the batch
+    sequence: int = 2048  # tokens of a sequence
+    schedule: str | Schedule | None = None  # a name of `jaxpipe.schedules`; None: no pipeline
+    chunks: int = 1  # stages on each rank
+    layers_per_stage: tuple[int, ...] | None = None  # in forward order; None: as even as possible
+    remat: Remat = "none"  # the part of a forward that is computed again in the backward
+    recomputed: float | None = None  # the fraction that is computed again; None: as `remat` says
+    # When weights that `fsdp` shares are gathered: for every action ("tick"), once for the
+    # microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer in every
+    # action ("layer").
     gather: Gather = "tick"
-    hosts: int = 0
-    order: tuple[str, ...] = AXES
-    dtype: str = "bf16"
-    experts_over_tensor: bool = False
-    deduplicate_experts: bool = False
+    hosts: int = 0  # groups that only the network joins; 0: as few as the hardware's links allow
+    order: tuple[str, ...] = AXES  # mesh axes, those whose neighbours are farthest apart first
+    dtype: str = "bf16"  # the dtype of matrix products
+    experts_over_tensor: bool = False  # `tensor` divides experts, not the parts of each
+    deduplicate_experts: bool = False  # a token is sent once to all its experts of a link domain
+    # Whether each device along `expert` gathers the tokens of all of these, sorts all of their
+    # rows, and multiplies those of its own experts. If not, devices exchange rows. Devices that
+    # gather also divide the other weights, as `fsdp` does.
     experts_gather: bool = False
-    sequence_parallel: bool = True
+    sequence_parallel: bool = True  # `tensor` also divides what is between products
+    # Bytes that the optimizer and the norm of the gradients read and write per weight. Adam in
+    # float32 with weights in bfloat16: the gradient twice, weight and two moments each read and
+    # written, the weight written in bfloat16.
     optimizer_bytes: float = 34.0
-    shared_optimizer: bool = True
-    vocab_parallel: bool = False
+    shared_optimizer: bool = True  # replicas divide the optimizer's state (ZeRO-1)
+    vocab_parallel: bool = False  # all ranks of the pipeline share the head
+    # Kinds of communication that run beside computation, as far as there is enough: "tensor",
+    # "fsdp", "gradient_reduction", "point_to_point", "experts", "context".
     overlap: tuple[str, ...] = ("fsdp", "gradient_reduction", "point_to_point", "context")
 
     def __post_init__(self) -> None:

@@ -12,23 +12,14 @@ _TORUS_SIDE = 16
 
 @dataclass(frozen=True)
 class Network:
-    """The links and the network as programs reach them.
+    """The links and the network as programs reach them."""
 
-    Attributes:
-        link: Bytes a second of a device over links.
-        network: Bytes a second of a device over the network.
-        link_latency: Seconds of a message over links.
-        network_latency: Seconds of a message over the network.
-        torus_axes: Axes of the torus that links make; 0 where links join all with all.
-        domain: Devices that links join.
-    """
-
-    link: float
-    network: float
-    link_latency: float
-    network_latency: float
-    torus_axes: int
-    domain: int
+    link: float  # bytes a second of a device over links
+    network: float  # bytes a second of a device over the network
+    link_latency: float  # seconds of a message over links
+    network_latency: float  # seconds of a message over the network
+    torus_axes: int  # axes of the torus that links make; 0 where links join all with all
+    domain: int  # devices that links join
 
 
 @dataclass(frozen=True)
@@ -65,11 +56,7 @@ def make_group(layout: Layout, network: Network, *axes: str) -> Group:
 
 
 def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> float:
-    """Returns the seconds of an all-gather, or of a reduce-scatter.
-
-    Args:
-        total_bytes: Bytes of the whole array, as one device has it at the end.
-    """
+    """Returns the seconds of an all-gather to, or a reduce-scatter of, `total_bytes`."""
     if group.size == 1:
         return 0.0
     inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, network)
@@ -82,9 +69,8 @@ def all_to_all_seconds(
 ) -> float:
     """Returns the seconds of an all-to-all.
 
-    Args:
-        outside_share: The part of what leaves a domain that is sent: less than 1 where what goes
-            to several of its devices is sent once.
+    `outside_share` is the part of what leaves a domain that is sent: less than 1 where what goes to
+    several of its devices is sent once.
     """
     if group.size == 1:
         return 0.0
@@ -98,11 +84,7 @@ def all_to_all_seconds(
 
 
 def send_seconds(sent_bytes: float, layout: Layout, network: Network) -> float:
-    """Returns the seconds of a transfer to the next rank of the pipeline.
-
-    Returns:
-        Seconds: over the network if any pair of neighbours is in two domains.
-    """
+    """Returns the seconds to the next rank, over the network if any hand-over crosses it."""
     if layout.stage == 1:
         return 0.0
     if layout.stride("stage") * layout.stage <= network.domain:

@@ -6,7 +6,16 @@ from ...devices import Hardware
 from ...schedules import Schedule
 from ..work import LayerWork, ModelWork, flops_per_token
 from ._efficiency import Efficiency, efficiency
-from ._layer_time import ActionSeconds, Device, Seconds, add
+from ._layer_time import (
+    ActionSeconds,
+    Device,
+    Seconds,
+    add,
+    device_parameters,
+    gather_seconds,
+    split_layers,
+    stage_seconds,
+)
 from ._layout import Layout
 from ._network import all_gather_seconds, make_group, make_network, send_seconds
 from ._schedule_time import (
@@ -17,12 +26,6 @@ from ._schedule_time import (
     shorter,
     stages_of,
 )
-from ._stage_time import (
-    device_parameters,
-    gather_seconds,
-    split_layers,
-    stage_seconds,
-)
 
 KINDS = (
     *("products", "other_compute", "head_and_embedding", "optimizer", "bubble"),
@@ -32,50 +35,31 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a step.
+    """The predicted time of a step."""
 
-    Attributes:
-        seconds: The time of a step.
-        parts: Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
-            "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is
-            exposed of communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
-            "point_to_point", "experts" and "context".
-        network_seconds: The seconds of the communication in `parts` that crosses the network
-            between hosts or slices.
-        tokens_per_second: The tokens that all devices together process in a second.
-        model_flops_utilization: Operations of forward and backward, as `flops_per_token` counts
-            them, divided by the peak of the devices in bfloat16.
-        bubble_fraction: The part of the schedule's time in which even the busiest rank waits.
-        forward: [stages, in forward order] seconds of F of one microbatch.
-        input: [stages] seconds of I.
-        weight: [stages] seconds of W.
-        transfer: Seconds of one hand-over between ranks.
-    """
-
-    seconds: float
+    seconds: float  # the time of a step
+    # Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
+    # "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is exposed of
+    # communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
+    # "point_to_point", "experts" and "context".
     parts: dict[str, float]
+    # The seconds of the communication in `parts` that crosses the network between hosts or slices.
     network_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float  # the tokens that all devices together process in a second
+    # Operations of forward and backward, as `flops_per_token` counts them, divided by the peak of
+    # the devices in bfloat16.
     model_flops_utilization: float
-    bubble_fraction: float
-    forward: tuple[float, ...]
-    input: tuple[float, ...]
-    weight: tuple[float, ...]
-    transfer: float
+    bubble_fraction: float  # the part of the schedule's time in which even the busiest rank waits
+    forward: tuple[float, ...]  # [stages, in forward order] seconds of F of one microbatch
+    input: tuple[float, ...]  # [stages] seconds of I
+    weight: tuple[float, ...]  # [stages] seconds of W
+    transfer: float  # seconds of one hand-over between ranks
 
 
 def predict(
     work: ModelWork, layout: Layout, hardware: Hardware, *, reached: Efficiency | None = None
 ) -> Prediction:
-    """Predicts the time of a training step.
-
-    Args:
-        reached: The fractions of the peaks that programs reach; None for the fitted ones of the
-            kind and the layout's dtype.
-
-    Raises:
-        ValueError: If the layers per stage do not fit the model, or the schedule cannot run.
-    """
+    """Predicts the time of a training step, by default with the fitted fractions of peaks."""
     reached = reached or efficiency(hardware, layout.dtype)
     device = Device(hardware, reached, make_network(layout, hardware, reached))
     fewer = None if isinstance(layout.schedule, Schedule) else shorter(layout)
@@ -140,12 +124,8 @@ def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
 
 def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
     """Returns the seconds that a rank works, by kind."""
-    actions = (s for stage in own for s in _actions(stages[stage]))
+    actions = (s for stage in own for s in vars(stages[stage]).values())
     return {kind: layout.microbatches * seconds for kind, seconds in add(*actions).items()}
-
-
-def _actions(stage: ActionSeconds) -> tuple[Seconds, Seconds, Seconds]:
-    return stage.forward, stage.input, stage.weight
 
 
 def _gradients(

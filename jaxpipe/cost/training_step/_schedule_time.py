@@ -14,23 +14,14 @@ _ROUNDS = 3  # microbatches of a simulation, in multiples of the ranks
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """The time of all microbatches.
+    """The time of all microbatches."""
 
-    Attributes:
-        seconds: From the first action to the last.
-        busy: [ranks] seconds that every rank works.
-    """
-
-    seconds: float
-    busy: tuple[float, ...]
+    seconds: float  # from the first action to the last
+    busy: tuple[float, ...]  # [ranks] seconds that every rank works
 
 
 def build_schedule(layout: Layout) -> Schedule | None:
-    """Returns the schedule of a layout.
-
-    Raises:
-        ValueError: If no schedule has the layout's name, or it cannot run the layout's counts.
-    """
+    """Returns the schedule of a layout."""
     if isinstance(layout.schedule, Schedule):
         return layout.schedule
     if layout.schedule is None or layout.stage == 1:
@@ -46,13 +37,9 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sche
 
 
 def shorter(layout: Layout) -> tuple[Layout, Layout] | None:
-    """Returns a layout with so few microbatches twice that the time of more follows from it.
-
-    Between the warmup and the drain a schedule repeats itself every `stage` microbatches.
-
-    Returns:
-        Two layouts that differ by `stage` microbatches; None if the layout has few itself.
-    """
+    """Returns two layouts that differ by `stage` microbatches; None if the layout has few."""
+    # The time of more follows from theirs: between the warmup and the drain a schedule repeats
+    # itself every `stage` microbatches.
     more = _ROUNDS * layout.stage + layout.microbatches % layout.stage
     if layout.schedule is None or layout.stage == 1 or layout.microbatches <= more:
         return None
@@ -62,18 +49,12 @@ def shorter(layout: Layout) -> tuple[Layout, Layout] | None:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """The seconds of the stages for one microbatch.
+    """The seconds of the stages for one microbatch."""
 
-    Attributes:
-        forward: [stages, in forward order] seconds of F.
-        input: [stages] seconds of I.
-        weight: [stages] seconds of W.
-        transfer: Seconds from the end of an action to the start of a dependent one on another rank.
-    """
-
-    forward: tuple[float, ...]
-    input: tuple[float, ...]
-    weight: tuple[float, ...]
+    forward: tuple[float, ...]  # [stages, in forward order] seconds of F
+    input: tuple[float, ...]  # [stages] seconds of I
+    weight: tuple[float, ...]  # [stages] seconds of W
+    # Seconds from the end of an action to the start of a dependent one on another rank.
     transfer: float
 
     def of(
@@ -81,9 +62,8 @@ class StageSeconds:
     ) -> ScheduleTime:
         """Returns the time of a schedule.
 
-        Args:
-            barrier: Whether ranks wait for each other between steps. If not, a step takes the
-                longest time from a rank's first to its last action, as in zero-bubble papers.
+        Without `barrier` between steps, a step takes the longest time from a rank's first to its
+        last action, as in zero-bubble papers.
         """
         if schedule is None:
             each = sum((*self.forward, *self.input, *self.weight))
@@ -120,13 +100,9 @@ def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
 
 
 def num_transfers(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the number of hand-overs that an F, or an I, of every stage receives and sends.
-
-    A device that neither computes beside a transfer nor buffers it waits for each of them.
-
-    Returns:
-        [stages] counts: 2, 1 for the first and the last stage, 0 towards stages of the same rank.
-    """
+    """Returns the hand-overs that an F, or an I, of every stage receives and sends: 0 to 2."""
+    # A device that neither computes beside a transfer nor buffers it waits for each of them. None
+    # are between stages of the same rank.
     ranks: dict[int, set[int]] = {}
     for rank, program in enumerate(schedule.programs):
         for step in program:

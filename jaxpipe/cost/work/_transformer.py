@@ -4,28 +4,20 @@ D hidden, F width of an MLP, H query heads, K key and value heads, C channels of
 of activations in bfloat16.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._layer_work import ActivationBytes, Attention, LayerWork, ModelWork, Product
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer.
+    """The experts of a layer."""
 
-    Attributes:
-        num: Experts that tokens choose from.
-        active: The number of experts that a token chooses.
-        width: Width of one expert.
-        shared: Experts that every token passes, of the same width.
-        dense_layers: Layers at the start of the model that have an MLP instead.
-    """
-
-    num: int
-    active: int
-    width: int
-    shared: int = 0
-    dense_layers: int = 0
+    num: int  # experts that tokens choose from
+    active: int  # the number of experts that a token chooses
+    width: int  # width of one expert
+    shared: int = 0  # experts that every token passes, of the same width
+    dense_layers: int = 0  # layers at the start of the model that have an MLP instead
 
 
 @dataclass(frozen=True)
@@ -56,10 +48,7 @@ def transformer(
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
 ) -> ModelWork:
-    """Returns the work of a transformer.
-
-    Args:
-        gated: Whether an MLP has three weights, as in llama, not two, as in GPT.
+    """Returns the work of a transformer; a gated MLP has three weights, as in llama, not two.
 
     Example:
         >>> llama = transformer(
@@ -81,16 +70,12 @@ def transformer(
         sparse = _expert_layer(hidden, products, attention, experts, gated)
         kinds = [(dense, experts.dense_layers), (sparse, layers - experts.dense_layers)]
     return ModelWork(
-        tuple(_repeat(kind, count) for kind, count in kinds if count),
+        tuple(replace(kind, count=count) for kind, count in kinds if count),
         hidden,
         vocab,
         embedding_parameters=hidden * vocab,
         head_parameters=0 if tied else hidden * vocab,
     )
-
-
-def _repeat(kind: LayerWork, count: int) -> LayerWork:
-    return LayerWork(**{**vars(kind), "count": count})
 
 
 def _grouped_attention(
@@ -133,14 +118,14 @@ def _between_bytes(D: int, dropout: bool) -> float:
 def _layer(
     name: str,
     D: int,
-    attention_products: tuple[Product, ...],
+    projections: tuple[Product, ...],
     attention: Attention,
     mlp: tuple[Product, ...],
     dropout: bool,
 ) -> LayerWork:
-    products = attention_products + mlp
+    products = projections + mlp
     F = mlp[1].k
-    kept = _attention_bytes(D, attention_products, attention) + 2.0 * (2 * D + mlp[0].n + F)
+    kept = _attention_bytes(D, projections, attention) + 2.0 * (2 * D + mlp[0].n + F)
     kept += 2.0 * D if dropout else 0.0  # two masks of a byte
     moved = 2.0 * (sum(p.n for p in products[:-1]) - D + mlp[0].n + F)
     parameters = sum(p.k * p.n for p in products) + 2 * D
@@ -163,11 +148,7 @@ def _layer(
 
 
 def _expert_layer(
-    D: int,
-    attention_products: tuple[Product, ...],
-    attention: Attention,
-    experts: Experts,
-    gated: bool,
+    D: int, projections: tuple[Product, ...], attention: Attention, experts: Experts, gated: bool
 ) -> LayerWork:
     F, width = experts.width, 2 if gated else 1
     chosen = (
@@ -176,13 +157,13 @@ def _expert_layer(
     )
     router = (Product(D, experts.num, "none"),)
     shared = _mlp(D, experts.shared * F, gated) if experts.shared else ()
-    dense = attention_products + router + shared
+    dense = projections + router + shared
     passed = experts.active + experts.shared
     per_expert = 2.0 * (2 * D + (width + 1) * F)
-    kept = _attention_bytes(D, attention_products, attention) + 4.0 * D + passed * per_expert
+    kept = _attention_bytes(D, projections, attention) + 4.0 * D + passed * per_expert
     products = dense + chosen
     # Tokens are copied for their experts, sorted, and summed again.
-    moved = 2.0 * (sum(p.n for p in attention_products[:-1]) + passed * (7 * D + 3 * F))
+    moved = 2.0 * (sum(p.n for p in projections[:-1]) + passed * (7 * D + 3 * F))
     return LayerWork(
         "experts",
         1,

@@ -35,32 +35,19 @@ class RowsByStep(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step.
+    """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step."""
 
-    Attributes:
-        batch_size: B, the rows of a batch.
-        rows: A function from a step and n row ids, 0 to B - 1, to these rows, [n, T].
-        num_targets: A function from a step to the sum of `target_weights` over its rows.
-        decided_by: The settings and files that determine the rows, by name, as JSON values.
-    """
-
-    batch_size: int
+    batch_size: int  # B, the rows of a batch
     rows: Callable[[int, Sequence[int]], Batch]
     num_targets: Callable[[int], int]
-    decided_by: dict[str, Any]
+    decided_by: dict[str, Any]  # settings and files that determine the rows, by name, for JSON
 
     def __call__(self, step: int) -> Batch:
         return self.rows(step, range(self.batch_size))
 
 
 def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
-    """Returns the number of rows of one step on all devices.
-
-    Args:
-        per_device_batch_size: Rows of one device; may be a fraction if a row is split over devices.
-
-    Raises:
-        ValueError: If the product is not a whole number above 0.
+    """Returns the number of rows of one step on all devices, which may share a row.
 
     Example:
         >>> global_batch_size(0.5, 8)
@@ -224,10 +211,7 @@ class FirstBatches(FiniteBatches):
 
 @dataclass(frozen=True)
 class SinglePassBatches(FiniteBatches):
-    """Every row of some corpora once, in order.
-
-    The last batch is filled up with rows of padding, whose `target_weights` are 0.
-    """
+    """Every row of some corpora once, in order, and rows of padding in the last batch."""
 
     sources: tuple[CorpusRows, ...]
     batch_size: int
@@ -236,16 +220,16 @@ class SinglePassBatches(FiniteBatches):
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
     def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
-        origins = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
+        origins = [self._origin(index * self.batch_size + row_id) for row_id in row_ids]
         empty = empty_row(self.sources[0].length)
         return stack_rows([rows[i] if rows is not None else empty for rows, i in origins])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
-        origins = [self._found(first + row_id) for row_id in range(self.batch_size)]
+        origins = [self._origin(first + row_id) for row_id in range(self.batch_size)]
         return sum(rows.num_targets(i) for rows, i in origins if rows is not None)
 
-    def _found(self, row_id: int) -> tuple[CorpusRows | None, int]:
+    def _origin(self, row_id: int) -> tuple[CorpusRows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""
         for rows in self.sources:
             if row_id < len(rows):

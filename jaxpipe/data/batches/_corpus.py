@@ -53,10 +53,6 @@ def corpus_from_tokens(
 ) -> Corpus:
     """Returns the corpus of all `tokens`, whose documents end at the offsets `ends`.
 
-    Args:
-        tokens: [N] ids, each document with its end of document.
-        ends: [D] offsets, each one after the last token of a document.
-
     Example:
         >>> len(corpus_from_tokens(np.asarray([5, 6, 0, 7, 0]), np.asarray([3, 5])))
         5
@@ -73,20 +69,14 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
         5
     """
     end = np.asarray([tokenizer.eod], np.int32)
-    pieces = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
-    return corpus_from_tokens(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
+    streams = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
+    return corpus_from_tokens(np.concatenate(streams), np.cumsum([len(ids) for ids in streams]))
 
 
 def read_corpus(
     source: Source, tokenizer: Tokenizer | None, *, vocab_size: int, key: str = "data_files"
 ) -> Corpus:
-    """Reads the documents of a source.
-
-    Text is tokenized and held in memory, 4 bytes a token. Files of tokens are mapped into memory.
-
-    Raises:
-        ValueError: If a file does not exist, or its content is not of the type of the source.
-    """
+    """Reads the documents of a source, text into 4 bytes of memory a token; tokens are mapped."""
     if source.type == "tokens":
         return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
     assert tokenizer is not None, "text is tokenised"
@@ -122,9 +112,6 @@ def split_held_out(
 
     Each document is held out with probability `fraction`, which depends on its index and the seed
     alone: appending documents does not change the side of the earlier ones.
-
-    Raises:
-        ValueError: If either has no document.
 
     Example:
         >>> from jaxpipe.data.sources import ByteTokenizer

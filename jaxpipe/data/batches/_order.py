@@ -16,20 +16,10 @@ RowOrder = Callable[[int], tuple[int, int]]
 def row_order(
     sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: int | None
 ) -> RowOrder:
-    """Returns the order of the rows of all sources, epoch after epoch, mixed in exact shares.
+    """Returns the order of the rows of sources of some `sizes`, epoch after epoch, in exact shares.
 
     A source has another order in each of its epochs, and begins its next one when it has ended,
     whatever the others do.
-
-    Args:
-        sizes: [K] the number of rows of each source.
-        weights: [K] the relative share of each source.
-
-    Returns:
-        A function from the index of a row to `(source, index in the source)`.
-
-    Raises:
-        ValueError: If the shares repeat only after more than 100,000 rows.
     """
     epochs = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
     turns = source_turns(weights)
@@ -50,14 +40,7 @@ def row_order(
 def source_turns(weights: Sequence[float]) -> np.ndarray:
     """Gives each of P turns, which repeat, to the source that is furthest behind its share.
 
-    Args:
-        weights: [n] the weight of each source.
-
-    Returns:
-        [P, 2] the source of each turn, and the number of its turns before.
-
-    Raises:
-        ValueError: If the weights need too many turns before they repeat.
+    The result [P, 2] has the source of each turn, and the number of its turns before.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     integers = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]

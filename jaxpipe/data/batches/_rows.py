@@ -24,16 +24,11 @@ class CorpusRows:
     cut at the end of a row continues in the next row without the tokens before the cut; the last
     token before the cut still has its target. Without `packing` a row is one document, of which
     tokens beyond T are dropped.
-
-    Attributes:
-        corpus: The tokens of all documents.
-        length: T, the tokens of a row.
-        packing: Whether a row may have several documents.
     """
 
-    corpus: Corpus
-    length: int
-    packing: bool
+    corpus: Corpus  # the tokens of all documents
+    length: int  # T, the tokens of a row
+    packing: bool  # whether a row may have several documents
 
     def __len__(self) -> int:
         return -(-len(self.corpus) // self.length) if self.packing else len(self.corpus.ends)

@@ -75,10 +75,10 @@ def _read(file: Path | Traversable) -> str:
 
 
 def _split_text(text: str, separator: str) -> Iterator[str]:
-    """Yields the pieces between separators, without the newlines around them and blank pieces."""
-    for piece in text.split(separator) if separator else [text]:
-        if piece.strip():
-            yield piece.strip("\n")
+    """Yields the documents between separators that are not blank, without newlines around them."""
+    for document in text.split(separator) if separator else [text]:
+        if document.strip():
+            yield document.strip("\n")
 
 
 def _jsonl_documents(file: Path, field: str) -> Iterator[str]:

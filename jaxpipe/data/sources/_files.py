@@ -20,15 +20,7 @@ SUFFIXES: dict[SourceType, tuple[str, ...]] = {
 
 
 def resolve_files(path: str, kind: SourceType, *, key: str) -> list[Path] | list[Traversable]:
-    """Returns the files that one path names.
-
-    Args:
-        path: A file; a folder, for all its files of the kind at any depth in sorted order; or a
-            text that ships with the package, such as `builtin:sonnets`.
-
-    Raises:
-        ValueError: If the path does not exist, or names a device or a folder without such files.
-    """
+    """Returns the files that a path names: a file, all of a folder, or `builtin:sonnets`."""
     if path.startswith(BUILTIN):
         return [_builtin(path, kind, key)]
     if os.path.isdir(path):

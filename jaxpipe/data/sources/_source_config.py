@@ -19,9 +19,9 @@ FIELD_READERS: dict[str, tuple[SourceType, ...]] = {
 
 
 def _one_or_many(value: Any) -> Any:
-    return (
-        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 PathText = Annotated[str, Field(max_length=4096), AfterValidator(plain_text)]

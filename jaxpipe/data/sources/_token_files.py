@@ -24,17 +24,11 @@ class LostFileError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A file of token ids.
-
-    Attributes:
-        path: The path of the file.
-        tokens: [n] the ids, mapped into memory.
-        num_bytes: The size of the file when it was opened.
-    """
+    """A file of token ids."""
 
     path: Path
-    tokens: Integer[np.ndarray, " n"]
-    num_bytes: int
+    tokens: Integer[np.ndarray, " n"]  # [n] the ids, mapped into memory
+    num_bytes: int  # the size of the file when it was opened
 
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         # Where the pages of a mapping are gone, as after a truncation or on a network's file
@@ -45,17 +39,11 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class TokenFiles:
-    """Several files as one stream of ids.
+    """Several files as one stream of ids."""
 
-    Attributes:
-        files: The F files, in order.
-        ends: [F] the offset at which each file ends, exclusive.
-        checksum: The CRC-32 of all ids.
-    """
-
-    files: tuple[TokenFile, ...]
-    ends: Int64[np.ndarray, " F"]
-    checksum: int
+    files: tuple[TokenFile, ...]  # the F files, in order
+    ends: Int64[np.ndarray, " F"]  # [F] the offset at which each file ends, exclusive
+    checksum: int  # the CRC-32 of all ids
 
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         """Returns the ids at some offsets of the joined files."""
@@ -71,19 +59,10 @@ class TokenFiles:
 def open_token_files(
     source: Source, *, vocab_size: int, key: str = "data_files"
 ) -> tuple[TokenFiles, Int64[np.ndarray, " D"]]:
-    """Opens the files of a source and finds the ends of their documents.
-
-    Every file is read once, a piece at a time: a few seconds for each gigabyte. What is kept are 8
-    bytes for each document. A file that does not end with an end of document ends with a document
-    all the same.
-
-    Returns:
-        The files, and [D] the offsets at which documents end, exclusive.
-
-    Raises:
-        ValueError: If a file does not exist, holds no flat array of integers, or has an id that the
-            embedding has no row for; or if `token_eod` is such an id, or in none of the files.
-    """
+    """Opens the files of a source and finds the ends [D] of their documents, exclusive."""
+    # Every file is read once, in chunks: a few seconds for each gigabyte, of which 8 bytes for each
+    # document are kept. A file that does not end with an end of document ends with a document all
+    # the same.
     eod = source.token_eod
     assert eod is not None, "the source's own check"
     if eod >= vocab_size:

@@ -60,10 +60,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class HuggingFaceTokenizer:
-    """The tokenizer of a tokenizer.json, without the special tokens that it would add.
-
-    One that `load_tokenizer` returns reads special tokens inside a text as text, and cuts no text.
-    """
+    """A tokenizer.json, without the special tokens that it would add; see `load_tokenizer`."""
 
     tokenizer: "tokenizers.Tokenizer"
     vocab_size: int
@@ -87,16 +84,14 @@ class HuggingFaceTokenizer:
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer:
-    """A sentencepiece .model, without the beginning and end of sentence that it could add.
-
-    Most models read a newline as a blank.
-    """
+    """A sentencepiece .model, without the beginning and end of sentence that it could add."""
 
     processor: "sentencepiece.SentencePieceProcessor"
     vocab_size: int
     eod: int
 
     def encode(self, text: str) -> Int32[np.ndarray, " N"]:
+        # Most models read a newline as a blank.
         return np.asarray(self.processor.encode(text), np.int32)
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:

@@ -14,19 +14,12 @@ from ._tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class TokenFileSummary:
-    """The content of a file of tokens, and the settings to read it.
+    """The content of a file of tokens, and the settings to read it."""
 
-    Attributes:
-        num_tokens: The number of ids, including those that end documents.
-        num_documents: The number of documents, at least one.
-        token_dtype: uint16, or uint32 if the tokenizer has more ids.
-        token_eod: The id after each document.
-    """
-
-    num_tokens: int
-    num_documents: int
-    token_dtype: str
-    token_eod: int
+    num_tokens: int  # the number of ids, including those that end documents
+    num_documents: int  # the number of documents, at least one
+    token_dtype: str  # uint16, or uint32 if the tokenizer has more ids
+    token_eod: int  # the id after each document
 
 
 def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFileSummary:

@@ -18,16 +18,7 @@ from ...train import RunError
 def atomic_folder(destination: Path) -> Iterator[Path]:
     """Yields a folder to fill, which gets its name at the end: a named folder is complete.
 
-    Args:
-        destination: The name of the folder. Nothing may be there, except an empty folder.
-
-    Yields:
-        The folder to fill, under a temporary name. If an error comes, nothing is left of it.
-
-    Raises:
-        ValueError: If something is at `destination`, also if it has come there in the meantime, or
-            if nothing can be written beside it.
-        RunError: If an error inside, such as that of a full disk, has ended the writing.
+    At `destination` nothing may be, except an empty folder. After an error nothing is left of it.
     """
     destination = Path(os.path.abspath(destination))
     hidden = _hidden_folder(destination)
@@ -58,12 +49,9 @@ _SECONDS_BETWEEN_CHECKS = 0.05
 
 
 def _remove_while_writers_end(folder: Path) -> None:
-    """Removes a folder in which background threads may still create files.
-
-    Orbax raises the first error of a save while its other writes go on. One of them may create a
-    file in the folder that is being removed, or create the folder again. So this removes the
-    folder until it has been absent for a quarter of a second.
-    """
+    """Removes a folder until it has been absent for a quarter of a second."""
+    # Orbax raises the first error of a save while its other writes go on. One of them may create a
+    # file in the folder that is being removed, or create the folder again.
     deadline = time.monotonic() + _WRITERS_END_SECONDS
     num_absent = 0
     while num_absent < _QUIET_CHECKS and time.monotonic() < deadline:

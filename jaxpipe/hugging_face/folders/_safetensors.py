@@ -25,24 +25,19 @@ DTYPES: dict[str, np.dtype] = {
 }
 """The dtypes in which weights may be stored, by the format's names."""
 
+TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
+"""From the name of a tensor to its dtype, a key of `DTYPES`, and its shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor in a file.
+    """The location of a tensor in a file."""
 
-    Attributes:
-        file: The file that has it.
-        start: Its first byte there.
-        dtype: A key of `DTYPES`.
-        shape: Its dims; the last one is contiguous.
-    """
-
-    file: Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
+    file: Path  # the file that has it
+    start: int  # its first byte there
+    dtype: str  # a key of `DTYPES`
+    shape: tuple[int, ...]  # its dims; the last one is contiguous
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -59,11 +54,7 @@ def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
 
 
 def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of a folder by its name. Reads headers only.
-
-    Raises:
-        ValueError: If a file is missing or corrupt, or the index is not that of the files.
-    """
+    """Returns every tensor of a folder by its name. Reads headers only."""
     single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
         return _read_indexed_files(folder, _read_index(index))
@@ -76,11 +67,7 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of a file by its name.
-
-    Raises:
-        ValueError: If the header is corrupt, or the file is shorter than its header says.
-    """
+    """Returns every tensor of a file by its name."""
     if not is_file(file):
         raise ValueError(f"{file} is not a regular file. Copy it again.")
     size = file.stat().st_size
@@ -107,21 +94,15 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def create_files(
-    folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
-) -> dict[str, StoredTensor]:
-    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several.
-
-    Raises:
-        OSError: If the disk has no room; before anything is written into a tensor.
-    """
-    shards = _assign_shards(wanted, max_shard_bytes)
+def create_files(folder: Path, specs: TensorSpecs, max_shard_bytes: int) -> dict[str, StoredTensor]:
+    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several."""
+    shards = _assign_shards(specs, max_shard_bytes)
     created: dict[str, StoredTensor] = {}
     for i, shard in enumerate(shards):
         several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         created |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
     if len(shards) > 1:
-        total = sum(num_bytes(*entry) for entry in wanted.values())
+        total = sum(num_bytes(*entry) for entry in specs.values())
         weight_map = {name: tensor.file.name for name, tensor in created.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
@@ -215,12 +196,12 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
 
 
 def _assign_shards(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
+    specs: TensorSpecs, max_shard_bytes: int
 ) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
     """Assigns tensors to files, in order. A tensor above the limit has a file of its own."""
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
-    for name, entry in wanted.items():
+    for name, entry in specs.items():
         size = num_bytes(*entry)
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
@@ -230,13 +211,11 @@ def _assign_shards(
     return shards
 
 
-def _create_file(
-    file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, StoredTensor]:
+def _create_file(file: Path, specs: TensorSpecs) -> dict[str, StoredTensor]:
     """Creates one file: its header, and room for its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in specs.items():
         end = offset + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [offset, end]}
         offset = end
@@ -251,5 +230,5 @@ def _create_file(
             os.posix_fallocate(opened.fileno(), 0, 8 + len(text) + offset)
     return {
         name: StoredTensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
-        for name, (dtype, shape) in wanted.items()
+        for name, (dtype, shape) in specs.items()
     }

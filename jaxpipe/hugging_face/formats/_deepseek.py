@@ -98,11 +98,7 @@ _YARN = {
 
 
 def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
-    """Returns the config keys of jaxpipe for a config.json.
-
-    Raises:
-        ValueError: Naming what our model cannot be.
-    """
+    """Returns the config keys of jaxpipe for a config.json."""
     if config["model_type"] == "deepseek_v2":
         values = read_fields(config, _V2) | _v2_groups(
             config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
@@ -110,9 +106,7 @@ def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
     else:
         values = read_fields(config, _V3) | _V3_ROUTER
     rope = read_rope(
-        config.get("rope_theta"),
-        config.get("rope_parameters"),
-        config.get("rope_scaling"),
+        config,
         defaults={"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0},
         types={"default": (), "yarn": (*_YARN, "mscale_all_dim")},
     )
@@ -147,11 +141,7 @@ def _rope_values(rope: ConfigValues) -> ConfigValues:
 
 
 def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> ConfigValues:
-    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens.
-
-    Raises:
-        ValueError: If neither V2 nor V3 routes as this model does.
-    """
+    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
     is_v3 = sizes.routed_score_func == "sigmoid"
     _check_published(sizes, is_v3)
     name = "DeepseekV3" if is_v3 else "DeepseekV2"

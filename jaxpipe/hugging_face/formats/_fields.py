@@ -24,33 +24,21 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields that the config.json of a kind of model may have.
+    """The fields that the config.json of a kind of model may have."""
 
-    Attributes:
-        sizes: From a field to the key of ours that it gives.
-        defaults: The values that transformers takes for missing fields. Other fields must exist.
-        fixed: From a field to the values that our model supports; the first is that of a missing
-            field.
-        ignored: Further fields that do not change what the model computes.
-    """
-
-    sizes: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, ...]]
-    ignored: Collection[str] = ()
+    sizes: Mapping[str, str]  # from a field to the key of ours that it gives
+    defaults: Mapping[str, Any]  # what transformers takes for missing fields; others must exist
+    fixed: Mapping[str, tuple[Any, ...]]  # the values that our model supports, the default first
+    ignored: Collection[str] = ()  # further fields that do not change what the model computes
 
 
 def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
-    """Returns the config keys that the fields give, except those of rotary positions.
-
-    Raises:
-        ValueError: Naming every field that is unknown, missing or has a value we cannot be.
-    """
-    known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
+    """Returns the config keys that the fields give, except those of rotary positions."""
+    understood = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
     problems = [
         f"`{shorten(name, 80)}` is {short_repr(config[name])}: unknown"
         for name in config
-        if name not in known
+        if name not in understood
     ]
     for name, values in fields.fixed.items():
         actual = config.get(name, values[0])
@@ -66,22 +54,13 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
 
 
 def read_rope(
-    theta: Any,
-    parameters: Any,
-    scaling: Any,
-    *,
-    defaults: Mapping[str, Any],
-    types: Mapping[str, Collection[str]],
+    config: Mapping[str, Any], *, defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
 ) -> ConfigValues:
-    """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
-
-    Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
-
-    Raises:
-        ValueError: Naming what is unknown or missing.
-    """
-    name = "rope_parameters" if parameters else "rope_scaling"
-    mapping = parameters or scaling or {}
+    """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping."""
+    # Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
+    theta = config.get("rope_theta")
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    mapping = config.get(name) or {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
     inner = {key: value for key, value in mapping.items() if value is not None}

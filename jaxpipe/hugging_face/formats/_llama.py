@@ -48,20 +48,14 @@ _LLAMA3_FIXED = {
 
 
 def read_llama(config: Mapping[str, Any]) -> ConfigValues:
-    """Returns the config keys of jaxpipe for a config.json.
-
-    Raises:
-        ValueError: Naming what our llama cannot be.
-    """
+    """Returns the config keys of jaxpipe for a config.json."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     non_null = {name: value for name, value in config.items() if value is not None}
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         non_null = {"num_key_value_heads": heads, "head_dim": width // heads} | non_null
     values = read_fields(non_null, _FIELDS)
     rope = read_rope(
-        config.get("rope_theta"),
-        config.get("rope_parameters"),
-        config.get("rope_scaling"),
+        config,
         defaults={"rope_theta": 10_000.0},
         types={"default": (), "llama3": _LLAMA3},
     )

@@ -20,19 +20,13 @@ from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
 @dataclass(frozen=True)
 class ModelFormat:
-    """A kind of model, as jaxpipe and as Hugging Face have it.
+    """A kind of model, as jaxpipe and as Hugging Face have it."""
 
-    Attributes:
-        read: `config.json -> keys of ours`. Its ValueErrors are lists of what is not supported.
-        write: `(sizes, max_length) -> config.json`.
-        layer: `sizes -> the slices of a layer of the pipeline`.
-        dense: The same for a layer before the pipeline.
-    """
-
+    # `config.json -> keys of ours`. Its ValueErrors are lists of what is not supported.
     read: Callable[[Mapping[str, Any]], ConfigValues]
-    write: Callable[..., ConfigValues]
-    layer: Callable[..., LeafSlices]
-    dense: Callable[..., LeafSlices] = lambda sizes: {}
+    write: Callable[..., ConfigValues]  # `(sizes, max_length) -> config.json`
+    layer: Callable[..., LeafSlices]  # `sizes -> the slices of a layer of the pipeline`
+    dense: Callable[..., LeafSlices] = lambda sizes: {}  # the same for a layer before the pipeline
 
 
 _LLAMA = ModelFormat(read_llama, write_llama, llama_slices)
@@ -45,11 +39,7 @@ MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deep
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
-    """Returns `decoder_block` and the sizes that a config.json gives.
-
-    Raises:
-        ValueError: Naming all fields that are unknown, missing or not supported.
-    """
+    """Returns `decoder_block` and the sizes that a config.json gives."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ValueError(

@@ -14,19 +14,12 @@ ViewFn = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common.
+    """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common."""
 
-    Attributes:
-        tensor: The name of the tensor.
-        shape: The shape of the whole tensor.
-        leaf_view: From the leaf to a view of these numbers.
-        tensor_view: From the tensor to a view of them, equal in shape.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    leaf_view: ViewFn
-    tensor_view: ViewFn
+    tensor: str  # the name of the tensor
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    leaf_view: ViewFn  # from the leaf to a view of these numbers
+    tensor_view: ViewFn  # from the tensor to a view of them, equal in shape
 
 
 LeafSlices = dict[str, tuple[TensorSlice, ...]]
@@ -90,13 +83,14 @@ def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
     """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
     layer_ids = range(first, first + count)
     return {
-        path: stacked_entries([tuple(_in_layer(n, part) for part in slices) for n in layer_ids])
+        path: stacked_entries(
+            [
+                tuple(replace(x, tensor=f"model.layers.{n}.{x.tensor}") for x in slices)
+                for n in layer_ids
+            ]
+        )
         for path, slices in parts.items()
     }
-
-
-def _in_layer(layer_id: int, part: TensorSlice) -> TensorSlice:
-    return replace(part, tensor=f"model.layers.{layer_id}.{part.tensor}")
 
 
 def _entry(i: int, leaf_view: ViewFn) -> ViewFn:

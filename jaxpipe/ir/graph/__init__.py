@@ -11,7 +11,9 @@ from ._effects import effects_of as effects_of
 from ._equations import bind as bind
 from ._equations import has_plain_slices as has_plain_slices
 from ._equations import jaxpr_of as jaxpr_of
+from ._equations import partitioned_axes as partitioned_axes
 from ._equations import pvary_like as pvary_like
+from ._equations import row_major as row_major
 from ._graph import Atom as Atom
 from ._graph import Cond as Cond
 from ._graph import Eqn as Eqn
@@ -23,7 +25,10 @@ from ._graph import ShardMap as ShardMap
 from ._graph import Var as Var
 from ._graph import aval_of as aval_of
 from ._graph import check_pure as check_pure
+from ._graph import count_uses as count_uses
+from ._graph import free_variables as free_variables
 from ._graph import has_print as has_print
+from ._graph import origin as origin
 from ._graph import print_tokens as print_tokens
 from ._graph import select as select
 from ._graph import split_at as split_at
@@ -31,8 +36,3 @@ from ._graph import to_graph as to_graph
 from ._graph import variables as variables
 from ._in_place import copies_in_conditionals as copies_in_conditionals
 from ._in_place import run_once_if as run_once_if
-from ._layouts import partitioned_axes as partitioned_axes
-from ._layouts import row_major as row_major
-from ._origins import count_uses as count_uses
-from ._origins import free_variables as free_variables
-from ._origins import origin as origin

@@ -7,14 +7,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:
-    """Returns the names of the functions that give a program side effects.
-
-    Args:
-        prints: Whether to leave out `jax.debug.print` and `jax.debug.callback` that are unordered.
-
-    Returns:
-        Names in backticks such as "`jax.debug.print`", each once; empty if there are none.
-    """
+    """Returns, in backticks, the functions with side effects of a program; `prints` allows some."""
     refused = [e for e in closed.effects if not _is_allowed(e, prints)]
     if not refused:
         return []

@@ -1,4 +1,4 @@
-"""Returns the jaxprs that equations of a jaxpr call, and each equation as a function."""
+"""Returns the jaxprs that equations call, equations as functions, and layouts of their arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from ..._compat import empty
@@ -18,28 +19,35 @@ def pvary_like(aval: Any, x: Any) -> Any:
 
 
 def has_plain_slices(aval: Any) -> bool:
-    """Returns whether a loop can write slices of an array to a stack or a buffer of its own.
-
-    Returns:
-        False if it is sharded over explicit axes, in host memory, or of keys.
-    """
+    """Returns whether a loop can stack slices of an array: not if sharded, on host, or keys."""
     is_sharded = any(axis is not None for axis in aval.sharding.spec)
     is_on_host = aval.memory_space == jax.memory.Space.Host
     return not (is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
 def empty_stack(aval: Any, length: int) -> jax.Array | None:
-    """Returns an array of arbitrary values for the slices that a loop writes.
-
-    Returns:
-        An array [length, ...] that varies over the manual axes of `aval`; None if it has no plain
-        slices: then `lax.scan` makes the array.
-    """
+    """Returns an unfilled array [length, ...] for slices, or None if `lax.scan` makes it."""
     if not has_plain_slices(aval):
         return None
     stack = empty((length, *aval.shape), aval.dtype)
     axes = aval.manual_axis_type.varying
     return lax.pcast(stack, tuple(sorted(axes)), to="varying") if axes else stack
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Constrains an array to row-major layout.
+
+    XLA's partitioner gathers an array that it divides before such a constraint: where there are
+    `partitioned_axes`, apply it to the shard of every device.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def partitioned_axes() -> frozenset[str]:
+    """Returns the mesh axes over which XLA's partitioner may divide arrays here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    return frozenset(axes) - frozenset(mesh.manual_axes)
 
 
 def jaxpr_of(closed: Any) -> Jaxpr:
@@ -82,13 +90,7 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
 def bind(
     equation: JaxprEqn, jaxpr: Jaxpr, *, with_literals: bool = False
 ) -> Callable[..., Sequence[Any]]:
-    """Returns an equation as a function of its inputs, by default of those that are no literals.
-
-    A variable that the equation reads twice is two inputs.
-
-    Returns:
-        `(inputs) -> outputs`.
-    """
+    """Returns an equation as a function of its inputs; a variable that it reads twice is two."""
     invars = [Var(x.aval) if with_literals or isinstance(x, Var) else x for x in equation.invars]
     inputs = [x for x in invars if isinstance(x, Var)]
     if equation.primitive.name == "pvary" and inputs:

@@ -7,6 +7,7 @@ versions of JAX whose equations differ.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -58,45 +59,31 @@ def aval_of(atom: Atom) -> Any:
 
 @dataclass(frozen=True)
 class PrimitiveCall:
-    """One primitive, or a function that acts as one.
-
-    Attributes:
-        name: The name of the primitive.
-        run: `(inputs that are no literals) -> outputs`.
-        params: The parameters of the primitive.
-        equation: The jaxpr equation of the primitive, None for a function.
-    """
+    """One primitive, or a function that acts as one."""
 
     name: str
-    run: Callable[..., Sequence[Any]]
-    params: Mapping[str, Any] = field(default_factory=dict)
-    equation: JaxprEqn | None = None
+    run: Callable[..., Sequence[Any]]  # `(inputs that are no literals) -> outputs`
+    params: Mapping[str, Any] = field(default_factory=dict)  # the parameters of the primitive
+    equation: JaxprEqn | None = None  # the jaxpr equation of the primitive, None for a function
 
 
 @dataclass(frozen=True)
 class Scan:
     """`lax.scan`, optionally with arrays to which each iteration adds its slice.
 
-    Attributes:
-        body: `(consts, carry, slices of xs, slices of accumulators) -> (carry, slices of ys, new
-            slices of accumulators)`.
-        num_consts: Number of inputs that every iteration reads whole.
-        num_carry: Number of inputs, and of first outputs, that are carried between iterations.
-        length: The number of iterations.
-        reverse: Whether the iterations run from the last slices to the first.
-        unroll: Number of iterations that are unrolled into one.
-        num_accumulators: Number of last inputs and outputs that are [length, ...] arrays, of which
-            every iteration replaces its slice, in place.
-
     Its ys are written to arrays that TPUs and GPUs do not fill; `lax.scan` would fill them.
     """
 
+    # `(consts, carry, slices of xs, slices of accumulators) -> (carry, slices of ys, new slices of
+    # accumulators)`
     body: "Graph"
-    num_consts: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: int
+    num_consts: int  # number of inputs that every iteration reads whole
+    num_carry: int  # number of inputs, and of first outputs, that are carried between iterations
+    length: int  # the number of iterations
+    reverse: bool  # whether the iterations run from the last slices to the first
+    unroll: int  # number of iterations that are unrolled into one
+    # Number of last inputs and outputs that are [length, ...] arrays, of which every iteration
+    # replaces its slice, in place.
     num_accumulators: int = 0
 
     def run(self, *inputs: Any) -> list[Any]:
@@ -143,16 +130,10 @@ class Scan:
 
 @dataclass(frozen=True)
 class Cond:
-    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`.
-
-    Attributes:
-        branches: The programs to choose from.
-        num_accumulators: Number of last inputs and outputs that are arrays to which the branches
-            add, in place.
-    """
+    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`."""
 
     branches: tuple["Graph", ...]
-    num_accumulators: int = 0
+    num_accumulators: int = 0  # last inputs and outputs, arrays to which branches add in place
 
     def run(self, index: Any, *inputs: Any) -> list[Any]:
         if not (self.num_accumulators and copies_in_conditionals()):
@@ -219,12 +200,8 @@ class Graph:
 def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Graph:
     """Returns the equations of a jaxpr that its outputs depend on.
 
-    Args:
-        prints: Whether to allow unordered prints and callbacks, and to keep them. The last output
-            of an equation that prints is a token, a zero: a program that returns it runs the print.
-
-    Raises:
-        ValueError: If the jaxpr has side effects.
+    With `prints`, unordered prints and callbacks are allowed and kept. The last output of an
+    equation that prints is a token, a zero: a program that returns it runs the print.
     """
     check_pure(closed, prints=prints)
     if keep_dead:
@@ -235,11 +212,7 @@ def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = Fal
 
 
 def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
-    """Checks that a program only computes its outputs.
-
-    Raises:
-        ValueError: If the program has other side effects, naming the functions that have them.
-    """
+    """Raises a ValueError that names the functions that give a program side effects, if any do."""
     if names := effects_of(closed, prints=prints):
         instead = "take prints, callbacks and references out of it"
         if prints:
@@ -269,6 +242,36 @@ def print_tokens(eqns: Iterable[Eqn]) -> list[Var]:
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Returns the variables among `atoms`, without the literals."""
     return [atom for atom in atoms if isinstance(atom, Var)]
+
+
+def count_uses(graph: Graph) -> Counter[Var]:
+    """Counts the uses of each variable as an input of an equation or an output of the program."""
+    inputs = (atom for eqn in graph.eqns for atom in eqn.inputs)
+    return Counter(variables([*inputs, *graph.outputs]))
+
+
+def origin(
+    output: Atom, makers: Mapping[Var, Eqn], uses: Counter[Var], is_passed: Callable[[Eqn], bool]
+) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
+    """Returns the equation behind those passed that computes a value, its output, and those passed.
+
+    The first is None if the value is an input of the program or is read elsewhere too.
+    """
+    way: list[Eqn] = []
+    while isinstance(output, Var) and output in makers and uses[output] == 1:
+        eqn = makers[output]
+        if not is_passed(eqn):
+            return eqn, output, tuple(reversed(way))
+        way.append(eqn)
+        (output,) = eqn.inputs
+    return None, output, tuple(reversed(way))
+
+
+def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
+    """Returns the variables that `eqns` and `outputs` read and no equation computes, in order."""
+    computed = {value for eqn in eqns for value in eqn.outputs}
+    atoms = [*(atom for eqn in eqns for atom in eqn.inputs), *outputs]
+    return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
 def select(items: Iterable[T], wanted: Iterable[bool]) -> tuple[T, ...]:
@@ -314,11 +317,9 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, eqns: list[Eqn]) ->
 
 
 def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], eqns: list[Eqn]) -> list[Atom]:
-    """Returns the inputs of a rematerialized call behind barriers against common subexpressions.
-
-    Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
-    for the others.
-    """
+    """Returns the inputs of a rematerialized call behind barriers against common subexpressions."""
+    # Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
+    # for the others.
     params = equation.params
     barred = params.get("prevent_cse", False)
     if not params.get("differentiated") or not barred:

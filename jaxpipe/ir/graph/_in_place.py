@@ -20,14 +20,10 @@ def copies_in_conditionals() -> bool:
 
 
 def run_once_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -> Any:
-    """Returns `update(state)` if `predicate` is true, else `state`, by a loop.
+    """Returns `update(state)` if `predicate` is true, else `state`, by a loop: in place.
 
-    What a loop carries it changes in place.
-
-    Args:
-        state: A tree of arrays. The results vary over the same manual axes.
-        hint: A name scope that says how often the predicate is true, such as `taken_3_of_10`.
-            Empty for always.
+    The results vary over the manual axes of `state`. `hint` is a name scope such as
+    `taken_3_of_10`, which tells an audit how often the predicate is true.
     """
     types = jax.tree.map(jax.typeof, state)
 
@@ -43,11 +39,7 @@ def run_once_if(predicate: Any, update: Callable, state: Any, *, hint: str = "")
 def switch_in_place(
     index: Any, branches: Sequence[Callable], inputs: Sequence[Any], avals: Sequence[Any], sums: Any
 ) -> list[Any]:
-    """Returns the outputs of the chosen branch, which changes the last of its inputs in place.
-
-    Args:
-        branches: `(inputs, sums) -> (outputs, new sums)`.
-    """
+    """Returns the outputs of one of the branches `(inputs, sums) -> (outputs, new sums)`."""
     outputs = [pvary_like(aval, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
     state = [*outputs, *sums]
     for i, branch in enumerate(branches):

@@ -1,6 +1,6 @@
 """Finds out whether a function of a batch is the same function of each of its rows."""
 
-from ._compare import compare as compare
+from ._control import compare as compare
 from ._draws import Draws as Draws
 from ._draws import can_draw_own as can_draw_own
 from ._draws import with_own_draws as with_own_draws

@@ -109,9 +109,9 @@ def _select(step: EquationPair) -> list[Relation]:
 
 def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> list[Relation]:
     """Follows a product of two operands, or a quotient if `sign` is -1."""
-    one, other = relations
+    left, right = relations
     dim = step.row_dim_out()
-    match one, other:
+    match left, right:
         case Sum(scale), Whole(by):
             product: Relation = Sum(scale + sign * by)
         case Whole(by), Sum(scale) if sign == 1:
@@ -125,14 +125,10 @@ def _scales(step: EquationPair, relations: tuple[Relation, ...], sign: int) -> l
             product = Whole(scale) if dim is None else Rows(dim, scale, uniform)
         case _:
             verb = "multiplied by" if sign == 1 else "divided by"
-            raise MixesRowsError(f"{described(one)} is {verb} {described(other)}")
+            raise MixesRowsError(f"{described(left)} is {verb} {described(right)}")
     if isinstance(product, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")
     return [product]
-
-
-def _mul(step: EquationPair) -> list[Relation]:
-    return _scales(step, step.no_zeros(), 1)
 
 
 def _div(step: EquationPair) -> list[Relation]:
@@ -157,7 +153,7 @@ def _power(step: EquationPair) -> list[Relation]:
             raise MixesRowsError(f"{described(relation)} is taken to the power of {power}")
 
 
-def _without_dims(dim: int, dims: tuple[int, ...]) -> int:
+def without_dims(dim: int, dims: tuple[int, ...]) -> int:
     return dim - sum(other < dim for other in dims)
 
 
@@ -168,7 +164,7 @@ def _reduce_sum(step: EquationPair) -> list[Relation]:
     match relation:
         case Rows(dim, scale, uniform, is_squeezed=False):
             if dim not in axes:
-                return [Rows(_without_dims(dim, axes), scale, uniform)]
+                return [Rows(without_dims(dim, axes), scale, uniform)]
             return [Whole(scale + 1) if uniform else Sum(scale)]
         case Whole() | Sum() | Zero():
             return [relation]
@@ -184,7 +180,7 @@ def _reduce(step: EquationPair) -> list[Relation]:
         return [Whole()]
     uniform = isinstance(relation, Rows) and relation.is_uniform
     if dim not in axes:
-        return [Rows(_without_dims(dim, axes), is_uniform=uniform)]
+        return [Rows(without_dims(dim, axes), is_uniform=uniform)]
     if uniform and step.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
         return [Whole()]
     raise MixesRowsError(f"`{step.name}` goes over rows")
@@ -193,11 +189,11 @@ def _reduce(step: EquationPair) -> list[Relation]:
 def _dot_general(step: EquationPair) -> list[Relation]:
     step.require_same("out_sharding")
     (contracted, batch) = (tuple(map(ints, dims)) for dims in step.params["dimension_numbers"])
-    one, other = step.no_zeros()
+    left, right = step.no_zeros()
     ranks = len(step.shape_in(0)), len(step.shape_in(1))
     pairs = list(zip(*contracted, strict=True))
     batch_pairs = list(zip(*batch, strict=True))
-    match one, other:
+    match left, right:
         case (Sum(a), Whole(b)) | (Whole(b), Sum(a)):
             return [Sum(a + b)]
         case Whole(a), Whole(b):
@@ -216,7 +212,7 @@ def _dot_general(step: EquationPair) -> list[Relation]:
             if j in free:
                 before = ranks[0] - len(contracted[0])
                 return [Rows(before + free.index(j), a + b, v)]
-    raise MixesRowsError(f"a product of {described(one)} and {described(other)} mixes rows")
+    raise MixesRowsError(f"a product of {described(left)} and {described(right)} mixes rows")
 
 
 def _along(step: EquationPair) -> list[Relation]:
@@ -324,7 +320,7 @@ ARITHMETIC: dict[str, Rule] = {
     "add_any": _add,
     "add": _add,
     "sub": _add,
-    "mul": _mul,
+    "mul": lambda step: _scales(step, step.no_zeros(), 1),
     "div": _div,
     "square": _power,
     "integer_pow": _power,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval
 
 from ..._compat import scan_sizes
 from ..graph import bind, jaxpr_of
@@ -34,9 +35,15 @@ def _closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def _inner(
+    walk: Walk, a: JaxprEqn, b: JaxprEqn, param: str, relations: Sequence[Relation]
+) -> list[Relation]:
+    """Returns the relations of the results of the jaxprs that a parameter of both equations is."""
+    return walk.of_jaxprs(_closed(a.params[param]), _closed(b.params[param]), relations)
+
+
 def _call(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
-    name = "jaxpr" if "jaxpr" in a.params else "call_jaxpr"
-    return walk.of_jaxprs(_closed(a.params[name]), _closed(b.params[name]), relations)
+    return _inner(walk, a, b, "jaxpr" if "jaxpr" in a.params else "call_jaxpr", relations)
 
 
 def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -44,8 +51,8 @@ def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...])
     if index not in (Whole(), Zero()):
         raise MixesRowsError("a condition depends on rows")
     branches = [
-        walk.of_jaxprs(_closed(one), _closed(other), operands)
-        for one, other in zip(a.params["branches"], b.params["branches"], strict=True)
+        walk.of_jaxprs(_closed(x), _closed(y), operands)
+        for x, y in zip(a.params["branches"], b.params["branches"], strict=True)
     ]
     results = branches[0]
     for branch in branches[1:]:
@@ -61,12 +68,10 @@ def _while(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
     of_body = relations[num_cond : num_cond + num_body]
 
     def body(carry: Sequence[Relation]) -> list[Relation]:
-        one, other = (_closed(e.params["body_jaxpr"]) for e in (a, b))
-        return walk.of_jaxprs(one, other, [*of_body, *carry])
+        return _inner(walk, a, b, "body_jaxpr", [*of_body, *carry])
 
     carry = _fixpoint(body, relations[num_cond + num_body :])
-    one, other = (_closed(e.params["cond_jaxpr"]) for e in (a, b))
-    (going_on,) = walk.of_jaxprs(one, other, [*of_cond, *carry])
+    (going_on,) = _inner(walk, a, b, "cond_jaxpr", [*of_cond, *carry])
     if going_on not in (Whole(), Zero()):
         raise MixesRowsError("the number of iterations of a loop depends on rows")
     return carry
@@ -92,32 +97,20 @@ def _scan(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...])
     consts, carry, xs = relations[:num_consts], relations[num_consts:end], relations[end:]
     if a.params["length"] != b.params["length"]:
         return _scan_over_rows(walk, a, b, consts, carry, xs)
-    slices = [_slice(x) for x in xs]
+    slices = [_shifted(x, -1) for x in xs]
 
     def body(carry: Sequence[Relation]) -> list[Relation]:
-        one, other = (_closed(e.params["jaxpr"]) for e in (a, b))
-        return walk.of_jaxprs(one, other, [*consts, *carry, *slices])
+        return _inner(walk, a, b, "jaxpr", [*consts, *carry, *slices])
 
     carry = _fixpoint(body, carry)
-    return [*carry, *(_stack(y) for y in body(carry)[num_carry:])]
+    return [*carry, *(_shifted(y, 1) for y in body(carry)[num_carry:])]
 
 
-def _slice(relation: Relation) -> Relation:
-    """Returns the relation of a slice of dim 0, in a loop of equally many iterations."""
+def _shifted(relation: Relation, by: int) -> Relation:
+    """Returns the relation of slices along dim 0 (`by` -1), or of a stack of such slices (1)."""
     match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False) if dim > 0:
-            return Rows(dim - 1, scale, uniform)
-        case Rows():
-            return Mixed("a loop goes over rows")
-        case RowIds():
-            return Mixed("a loop counts rows")
-    return relation
-
-
-def _stack(relation: Relation) -> Relation:
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False):
-            return Rows(dim + 1, scale, uniform)
+        case Rows(dim, scale, uniform, is_squeezed=False) if dim + by >= 0:
+            return Rows(dim + by, scale, uniform)
         case Rows():
             return Mixed("a loop goes over rows")
         case RowIds():
@@ -154,9 +147,8 @@ def _scan_over_rows(
         return Mixed("a loop over rows reads something else")
 
     operands = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
-    one, other = (_closed(e.params["jaxpr"]) for e in (a, b))
     # Cotangents of one iteration are no sums over blocks, as those of `Whole` are elsewhere.
-    results = walk.without("custom_vjp_call").of_jaxprs(one, other, operands)
+    results = _inner(walk.without("custom_vjp_call"), a, b, "jaxpr", operands)
 
     def stacked(relation: Relation) -> Relation:
         if relation == Whole():
@@ -287,3 +279,29 @@ CONTROL: dict[str, ControlRule] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }
+
+
+def compare(
+    whole: ClosedJaxpr,
+    part: ClosedJaxpr,
+    relations: Sequence[Relation],
+    num_blocks: int,
+    *,
+    draws: dict[tuple[int, ...], set[int | None]] | None = None,
+) -> list[Relation]:
+    """Returns the relations of the results of a function.
+
+    `draws` collects the shapes of random bits that a block draws by one key, with their dims of
+    rows. The relations are then those of a function that draws for the block what all rows would
+    draw.
+    """
+    used_outputs = [True] * len(whole.jaxpr.outvars)
+    if len(used_outputs) != len(part.jaxpr.outvars):
+        return [Mixed(ANOTHER_PROGRAM)] * len(used_outputs)
+    a, b = (_without_dead(closed, used_outputs) for closed in (whole, part))
+    return Walk(num_blocks, CONTROL, draws).of_jaxprs(a, b, relations)
+
+
+def _without_dead(closed: ClosedJaxpr, used_outputs: list[bool]) -> ClosedJaxpr:
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used_outputs, instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)

@@ -1,9 +1,9 @@
 """Follows rows through primitives that move entries: shapes, slices, gathers and scatters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ._arithmetic import Rule
+from ._arithmetic import Rule, without_dims
 from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
     MixesRowsError,
@@ -68,17 +68,10 @@ def _reshape(step: EquationPair) -> list[Relation]:
 
 
 def reshaped(
-    relation: Rows,
-    shape: Sequence[int],
-    whole: Sequence[int],
-    part: Sequence[int],
-    num_blocks: int,
+    relation: Rows, shape: Sequence[int], whole: Sequence[int], part: Sequence[int], num_blocks: int
 ) -> Rows | None:
-    """Returns the relation of rows that are reshaped; None if they move behind another dim.
-
-    A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
-    `shape` is that of `whole` before.
-    """
+    """Returns the relation of rows reshaped from `shape`; None if they move behind another dim."""
+    # A block of rows is a run of entries before and after, if rows stay the major factor of a dim.
     if relation.is_squeezed:
         return None
     before, at = math.prod(shape[: relation.dim]), row_dim(whole, part, num_blocks)
@@ -91,39 +84,39 @@ def reshaped(
     return None
 
 
-def _transpose(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, order = step.relations[0], ints(step.params["permutation"])
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False):
-            return [Rows(order.index(dim), scale, uniform)]
-        case Whole() | Sum() | Zero():
-            return [relation]
-    raise MixesRowsError(f"{described(relation)} is transposed")
-
-
-def _squeeze(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, dims = step.relations[0], ints(step.params["dimensions"])
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False) if dim not in dims:
-            return [Rows(dim - sum(d < dim for d in dims), scale, uniform)]
-        case RowIds(dim, None) if dim not in dims:
-            return [RowIds(dim - sum(d < dim for d in dims))]
-        case Whole() | Sum() | Zero():
-            return [relation]
-    raise MixesRowsError("a squeeze drops the dim of rows")
-
-
-def _reverse(step: EquationPair) -> list[Relation]:
+def _moved(step: EquationPair, to: Callable[[int], int | None], reason: str) -> list[Relation]:
+    """Follows a function that moves the dim of rows, or may not be applied to it (None)."""
     step.require_same()
     relation = step.relations[0]
     match relation:
-        case Rows(dim, is_squeezed=False) if dim not in step.params["dimensions"]:
-            return [relation]
+        case Rows(dim, scale, uniform, is_squeezed=False) if (moved := to(dim)) is not None:
+            return [Rows(moved, scale, uniform)]
         case Whole() | Sum() | Zero():
             return [relation]
-    raise MixesRowsError("rows are reversed")
+    raise MixesRowsError(reason)
+
+
+def _transpose(step: EquationPair) -> list[Relation]:
+    order = ints(step.params["permutation"])
+    return _moved(step, order.index, f"{described(step.relations[0])} is transposed")
+
+
+def _squeeze(step: EquationPair) -> list[Relation]:
+    relation, dims = step.relations[0], ints(step.params["dimensions"])
+
+    def to(dim: int) -> int | None:
+        return None if dim in dims else without_dims(dim, dims)
+
+    match relation:
+        case RowIds(dim, None) if (moved := to(dim)) is not None:
+            step.require_same()
+            return [RowIds(moved)]
+    return _moved(step, to, "a squeeze drops the dim of rows")
+
+
+def _reverse(step: EquationPair) -> list[Relation]:
+    dims = step.params["dimensions"]
+    return _moved(step, lambda dim: None if dim in dims else dim, "rows are reversed")
 
 
 def _slice(step: EquationPair) -> list[Relation]:
@@ -190,26 +183,19 @@ def _stack(step: EquationPair) -> list[Relation]:
 
 
 def _unstack(step: EquationPair) -> list[Relation]:
-    step.require_same()
-    relation, axis = step.relations[0], step.params["axis"]
-    match relation:
-        case Rows(dim, scale, uniform, is_squeezed=False) if dim != axis:
-            relation = Rows(dim - (axis < dim), scale, uniform)
-        case Whole() | Sum() | Zero():
-            pass
-        case _:
-            raise MixesRowsError("rows are taken apart")
-    return [relation] * len(step.whole.outvars)
+    axis = step.params["axis"]
+    to = lambda dim: None if dim == axis else without_dims(dim, (axis,))  # noqa: E731
+    return _moved(step, to, "rows are taken apart") * len(step.whole.outvars)
 
 
 def _tile(step: EquationPair) -> list[Relation]:
     relation, dim = step.relations[0], step.row_dim_out()
-    reps, others = ints(step.params["reps"]), ints(step.part.params["reps"])
+    reps, reps_of_part = ints(step.params["reps"]), ints(step.part.params["reps"])
     rank = len(step.shape_in(0))
-    if len(reps) != rank or any(reps[i] != others[i] for i in range(rank) if i != dim):
+    if len(reps) != rank or any(reps[i] != reps_of_part[i] for i in range(rank) if i != dim):
         raise MixesRowsError("`tile` depends on the number of rows")
     match relation:
-        case Rows(at, is_squeezed=False) if at == dim and reps[at] == others[at] == 1:
+        case Rows(at, is_squeezed=False) if at == dim and reps[at] == reps_of_part[at] == 1:
             return [relation]
         case Whole(scale):
             return [relation if dim is None else Rows(dim, scale, is_uniform=True)]
@@ -220,7 +206,7 @@ def _tile(step: EquationPair) -> list[Relation]:
 
 def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relation:
     """Returns the relation of vectors of indices, one of which is that of the row."""
-    others = tuple(r for i, r in enumerate(step.no_zeros()) if i not in counted)
+    index_relations = tuple(r for i, r in enumerate(step.no_zeros()) if i not in counted)
     relation = step.relations[counted[0]]
     last = len(step.shapes_out()[0]) - 1
     sizes = [step.shape_in(i)[-1] for i in range(len(step.relations))]
@@ -231,7 +217,7 @@ def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relatio
         and relation.dim == dim
         and step.params["dimension"] == last
         and sizes[counted[0]] == 1
-        and only_rows(others, "an index") in (dim, None)
+        and only_rows(index_relations, "an index") in (dim, None)
     )
     if not is_plain or dim is None:
         raise MixesRowsError("rows are counted")
@@ -271,9 +257,7 @@ def _gather(step: EquationPair) -> list[Relation]:
     numbers = step.params["dimension_numbers"]
     rank_out = len(step.shapes_out()[0])
     batch_out = [d for d in range(rank_out) if d not in numbers.offset_dims]
-    pairs = list(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    )
+    pairs = [*zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)]
     match operand, indices:
         case Rows(dim, scale, is_squeezed=False), Rows(at, 0, is_squeezed=True):
             if (dim, at) in pairs and _is_without_row(step, dim, at, batch_out[at]):
@@ -325,9 +309,7 @@ def _is_without_row(step: EquationPair, dim: int, at: int, out: int) -> bool:
         for i, j in zip(a.operand_batching_dims, a.start_indices_batching_dims, strict=True)
         if i != dim
     ]
-    batching_of_part = list(
-        zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True)
-    )
+    batching_of_part = [*zip(b.operand_batching_dims, b.start_indices_batching_dims, strict=True)]
     return (
         step.row_dim_out() == out
         and batching_of_part == batching

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from ..graph import bind
 
@@ -100,10 +100,5 @@ def _has_draws(equation: JaxprEqn, draws: Draws) -> bool:
     """Returns whether an equation draws bits with rows, anywhere in the programs that it runs."""
     if _is_draw(equation, draws):
         return True
-    values = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-    inner = [getattr(value, "jaxpr", value) for value in values if _is_jaxpr(value)]
+    inner = jaxprs_in_params(equation.params)
     return any(_has_draws(e, draws) for jaxpr in inner for e in jaxpr.eqns)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, ClosedJaxpr | Jaxpr)

@@ -9,19 +9,12 @@ from ._relations import Mixed, MixesRowsError, Relation, Rows, Sum, Whole, Zero,
 
 @dataclass(frozen=True)
 class EquationPair:
-    """An equation in both programs.
+    """An equation in both programs."""
 
-    Attributes:
-        whole: The equation of the program of all rows, a `JaxprEqn`.
-        part: That of the program of a block.
-        relations: The relations of the operands; none is `Mixed`.
-        num_blocks: D, the blocks of rows.
-    """
-
-    whole: Any
-    part: Any
-    relations: tuple[Relation, ...]
-    num_blocks: int
+    whole: Any  # the equation of the program of all rows, a `JaxprEqn`
+    part: Any  # that of the program of a block
+    relations: tuple[Relation, ...]  # the relations of the operands; none is `Mixed`
+    num_blocks: int  # D, the blocks of rows
 
     @property
     def name(self) -> str:
@@ -42,11 +35,7 @@ class EquationPair:
         return tuple(self.whole.outvars[i].aval.shape), tuple(self.part.outvars[i].aval.shape)
 
     def row_dim_out(self, i: int = 0) -> int | None:
-        """Returns the dim of rows of a result; None if it has the same shape in both programs.
-
-        Raises:
-            MixesRowsError: If shapes differ otherwise than by a factor D in one dim.
-        """
+        """Returns the dim of rows of a result; None if it has the same shape in both programs."""
         whole, part = self.shapes_out(i)
         dim = row_dim(whole, part, self.num_blocks)
         if dim is None and whole != part:
@@ -90,11 +79,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def only_rows(relations: tuple[Relation, ...], what: str) -> int | None:
-    """Returns the dim of rows that operands have in common, without scales; None for none.
-
-    Raises:
-        MixesRowsError: If an operand is a sum over rows or depends on their number, or dims differ.
-    """
+    """Returns the dim of rows that operands have in common, without scales; None for none."""
     dims = set()
     for relation in relations:
         match relation:

@@ -11,41 +11,27 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Whole:
-    """`whole == D**scale * part`, for every block.
+    """`whole == D**scale * part`, for every block."""
 
-    Attributes:
-        scale: An exponent of D. 0: the value does not depend on the rows, nor on their number.
-    """
-
-    scale: int = 0
+    scale: int = 0  # 0: the value does not depend on the rows, nor on their number
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Block k of `whole`, along a dim, is `D**scale * part`.
+    """Block k of `whole`, along a dim, is `D**scale * part`."""
 
-    Attributes:
-        dim: The dim of rows. It may have other dims merged into it, behind the rows.
-        scale: An exponent of D.
-        is_uniform: Whether all blocks are equal, as those of positions that were broadcast.
-        is_squeezed: Whether `part`, of one row, has no dim of rows.
-    """
-
-    dim: int
-    scale: int = 0
+    dim: int  # the dim of rows. It may have other dims merged into it, behind the rows.
+    scale: int = 0  # an exponent of D
+    # Whether all blocks are equal, as those of positions that were broadcast.
     is_uniform: bool = False
-    is_squeezed: bool = False
+    is_squeezed: bool = False  # whether `part`, of one row, has no dim of rows
 
 
 @dataclass(frozen=True)
 class Sum:
-    """`whole` is `D**scale` times the sum of the parts.
+    """`whole` is `D**scale` times the sum of the parts."""
 
-    Attributes:
-        scale: An exponent of D. 0: a sum over rows. -1: a mean over rows.
-    """
-
-    scale: int = 0
+    scale: int = 0  # an exponent of D. 0: a sum over rows. -1: a mean over rows.
 
 
 @dataclass(frozen=True)
@@ -55,29 +41,18 @@ class Zero:
 
 @dataclass(frozen=True)
 class RowIds:
-    """`whole` counts rows along a dim from 0 on, and `part` counts those of the block from 0 on.
-
-    Attributes:
-        dim: The dim of rows.
-        component: None; or the index in the last dim at which the count is, in an array of indices
-            that is otherwise `Rows(dim)`.
-    """
+    """`whole` counts rows along a dim from 0 on, and `part` counts those of the block from 0 on."""
 
     dim: int
-    component: int | None = None
+    component: int | None = None  # in an array of indices, `Rows(dim)`, the one that is the count
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """`whole` follows from no part alone, as far as is known.
+    """`whole` follows from no part alone, as far as is known."""
 
-    Attributes:
-        reason: Why, as a clause such as "`sort` reads all rows".
-        source: The line of the user's program that says so, such as "model.py:12".
-    """
-
-    reason: str
-    source: str = ""
+    reason: str  # why, as a clause such as "`sort` reads all rows"
+    source: str = ""  # the line of the user's program that says so, such as "model.py:12"
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -195,11 +170,9 @@ def is_within(relation: Relation, required: Relation) -> bool:
 
 
 def dual(relation: Relation) -> Relation:
-    """Returns the relation of the cotangents of a value.
-
-    The loss of all rows is the sum of the losses of the blocks, so cotangents of what is the same
-    in all blocks add up.
-    """
+    """Returns the relation of the cotangents of a value."""
+    # The loss of all rows is the sum of the losses of the blocks, so cotangents of what is the same
+    # in all blocks add up.
     match relation:
         case Whole(scale):
             return Sum(-scale)

@@ -41,6 +41,10 @@ _NOT_REPEATABLE = {"rng_uniform", "infeed", "io_callback", "debug_callback", "ou
 """Primitives that may return something else when they are called again."""
 
 
+Partners = dict[Var, tuple[Var, Relation]]
+"""From a variable of the program of all rows to that of a block, and how they are related."""
+
+
 class Walk:
     """A walk through two programs, whose numbers of rows have the ratio D."""
 
@@ -48,7 +52,7 @@ class Walk:
         self,
         num_blocks: int,
         control: Mapping[str, Callable[..., list[Relation]]],
-        draws: "dict[tuple[int, ...], set[int | None]] | None" = None,
+        draws: dict[tuple[int, ...], set[int | None]] | None = None,
     ):
         self.num_blocks = num_blocks
         self._control = control
@@ -67,7 +71,7 @@ class Walk:
         counts = [(len(j.invars), len(j.constvars), len(j.outvars)) for j in (a, b)]
         if counts[0] != counts[1] or counts[0][0] != len(relations):
             return [Mixed(ANOTHER_PROGRAM)] * counts[0][2]
-        partners: dict[Var, tuple[Var, Relation]] = {}
+        partners: Partners = {}
         for x, y, relation in zip(a.invars, b.invars, relations, strict=True):
             partners[x] = y, self._checked(relation, x, y)
         constants = zip(a.constvars, b.constvars, whole.consts, part.consts, strict=True)
@@ -78,7 +82,7 @@ class Walk:
             self._read(x, y, partners, reason) for x, y in zip(a.outvars, b.outvars, strict=True)
         ]
 
-    def _walk(self, a: Jaxpr, b: Jaxpr, partners: dict[Var, tuple[Var, Relation]]) -> Mixed:
+    def _walk(self, a: Jaxpr, b: Jaxpr, partners: Partners) -> Mixed:
         """Adds the relations of all variables; returns that of those that have no partner."""
         equations = list(b.eqns)
         reason, i = Mixed(ANOTHER_PROGRAM), 0
@@ -96,9 +100,7 @@ class Walk:
             partners[equation.outvars[0]] = skipped
         return reason
 
-    def _are_partners(
-        self, a: JaxprEqn, b: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
-    ) -> bool:
+    def _are_partners(self, a: JaxprEqn, b: JaxprEqn, partners: Partners) -> bool:
         counts = [(len(e.invars), len(e.outvars), e.primitive.name) for e in (a, b)]
         if counts[0] != counts[1]:
             return False
@@ -110,23 +112,15 @@ class Walk:
                 return False
         return True
 
-    def _without_partner(
-        self, a: JaxprEqn, partners: dict[Var, tuple[Var, Relation]]
-    ) -> tuple[Var, Relation] | None:
-        """Returns the partner of a result whose equation is left out of a block of one row.
-
-        JAX leaves out a broadcast or a reshape to the shape that an array has.
-        """
+    def _without_partner(self, a: JaxprEqn, partners: Partners) -> tuple[Var, Relation] | None:
+        """Returns the partner of a broadcast or reshape that JAX leaves out in a block of a row."""
         if len(a.invars) != 1 or isinstance(a.invars[0], Literal) or a.invars[0] not in partners:
             return None
         partner, relation = partners[a.invars[0]]
         shapes: list[Any] = [a.invars[0].aval, a.outvars[0].aval, partner.aval]
         before, shape, one = (aval.shape for aval in shapes)
-        if (
-            a.primitive.name == "reshape"
-            and isinstance(relation, Rows)
-            and not a.params["dimensions"]
-        ):
+        is_reshape = a.primitive.name == "reshape" and not a.params["dimensions"]
+        if is_reshape and isinstance(relation, Rows):
             rows = reshaped(relation, before, shape, one, self.num_blocks)
             return None if rows is None else (partner, rows)
         dim = row_dim(shape, one, self.num_blocks)
@@ -142,10 +136,7 @@ class Walk:
         return None
 
     def _of_equations(
-        self,
-        a: JaxprEqn,
-        b: JaxprEqn,
-        partners: dict[Var, tuple[Var, Relation]],
+        self, a: JaxprEqn, b: JaxprEqn, partners: Partners
     ) -> list[tuple[Var, Var, Relation]]:
         relations = tuple(
             self._read(x, y, partners, Mixed(ANOTHER_PROGRAM))
@@ -155,12 +146,7 @@ class Walk:
         results = [at_source(relation, lambda: _line(a)) for relation in results]
         return list(zip(a.outvars, b.outvars, results, strict=True))
 
-    def _results(
-        self,
-        a: JaxprEqn,
-        b: JaxprEqn,
-        relations: tuple[Relation, ...],
-    ) -> list[Relation]:
+    def _results(self, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
         name, count = a.primitive.name, len(a.outvars)
         try:
             if name in self._control:
@@ -179,9 +165,7 @@ class Walk:
         except MixesRowsError as error:
             return [Mixed(str(error))] * count
 
-    def _read(
-        self, x: Any, y: Any, partners: dict[Var, tuple[Var, Relation]], otherwise: Mixed
-    ) -> Relation:
+    def _read(self, x: Any, y: Any, partners: Partners, otherwise: Mixed) -> Relation:
         if isinstance(x, Literal) and isinstance(y, Literal):
             return self._of_constants(x.val, y.val)
         if isinstance(x, Literal) or isinstance(y, Literal) or x not in partners:
@@ -243,11 +227,7 @@ def _of_scaled(one: np.ndarray, other: np.ndarray, num_blocks: int) -> Relation:
 
 
 def relations_of(pair: EquationPair) -> list[Relation]:
-    """Returns the relations of the results of an equation without inner programs.
-
-    Raises:
-        MixesRowsError: If a result has none.
-    """
+    """Returns the relations of the results of an equation without inner programs."""
     return _RULES.get(pair.name, _of_unknown)(pair)
 
 

@@ -33,33 +33,20 @@ class LayerOf(NamedTuple):
 
 @dataclass(frozen=True)
 class PartnerCalls:
-    """Calls that do the same to every layer of a kind.
-
-    Attributes:
-        kind: The kind of layers.
-        calls: The call of each layer.
-    """
+    """Calls that do the same to every layer of a kind."""
 
     kind: str
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...]  # the call of each layer
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The groups and single calls of a function, in an order in which they can run.
-
-    Attributes:
-        units: Groups and single calls, in an order in which they can run.
-        key_of: For every variable of a layer the number that partners share.
-        owner_of: The layer of each such variable.
-        same: Numbers that are equal for equal values of no layer, such as a learning rate that is
-            cast once for each array.
-    """
+    """The groups and single calls of a function, in an order in which they can run."""
 
     units: tuple[PartnerCalls | Call, ...]
-    key_of: Mapping[Var, int]
-    owner_of: Mapping[Var, LayerOf]
-    same: Mapping[Var, int]
+    key_of: Mapping[Var, int]  # for every variable of a layer the number that partners share
+    owner_of: Mapping[Var, LayerOf]  # the layer of each such variable
+    same: Mapping[Var, int]  # equal for equal values of no layer, such as a learning rate
 
 
 def sameness(same: Mapping[Var, int], atom: Atom) -> Hashable:
@@ -105,10 +92,8 @@ def assign(
 
 
 def _draws_otherwise_in_batches(call: Call) -> bool:
-    """Returns whether a batch of keys draws other bits than its keys one by one, as of `rbg`.
-
-    https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
-    """
+    """Returns whether a batch of keys draws other bits than its keys one by one, as of `rbg`."""
+    # https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
     dtypes = [v.aval.dtype for v in variables(call.operands)]
     keys = [d for d in dtypes if jnp.issubdtype(d, jax.dtypes.prng_key)]
     return call.name == "random_bits" and any("fry" not in str(d) for d in keys)

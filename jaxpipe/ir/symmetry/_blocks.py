@@ -18,7 +18,18 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ..graph import Atom, Cond, Graph, Literal, PrimitiveCall, Scan, Var, aval_of, to_graph
+from ..graph import (
+    Atom,
+    Cond,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    Var,
+    aval_of,
+    split_at,
+    to_graph,
+)
 from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
 from ._assign import SMALL
 from ._layer_ids import LayerIds, fill_padding, read_layer
@@ -28,14 +39,9 @@ from ._operands import Call, call_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Blocks:
-    """An array with a dim of layers, stored as parts: a pytree.
+    """An array with a dim of layers, stored as parts: a pytree."""
 
-    Attributes:
-        parts: Arrays [lead, ...], whose other dims are those of the program of one layer.
-        kind: The kind of layers.
-    """
-
-    parts: tuple[Any, ...]
+    parts: tuple[Any, ...]  # arrays [lead, ...], whose other dims are those of one layer
     kind: str = field(metadata={"static": True})
 
 
@@ -73,32 +79,30 @@ def run_blocks(
     layer_ids: LayerIds,
     replicate: Callable[[Any], Any],
 ) -> list[Any]:
-    """Runs a function of stacked layers.
+    """Runs a function of stacked layers; results are arrays, and `Blocks` for those with a kind.
 
-    Args:
-        layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
-        replicate: Returns a small array on all devices, from which single layers are read.
-
-    Returns:
-        The results: arrays, and `Blocks` for those with a kind.
-
-    Raises:
-        ValueError: If the function mixes whole arrays of layers, or is another program for another
-            number of layers.
+    `replicate` returns a small array on all devices, from which single layers are read.
     """
     run = _BlocksRun(layer_ids, replicate, whole.jaxpr)
     graphs = to_graph(whole), to_graph(part)
     results = run.graph(*graphs, inputs)
+    shapes = _shapes(*(graph.outputs for graph in graphs))
     return [
-        result if kind is None or isinstance(result, Blocks) else run.to_blocks(result, kind, a, b)
-        for result, kind, a, b in zip(
-            results, out_kinds, *(map(_shape, g.outputs) for g in graphs), strict=True
-        )
+        result if kind is None else run.as_blocks(result, kind, pair)
+        for result, kind, pair in zip(results, out_kinds, shapes, strict=True)
     ]
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shapes of a value in the program of all layers and in that of one."""
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(aval_of(atom).shape)
+
+
+def _shapes(whole: Sequence[Atom], part: Sequence[Atom]) -> list[Shapes]:
+    return list(zip(map(_shape, whole), map(_shape, part), strict=True))
 
 
 @dataclass(frozen=True)
@@ -130,11 +134,11 @@ class _BlocksRun:
             is_broadcast = a.name == "broadcast_in_dim" and isinstance(a.operands[0], Var)
             return is_broadcast and not any(isinstance(x, Blocks) for x in operands)
 
-        others = [call_of(eqn, self.jaxpr) for eqn in part.eqns]
+        calls_of_one = [call_of(eqn, self.jaxpr) for eqn in part.eqns]
         i = 0
         for eqn in whole.eqns:
             a = call_of(eqn, self.jaxpr)
-            b = others[i] if i < len(others) else None
+            b = calls_of_one[i] if i < len(calls_of_one) else None
             operands = [read(x) for x in a.operands]
             is_pair = b is not None and a.name == b.name and len(a.operands) == len(b.operands)
             if b is not None and is_pair and all(map(partner_of, a.operands, b.operands)):
@@ -179,9 +183,7 @@ class _BlocksRun:
         if whole.equation is None:
             return self.mixed(whole, operands, "it is no primitive")
         count = self.count(kind)
-        shapes = [
-            (_shape(a), _shape(b)) for a, b in zip(whole.operands, part.operands, strict=True)
-        ]
+        shapes = _shapes(whole.operands, part.operands)
         dims = [row_dim(*pair, count) for pair in shapes]
         if any(d is None and a != b for d, (a, b) in zip(dims, shapes, strict=True)):
             return self.mixed(whole, operands, "an operand has the layers in several dims")
@@ -195,7 +197,7 @@ class _BlocksRun:
             else:
                 return self.mixed(whole, operands, str(error))
         blocks = [
-            self.to_blocks(x, kind, *pair) if dim is not None and not isinstance(x, Blocks) else x
+            x if dim is None else self.as_blocks(x, kind, pair)
             for x, dim, pair in zip(operands, dims, shapes, strict=True)
         ]
         outputs = self.batched(part, kind, blocks)
@@ -237,10 +239,11 @@ class _BlocksRun:
             total = _REDUCERS[name](jnp.stack([total, other]), axis=0).astype(total.dtype)
         return total
 
-    def to_blocks(
-        self, value: Any, kind: str, whole: tuple[int, ...], part: tuple[int, ...]
-    ) -> Blocks:
-        """Returns an array with a dim of layers as parts."""
+    def as_blocks(self, value: Any, kind: str, shapes: Shapes) -> Blocks:
+        """Returns an array with a dim of layers as parts, if it is not."""
+        if isinstance(value, Blocks):
+            return value
+        whole, part = shapes
         count = self.count(kind)
         dim = row_dim(whole, part, count)
         if dim is None:
@@ -251,6 +254,10 @@ class _BlocksRun:
         value = jnp.asarray(value).reshape(*whole[:dim], count, part[dim], *whole[dim + 1 :])
         value = jnp.moveaxis(value, dim, 0)
         return Blocks(tuple(value[np.maximum(ids, 0)] for ids in self.layer_ids[kind]), kind)
+
+    def if_layers(self, kind: str, value: Any, shapes: Shapes) -> Any:
+        """Returns an array as parts if it has a dim of layers."""
+        return value if shapes[0] == shapes[1] else self.as_blocks(value, kind, shapes)
 
     def to_whole(self, blocks: Blocks, whole: tuple[int, ...], part: tuple[int, ...]) -> Any:
         """Returns a small array with a dim of layers from its parts."""
@@ -285,21 +292,12 @@ class _BlocksRun:
         """Runs a `lax.scan` whose carry or slices have layers."""
         lead = self.layer_ids[kind][0].ndim
         ends = whole.num_consts, whole.num_consts + whole.num_carry
-        shapes = [
-            (_shape(x), _shape(y)) for x, y in zip(whole.body.inputs, part.body.inputs, strict=True)
-        ]
-
-        def as_in_body(x: Any, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
-            is_block = isinstance(x, Blocks) or pair[0] == pair[1]
-            return x if is_block else self.to_blocks(x, kind, *pair)
-
+        shapes = _shapes(whole.body.inputs, part.body.inputs)
+        as_in_body = partial(self.if_layers, kind)
         consts = list(map(as_in_body, operands[: ends[0]], shapes[: ends[0]]))
         carry = list(map(as_in_body, operands[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
         xs = [_moved(x, lead, 0) for x in operands[ends[1] :]]
-        out_shapes = [
-            (_shape(x), _shape(y))
-            for x, y in zip(whole.body.outputs, part.body.outputs, strict=True)
-        ]
+        out_shapes = _shapes(whole.body.outputs, part.body.outputs)
 
         def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             results = self.graph(whole.body, part.body, [*consts, *carry, *xs])
@@ -311,30 +309,19 @@ class _BlocksRun:
 
     def branch(self, kind: str, whole: Graph, part: Graph, *operands: Any) -> list[Any]:
         """Runs a branch, whose results with a dim of layers are parts in every branch."""
-        shapes = zip(map(_shape, whole.outputs), map(_shape, part.outputs), strict=True)
-        results = zip(self.graph(whole, part, operands), shapes, strict=True)
-        return [
-            x if isinstance(x, Blocks) or a == b else self.to_blocks(x, kind, a, b)
-            for x, (a, b) in results
-        ]
+        shapes = _shapes(whole.outputs, part.outputs)
+        return list(map(partial(self.if_layers, kind), self.graph(whole, part, operands), shapes))
 
     def while_loop(self, whole: Call, part: Call, kind: str, operands: Sequence[Any]) -> list[Any]:
         """Runs a `lax.while_loop` whose state has layers."""
         assert whole.equation is not None and part.equation is not None
         params, others = whole.equation.params, part.equation.params
         ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        of_cond, of_body, state = (
-            operands[: ends[0]],
-            operands[ends[0] : ends[1]],
-            operands[ends[1] :],
-        )
+        of_cond, of_body, state = split_at(operands, ends)
         cond = [to_graph(p["cond_jaxpr"]) for p in (params, others)]
         body = [to_graph(p["body_jaxpr"]) for p in (params, others)]
-        shapes = list(zip(map(_shape, body[0].outputs), map(_shape, body[1].outputs), strict=True))
-        first = [
-            x if isinstance(x, Blocks) or a == b else self.to_blocks(x, kind, a, b)
-            for x, (a, b) in zip(state, shapes, strict=True)
-        ]
+        as_parts = partial(self.if_layers, kind)
+        first = list(map(as_parts, state, _shapes(body[0].outputs, body[1].outputs)))
         return lax.while_loop(
             lambda state: self.graph(cond[0], cond[1], [*of_cond, *state])[0],
             lambda state: self.branch(kind, body[0], body[1], *of_body, *state),

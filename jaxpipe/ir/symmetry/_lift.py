@@ -27,36 +27,24 @@ Parts = tuple[Any, ...]
 
 
 class LayerSlot(NamedTuple):
-    """The array and the layer that an input or an output is.
-
-    Attributes:
-        kind: The kind of layers.
-        name: The name of the array, the same for all layers of the kind.
-        layer: The index of the layer.
-    """
+    """The array and the layer that an input or an output is."""
 
     kind: str
-    name: str
-    layer: int
+    name: str  # the name of the array, the same for all layers of the kind
+    layer: int  # the index of the layer
 
 
 @dataclass(frozen=True)
 class Lifted:
-    """A function of equal layers that runs on parts.
+    """A function of equal layers that runs on parts."""
 
-    Attributes:
-        inputs: The inputs that belong to no layer, in order.
-        slots: The variable of each input of a layer, by kind and name; one of any layer.
-        outputs: The results of the function.
-        out_slots: The array and the layer that each result is; None for results of no layer.
-        assignment: The calls, in an order in which they can run.
-    """
-
-    inputs: tuple[Var, ...]
+    inputs: tuple[Var, ...]  # the inputs that belong to no layer, in order
+    # The variable of each input of a layer, by kind and name; one of any layer.
     slots: Mapping[tuple[str, str], Var]
-    outputs: tuple[Atom, ...]
+    outputs: tuple[Atom, ...]  # the results of the function
+    # The array and the layer that each result is; None for results of no layer.
     out_slots: tuple[LayerSlot | None, ...]
-    assignment: Assignment
+    assignment: Assignment  # the calls, in an order in which they can run
 
     def __call__(
         self,
@@ -65,18 +53,10 @@ class Lifted:
         layer_ids: LayerIds,
         replicate: Callable[[Any], Any] = lambda x: x,
     ) -> tuple[list[Any], dict[tuple[str, str], Parts]]:
-        """Runs the function.
+        """Returns the results of no layer in order, and the parts of each result of layers.
 
-        Args:
-            parts: The arrays [lead, ...] of each input of layers, by kind and name.
-            layer_ids: For every kind and part [lead] the layer at each position, -1 for padding.
-            replicate: Returns a small array on all devices, from which single layers are read.
-
-        Returns:
-            (results of no layer in order, parts of each result of layers), with zeros at padding.
-
-        Raises:
-            ValueError: If a result of layers is not of all layers alike.
+        Results are zeros at padding. `replicate` returns a small array on all devices, from which
+        single layers are read.
         """
         run = _LiftedRun(self.assignment, layer_ids, replicate)
         run.values.update(zip(self.inputs, values, strict=True))
@@ -103,12 +83,7 @@ def lift(
     out_slots: Sequence[LayerSlot | None],
     counts: Mapping[str, int],
 ) -> Lifted:
-    """Returns a traced function of equal layers as a function of parts.
-
-    Raises:
-        ValueError: If it combines whole arrays of several layers, or does something to one layer
-            that it does not do to the others.
-    """
+    """Returns a traced function that treats equal layers alike as a function of parts."""
     graph = to_graph(closed)
     of_layers = {
         var: (LayerOf(slot.kind, slot.layer), slot.name)
@@ -119,29 +94,21 @@ def lift(
     layers = {var: layer for var, (layer, _) in of_layers.items()}
     assignment = assign(calls_of(closed, graph, layers), of_layers, results, counts)
     slots = {(owner.kind, name): var for var, (owner, name) in of_layers.items()}
-    others = tuple(var for var in graph.inputs if var not in of_layers)
-    return Lifted(others, slots, graph.outputs, tuple(out_slots), assignment)
+    rest = tuple(var for var in graph.inputs if var not in of_layers)
+    return Lifted(rest, slots, graph.outputs, tuple(out_slots), assignment)
 
 
 @dataclass
 class _LiftedRun:
-    """The values of a run so far.
+    """The values of a run so far."""
 
-    Attributes:
-        assignment: The calls, in an order in which they can run.
-        layer_ids: For every kind and part [lead] the layer at each position.
-        replicate: Returns a small array on all devices.
-        values: The value of every variable of no layer.
-        parts: The values of every number that partners share.
-        whole: Parts of small values on all devices.
-    """
-
-    assignment: Assignment
-    layer_ids: LayerIds
-    replicate: Callable[[Any], Any]
-    values: dict[Var, Any] = field(default_factory=dict)
+    assignment: Assignment  # the calls, in an order in which they can run
+    layer_ids: LayerIds  # for every kind and part [lead] the layer at each position
+    replicate: Callable[[Any], Any]  # returns a small array on all devices
+    values: dict[Var, Any] = field(default_factory=dict)  # the value of every variable of no layer
+    # The values of every number that partners share.
     parts: dict[int, Parts] = field(default_factory=dict)
-    whole: dict[int, Parts] = field(default_factory=dict)
+    whole: dict[int, Parts] = field(default_factory=dict)  # parts of small values on all devices
 
     def read(self, atom: Atom) -> Any:
         """Returns one value, of no layer or, a small one, of one layer."""

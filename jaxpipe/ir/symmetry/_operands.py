@@ -34,22 +34,13 @@ from ..graph import (
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An equation as a function of all its operands.
+    """An equation as a function of all its operands."""
 
-    Attributes:
-        name: The name of the primitive.
-        operands: Its variables and literals.
-        outputs: The variables of its results.
-        run: `(*operands) -> outputs`.
-        signature: Equal for calls that compute the same from equal operands.
-        operation: The operation of the equation.
-    """
-
-    name: str
-    operands: tuple[Atom, ...]
-    outputs: tuple[Var, ...]
-    run: Callable[..., Sequence[Any]]
-    signature: Hashable
+    name: str  # the name of the primitive
+    operands: tuple[Atom, ...]  # its variables and literals
+    outputs: tuple[Var, ...]  # the variables of its results
+    run: Callable[..., Sequence[Any]]  # `(*operands) -> outputs`
+    signature: Hashable  # equal for calls that compute the same from equal operands
     operation: PrimitiveCall | Scan | Cond | ShardMap
 
     @property
@@ -66,12 +57,10 @@ class Call:
 
 
 def calls_of(closed: ClosedJaxpr, graph: Graph, layer_of: Mapping[Var, Hashable]) -> list[Call]:
-    """Returns the calls of a graph of a jaxpr, with those inside of what reads several layers.
-
-    A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
-    each of them. Both branches are then computed, and the result of one is selected. A loop over
-    all layers at once, as in `optax.lbfgs`, is written out.
-    """
+    """Returns the calls of a graph of a jaxpr, with those inside of what reads several layers."""
+    # A branch that updates all layers at once, as in `optax.apply_if_finite`, hides what it does to
+    # each of them. Both branches are then computed, and the result of one is selected. A loop over
+    # all layers at once, as in `optax.lbfgs`, is written out.
     owners, eqns = dict(layer_of), list[Eqn]()
     for eqn in graph.eqns:
         eqns += _opened(eqn, owners)
@@ -156,25 +145,21 @@ def _select_branch(index: Any, *choices: Any) -> list[Any]:
 
 def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     """Returns an equation of a graph of a jaxpr as a call."""
-    operation = eqn.operation
-    if not isinstance(operation, PrimitiveCall):
-        name = type(operation).__name__.lower()
-        signature = _signature(operation)
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
-    equation = operation.equation
+    operation, signature = eqn.operation, _signature(eqn.operation)
+    is_primitive = isinstance(operation, PrimitiveCall)
+    name = operation.name if is_primitive else type(operation).__name__.lower()
+    equation = operation.equation if is_primitive else None
     if equation is None:
-        name = operation.name
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, name, operation)
+        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
     variables = iter(eqn.inputs)
     operands = tuple(
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
     )
-    signature = operation.name, _of_params(equation.params)
 
     def run(*operands: Any) -> Sequence[Any]:  # no `partial`: JAX would print all of the jaxpr
         return bind(equation, jaxpr, with_literals=True)(*operands)
 
-    return Call(operation.name, operands, eqn.outputs, run, signature, operation)
+    return Call(name, operands, eqn.outputs, run, signature, operation)
 
 
 def _signature(operation: Any) -> Hashable:

@@ -43,14 +43,7 @@ from ..graph import (
 
 @dataclass(frozen=True)
 class Gradient:
-    """An output of an equation from which a gradient of the program is computed by data movement.
-
-    Attributes:
-        produced: The output of the equation.
-        way: The equations from `produced` to the gradient, which only move or cast numbers.
-        start: The sum so far.
-        total: The sum including this gradient.
-    """
+    """An output of an equation that becomes a gradient of the program by data movement."""
 
     produced: Var
     way: tuple[Eqn, ...]
@@ -59,15 +52,10 @@ class Gradient:
 
 
 def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
-    """Returns a program that adds its gradients to sums that it is given.
+    """Returns `(inputs, sums so far) -> outputs`, which has the new sum in place of each gradient.
 
-    Args:
-        program: `(inputs) -> outputs`.
-        gradients: [num_outputs] whether each output is a gradient. Each gradient has a sum so far,
-            of its shape.
-
-    Returns:
-        `(inputs, sums so far) -> outputs`, with the new sum in place of each gradient.
+    `gradients` is [num_outputs]: whether each output is a gradient, which then has a sum of its
+    shape.
     """
     sums: list[Var] = []
     added: list[Eqn] = []
@@ -96,14 +84,9 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
 
 
 def cast_apart(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts an array in an operation of its own, after the one that computes it.
-
-    Otherwise XLA:TPU computes a product, its cast and its addition to a float32 sum in one fusion,
-    which takes a third longer than the product and the addition one after the other.
-
-    Returns:
-        `x` in that dtype; `x` itself if it has it.
-    """
+    """Casts an array in an operation of its own, after the one that computes it."""
+    # Otherwise XLA:TPU computes a product, its cast and its addition to a float32 sum in one
+    # fusion, which takes a third longer than the product and the addition one after the other.
     return x if x.dtype == dtype else lax.optimization_barrier(x).astype(dtype)
 
 
@@ -150,13 +133,14 @@ def _keeps_first_dim(eqn: Eqn) -> bool:
 
 
 def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
-    """Returns an equation that adds some of its outputs to sums that it is given.
-
-    The sums are cast to the varying manual axes of the gradients first.
-    """
+    """Returns an equation that adds some outputs to sums, cast to their manual axes first."""
     starts = [Var(gradient.produced.aval) for gradient in gradients]
     varied = [
-        Eqn(PrimitiveCall("pcast", partial(_varied, g.produced.aval)), (g.start,), (start,))
+        Eqn(
+            PrimitiveCall("pcast", lambda x, aval=g.produced.aval: [pvary_like(aval, x)]),
+            (g.start,),
+            (start,),
+        )
         for g, start in zip(gradients, starts, strict=True)
     ]
     produced = [gradient.produced for gradient in gradients]
@@ -165,9 +149,8 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     match eqn.operation:
         case Scan() as loop:
             body = _body_adding(loop.body, eqn, others, gradients, num_dims=1)
-            operation = replace(
-                loop, body=body, num_accumulators=loop.num_accumulators + len(gradients)
-            )
+            count = loop.num_accumulators + len(gradients)
+            operation = replace(loop, body=body, num_accumulators=count)
         case Cond(branches, count):
             bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
             operation = Cond(tuple(bodies), count + len(gradients))
@@ -177,10 +160,6 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     return [*varied, Eqn(operation, (*eqn.inputs, *starts), outputs)]
 
 
-def _varied(aval: Any, x: jax.Array) -> list[jax.Array]:
-    return [pvary_like(aval, x)]
-
-
 def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) -> list[jax.Array]:
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     how = {name: params[name] for name in names}
@@ -188,17 +167,11 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 
 def _body_adding(
-    body: Graph,
-    eqn: Eqn,
-    others: Sequence[bool],
-    gradients: Sequence[Gradient],
-    *,
-    num_dims: int,
+    body: Graph, eqn: Eqn, others: Sequence[bool], gradients: Sequence[Gradient], *, num_dims: int
 ) -> Graph:
     """Returns a body whose last inputs are the sums, and whose last outputs are the new sums.
 
-    The data movement of each gradient is moved into the body, where arrays do not have the first
-    `num_dims` dims that they have outside.
+    It also moves the data of gradients: its arrays lack the first `num_dims` dims of those outside.
     """
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
@@ -221,32 +194,19 @@ def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eq
         permutation = eqn.operation.params.get("permutation", ())[num_dims:]
         if permutation:
             permutation = tuple(dim - num_dims for dim in permutation)
-            move = PrimitiveCall(
-                "transpose", partial(_transpose, permutation), {"permutation": permutation}
-            )
+            transpose = lambda x, order=permutation: [jnp.transpose(x, order)]  # noqa: E731
+            move = PrimitiveCall("transpose", transpose, {"permutation": permutation})
         else:
-            move = PrimitiveCall("reshape", partial(_reshape, shape))
+            move = PrimitiveCall("reshape", lambda x, shape=shape: [jnp.reshape(x, shape)])
         moved = Var(ShapedArray(shape, eqn.outputs[0].aval.dtype))
         yield Eqn(move, (value,), (moved,))
         value = moved
 
 
-def _transpose(permutation: tuple[int, ...], x: Any) -> list[jax.Array]:
-    return [jnp.transpose(x, permutation)]
-
-
-def _reshape(shape: tuple[int, ...], x: Any) -> list[jax.Array]:
-    return [jnp.reshape(x, shape)]
-
-
 def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function that adds the gradients of `f` to sums, in place where possible.
+    """Returns `(sums) -> sums + f(*arguments)`, in place where possible.
 
-    Args:
-        f: A function that returns a pytree of gradients: arrays, and None where a leaf has none.
-
-    Returns:
-        `(sums) -> sums + f(*arguments)`, for sums with the structure of the gradients.
+    `f` returns a pytree of gradients, with None where a leaf has none.
     """
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*arguments)
     count = len(jax.tree.leaves(shape))

@@ -38,30 +38,19 @@ from ..graph import (
 
 
 class Entry(NamedTuple):
-    """`buffer[index]`, not copied: a program reads it there, or writes it in place.
+    """`buffer[index]`, not copied: a program reads it there, or writes it in place."""
 
-    Attributes:
-        buffer: [entries, ...].
-        index: The index of the entry, a scalar.
-    """
-
-    buffer: Any
-    index: Any
+    buffer: Any  # [entries, ...]
+    index: Any  # the index of the entry, a scalar
 
 
 def call_with_entries(
     program: Graph, inputs: Sequence[Any], into: Mapping[int, Entry] | None = None
 ) -> list[Any]:
-    """Calls a program on arrays and entries of buffers.
+    """Calls a program on arrays and entries of buffers, and returns its [num_outputs] results.
 
-    Args:
-        program: `(inputs) -> outputs`.
-        inputs: [num_inputs] arrays, and entries of buffers in place of some.
-        into: The entries to which outputs are written, by the index of the output. If one of them
-            is also an input (the same object), loops replace its slices in place.
-
-    Returns:
-        [num_outputs] arrays; in place of an output that is written, its buffer with the new entry.
+    `into` has the entry to which each output is written, by its index; its buffer is then the
+    result. If the same object is also an input, loops replace its slices in place.
     """
     into = into or {}
     entries = {
@@ -89,21 +78,16 @@ def _entry_vars(entry: Entry) -> Entry:
 def _summing(
     program: Graph, sums: Mapping[int, Var], targets: Mapping[int, Entry]
 ) -> tuple[Graph, dict[int, Entry]]:
-    """Makes loops add to sums in entries of buffers.
-
-    Args:
-        sums: The inputs whose new values are outputs, by the index of the output: both are in one
-            entry. A loop may replace a slice of such an input in each iteration.
-    """
+    """Makes loops replace slices of `sums`, inputs by the index of the output in the same entry."""
     uses = count_uses(program)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
-    outputs, others = list(program.outputs), dict(targets)
+    outputs, targets_left = list(program.outputs), dict(targets)
     within: defaultdict[Eqn, dict[Var, tuple[Entry, Var]]] = defaultdict(dict)
     passed: set[Eqn] = set()
     for i, start in sums.items():
         total, entry = outputs[i], targets[i]
         if total is start:  # nothing is added
-            outputs[i] = others.pop(i).buffer
+            outputs[i] = targets_left.pop(i).buffer
             continue
         if not isinstance(total, Var) or total not in makers:
             continue
@@ -114,17 +98,15 @@ def _summing(
         _, first, casts = origin(before, makers, uses, _is_pvary)
         if first is start and uses[start] == uses[total] == 1 and _fits(before.aval, entry):
             result = outputs[i] = Var(entry.buffer.aval)
-            within[eqn][before] = others.pop(i), result
+            within[eqn][before] = targets_left.pop(i), result
             passed.update(casts)
     eqns = [_with_entries(eqn, sums=within[eqn]) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, tuple(eqns), tuple(outputs)), others
+    return Graph(program.inputs, tuple(eqns), tuple(outputs)), targets_left
 
 
 def _fits(aval: Any, entry: Entry) -> bool:
-    """Returns whether a loop can carry the buffer of an entry with slices of this type in it.
-
-    What a loop carries keeps its type, so the buffer must vary over the same manual axes.
-    """
+    """Returns whether a loop can carry the buffer of an entry with slices of this type in it."""
+    # What a loop carries keeps its type, so the buffer must vary over the same manual axes.
     varying = (x.manual_axis_type.varying for x in (aval, entry.buffer.aval))
     return has_plain_slices(aval) and len(set(varying)) == 1
 
@@ -170,8 +152,8 @@ def _writing(program: Graph, targets: Mapping[int, Entry]) -> Graph:
         else:
             eqns.append(Eqn(_WRITE, (*entry, outputs[i]), (written,)))
         outputs[i] = written
-    others = [_with_entries(eqn, targets=within[eqn]) for eqn in program.eqns if eqn not in passed]
-    return Graph(program.inputs, (*others, *eqns), tuple(outputs))
+    kept = [_with_entries(eqn, targets=within[eqn]) for eqn in program.eqns if eqn not in passed]
+    return Graph(program.inputs, (*kept, *eqns), tuple(outputs))
 
 
 def _is_pvary(eqn: Eqn) -> bool:
@@ -284,21 +266,13 @@ class _Pairs:
 
 
 class _Accesses:
-    """Collects what a loop takes, computes and returns more in order to access buffers.
-
-    Attributes:
-        i: The index of the iteration.
-        constants: Indices of entries, and buffers that are read.
-        carried: Buffers that are written, before an iteration.
-        written: The same after it.
-        before: Equations that an iteration runs before all others.
-        after: Equations that it runs after all others.
-    """
+    """Collects what a loop takes, computes and returns more in order to access buffers."""
 
     def __init__(self):
-        self.i = Var(jax.typeof(jnp.int32(0)))
-        self.constants, self.carried, self.written = _Pairs(), _Pairs(), _Pairs()
-        self.before: list[Eqn] = []
+        self.i = Var(jax.typeof(jnp.int32(0)))  # the index of the iteration
+        self.constants = _Pairs()  # indices of entries, and buffers that are read
+        self.carried, self.written = _Pairs(), _Pairs()  # written buffers, before and after
+        self.before: list[Eqn] = []  # equations that an iteration runs before all others
         self.after: list[Eqn] = []
 
     def read(self, entry: Entry, stack: Var, one: Var) -> None:
@@ -351,11 +325,10 @@ def _is_whole(buffer: jax.Array, inner: Sequence[Any]) -> bool:
 
 
 def _in_layout(x: jax.Array) -> jax.Array:
-    """Returns a whole entry in row-major layout, on TPUs.
-
-    Otherwise XLA:TPU gives an entry the layout that its reader wants, by a copy of the whole buffer
-    for every microbatch if its writer wants another. Slices that a loop reads need no constraint.
-    """
+    """Returns a whole entry in row-major layout, on TPUs."""
+    # Otherwise XLA:TPU gives an entry the layout that its reader wants, by a copy of the whole
+    # buffer for every microbatch if its writer wants another. Slices that a loop reads need no
+    # constraint.
     is_number = jnp.issubdtype(x.dtype, jnp.number)
     if _compat.platform() != "tpu" or partitioned_axes() or not is_number:
         return x

@@ -22,12 +22,7 @@ UNLIMITED = 1 << 62
 def minimal_cut(
     needs: Iterable[T], parents: Mapping[T, Iterable[T]], cost: Callable[[T], int]
 ) -> list[T]:
-    """Finds the values to keep so that `needs` can be computed from them.
-
-    Args:
-        parents: For each value that may be recomputed, the values from which it is computed, each
-            once.
-    """
+    """Finds the values to keep so that `needs` follow, each from its distinct `parents`."""
     children = _children(needs, parents)
     flow: defaultdict[tuple[Node, Node], int] = defaultdict(int)
 
@@ -78,12 +73,7 @@ def _children(needs: Iterable[T], parents: Mapping[T, Iterable[T]]) -> dict[T, l
 def _path(
     end: Node, upstream: Callable[[Node], Iterator[Edge]], parents: Mapping[Any, Any]
 ) -> tuple[list[Edge], set[Node]]:
-    """Returns the shortest augmenting path from a source to `end`.
-
-    Returns:
-        The edges of the path and an empty set; if there is no path, no edges and all nodes from
-        which `end` can be reached.
-    """
+    """Returns the shortest augmenting path to `end`; without one, all nodes that lead to it."""
     edge_from: dict[Node, Edge | None] = {end: None}
     waiting = [end]
     for node in waiting:

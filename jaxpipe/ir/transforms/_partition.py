@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, unmapped_aval
 from jax.interpreters import partial_eval
@@ -40,6 +39,7 @@ from ..graph import (
     is_light,
     is_move,
     jaxpr_of,
+    pvary_like,
     select,
     to_graph,
     variables,
@@ -68,31 +68,19 @@ class EqnPartition:
 
 @dataclass(frozen=True)
 class Partition:
-    """Two programs that together compute one.
+    """Two programs that together compute one."""
 
-    Attributes:
-        first: `(inputs) -> (the outputs that were asked for, residuals)`.
-        second: `(some of the inputs, residuals) -> the other outputs`.
-        reads: [num_inputs] whether `second` reads each input.
-    """
-
-    first: Graph
-    second: Graph
-    reads: tuple[bool, ...]
+    first: Graph  # `(inputs) -> (the outputs that were asked for, residuals)`
+    second: Graph  # `(some of the inputs, residuals) -> the other outputs`
+    reads: tuple[bool, ...]  # [num_inputs] whether `second` reads each input
 
 
 def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind]) -> Partition:
-    """Partitions a program into two halves.
-
-    Args:
-        first: [num_outputs] whether the first half computes each output. It computes nothing else
-            but residuals.
-        kinds: [num_inputs] how each input is available to the second half. An input that is
-            "saved" until the second half runs weighs as much as a residual.
-    """
+    """Partitions a program into two halves, the first of which computes the outputs `first`."""
+    # A "saved" input weighs as much as a residual: it is kept until the second half runs.
     halves = partition_eqns(program, first, kinds)
-    others = select(program.outputs, [not is_first for is_first in first])
-    used = set(free_variables(halves.second, others)) - set(halves.residuals)
+    other_outputs = select(program.outputs, [not is_first for is_first in first])
+    used = set(free_variables(halves.second, other_outputs)) - set(halves.residuals)
     reads = tuple(value in used for value in program.inputs)
     inputs = [value for value in program.inputs if value in used]
     return Partition(
@@ -101,7 +89,7 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
             tuple(halves.first),
             (*select(program.outputs, first), *halves.residuals),
         ),
-        Graph((*inputs, *halves.residuals), tuple(halves.second), others),
+        Graph((*inputs, *halves.residuals), tuple(halves.second), other_outputs),
         reads,
     )
 
@@ -109,19 +97,14 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
 def partition_eqns(
     program: Graph, wanted: Sequence[bool], kinds: Sequence[InputKind]
 ) -> EqnPartition:
-    """Partitions a program into the equations that the wanted outputs need, and the others.
-
-    Args:
-        wanted: [num_outputs] whether the first half computes each output.
-        kinds: [num_inputs] how each input is available to the second half.
-    """
+    """Partitions a program into the equations that the `wanted` outputs need, and the others."""
     by_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
     recomputable = _recomputable(program, by_kind["recomputable"])
     first, second = _assign(program, wanted, recomputable)
     early, late = _early(second, by_kind["deferred"])
-    others = select(program.outputs, [not want for want in wanted])
+    other_outputs = select(program.outputs, [not want for want in wanted])
     deferred = by_kind["deferred"].union(*(eqn.outputs for eqn in late))
-    needs = [value for value in free_variables(late, others) if value not in deferred]
+    needs = [value for value in free_variables(late, other_outputs) if value not in deferred]
 
     cheap = [eqn for eqn in first if is_cheap(eqn)]
     chosen = _cut(cheap, early, needs, recomputable, by_kind["saved"])
@@ -165,11 +148,7 @@ def _assign(
 
 
 def _early(second: Sequence[Eqn], deferred: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """Splits the second half by whether an equation must run late.
-
-    It must if it costs much, if it depends on an equation that costs much, or if it reads an input
-    that only the second half has (`deferred`).
-    """
+    """Splits off late equations: those that cost much, or that read late or `deferred` values."""
     late_values = set(deferred)
     early: list[Eqn] = []
     late: list[Eqn] = []
@@ -189,11 +168,9 @@ def _cut(
     recomputable: set[Var],
     saved: set[Var],
 ) -> list[Var]:
-    """Returns the values with the fewest bytes that the second half must have.
-
-    From these values, cheap equations of the first half and early equations of the second compute
-    all values that the late equations need.
-    """
+    """Returns the values with the fewest bytes that the second half must have."""
+    # From these values, cheap equations of the first half and early equations of the second compute
+    # all values that the late equations need.
     parents = {
         v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }
@@ -225,12 +202,7 @@ EqnLists = tuple[list[Eqn], list[Eqn]]
 
 
 def _split_eqn(eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var]) -> EqnLists:
-    """Partitions an equation: its first half may compute more outputs than are wanted.
-
-    Args:
-        wanted: [num_outputs] whether the first half needs each output.
-        recomputable: Values that the second half has, or can compute at little cost.
-    """
+    """Partitions an equation: its first half may compute more outputs than are wanted."""
     kinds: list[InputKind] = [
         "recomputable" if isinstance(atom, Literal) or atom in recomputable else "saved"
         for atom in eqn.inputs
@@ -247,12 +219,7 @@ def _split_eqn(eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var]) -> EqnL
     return [eqn], []
 
 
-def _split_scan(
-    eqn: Eqn,
-    loop: Scan,
-    wanted: list[bool],
-    kinds: list[InputKind],
-) -> EqnLists:
+def _split_scan(eqn: Eqn, loop: Scan, wanted: list[bool], kinds: list[InputKind]) -> EqnLists:
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
     # The carry of the first loop is not available in the second.
@@ -265,10 +232,10 @@ def _split_scan(
     if any(_added(more, wanted)):
         return _split_scan(eqn, loop, _union(more, wanted), kinds)
 
-    known = _known_outside(body.outputs[n:], eqn.outputs[n:], wanted[n:])
-    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
+    returned = _returned(body.outputs[n:], eqn.outputs[n:], wanted[n:])
+    produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in returned}
     first = _part_of_scan(eqn, loop, halves.first, wanted, produced=produced)
-    residuals = {v: (known | produced)[v] for v in halves.residuals}
+    residuals = {v: (returned | produced)[v] for v in halves.residuals}
     second = _part_of_scan(eqn, loop, halves.second, _not(wanted), residuals=residuals)
     return [first], [second]
 
@@ -284,8 +251,8 @@ def _part_of_scan(
 ) -> Eqn:
     """Returns a scan of some of the equations of a scan.
 
-    It takes `residuals` as additional inputs, and returns the wanted outputs and `made`. Both map
-    the value in one iteration to the stacked value outside.
+    It takes `residuals` as additional inputs and returns the wanted outputs and `produced`; both
+    map the value in one iteration to the stacked value outside.
     """
     residuals, produced, body = residuals or {}, produced or {}, loop.body
     outputs = (*select(body.outputs, wanted), *produced)
@@ -302,12 +269,7 @@ def _part_of_scan(
     return Eqn(part, tuple(atom for _, atom in inputs), outer)
 
 
-def _split_cond(
-    eqn: Eqn,
-    cond: Cond,
-    wanted: list[bool],
-    kinds: list[InputKind],
-) -> EqnLists:
+def _split_cond(eqn: Eqn, cond: Cond, wanted: list[bool], kinds: list[InputKind]) -> EqnLists:
     branches = cond.branches
     halves = [partition_eqns(branch, wanted, kinds) for branch in branches]
     both = list(zip(branches, halves, strict=True))
@@ -317,7 +279,7 @@ def _split_cond(
 
     produced: list[Var] = []
     residuals_by_branch = [
-        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), produced)
+        _share(half.residuals, _returned(branch.outputs, eqn.outputs, wanted), produced)
         for branch, half in both
     ]
     triples = [(*b, r) for b, r in zip(both, residuals_by_branch, strict=True)]
@@ -329,15 +291,17 @@ def _split_cond(
     return [_only_read(first)], [_only_read(second)]
 
 
-def _share(residuals: Sequence[Var], known: dict[Var, Var], produced: list[Var]) -> dict[Var, Var]:
+def _share(
+    residuals: Sequence[Var], returned: dict[Var, Var], produced: list[Var]
+) -> dict[Var, Var]:
     """Returns the residuals of a branch by the variables that hold them outside of the cond.
 
-    Such a variable is an output that is `known`, a residual in `made` of the same type that another
-    branch needs, or a new one, which is appended to `made`.
+    Such a variable is a `returned` output, one of `produced` of the same type that another branch
+    needs, or a new one, which is appended to `produced`.
     """
     vacant, outer_vars = list(produced), {}
     for value in residuals:
-        outer_var = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
+        outer_var = returned.get(value) or next((v for v in vacant if v.aval == value.aval), None)
         if outer_var is None:
             outer_var = Var(value.aval)
             produced.append(outer_var)
@@ -376,20 +340,13 @@ def _second_branch(
 
 def _zeros(aval: Any) -> PrimitiveCall:
     def run() -> list[jax.Array]:
-        zeros, axes = (
-            jnp.zeros(aval.shape, aval.dtype),
-            tuple(sorted(aval.manual_axis_type.varying)),
-        )
-        return [lax.pcast(zeros, axes, to="varying") if axes else zeros]
+        return [pvary_like(aval, jnp.zeros(aval.shape, aval.dtype))]
 
     return PrimitiveCall("zeros", run)
 
 
 def _split_shard_map(
-    eqn: Eqn,
-    shards: ShardMap,
-    wanted: list[bool],
-    kinds: list[InputKind],
+    eqn: Eqn, shards: ShardMap, wanted: list[bool], kinds: list[InputKind]
 ) -> EqnLists:
     body = shards.body
     halves = partition_eqns(body, wanted, kinds)
@@ -416,15 +373,15 @@ def _split_shard_map(
         body=Graph(body.inputs, (*halves.first, *put), outputs),
         out_specs=(*select(shards.out_specs, wanted), *specs),
     )
-    others = _not(wanted)
+    in_second = _not(wanted)
     second = replace(
         shards,
-        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, others)),
+        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, in_second)),
         in_specs=(*shards.in_specs, *specs),
-        out_specs=select(shards.out_specs, others),
+        out_specs=select(shards.out_specs, in_second),
     )
     first_eqn = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
-    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
+    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, in_second))
     return [_only_read(first_eqn)], [_only_read(second_eqn)]
 
 
@@ -443,7 +400,10 @@ def _split_custom_vmap(eqn: Eqn, wanted: list[bool]) -> EqnLists:
     assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
     equation = eqn.operation.equation
     call = to_graph(equation.params["call"])
-    first, second = (_needed(call, mask) for mask in (wanted, _not(wanted)))
+    first, second = (
+        _leading_to(variables(select(call.outputs, mask)), call.eqns)
+        for mask in (wanted, _not(wanted))
+    )
     if any(inner in first and not is_cheap(inner) for inner in second):
         return [eqn], []
     return [_only_outputs(eqn, wanted)], [_only_outputs(eqn, _not(wanted))]
@@ -474,16 +434,6 @@ def _only_outputs(eqn: Eqn, wanted: Sequence[bool]) -> Eqn:
     return Eqn(operation, eqn.inputs, select(eqn.outputs, wanted))
 
 
-def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
-    """Returns the equations on which the wanted outputs depend, last equation first."""
-    needed, eqns = set(variables(select(body.outputs, wanted))), []
-    for eqn in reversed(body.eqns):
-        if needed.intersection(eqn.outputs):
-            eqns.append(eqn)
-            needed.update(variables(eqn.inputs))
-    return eqns
-
-
 def _only_read(eqn: Eqn) -> Eqn:
     """Returns a cond or a shard_map without the inputs that its programs do not read."""
     operation = eqn.operation
@@ -508,7 +458,7 @@ def _only_read(eqn: Eqn) -> Eqn:
     return replace(eqn, operation=operation, inputs=select(eqn.inputs, is_read))
 
 
-def _known_outside(
+def _returned(
     inner: Sequence[Atom], outer: Sequence[Var], wanted: Sequence[bool]
 ) -> dict[Var, Var]:
     """Returns the values inside that the first half returns anyway, with their outer variables."""

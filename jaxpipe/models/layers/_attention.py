@@ -18,10 +18,7 @@ Attention = Callable[..., jax.Array]
 
 
 def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
-    """Returns True where a query (dim 2) may attend to a key (dim 3).
-
-    The key must be in the same document as the query, and not after it.
-    """
+    """Returns whether each query (dim 2) sees each key (dim 3): its document's up to itself."""
     length = segment_ids.shape[1]
     same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
     return (same_segment & jnp.tril(jnp.ones((length, length), bool)))[:, None]
@@ -33,13 +30,7 @@ def dot_product_attention(
     v: Float[Array, "b T K V"],
     segment_ids: Int[Array, "b T"],
 ) -> Float[Array, "b T H V"]:
-    """Runs `jax.nn.dot_product_attention` with a causal mask, for CPU and GPU.
-
-    It is grouped-query attention if K < H. Scores are divided by sqrt(C).
-
-    Returns:
-        [b, T, H, V] outputs.
-    """
+    """Runs `jax.nn.dot_product_attention` with a causal mask, grouped if K < H, for CPU and GPU."""
     return _masked_attention(q, k, v, causal_mask(segment_ids))
 
 
@@ -51,33 +42,22 @@ def attend_to_past(
     segment_ids: Int[Array, "b t"],
     mask: Bool[Array, "t T"],
 ) -> Float[Array, "b t H V"]:
-    """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`.
-
-    Returns:
-        [b, t, H, V] outputs.
-    """
+    """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`."""
     same_segment = segment_ids[:, :, None] == key_segment_ids[:, None, :]
     return _masked_attention(q, k, v, (same_segment & mask)[:, None])
 
 
 def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    missing = q.shape[3] - v.shape[3]  # the kernels need values as wide as keys
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask)
-    return out[..., : out.shape[3] - missing]
+    return jax.nn.dot_product_attention(q, k, as_wide(v, q), mask=mask)[..., : v.shape[3]]
+
+
+def as_wide(v: Float[Array, "b T K V"], q: Float[Array, "b t H C"]) -> Float[Array, "b T K C"]:
+    """Pads values to the width of queries, which kernels need."""
+    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[3] - v.shape[3])))
 
 
 def attention_on_shards(local: Local, rules: Rules, name: str) -> Attention:
-    """Returns attention by a kernel that XLA cannot partition, on the shards that `rules` define.
-
-    Args:
-        local: `((q, k, v), segment_ids) -> out` for the arrays of one device.
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-
-    Returns:
-        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        sequence is sharded, or if heads of queries and of keys are sharded differently.
-    """
+    """Returns attention by a kernel that XLA cannot partition, on the shards of `rules`."""
 
     def attention(q, k, v, segment_ids):
         if not automatic_axes():

@@ -19,6 +19,8 @@ HEADS = ("activation_batch", "activation_length", "activation_heads", "activatio
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+Frequencies = Float[np.ndarray, " half"]
+"""[C / 2] rotary angles per position of each pair of channels, in radians, float32."""
 Rope = Callable[[Array, Array, np.ndarray], Array]
 """`(x [b, T, H, C], positions [b, T], frequencies [C / 2]) -> [b, T, H, C]`, such as `rope`."""
 
@@ -26,11 +28,7 @@ Rope = Callable[[Array, Array, np.ndarray], Array]
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "... D"]:
-    """Normalizes by the root mean square, in float32 (Zhang and Sennrich, 2019, arXiv 1910.07467).
-
-    Returns:
-        [..., D] normalized activations, in the dtype of `x`.
-    """
+    """Normalizes by the root mean square (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
     return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
@@ -38,18 +36,11 @@ def rms_norm(
 
 def rope_frequencies(
     head_dim: int, max_timescale: float, *, llama31_factor: float = 1.0
-) -> Float[np.ndarray, " half"]:
+) -> Frequencies:
     """Returns the rotary angles per position of each pair of channels, in radians.
 
-    Args:
-        llama31_factor: The factor by which wavelengths beyond the 8,192 tokens of Llama 3's
-            training are stretched: 8 in Llama 3.1 and 32 in 3.2. 1 stretches none.
-
-    Returns:
-        [head_dim / 2] angles, float32.
-
-    References:
-        Su et al., 2021, arXiv 2104.09864; Llama 3.1's scaling: arXiv 2407.21783.
+    `llama31_factor` stretches wavelengths beyond the 8,192 tokens of Llama 3's training (arXiv
+    2407.21783): 8 in Llama 3.1, 32 in 3.2. Su et al., 2021, arXiv 2104.09864.
     """
     frequencies = max_timescale ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     if llama31_factor == 1.0:
@@ -61,18 +52,9 @@ def rope_frequencies(
 
 
 def rope(
-    x: Float[Array, "b T H C"],
-    positions: Int[Array, "b T"],
-    frequencies: Float[np.ndarray, " half"],
+    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Frequencies
 ) -> Float[Array, "b T H C"]:
-    """Rotates the two halves of each head's channels against each other by an angle per position.
-
-    Args:
-        frequencies: [C / 2] angles per position, in radians.
-
-    Returns:
-        [b, T, H, C] rotated channels, in the dtype of `x`.
-    """
+    """Rotates the two halves of each head's channels against each other, by position."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -81,21 +63,11 @@ def rope(
 
 
 def rope_by_product(
-    x: Float[Array, "b T H C"],
-    positions: Int[Array, "b T"],
-    frequencies: Float[np.ndarray, " half"],
+    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Frequencies
 ) -> Float[Array, "b T H C"]:
-    """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels.
-
-    In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
-    single 1 or -1, so the product is exact.
-
-    Args:
-        frequencies: [C / 2] angles per position, in radians.
-
-    Returns:
-        [b, T, H, C] rotated channels, in the dtype of `x`.
-    """
+    """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels."""
+    # In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
+    # single 1 or -1, so the product is exact.
     angles = positions[..., None, None].astype(jnp.float32) * np.tile(frequencies, 2)
     exchange = np.kron([[0, 1], [-1, 0]], np.eye(len(frequencies)))
     exchanged = jnp.matmul(
@@ -117,29 +89,14 @@ def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
 def swiglu(
     w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
 ) -> Float[Array, "b T D"]:
-    """Runs the gated MLP SwiGLU (Shazeer, 2020, arXiv 2002.05202).
-
-    Args:
-        w: `gate` and `up` [D, F], and `down` [F, D].
-
-    Returns:
-        [b, T, D] outputs.
-    """
+    """Runs the gated MLP SwiGLU (Shazeer, 2020, arXiv 2002.05202)."""
     gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
     return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:
-    """Returns the abstract weights of a SwiGLU MLP.
-
-    Args:
-        branches: The number of residual branches of the model. The initial variance of `down` is
-            inversely proportional to it.
-
-    Returns:
-        `gate` and `up` [D, F], and `down` [F, D].
-    """
+    """Returns the abstract weights of a SwiGLU MLP: `gate` and `up` [D, F], and `down` [F, D]."""
     return {
         "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
         "up": matrix((D, F), ("embed", "mlp"), D, dtype),
@@ -158,16 +115,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> F
 def token_losses(
     logits: Float[Array, "b T V"], targets: Int[Array, "b T"]
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"]]:
-    """Returns the cross entropy of every token, and two statistics of it.
-
-    Args:
-        logits: [b, T, V].
-        targets: [b, T] indices of the target tokens.
-
-    Returns:
-        Three [b, T] arrays in float32: the cross entropy in nats; 1 where the likeliest token is
-        the target, else 0; and the logsumexp of the logits.
-    """
+    """Returns each token's cross entropy in nats, whether it is likeliest, and the logsumexp."""
     logits = logits.astype(jnp.float32)
     # A sum over a mask, not a gather: it stays local where the vocabulary is split.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]

@@ -17,51 +17,30 @@ from jaxtyping import Array, Float
 
 from ..._compat import import_pallas_gpu_attention
 from ...sharding import Rules
-from ._attention import Attention, attention_on_shards, causal_mask
+from ._attention import Attention, as_wide, attention_on_shards, causal_mask
 from ._on_shards import Local
 
 
 def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """Returns JAX's Pallas flash attention for TPU, which runs on the shards that `rules` define.
-
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        length of the sequence is not a multiple of 128, if the sequence is sharded, or if heads of
-        queries and of keys are sharded differently.
-    """
+    """Returns JAX's Pallas flash attention for TPU, on the shards that `rules` define."""
     return attention_on_shards(_splash_kernel(interpret), rules, "splash")
 
 
 def cudnn_attention(
     rules: Rules, *, packed: bool, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> Attention:
-    """Returns cuDNN's flash attention for GPUs, which runs on the shards that `rules` define.
+    """Returns cuDNN's flash attention for GPUs, in bfloat16 or float16, on the shards of `rules`.
 
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        packed: Whether a row may have several documents. They are told apart by a mask of
-            [b, 1, T, T], which cuDNN reads. Without it a row is one document and padding after it,
-            and the outputs of padding are those of tokens that see the document.
-
-    Returns:
-        A function with the contract of `dot_product_attention` for bfloat16 or float16. It raises a
-        `ValueError` if the sequence is sharded, or if heads of queries and of keys are sharded
-        differently.
+    `packed` rows may have several documents, told apart by a mask [b, 1, T, T] that cuDNN reads.
+    Without it a row is one document and padding, whose outputs are those of tokens that see the
+    document.
     """
 
     def attend(qkv, segment_ids):
         q, k, v = qkv
         mask = causal_mask(segment_ids) if packed else None
-        attention = jax.nn.dot_product_attention
-        out = attention(
-            *(q, k, _as_wide(v, q)),
-            mask=mask,
-            is_causal=True,
-            implementation=implementation,
+        out = jax.nn.dot_product_attention(
+            *(q, k, as_wide(v, q)), mask=mask, is_causal=True, implementation=implementation
         )
         return out[..., : v.shape[3]]
 
@@ -69,29 +48,17 @@ def cudnn_attention(
 
 
 def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """Returns JAX's Pallas flash attention for GPUs, which reads the documents of packed rows.
-
-    Args:
-        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        length of the sequence is not a multiple of the kernel's blocks, if the sequence is sharded,
-        or if heads of queries and of keys are sharded differently.
-    """
+    """Returns JAX's Pallas flash attention for GPUs, which reads the documents of packed rows."""
 
     def attend(qkv, segment_ids):
         # Imported here: on other devices than GPUs it is not needed, and it takes a second.
         BlockSizes, mha = import_pallas_gpu_attention()
         q, k, v = qkv
         sizes = BlockSizes.get_default()
-        if (
-            q.shape[3] > 128
-        ):  # two blocks of 128 tokens would not fit into a multiprocessor's memory
+        if q.shape[3] > 128:  # two blocks of 128 tokens do not fit into a multiprocessor's memory
             sizes = replace(sizes, block_q=64, block_k=64)
         _check_blocks(q.shape[1])
-        keys, values = (_one_per_query_head(x, q) for x in (k, _as_wide(v, q)))
+        keys, values = (_one_per_query_head(x, q) for x in (k, as_wide(v, q)))
         out = mha(
             *(q, keys, values, segment_ids),
             sm_scale=q.shape[3] ** -0.5,
@@ -102,11 +69,6 @@ def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         return cast(jax.Array, out)[..., : v.shape[3]]
 
     return attention_on_shards(attend, rules, "pallas")
-
-
-def _as_wide(v: Float[Array, "b T K V"], q: Float[Array, "b T H C"]) -> Float[Array, "b T K C"]:
-    """Pads values to the width of queries, which kernels need."""
-    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[3] - v.shape[3])))
 
 
 def _one_per_query_head(

@@ -31,19 +31,10 @@ results, summed in steps of 32 bfloat16."""
 
 
 def pallas_gpu_grouped_matmul(*, interpret: bool = False) -> GroupedMatmul:
-    """Returns a Pallas kernel for GPUs.
+    """Returns a Pallas kernel for GPUs with the contract of `ragged_dot`.
 
     Its cost grows with the number of rows in groups, not with the number of groups. It multiplies
-    in the dtype of its arguments and adds in float32.
-
-    Args:
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `ragged_dot`.
-
-    References:
-        Gale et al., 2022, arXiv 2211.15841.
+    in the dtype of its arguments and adds in float32. Gale et al., 2022, arXiv 2211.15841.
     """
 
     @jax.custom_vjp
@@ -196,7 +187,7 @@ def _block(size: int) -> int:
 
 
 def _depth(rows: Array) -> int:
-    """Returns how many terms of a sum one step adds."""
+    """Returns the number of terms of a sum that one step adds."""
     return _DEPTH_BYTES // rows.dtype.itemsize
 
 
@@ -215,11 +206,7 @@ def _block_of(rows: tuple, columns: tuple, group: Any) -> tuple[tuple, Array | N
 
 
 def _load(ref: Any, rows: tuple, columns: tuple, group: Any = None) -> Array:
-    """Loads a block, with zeros where it has no values.
-
-    Returns:
-        [rows, columns] values.
-    """
+    """Loads a block, with zeros where it has no values."""
     index, mask = _block_of(rows, columns, group)
     other = None if mask is None else 0.0
     return import_pallas_triton().load(ref.at[index], mask=mask, other=other)

@@ -19,19 +19,13 @@ Results of rows after the last group are zeros, and so are their gradients."""
 def ragged_dot(
     rows: Float[Array, "m D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "m F"]:
-    """Runs XLA's grouped matrix product, on any device.
-
-    Returns:
-        [m, F] products. Rows after the last group are zeros, and so are their gradients.
-    """
+    """Runs XLA's grouped matrix product, on any device."""
     return _zero_rest(_product, rows, weights, group_sizes)
 
 
 def _vmap_all(f: Callable) -> Callable:
-    """Returns `f` with a batching rule that broadcasts unmapped arguments.
-
-    JAX's `ragged_dot` can be vmapped over all of its arguments only.
-    """
+    """Returns `f` with a batching rule that broadcasts unmapped arguments."""
+    # JAX's `ragged_dot` can be vmapped over all of its arguments only.
     mapped = jax.custom_batching.custom_vmap(f)
 
     @mapped.def_vmap
@@ -71,19 +65,7 @@ _product.defvjp(
 
 
 def megablox(*, interpret: bool = False) -> GroupedMatmul:
-    """Returns JAX's Pallas kernel for TPU.
-
-    Its cost grows with the number of rows in groups, not with the number of all rows.
-
-    Args:
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
-
-    Returns:
-        A function with the contract of `ragged_dot`.
-
-    References:
-        Gale et al., 2022, arXiv 2211.15841.
-    """
+    """Returns JAX's Pallas kernel for TPU, which skips rows without a group (arXiv 2211.15841)."""
 
     def kernel(rows, weights, group_sizes):
         tile, _, _ = _tiles(rows.shape[0], rows.shape[1], weights.shape[2])

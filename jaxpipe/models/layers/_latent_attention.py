@@ -13,45 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...sharding import Constrain
 from ..weights._abstract import matrix, scale
 from ._attention import Attention
-from ._common import HEADS, Rope, name_qkv, rms_norm, rope, rope_frequencies
+from ._common import HEADS, Frequencies, Rope, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection
 from ._yarn import Yarn, yarn_frequencies, yarn_score_scale
 
 
 @dataclass(frozen=True)
 class LatentAttentionSettings:
-    """Sizes and positions of latent attention.
+    """Sizes and positions of latent attention."""
 
-    Attributes:
-        embed_dim: D.
-        num_heads: H. Every query head has its own key head and value head.
-        q_lora_rank: Q; 0 if queries are not compressed.
-        kv_lora_rank: R.
-        qk_nope_head_dim: N.
-        qk_rope_head_dim: P, an even number. All key heads share these channels.
-        v_head_dim: V.
-        max_timescale: The base of the rotary angles.
-        yarn: Stretches the rotary angles; None for angles as trained.
-        epsilon: Added to the mean square in RMSNorm.
-    """
-
-    embed_dim: int
-    num_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
+    embed_dim: int  # D
+    num_heads: int  # H. Every query head has its own key head and value head.
+    q_lora_rank: int  # Q; 0 if queries are not compressed
+    kv_lora_rank: int  # R
+    qk_nope_head_dim: int  # N
+    qk_rope_head_dim: int  # P, an even number. All key heads share these channels.
     v_head_dim: int
-    max_timescale: float
-    yarn: Yarn | None
-    epsilon: float
+    max_timescale: float  # the base of the rotary angles
+    yarn: Yarn | None  # stretches the rotary angles; None for angles as trained
+    epsilon: float  # added to the mean square in RMSNorm
 
     @property
     def head_dim(self) -> int:
@@ -65,14 +51,7 @@ def latent_attention_weights(
     """Returns the abstract weights of latent attention.
 
     The published models store `kv_down` and `rope_key` in one matrix, and `key_up` and `value_up`
-    in another.
-
-    Args:
-        branches: The number of residual branches of the model. The initial variance of `out` is
-            inversely proportional to it.
-
-    Returns:
-        A dict of `Weight`.
+    in another. The initial variance of `out` is inversely proportional to `branches`.
     """
     D, H, R = settings.embed_dim, settings.num_heads, settings.kv_lora_rank
     N, P, V = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
@@ -104,15 +83,7 @@ def latent_attention(
     project: Projection = projection,
     rotate: Rope = rope,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
-    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
-
-    Args:
-        attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
-
-    Returns:
-        The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`
-        [b, T].
-    """
+    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`."""
     frequencies, sharper = _positions(
         settings.qk_rope_head_dim, settings.max_timescale, settings.yarn
     )
@@ -141,9 +112,7 @@ def latent_attention(
     return attend
 
 
-def _positions(
-    channels: int, max_timescale: float, yarn: Yarn | None
-) -> tuple[Float[np.ndarray, " half"], float]:
+def _positions(channels: int, max_timescale: float, yarn: Yarn | None) -> tuple[Frequencies, float]:
     """Returns rotary angles per position in radians, and a factor of the attention scores."""
     if yarn is None:
         return rope_frequencies(channels, max_timescale), 1.0

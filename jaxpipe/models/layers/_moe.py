@@ -21,37 +21,19 @@ from ._router import RouterSettings, Routing, route
 
 @dataclass(frozen=True)
 class MoeSettings:
-    """Sizes and choices of a mixture of experts.
+    """Sizes and choices of a mixture of experts."""
 
-    Attributes:
-        embed_dim: D.
-        num_experts: E, the number of routed experts.
-        expert_dim: F.
-        shared_experts: The number of shared experts. They are one wide MLP.
-        has_bias: Whether a bias per expert affects the choice.
-        load_balance_loss_weight: Factor of the load-balance loss.
-        router: How the router chooses.
-    """
-
-    embed_dim: int
-    num_experts: int
-    expert_dim: int
-    shared_experts: int
-    has_bias: bool
-    load_balance_loss_weight: float
+    embed_dim: int  # D
+    num_experts: int  # E, the number of routed experts
+    expert_dim: int  # F
+    shared_experts: int  # the number of shared experts. They are one wide MLP.
+    has_bias: bool  # whether a bias per expert affects the choice
+    load_balance_loss_weight: float  # factor of the load-balance loss
     router: RouterSettings
 
 
 def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
-    """Returns the abstract weights of a mixture of experts.
-
-    Args:
-        branches: The number of residual branches of the model. The initial variance of the `down`
-            matrices is inversely proportional to it.
-
-    Returns:
-        `{"router", "experts"}`, and "shared" if the model has shared experts: trees of `Weight`.
-    """
+    """Returns abstract weights `{"router", "experts"}`, and "shared" if there are such experts."""
     D, E, F = settings.embed_dim, settings.num_experts, settings.expert_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
     if settings.has_bias:
@@ -85,17 +67,9 @@ def moe(
     Where each device has its own rows of a microbatch, the sum of `aux` over the devices equals
     that of all rows.
 
-    The router's bias affects only the choice of experts, so the loss does not depend on it. The
-    bias still receives a gradient, through a term of the loss whose value is always 0. That
-    gradient is each expert's load minus 1 / E. A step against its sign is the update of
-    DeepSeek-V3, section 2.1.2.
-
-    Args:
-        experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
-
-    Returns:
-        The function. x and y are [b, T, D], `batch_inputs` has `segment_ids` and `target_weights`
-        [b, T], and `aux` has float32 scalars.
+    The router's bias affects only the choice of experts, so the loss does not depend on it. It
+    still receives a gradient, each expert's load minus 1 / E, through a term of the loss whose
+    value is always 0. A step against its sign is the update of DeepSeek-V3, section 2.1.2.
     """
 
     def mix(
@@ -117,7 +91,11 @@ def moe(
 
 
 def _route(
-    router: RouterSettings, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
+    router: RouterSettings,
+    matrix: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None,
+    x: Float[Array, "b T D"],
+    batch_inputs: PyTree,
 ) -> Routing:
     # Computed in float32: a rounded score may choose another expert.
     x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)

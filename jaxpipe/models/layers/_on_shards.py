@@ -29,20 +29,15 @@ def automatic_axes() -> set[str]:
 def on_shards(
     local: Local, axes: set[str], specs: PyTree, constant_specs: PyTree, out_spec: PartitionSpec
 ) -> Local:
-    """Returns a function that runs `local` on every shard over `axes`.
+    """Returns a function that runs `local`, which must not communicate, on every shard over `axes`.
 
-    It is differentiable, also inside a `jax.shard_map` over other axes.
-
-    `local` must not communicate. If an axis shards the result but not an input, several devices
-    share that input: its gradient is summed over that axis.
-
-    Pallas calls do not declare over which axes their results vary, so `check_vma` is False in here.
-    The results then appear equal on all ranks of a surrounding pipeline, and JAX would sum the
-    gradients of the ranks. So a custom derivative declares that every result varies.
-
-    Returns:
-        A function `(inputs, constants) -> out` of global arrays.
+    It is differentiable, also inside a `jax.shard_map` over other axes. If an axis shards the
+    result but not an input, several devices share that input: its gradient is summed over that
+    axis.
     """
+    # Pallas calls do not declare over which axes their results vary, so `check_vma` is False.
+    # Results then appear equal on all ranks of a surrounding pipeline, and JAX would sum the
+    # gradients of the ranks: the custom derivative declares that every result varies.
     shard_map = partial(jax.shard_map, axis_names=axes, check_vma=False)
     one_each = PartitionSpec(tuple(sorted(axes)))  # spec of a device's own residuals
     partial_specs = jax.tree.map(lambda spec: _with_partial_sums(spec, out_spec), specs)

@@ -38,28 +38,12 @@ _TOKENS = (0, 1)
 
 
 def projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
-    """Returns the product of `x` and a weight in the dtype of `x`.
-
-    Args:
-        x: [b, T, *in] activations.
-        w: [*in, *out] weight, cast to the dtype of `x`.
-
-    Returns:
-        [b, T, *out] products.
-    """
+    """Returns the product of `x` and a weight [*in, *out] in the dtype of `x`."""
     return jnp.tensordot(x, w.astype(x.dtype), axes=x.ndim - len(_TOKENS))
 
 
 def fp8_projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
-    """Returns the product of `x` and a weight in FP8; its derivatives are computed in FP8 too.
-
-    Args:
-        x: [b, T, *in] activations.
-        w: [*in, *out] weight.
-
-    Returns:
-        [b, T, *out] products, in the dtype of `x`.
-    """
+    """Returns the product of `x` and a weight in FP8; its derivatives are computed in FP8 too."""
     return _fp8(x, w.astype(x.dtype))
 
 
@@ -68,10 +52,7 @@ PROJECTIONS: dict[str, Projection] = {"": projection, "fp8": fp8_projection}
 
 
 class Scaled(NamedTuple):
-    """An array in FP8 with its scale: it represents `values * scale`.
-
-    The dims that share a scale have size 1 in `scale`.
-    """
+    """Represents `values * scale` in FP8; the dims that share a scale have size 1 in `scale`."""
 
     values: Array
     scale: Array
@@ -119,13 +100,7 @@ def quantize(
 ) -> Scaled:
     """Converts `x` to FP8, with the smallest power of two as scale for which no value overflows.
 
-    Args:
-        x: The values. Values that are not finite stay so.
-        largest: Combines the largest magnitude on this device with that of other devices, such as a
-            `pmax`.
-
-    Returns:
-        `Scaled`, with `scale` in float32.
+    `largest` combines the largest magnitude with that of other devices, such as by a `pmax`.
     """
     x32 = x.astype(jnp.float32)
     magnitude = largest(jnp.max(jnp.abs(x32), axis=tuple(over), keepdims=True))

@@ -25,6 +25,8 @@ from ._grouped_matmul import GroupedMatmul, ragged_dot
 from ._on_shards import automatic_axes, on_shards
 
 Experts = Callable[[PyTree, Array, Array, Array], Array]
+"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`. Weights are `gate` and
+`up` [E, D, F], and `down` [E, F, D]."""
 
 
 def routed_experts(
@@ -32,15 +34,8 @@ def routed_experts(
 ) -> Experts:
     """Returns a function that runs each token's experts, on the shards that `rules` define.
 
-    Args:
-        rules: Logical axis rules. 'exp' shards the experts, 'mlp' the width of each, and
-            'activation_batch' and 'activation_length' the tokens.
-        chunk_rows: Tokens are run in chunks, which the backward computes again, as long as an
-            expert has this many rows of a chunk on average. None: all tokens at a time.
-
-    Returns:
-        A function `(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`, with
-        weights `gate` and `up` [E, D, F] and `down` [E, F, D].
+    'exp' shards the experts, 'mlp' the width of each. Tokens are run in chunks of so many that an
+    expert has `chunk_rows` on average, and the backward computes them again; None: all at a time.
     """
 
     def local(num_experts: int, inputs, constants) -> Float[Array, "1 b T D"]:
@@ -70,7 +65,7 @@ def routed_experts(
 
 
 def _num_shards(rules: Rules) -> int:
-    """Returns into how many parts the mesh axes of `exp` split the experts."""
+    """Returns the number of parts into which the mesh axes of `exp` split the experts."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape.get(axis, 1) for axis in dict(rules).get("exp", ()))
 
@@ -106,13 +101,7 @@ def sort_and_multiply(
 ) -> Float[Array, "n D"]:
     """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
 
-    Args:
-        w: Weights of e experts: `gate` and `up` [e, D, F], and `down` [e, F, D].
-        chosen: The experts of each token. Experts outside 0 to e - 1 are on other devices and are
-            left out.
-
-    Returns:
-        [n, D] sums of the results of each token's experts, multiplied by `shares`.
+    Experts outside 0 to e - 1 are on other devices and are left out.
     """
     num_experts, (n, k) = w["gate"].shape[0], chosen.shape
     is_here = (chosen >= 0) & (chosen < num_experts)
@@ -133,10 +122,7 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
 
 
 def _on_all_shards(local: Callable, rules: Rules) -> Callable:
-    """Returns `local` on the shards of all automatic axes.
-
-    The leading dim of its result holds partial sums.
-    """
+    """Returns `local` on the shards of all automatic axes, whose leading dim holds partial sums."""
     auto_rules = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
     inward, outward = (partition_spec(axes, auto_rules) for axes in _WEIGHT_AXES)
     parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))

@@ -18,48 +18,31 @@ ChosenExperts = Int[Array, "b T k"]
 
 
 class Routing(NamedTuple):
-    """The router's decision for one microbatch, or for one device's rows of it.
-
-    Attributes:
-        chosen: [b, T, k] experts of each token.
-        shares: [b, T, k] factors of their results, float32.
-        load: [E] the fraction of all choices of the microbatch's real tokens that chose each
-            expert, float32. Its sum is 1.
-        weight: The microbatch's weight in the loss, float32. It is summed over the devices.
-        balance: How uneven scores and load are: 1 if all experts are equal, E if one has all. Where
-            each device has its own rows, it is the device's part, and the sum over devices is the
-            whole.
-    """
+    """The router's decision for one microbatch, or for one device's rows of it, in float32."""
 
     chosen: ChosenExperts
-    shares: Float[Array, "b T k"]
-    load: Float[Array, " E"]
-    weight: Float[Array, ""]
+    shares: Float[Array, "b T k"]  # factors of the results of the chosen experts
+    load: Float[Array, " E"]  # the fraction of all choices of the microbatch's real tokens
+    weight: Float[Array, ""]  # the microbatch's weight in the loss, summed over the devices
+    # How uneven scores and load are: 1 if all experts are equal, E if one has all. Where each
+    # device has its own rows, it is the device's part, and the sum over devices is the whole.
     balance: Float[Array, ""]
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a router makes its decision from logits.
+    """How a router makes its decision from logits."""
 
-    Attributes:
-        score_func: `softmax` over the experts, or `sigmoid` of each.
-        num_chosen: k.
-        normalized: Whether the shares of a token are normalized to sum to 1 before they are scaled.
-        scaling_factor: Multiplies the shares.
-        num_groups: G; 1 for no groups.
-        num_kept_groups: The number of groups from which a token may choose: those with the largest
-            sums of their best experts.
-        num_ranking: The number of best experts in these sums: 1 in V2, 2 in V3.
-    """
-
-    score_func: str
-    num_chosen: int
+    score_func: str  # `softmax` over the experts, or `sigmoid` of each
+    num_chosen: int  # k
+    # Whether the shares of a token are normalized to sum to 1 before they are scaled.
     normalized: bool
     scaling_factor: float
-    num_groups: int
+    num_groups: int  # G; 1 for no groups
+    # The number of groups from which a token may choose: those with the largest sums of their best
+    # experts.
     num_kept_groups: int
-    num_ranking: int = 2
+    num_ranking: int = 2  # the number of best experts in these sums: 1 in V2, 2 in V3
 
 
 def route(
@@ -71,14 +54,8 @@ def route(
 ) -> Routing:
     """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
 
-    Args:
-        real: False for padding. Padding is routed too, but does not count in load and balance.
-
-    Returns:
-        The `Routing` of these rows.
-
-    References:
-        V2: DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
+    Padding (`real` is False) is routed too, but does not count in load and balance. V2:
+    DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
     """
     scores = jax.nn.softmax(logits) if router.score_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + bias)
@@ -98,10 +75,7 @@ def route(
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
-    """Returns the scores, with minus infinity outside the best groups of each token.
-
-    The best groups have the largest sums of the scores of their `num_ranking` best experts.
-    """
+    """Returns scores, minus infinity outside the groups whose best experts add up to most."""
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
     group_scores = jnp.sum(_best(grouped, num_ranking)[0], axis=-1)
     _, best = _best(group_scores, num_kept)
@@ -109,12 +83,12 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _best(scores: Array, count: int) -> tuple[Array, Array]:
-    """Returns the largest scores of the last dim in descending order, and where they are.
-
-    XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
-    computes its own. It sorts for `top_k` too, unless there are a thousand scores.
-    """
+def _best(
+    scores: Float[Array, "*dims n"], count: int
+) -> tuple[Float[Array, "*dims k"], Int[Array, "*dims k"]]:
+    """Returns the largest scores of the last dim in descending order, and their indices."""
+    # XLA:GPU's partitioner gathers the rows of all devices for `top_k`; of a sort every device
+    # computes its own. It sorts for `top_k` too, unless there are a thousand scores.
     if _compat.platform() != "gpu":
         best, where = jax.lax.top_k(scores, count)
         return best, where
@@ -123,15 +97,14 @@ def _best(scores: Array, count: int) -> tuple[Array, Array]:
     return -negated[..., :count], where[..., :count]
 
 
-def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:
-    """Returns the load, the number of tokens and the weight of the whole microbatch.
-
-    All are summed over the devices as one vector. The number and the weight are the same in all
-    layers, so JAX would move a separate sum of them out of the loop over layers. XLA:CPU (jaxlib
-    0.10) does not wait for a loop before it starts a collective that does not depend on it. Devices
-    then confuse this collective with those in the loop, and the program computes garbage or
-    crashes.
-    """
+def _over_rows(
+    choices: Float[Array, " E"], num_real: Int[Array, ""], weight: Float[Array, ""]
+) -> tuple[Float[Array, " E"], Float[Array, ""], Float[Array, ""]]:
+    """Returns the load, the number of tokens and the weight of the whole microbatch."""
+    # All are summed over the devices as one vector. JAX would move a separate sum of the number and
+    # the weight, the same in all layers, out of the loop over layers. XLA:CPU (jaxlib 0.10) does
+    # not wait for a loop before it starts a collective that does not depend on it: devices confuse
+    # it with those in the loop, and the program computes garbage or crashes.
     scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
     sums = sum_over_rows(jnp.concatenate([choices, scalars]))
     count = jnp.maximum(sums[-2], 1)  # exact: a microbatch has less than 2**24 tokens
@@ -139,11 +112,9 @@ def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, A
 
 
 def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"], count: Array):
-    """Returns the load-balance loss of all real tokens of the microbatch.
-
-    It is equation 4 of Fedus et al., 2021, arXiv 2101.03961. The load has no gradient, and the loss
-    is linear in the scores' means: the parts of the devices add up.
-    """
+    """Returns the load-balance loss of all real tokens of the microbatch."""
+    # It is equation 4 of Fedus et al., 2021, arXiv 2101.03961. The load has no gradient, and the
+    # loss is linear in the scores' means: the parts of the devices add up.
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
     return load.shape[0] * jnp.sum(load * _sum_of_real(probabilities, real) / count)
 

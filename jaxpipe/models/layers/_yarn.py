@@ -10,28 +10,19 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from ._common import rope_frequencies
+from ._common import Frequencies, rope_frequencies
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """The numbers of YaRN for a model.
+    """The numbers of YaRN for a model."""
 
-    Attributes:
-        factor: The factor by which sequences may be longer than `trained_length`.
-        trained_length: The length of the sequences of the training, in tokens.
-        beta_fast: Pairs that turn more often than this within `trained_length` are not changed.
-        beta_slow: Pairs that turn less often than this are slowed down by `factor`.
-        mscale: How strongly attention scores grow with the logarithm of `factor`.
-    """
-
-    factor: float
-    trained_length: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
+    factor: float  # the factor by which sequences may be longer than `trained_length`
+    trained_length: int  # the length of the sequences of the training, in tokens
+    beta_fast: float  # pairs that turn more often than this within `trained_length` are not changed
+    beta_slow: float  # pairs that turn less often than this are slowed down by `factor`
+    mscale: float  # how strongly attention scores grow with the logarithm of `factor`
 
 
 def yarn_frequencies(
@@ -42,16 +33,8 @@ def yarn_frequencies(
     trained_length: int,
     beta_fast: float,
     beta_slow: float,
-) -> Float[np.ndarray, " half"]:
-    """Returns the rotary angles per position of each pair of channels, in radians.
-
-    Args:
-        beta_fast: Pairs that turn more often than this within `trained_length` are not changed.
-        beta_slow: Pairs that turn less often than this are slowed down by `factor`.
-
-    Returns:
-        [head_dim / 2] angles, float32.
-    """
+) -> Frequencies:
+    """Returns the rotary angles per position of each pair of channels, in radians."""
 
     def pair_that_turns(times: float) -> float:
         wavelength = trained_length / (times * 2 * math.pi)
@@ -65,12 +48,5 @@ def yarn_frequencies(
 
 
 def yarn_score_scale(factor: float, mscale: float) -> float:
-    """Returns the factor of attention scores that YaRN adds to the usual `1 / sqrt(channels)`.
-
-    Args:
-        factor: The factor by which sequences may be longer than the trained length.
-
-    Returns:
-        `(0.1 * mscale * log(factor) + 1) ** 2`.
-    """
+    """Returns the factor of attention scores that YaRN adds to the usual `1 / sqrt(channels)`."""
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2

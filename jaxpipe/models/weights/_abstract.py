@@ -50,28 +50,17 @@ def is_weight(x: Any) -> bool:
 
 
 def scale(size: int, dtype: Any) -> Weight:
-    """Returns the abstract weight of a norm: one factor per channel, initialized to 1.
-
-    Returns:
-        A `Weight` of shape [size].
-    """
+    """Returns the abstract weight of a norm: one factor per channel, initialized to 1."""
     return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype, exact=True)
 
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
-    """Returns an abstract matrix, initialized from a normal distribution cut off at two deviations.
-
-    Returns:
-        A `Weight` of this shape.
-    """
+    """Returns an abstract matrix, initialized by a normal distribution cut at two deviations."""
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
 
 
 def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
-    """Returns the abstract weights of many equal layers, stacked.
-
-    Returns:
-        A tree of `Weight` with [*dims, ...] leaves.
+    """Returns the abstract weights of many equal layers, stacked: [*dims, ...] leaves.
 
     Example:
         >>> layer = {"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())}
@@ -92,7 +81,7 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
 
     Args:
         tree: A tree of `Weight`.
-        key: The key.
+        key: Every leaf folds the CRC-32 of its path into it.
 
     Returns:
         A tree of arrays with the shapes and dtypes of the weights.
@@ -124,7 +113,7 @@ def initialize_layers(
 
     Args:
         layer: A tree of `Weight` for one layer.
-        key: The key.
+        key: Every layer folds its index into it, and then its leaves their paths.
         dims: The leading dims of the stack.
         first: The index, in the model, of the first layer of the stack.
         layer_ids: The indices of the layers of a stack in another order; -1 is a padding layer,

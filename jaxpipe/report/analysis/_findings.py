@@ -21,30 +21,16 @@ _LARGE_BUBBLE = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about a run.
+    """One observation about a run."""
 
-    Attributes:
-        level: `bad`, `warning` or `note`.
-        title: A few words that name it.
-        text: A sentence with numbers.
-        steps: The steps it is about, if it is about steps.
-    """
-
-    level: str
-    title: str
-    text: str
-    steps: tuple[int, ...] = ()
+    level: str  # `bad`, `warning` or `note`
+    title: str  # a few words that name it
+    text: str  # a sentence with numbers
+    steps: tuple[int, ...] = ()  # the steps it is about, if it is about steps
 
 
 def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Finding]:
-    """Returns all observations about a run, the worst first.
-
-    Args:
-        bubble: The predicted share of a step in which the busiest rank waits, if known.
-
-    Returns:
-        Observations of level `bad`, then `warning`, then `note`.
-    """
+    """Returns all observations about a run, the worst first; `bubble` is predicted, if known."""
     all_findings = [
         *_not_finite(run),
         *_skipped(run),
@@ -63,11 +49,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
 
 
 def spikes(series: Series) -> np.ndarray:
-    """Finds the steps at which a loss leaves the range of the 32 steps before it.
-
-    Returns:
-        [n] the first step of each spike.
-    """
+    """Returns the first steps at which a loss leaves the range of the 32 steps before."""
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
     if len(values) <= _WINDOW:
@@ -85,18 +67,14 @@ def _not_finite(run: RunRecord) -> Iterator[Finding]:
     for name, series in run.series.items():
         steps = series.steps[~np.isfinite(series.values)]
         if len(steps):
-            yield _finding_at_steps(
-                "bad", f"{name} is not a number", steps, "NaN or infinite in {}."
-            )
+            yield _at_steps("bad", f"{name} is not a number", steps, "NaN or infinite in {}.")
 
 
 def _skipped(run: RunRecord) -> Iterator[Finding]:
     if "skipped" in run.series:
         steps = run.series["skipped"].steps[run.series["skipped"].values > 0]
         if len(steps):
-            yield _finding_at_steps(
-                "warning", "Skipped steps", steps, "Weights did not change in {}."
-            )
+            yield _at_steps("warning", "Skipped steps", steps, "Weights did not change in {}.")
 
 
 def _spikes(run: RunRecord) -> Iterator[Finding]:
@@ -104,7 +82,7 @@ def _spikes(run: RunRecord) -> Iterator[Finding]:
         steps = spikes(run.series["loss"])
         if len(steps):
             text = f"The loss left the range of the {_WINDOW} steps before in {{}}."
-            yield _finding_at_steps("warning", "Spikes in the loss", steps, text)
+            yield _at_steps("warning", "Spikes in the loss", steps, text)
 
 
 def _rising(run: RunRecord) -> Iterator[Finding]:
@@ -162,7 +140,7 @@ def _gaps(run: RunRecord) -> Iterator[Finding]:
     if missing > 0:
         after = steps[:-1][np.diff(steps) > 1].tolist()
         first = [0] if steps[0] > 1 else []
-        yield _finding_at_steps(
+        yield _at_steps(
             "warning",
             "Missing lines",
             np.array([*first, *after]),
@@ -185,7 +163,7 @@ def _slow(run: RunRecord) -> Iterator[Finding]:
         f"{lost / float(series.finite.sum()):.1%} of the run."
     )
     level = "warning" if lost > 0.05 * series.finite.sum() else "note"
-    yield _finding_at_steps(level, "Slow steps", series.steps[is_slow], text)
+    yield _at_steps(level, "Slow steps", series.steps[is_slow], text)
 
 
 def _falling(run: RunRecord) -> Iterator[Finding]:
@@ -210,7 +188,7 @@ def _large_bubble(bubble: float | None) -> Iterator[Finding]:
         yield Finding("note", "Large bubble", text)
 
 
-def _finding_at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
+def _at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
     listed_steps: Sequence[int] = steps.tolist()
     listed = ", ".join(map(str, listed_steps[:_MAX_LISTED]))
     more = (

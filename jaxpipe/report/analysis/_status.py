@@ -10,19 +10,12 @@ _FRESH_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        kind: `finished`, `running`, `stopped` or `bad`.
-        text: A sentence that says the same.
-        done: The steps that are done.
-        num_steps: The steps of the whole run.
-    """
-
-    kind: str
-    text: str
-    done: int
-    num_steps: int
+    kind: str  # `finished`, `running`, `stopped` or `bad`
+    text: str  # a sentence that says the same
+    done: int  # the steps that are done
+    num_steps: int  # the steps of the whole run
 
     @property
     def share(self) -> float:

@@ -18,27 +18,16 @@ _TIME_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 @dataclass(frozen=True)
 class Axis:
-    """What may be the x axis of all charts.
+    """What may be the x axis of all charts."""
 
-    Attributes:
-        name: `step`, `tokens` or `time`.
-        title: The title of the axis.
-        unit: The unit of its values, such as `h`.
-        at: For each run, [steps] the value at each step of its metrics.
-    """
-
-    name: str
+    name: str  # `step`, `tokens` or `time`
     title: str
-    unit: str
-    at: list[np.ndarray]
+    unit: str  # the unit of its values, such as `h`
+    at: list[np.ndarray]  # for each run, [steps] the value at each step of its metrics
 
 
 def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
-    """Returns the x axes that all of some runs have.
-
-    Returns:
-        Steps; and tokens and the time in steps, if every run has metrics of its speed.
-    """
+    """Returns steps, and tokens and time in steps if all runs have metrics of their speed."""
     steps = [np.array(run.steps) for run in runs]
     axes = [Axis("step", "Step", "", steps)]
     seconds = [_seconds(run) for run in runs]
@@ -61,11 +50,10 @@ def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
 
 
 def comparison_data(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
-    """Returns the data of all charts as JSON values.
+    """Returns the data of all charts as JSON values, like `chart_data`.
 
-    Returns:
-        A dictionary like that of `chart_data`. Each series has the index of its run, and for every
-        axis an index into `steps`, the list of what is on the x axis.
+    Each series has the index of its run, and for every axis an index into `steps`, the list of what
+    is on the x axis.
     """
     axes = axes_of(runs)
     shared: dict[tuple[float, ...], int] = {}
@@ -108,12 +96,12 @@ def _axis_data(axis: Axis) -> dict[str, Any]:
 def _metrics(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
     """Yields name, title and unit of every metric that a run has, the important ones first."""
     recorded = dict.fromkeys(name for run in runs for name in run.series)
-    known = [(name, title, unit) for title, unit, names in MAIN_CHARTS for name in names]
-    for name, title, unit in known:
+    main = [(name, title, unit) for title, unit, names in MAIN_CHARTS for name in names]
+    for name, title, unit in main:
         if name in recorded:
             is_evaluation = name.startswith("eval_")
             yield name, f"Evaluation {title.lower()}" if is_evaluation else title, unit
-    names = {name for name, _, _ in known}
+    names = {name for name, _, _ in main}
     yield from ((name, metric_title(name), "") for name in recorded if name not in names)
 
 

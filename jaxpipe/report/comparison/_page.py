@@ -21,11 +21,7 @@ _OWN_KEYS = ("run_name", "output_dir")
 
 
 def render_comparison(runs: Sequence[RunRecord], *, now: datetime) -> str:
-    """Renders runs as one HTML page that loads nothing else.
-
-    Raises:
-        ValueError: If there are too many runs, or a folder comes twice.
-    """
+    """Renders runs as one HTML page that loads nothing else."""
     if len(runs) > MAX_RUNS:
         raise ValueError(f"`runs` has {len(runs)} runs, and a page shows up to {MAX_RUNS}.")
     folders = [run.folder.resolve() for run in runs]
@@ -66,12 +62,7 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[list[Setting]]:
-    """Returns the settings that are not equal in all runs, but for names of the runs.
-
-    Returns:
-        For each key its setting in every run. A key that a run does not have, because an older
-        version wrote it, has the value "".
-    """
+    """Returns each setting that differs between runs, one for every run; "" where it is missing."""
     of_runs = [{setting.key: setting for setting in settings(run.values)} for run in runs]
     keys = dict.fromkeys(key for values in of_runs for key in values if key not in _OWN_KEYS)
     rows = [[_setting(key, values, of_runs) for values in of_runs] for key in keys]

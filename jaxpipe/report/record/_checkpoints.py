@@ -17,32 +17,17 @@ _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 
 @dataclass(frozen=True)
 class SavedStep:
-    """The folder of a saved step.
-
-    Attributes:
-        step: The number of the step.
-        state: `complete`, or the reason why a run would not resume from it.
-        num_bytes: Bytes of all its files.
-        num_files: The number of its files.
-        time: The time at which it was written, UTC.
-    """
+    """The folder of a saved step."""
 
     step: int
-    state: str
-    num_bytes: int
+    state: str  # `complete`, or the reason why a run would not resume from it
+    num_bytes: int  # bytes of all its files
     num_files: int
-    time: datetime
+    time: datetime  # the time at which it was written, UTC
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
-    """Lists every step in a folder of checkpoints, also quarantined ones.
-
-    Returns:
-        The steps, the newest first; empty if the folder does not exist.
-
-    Raises:
-        RunError: If the folder cannot be read.
-    """
+    """Lists every step in a folder of checkpoints, also quarantined ones, the newest first."""
     if not is_folder(folder):
         return []
     steps = [folder / name for name in list_names(folder) if _NUMBER.match(name)]

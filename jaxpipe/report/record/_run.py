@@ -18,33 +18,20 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, read from its folder.
-
-    Attributes:
-        folder: The folder of the run.
-        values: The values of `config.yml`, unchecked.
-        config: The checked config; None if this version cannot read it.
-        problem: The reason why it cannot, or "".
-        steps: The step of each line of `metrics.jsonl`, in order.
-        series: Every metric by its name.
-        starts: The times and devices of each start of the run; empty for runs of old versions.
-        saved: Its checkpoints, also quarantined ones.
-        traces: The files that `mpmd_trace_step` wrote.
-        profile: The folder of a profile, if one exists.
-        written: The time of the newest line of metrics, in seconds since 1970.
-    """
+    """A run, read from its folder."""
 
     folder: Path
-    values: Values
-    config: Config | None
-    problem: str
-    steps: list[int]
-    series: dict[str, Series]
+    values: Values  # the values of `config.yml`, unchecked
+    config: Config | None  # the checked config; None if this version cannot read it
+    problem: str  # the reason why it cannot, or ""
+    steps: list[int]  # the step of each line of `metrics.jsonl`, in order
+    series: dict[str, Series]  # every metric by its name
+    # The times and devices of each start of the run; empty for runs of old versions.
     starts: list[Values]
-    saved: list[SavedStep]
-    traces: list[Path]
-    profile: Path | None
-    written: float
+    saved: list[SavedStep]  # its checkpoints, also quarantined ones
+    traces: list[Path]  # the files that `mpmd_trace_step` wrote
+    profile: Path | None  # the folder of a profile, if one exists
+    written: float  # the time of the newest line of metrics, in seconds since 1970
 
     @property
     def name(self) -> str:
@@ -67,8 +54,8 @@ class RunRecord:
         sizes = [
             self.values.get(f"{kind}_{name}_parallelism", 1) for kind in kinds for name in names
         ]
-        known = all(isinstance(size, int) and size > 0 for size in sizes)
-        return math.prod(sizes) if known else None
+        are_known = all(isinstance(size, int) and size > 0 for size in sizes)
+        return math.prod(sizes) if are_known else None
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -121,14 +108,10 @@ def _config_values(file: Path) -> Values:
 
 
 def _checked(values: Values) -> tuple[Config | None, str]:
-    """Returns the config, or None and the reason why it cannot be read.
-
-    Left out are keys that this version does not have, and `run_name`, which older versions did not
-    check.
-    """
+    """Returns the config, without keys of other versions, or None and why it is refused."""
     keys = Config.model_fields.keys() - {"run_name"}
-    known = {key: value for key, value in values.items() if key in keys}
+    supported = {key: value for key, value in values.items() if key in keys}
     try:
-        return Config.model_validate(known), ""
+        return Config.model_validate(supported), ""
     except ValueError as error:
         return None, str(error)

@@ -13,15 +13,10 @@ MAX_POINTS = 500
 
 @dataclass(frozen=True)
 class Series:
-    """A metric over steps.
+    """A metric over steps."""
 
-    Attributes:
-        steps: [N] the steps at which the metric was written, ascending.
-        values: [N] its values; may be NaN or infinite.
-    """
-
-    steps: np.ndarray
-    values: np.ndarray
+    steps: np.ndarray  # [N] the steps at which the metric was written, ascending
+    values: np.ndarray  # [N] its values; may be NaN or infinite
 
     @property
     def finite(self) -> np.ndarray:
@@ -31,27 +26,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Points:
-    """A series in buckets, as it is drawn.
+    """A series in buckets, as it is drawn."""
 
-    Attributes:
-        steps: [n] the first step of each bucket.
-        mean: [n] the mean of each bucket; NaN if it has no finite value.
-        low: [n] the minimum of each bucket; empty if a bucket is one step.
-        high: [n] the maximum of each bucket; empty if a bucket is one step.
-    """
-
-    steps: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    steps: np.ndarray  # [n] the first step of each bucket
+    mean: np.ndarray  # [n] the mean of each bucket; NaN if it has no finite value
+    low: np.ndarray  # [n] the minimum of each bucket; empty if a bucket is one step
+    high: np.ndarray  # [n] the maximum of each bucket; empty if a bucket is one step
 
 
 def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int], dict[str, Series]]:
-    """Turns lines of metrics into series.
-
-    Raises:
-        ValueError: If steps do not ascend.
-    """
+    """Turns lines of metrics, whose steps must ascend, into series."""
     steps = [entry["step"] for entry in entries]
     for line_number, (before, after) in enumerate(pairwise(steps), start=2):
         if not isinstance(after, int) or after <= before:

@@ -6,28 +6,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a compiled program in bytes per device.
+    """The memory of a compiled program in bytes per device."""
 
-    Attributes:
-        argument_bytes: Its arguments: state and batch.
-        output_bytes: Its results.
-        alias_bytes: The part of the results that reuses the buffers of donated arguments.
-        temp_bytes: Its temporary buffers.
-        peak_bytes: The most that is allocated at one time.
-    """
-
-    argument_bytes: int
+    argument_bytes: int  # its arguments: state and batch
     output_bytes: int
-    alias_bytes: int
+    alias_bytes: int  # the part of the results that reuses the buffers of donated arguments
     temp_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # the most that is allocated at one time
 
 
 def memory(compiled: Any, platform: str) -> Memory:
     """Returns the memory that a compiled program needs on each device.
 
     Args:
-        compiled: A `jax.stages.Compiled`.
+        compiled: A `jax.stages.Compiled`, of any number of devices.
         platform: The platform of its devices: `tpu`, `gpu` or `cpu`.
 
     Returns:

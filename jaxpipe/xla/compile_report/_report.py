@@ -22,40 +22,27 @@ from ..hlo import (
     totals,
     uncounted_loops,
 )
-from ..step_time import StepTime, estimated_time
+from ..step_time import KERNEL_EFFICIENCY, InstructionCost, StepTime, device_rates, estimated_time
 from ._columns import align, shorten
 from ._memory import Memory, memory
-from ._time_text import dearest_rows, step_rates, time_json, time_rows
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        platform: The kind of devices it is compiled for, such as `TPU v5`.
-        num_devices: The number of devices.
-        memory: Its memory per device.
-        audit: Its collectives and loops.
-        model_flops: Floating-point operations of the model per step, over all devices; NaN if they
-            are unknown.
-        compile_seconds: Seconds for lowering and compiling.
-        jax_version: The version of JAX that lowered it.
-        libtpu_version: The version of libtpu that compiled it; "" for another backend.
-        step_time: The estimated time of a step; None if the compiler estimates no cycles.
-        tokens: Tokens of a step, over all devices; 0 if they are unknown.
-    """
-
-    platform: str
+    platform: str  # the kind of devices it is compiled for, such as `TPU v5`
     num_devices: int
     memory: Memory
     audit: Audit
+    # Floating-point operations of the model per step, over all devices; NaN if they are unknown.
     model_flops: float
-    compile_seconds: float
-    jax_version: str
-    libtpu_version: str
+    compile_seconds: float  # seconds for lowering and compiling
+    jax_version: str  # the version of JAX that lowered it
+    libtpu_version: str  # the version of libtpu that compiled it; "" for another backend
+    # The estimated time of a step; None if the compiler estimates no cycles.
     step_time: StepTime | None = None
-    tokens: int = 0
+    tokens: int = 0  # tokens of a step, over all devices; 0 if they are unknown
 
     @property
     def fits(self) -> bool | None:
@@ -64,12 +51,10 @@ class CompileReport:
         return None if capacity is None else self.memory.peak_bytes <= capacity
 
     def hidden_bytes(self) -> dict[str, float]:
-        """Returns the bytes of results that move while the device computes, by kind of collective.
-
-        On TPUs they are the share of the transfers' time in which the core does not wait. The
-        schedules of other compilers are not played: there a collective counts whole if a matrix
-        product runs between its start and its end.
-        """
+        """Returns the bytes of results that move while the device computes, by kind."""
+        # On TPUs they are the share of the transfers' time in which the core does not wait.
+        # Elsewhere a collective counts whole if a matrix product runs between its start and its
+        # end.
         if self.step_time is None:
             return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
         return {
@@ -87,12 +72,6 @@ def _capacity(platform: str) -> int | None:
     return None if row is None else row.memory_bytes
 
 
-def _compiler_versions(platform: str) -> dict[str, str]:
-    """Returns `jax_version` and `libtpu_version` of a report about devices of `platform`."""
-    libtpu = importlib.metadata.version("libtpu") if platform == "tpu" else ""
-    return {"jax_version": jax.__version__, "libtpu_version": libtpu}
-
-
 def report_compiled(
     compiled: Any,
     hlo_text: str,
@@ -103,11 +82,7 @@ def report_compiled(
     model_flops: float = nan,
     tokens: int = 0,
 ) -> CompileReport:
-    """Makes the report of a compiled step.
-
-    Args:
-        bubble: The share of the pipeline's time in which a device waits, by the schedule.
-    """
+    """Makes the report of a compiled step; `bubble` is the share of its time that devices wait."""
     device = mesh.devices.flat[0]
     return CompileReport(
         platform=device.device_kind,
@@ -118,20 +93,17 @@ def report_compiled(
         compile_seconds=seconds,
         step_time=estimated_time(hlo_text, device.device_kind, bubble),
         tokens=tokens,
-        **_compiler_versions(device.platform),
+        jax_version=jax.__version__,
+        libtpu_version=importlib.metadata.version("libtpu") if device.platform == "tpu" else "",
     )
 
 
 def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
-    """Returns a report as one JSON object, with a sum for each kind of collective.
-
-    Args:
-        num_dearest: How many of the instructions that take most of a step are in it.
-    """
+    """Returns a report as one JSON object, with the `num_dearest` instructions that take most."""
     values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(report, step_time=None))
     values["device_bytes"] = _capacity(report.platform)
     if report.step_time is not None:
-        values["step_time"] = time_json(report.step_time, _rates(report), num_dearest)
+        values["step_time"] = _time_json(report.step_time, _rates(report), num_dearest)
     totals_by_kind = totals(report.audit).items()
     values["totals"] = {kind: dataclasses.asdict(total) for kind, total in totals_by_kind}
     values["uncounted_loops"] = uncounted_loops(report.audit)
@@ -139,25 +111,28 @@ def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
 
 
 def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int = 0) -> str:
-    """Returns a report as tables of memory, time, collectives and loops.
-
-    Args:
-        num_rows: How many of the collectives that move most bytes have a row of their own.
-        num_dearest: How many of the instructions that take most of a step have a row.
-    """
+    """Returns a report as tables of memory, time, the `num_rows` largest collectives, and loops."""
     times = []
     if report.step_time is not None:
-        times = [time_rows(report.step_time, _rates(report))]
-        times += [dearest_rows(report.step_time, num_dearest)] if num_dearest else []
+        times = [_time_rows(report.step_time, _rates(report))]
+        times += [_dearest_rows(report.step_time, num_dearest)] if num_dearest else []
     parts = (_heading(report), _memory(report), *times, _totals(report))
     lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
     return "\n".join([*lines, "", *_loops(report.audit)])
 
 
 def _rates(report: CompileReport) -> dict[str, float]:
+    """Returns tokens per second, TFLOP/s of the model per device, and MFU, as far as known."""
     assert report.step_time is not None
-    sizes = report.platform, report.num_devices, report.model_flops, report.tokens
-    return step_rates(report.step_time, *sizes)
+    figures, seconds = {}, report.step_time.seconds
+    if report.tokens:
+        figures["tokens_per_second"] = report.tokens / seconds
+    if not isnan(report.model_flops):
+        tflops = report.model_flops / report.num_devices / seconds / 1e12
+        figures["tflops_per_device"] = tflops
+        if rates := device_rates(report.platform):
+            figures["mfu"] = tflops / rates.peak_tflops
+    return figures
 
 
 def _heading(report: CompileReport) -> Iterator[str]:
@@ -228,3 +203,84 @@ def _loops(audit: Audit) -> list[str]:
         trips = "unknown" if loop.trips is None else str(loop.trips)
         rows.append((loop.name, trips, " ".join(loop.loops), shorten(loop.op_name, -60)))
     return align(rows, left=(0, 2, 3))
+
+
+def _time_rows(time: StepTime, rates: dict[str, float]) -> list[str]:
+    """Returns the lines of a step's time by kind of work, what it amounts to, and what it lacks."""
+    rows = [("time per step, estimated", "s", "share")]
+    parts = {f"  {work}": seconds for work, seconds in time.busy_seconds.items()}
+    parts["  bubbles"] = time.bubble_seconds
+    parts |= {f"  exposed {kind}": seconds for kind, seconds in time.exposed_seconds.items()}
+    rows += [
+        (name, f"{seconds:.4f}", f"{seconds / time.seconds:.1%}")
+        for name, seconds in parts.items()
+        if seconds
+    ]
+    rows.append(("  all", f"{time.seconds:.4f}", ""))
+    speed = [_RATES[name].format(rate) for name, rate in rates.items()]
+    return [*align(rows), *(["; ".join(speed)] if speed else []), *_remarks(time)]
+
+
+_RATES = {
+    "tokens_per_second": "{:,.0f} tokens a second over all devices",
+    "tflops_per_device": "{:.1f} TFLOP/s of the model per device",
+    "mfu": "MFU {:.1%}",
+}
+
+
+def _remarks(time: StepTime) -> Iterator[str]:
+    if time.busy_seconds.get("kernels"):
+        yield f"Kernels are counted by their FLOPs at {KERNEL_EFFICIENCY:.0%} of the peak."
+    if time.unmarked_seconds:
+        yield (
+            f"{time.unmarked_seconds:.4f} s are in branches that count as always taken: the "
+            "program does not say how often they are."
+        )
+    if time.no_estimate:
+        counts = ", ".join(f"{name} x {count:.0f}" for name, count in time.no_estimate.items())
+        yield f"Without an estimate: {counts}."
+    yield (
+        "Left out: copies that run beside other work, also to the host, and input. All links of a "
+        "device are one queue."
+    )
+
+
+def _dearest_rows(time: StepTime, count: int) -> list[str]:
+    """Returns a line for each of the instructions that take most of a step."""
+    rows = [("dearest", "s", "sites", "per step", "branch", "shape", "line", "from")]
+    for cost, sites in time.dearest(count):
+        rows.append(
+            (
+                f"{cost.work}: {cost.opcode}",
+                f"{cost.total:.4f}",
+                str(sites),
+                f"{cost.executions:.0f}",
+                _branch(cost),
+                shorten(cost.shape, 40),
+                cost.source,
+                shorten(cost.op_name, -50),
+            )
+        )
+    return align(rows, left=(0, 5, 6, 7))
+
+
+def _branch(cost: InstructionCost) -> str:
+    if cost.marked:
+        return "marked"
+    return "unmarked" if cost.unmarked else "no"
+
+
+def _time_json(time: StepTime, rates: dict[str, float], num_dearest: int) -> dict[str, Any]:
+    """Returns the estimated time of a step for JSON."""
+    names = (
+        *("busy_seconds", "exposed_seconds", "transfer_seconds", "bubble_seconds"),
+        *("unmarked_seconds", "seconds", "no_estimate"),
+    )
+    return {
+        **{name: getattr(time, name) for name in names},
+        **rates,
+        "dearest": [
+            vars(cost) | {"total": cost.total, "sites": sites}
+            for cost, sites in time.dearest(num_dearest)
+        ],
+    }

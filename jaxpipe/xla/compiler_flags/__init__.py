@@ -4,6 +4,7 @@ from ._flag import CompilerFlag as CompilerFlag
 from ._flag import StepTraits as StepTraits
 from ._flag import compiler_version as compiler_version
 from ._flag import default_options as default_options
+from ._flag import flags_text as flags_text
 from ._flag import is_tried as is_tried
 from ._flag import never as never
 from ._flag import option_groups as option_groups
@@ -12,4 +13,3 @@ from ._probe import probe_groups as probe_groups
 from ._probe import probe_json as probe_json
 from ._probe import probe_text as probe_text
 from ._table import FLAGS as FLAGS
-from ._text import flags_text as flags_text

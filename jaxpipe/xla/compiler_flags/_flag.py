@@ -1,7 +1,8 @@
-"""Selects the compiler flags of a step from the table of flags."""
+"""Selects the compiler flags of a step from the table of flags, and prints which, and why."""
 
 import importlib.metadata
 import logging
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,36 +15,23 @@ _LOG = logging.getLogger("jaxpipe.xla")
 
 @dataclass(frozen=True)
 class StepTraits:
-    """What the choice of flags depends on.
+    """What the choice of flags depends on."""
 
-    Attributes:
-        platform: The platform of the devices: `tpu`, `gpu` or `cpu`.
-        device_kind: Their `device_kind` in JAX, such as "TPU v5".
-        engine: The name of the engine, for the reader.
-        pipelines: Whether the layers run in a pipeline.
-        num_microbatches: Microbatches of a step; 0 if they are unknown.
-        program_per_rank: Whether ranks run programs of their own.
-        deterministic: Whether results must be equal bit for bit in every run.
-        layer_bytes: Bytes of the whole weights of one layer in the dtype of computation; 0 if they
-            are unknown.
-        default_flags: Which rows of the table may be set: "all", "quick" for those that do not make
-            compilation slower, or "none".
-    """
-
-    platform: str
-    device_kind: str
-    engine: str
-    pipelines: bool = True
-    num_microbatches: int = 0
-    program_per_rank: bool = False
-    deterministic: bool = False
+    platform: str  # the platform of the devices: `tpu`, `gpu` or `cpu`
+    device_kind: str  # their `device_kind` in JAX, such as "TPU v5"
+    engine: str  # the name of the engine, for the reader
+    pipelines: bool = True  # whether the layers run in a pipeline
+    num_microbatches: int = 0  # microbatches of a step; 0 if they are unknown
+    program_per_rank: bool = False  # whether ranks run programs of their own
+    deterministic: bool = False  # whether results must be equal bit for bit in every run
+    # Bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown.
     layer_bytes: int = 0
+    # Which rows of the table may be set: "all", "quick" for those that do not make compilation
+    # slower, or "none".
     default_flags: Literal["all", "quick", "none"] = "all"
 
 
-def _always(traits: StepTraits) -> bool:
-    del traits
-    return True
+Predicate = Callable[[StepTraits], bool]
 
 
 def never(traits: StepTraits) -> bool:
@@ -54,37 +42,24 @@ def never(traits: StepTraits) -> bool:
 
 @dataclass(frozen=True)
 class CompilerFlag:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        group: The name of the flags that are probed together.
-        option: The name of the flag without dashes.
-        value: Its value, or a function that returns it.
-        platform: The platform whose compiler has the flag.
-        reason: Why it is set, or why it is not.
-        accepted_by: The versions of the compiler that accepted it: of libtpu for TPUs, of JAX for
-            others.
-        is_default: Whether a step of these traits is compiled with the flag.
-        device_kinds: The kinds of devices that it is meant for; () for all of the platform.
-        is_required: Whether it is set whatever `default_flags` says, because the caller has asked
-            for what it does.
-        gain: What a measurement says that it changes; "" if nothing was measured.
-        ran_on_device: Whether a program with it has run on a device of the platform.
-        slows_compilation: Whether compilation takes more than a quarter longer with it.
-    """
-
-    group: str
-    option: str
-    value: str | Callable[[StepTraits], str]
-    platform: str
-    reason: str
+    group: str  # the name of the flags that are probed together
+    option: str  # the name of the flag without dashes
+    value: str | Callable[[StepTraits], str]  # its value, or a function that returns it
+    platform: str  # the platform whose compiler has the flag
+    reason: str  # why it is set, or why it is not
+    # The versions of the compiler that accepted it: of libtpu for TPUs, of JAX for others.
     accepted_by: tuple[str, ...]
-    is_default: Callable[[StepTraits], bool] = _always
+    # Whether a step of these traits is compiled with the flag.
+    is_default: Predicate = lambda traits: True
+    # The kinds of devices that it is meant for; () for all of the platform.
     device_kinds: tuple[str, ...] = ()
+    # Whether it is set whatever `default_flags` says: the caller has asked for what it does.
     is_required: bool = False
-    gain: str = ""
-    ran_on_device: bool = False
-    slows_compilation: bool = False
+    gain: str = ""  # what a measurement says that it changes; "" if nothing was measured
+    ran_on_device: bool = False  # whether a program with it has run on a device of the platform
+    slows_compilation: bool = False  # whether compilation takes more than a quarter longer with it
 
     def suits(self, traits: StepTraits) -> bool:
         """Returns whether the compiler of these devices has the flag."""
@@ -103,11 +78,7 @@ class CompilerFlag:
 
 
 def compiler_version(platform: str) -> str:
-    """Returns the version of the compiler, as `accepted_by` has it.
-
-    Returns:
-        The version of libtpu or of JAX; "" if libtpu does not tell it.
-    """
+    """Returns the version of libtpu or of JAX; "" if libtpu does not tell it."""
     if platform != "tpu":
         return jax.__version__
     try:
@@ -117,10 +88,7 @@ def compiler_version(platform: str) -> str:
 
 
 def is_tried(flag: CompilerFlag, version: str) -> bool:
-    """Returns whether a version of the compiler is known to accept a flag.
-
-    Versions that differ in their last number are taken as equal.
-    """
+    """Returns whether a version, but for its last number, is known to accept a flag."""
     return _series(version) in map(_series, flag.accepted_by)
 
 
@@ -133,18 +101,10 @@ def _series(version: str) -> tuple[str, ...]:
 def default_options(
     flags: tuple[CompilerFlag, ...], traits: StepTraits, device: Any
 ) -> dict[str, str]:
-    """Returns the options that a step of these traits is compiled with.
-
-    A compiler that is in no row's `accepted_by` may have lost an option, which would end the run:
-    it is asked first. If it refuses, only the flags that are required are left, and a warning says
-    so.
-
-    Args:
-        device: A device that the step is compiled for.
-
-    Returns:
-        Options by name, as `jax.jit` takes them as `compiler_options`.
-    """
+    """Returns the `compiler_options` that a step of these traits is compiled with."""
+    # A compiler that is in no row's `accepted_by` may have lost an option, which would end the run:
+    # it is asked first. If it refuses, only the flags that are required are left, and a warning
+    # says so.
     version = compiler_version(traits.platform)
     rows = [flag for flag in flags if flag.is_set(traits)]
     options = {flag.option: flag.value_for(traits) for flag in rows}
@@ -159,7 +119,7 @@ def default_options(
 
 @cache
 def _refusal(device: Any, options: tuple[tuple[str, str], ...]) -> str:
-    """Returns what a compiler says of options that it does not take, or ""."""
+    """Returns the error of a compiler that does not take some options, or ""."""
     if not isinstance(device, jax.Device):
         return ""  # a description of a device, which the planner has: nothing is compiled
     if device.process_index != jax.process_index():  # a program needs a device of this process
@@ -182,3 +142,52 @@ def option_groups(
         if flag.suits(traits):
             groups.setdefault(flag.group, {})[flag.option] = flag.value_for(traits)
     return groups
+
+
+def flags_text(
+    flags: tuple[CompilerFlag, ...],
+    traits: StepTraits,
+    defaults: Mapping[str, str],
+    user_options: Mapping[str, str],
+) -> str:
+    """Returns the flags of a step, and the rows of the table that are not set, with the reasons."""
+    version = compiler_version(traits.platform)
+    compiler = "libtpu" if traits.platform == "tpu" else "jax"
+    rows = [flag for flag in flags if flag.suits(traits)]
+    lines = [f"{traits.device_kind}, engine {traits.engine}, {compiler} {version or 'unknown'}"]
+    table_options = {flag.option for flag in rows}
+    for option, value in user_options.items():
+        if option not in table_options:
+            lines.append(f"set      --{option}={value} (yours)")
+    options = {**defaults, **user_options}
+    for flag, following in zip(rows, [*rows[1:], None], strict=True):
+        remark = ""
+        if flag.option in user_options:
+            remark = " (yours)"
+        elif flag.is_set(traits) and flag.option not in defaults:
+            remark = f" (refused by {compiler} {version or 'of this name'})"
+        elif flag.is_set(traits) and not is_tried(flag, version):
+            remark = f" (new to {compiler} {version or 'of this name'}, which accepts it)"
+        value = options.get(flag.option, flag.value_for(traits))
+        state = "set" if flag.option in options else "not set"
+        lines.append(f"{state:<8} --{flag.option}={value}{remark}")
+        if following is None or _reason(flag, compiler) != _reason(following, compiler):
+            lines.append(_reason(flag, compiler))
+    if len(lines) == 1:
+        lines.append("no flags")
+    return "\n".join(lines)
+
+
+def _reason(flag: CompilerFlag, compiler: str) -> str:
+    text = f"{flag.group}: {flag.reason}"
+    text += f" Gain: {flag.gain}" if flag.gain else ""
+    text += f" Accepted by {compiler} {', '.join(flag.accepted_by)}."
+    text += "" if flag.ran_on_device else " Never run on a device."
+    return textwrap.fill(
+        text,
+        width=100,
+        initial_indent=" " * 9,
+        subsequent_indent=" " * 9,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -19,20 +19,14 @@ MEMORY_FACTOR = 1.03
 
 @dataclass(frozen=True)
 class ProbedGroup:
-    """A step that was compiled with one group of flags.
+    """A step that was compiled with one group of flags."""
 
-    Attributes:
-        name: The name of the group; "none" for no flags, "defaults" for all that are set,
-            "together" for all groups that do no harm alone.
-        options: Options by name.
-        report: The compiled step; None if the compiler has refused the flags.
-        error: What the compiler said; "" if it has compiled the step.
-    """
-
+    # The name of the group; "none" for no flags, "defaults" for all that are set, "together" for
+    # all groups that do no harm alone.
     name: str
-    options: Mapping[str, str]
-    report: CompileReport | None
-    error: str = ""
+    options: Mapping[str, str]  # options by name
+    report: CompileReport | None  # the compiled step; None if the compiler has refused the flags
+    error: str = ""  # what the compiler said; "" if it has compiled the step
 
 
 def probe_groups(
@@ -45,10 +39,10 @@ def probe_groups(
 
     Those are combined with which a step takes no longer, and little more memory, than without.
     """
-    wanted: dict[str, Mapping[str, str]] = {NO_FLAGS: {}}
+    option_sets: dict[str, Mapping[str, str]] = {NO_FLAGS: {}}
     if defaults:
-        wanted[DEFAULTS] = defaults
-    wanted |= {name: options for name, options in groups.items() if options != defaults}
+        option_sets[DEFAULTS] = defaults
+    option_sets |= {name: options for name, options in groups.items() if options != defaults}
     plain, harmless = None, {}
 
     def probe(name: str, options: Mapping[str, str]) -> ProbedGroup:
@@ -57,7 +51,7 @@ def probe_groups(
         except errors as error:
             return ProbedGroup(name, options, None, str(error).splitlines()[0])
 
-    for name, options in wanted.items():
+    for name, options in option_sets.items():
         group = probe(name, options)
         yield group
         if name == NO_FLAGS:
@@ -96,12 +90,12 @@ def _figures(report: CompileReport) -> tuple[str, ...]:
 
 
 def _moved(report: CompileReport, kinds: Sequence[str]) -> Iterator[str]:
-    found, hidden = totals(report.audit), report.hidden_bytes()
+    by_kind, hidden = totals(report.audit), report.hidden_bytes()
     for kind in kinds:
-        if kind not in found:
+        if kind not in by_kind:
             yield "-"
             continue
-        moved = found[kind]
+        moved = by_kind[kind]
         sizes = moved.result_bytes, moved.asynchronous_bytes, hidden[kind]
         yield "{:.3f} ({:.3f}, {:.3f})".format(*(size / 1e9 for size in sizes))
 
@@ -121,11 +115,11 @@ def probe_json(probed: Sequence[ProbedGroup]) -> list[dict[str, Any]]:
 
 
 def _group_json(group: ProbedGroup) -> dict[str, Any]:
-    found: dict[str, Any] = {"flags": group.name, "options": dict(group.options)}
+    record: dict[str, Any] = {"flags": group.name, "options": dict(group.options)}
     if group.report is None:
-        return found | {"error": group.error}
+        return record | {"error": group.error}
     time = group.report.step_time
-    return found | {
+    return record | {
         "compile_seconds": group.report.compile_seconds,
         "memory": dataclasses.asdict(group.report.memory),
         "step_seconds": None if time is None else time.seconds,

@@ -5,10 +5,8 @@ it by the played schedule, and at most 3% more memory. The other rows are candid
 compile --probe-flags` shows what they do to a step. `compile_xla_flags` wins over the table.
 """
 
-from collections.abc import Callable
-
 from ...devices import HARDWARE, Hardware, find_hardware
-from ._flag import CompilerFlag, StepTraits, never
+from ._flag import CompilerFlag, Predicate, StepTraits, never
 
 # Versions of JAX whose XLA:CPU or XLA:GPU took the option, and versions of libtpu.
 _JAX = ("0.10.2", "0.11.2", "0.12.0.1")
@@ -32,25 +30,14 @@ _WITH_LARGE_VMEM = tuple(
 )
 
 
-def _has_program_per_rank(traits: StepTraits) -> bool:
-    return traits.program_per_rank
-
-
-def _is_deterministic(traits: StepTraits) -> bool:
-    return traits.deterministic
-
-
-def _reduces_on_sparse_cores(traits: StepTraits) -> bool:
+def _was_measured(traits: StepTraits) -> bool:
+    """Returns whether gains were measured: on v5p and v6e, for one program of all ranks."""
     return not traits.program_per_rank and _kind(traits) in ("v5p", "v6e")
 
 
 def _gathers_on_sparse_cores(traits: StepTraits) -> bool:
     gathers_once = not traits.pipelines and traits.num_microbatches == 1
-    return _reduces_on_sparse_cores(traits) and not gathers_once
-
-
-def _enlarges_tiles(traits: StepTraits) -> bool:
-    return not traits.program_per_rank and _kind(traits) in ("v5p", "v6e")
+    return _was_measured(traits) and not gathers_once
 
 
 def _kind(traits: StepTraits) -> str:
@@ -59,11 +46,7 @@ def _kind(traits: StepTraits) -> str:
 
 
 def _on_sparse_cores(
-    group: str,
-    options: dict[str, str],
-    is_default: Callable[[StepTraits], bool],
-    reason: str,
-    gain: str,
+    group: str, options: dict[str, str], is_default: Predicate, reason: str, gain: str
 ) -> list[CompilerFlag]:
     """Returns rows that run collectives on SparseCores, beside the work of the TensorCores."""
     return [
@@ -123,7 +106,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "Programs of ranks are compiled in parallel. Several threads for each took a quarter more "
         "CPU time for a small transformer.",
         _JAX,
-        _has_program_per_rank,
+        lambda traits: traits.program_per_rank,
         ran_on_device=True,
     ),
     CompilerFlag(
@@ -144,7 +127,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "gpu",
         "For `deterministic`: XLA takes kernels alone that give the same bits in every run.",
         _JAX,
-        _is_deterministic,
+        lambda traits: traits.deterministic,
         is_required=True,
     ),
     CompilerFlag(
@@ -155,7 +138,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "No CUDA graphs for programs of ranks: every microbatch calls them with other buffers, and "
         "a graph is updated whenever the addresses of its buffers change.",
         _JAX,
-        _has_program_per_rank,
+        lambda traits: traits.program_per_rank,
     ),
     CompilerFlag(
         "latency hiding",
@@ -201,7 +184,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
             "enable_sparse_core_collective_offload_all_reduce": "True",
             "sparse_core_reduce_scatter_latency_multiplier": "3",
         },
-        _reduces_on_sparse_cores,
+        _was_measured,
         "Runs reductions on the SparseCores, and tells the scheduler that reduce-scatters take "
         "three times as long, so that it puts more work beside them. Not set on tpu7x, for which "
         "libtpu compiles the same program without it.",
@@ -216,7 +199,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "products. Not set on v5e, where FSDP takes 1.49 s instead of 1.72, but eight minutes of "
         "CPU time to compile, nor on tpu7x, where it was not measured.",
         _LIBTPU,
-        _enlarges_tiles,
+        _was_measured,
         _WITH_LARGE_VMEM,
         gain="With the flags above, circular with gathers in every tick takes 3.42 s on v5p "
         "instead of 4.04, and FSDP 3.10 instead of 3.73; 64 MiB instead of 48 gain 0.02 s more. "

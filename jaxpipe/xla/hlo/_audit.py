@@ -4,77 +4,51 @@ XLA's own cost analysis counts the body of a loop once.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ._collectives import KINDS, Collective, starting_collective
+from ._collectives import KINDS, Collective, ended_chain, starting_collective
 from ._groups import crosses_hosts
-from ._overlap import instructions_between, multiplies_matrices
-from ._parse import Instruction, op_name, parse_hlo
+from ._parse import Instruction, Module, called_computations, callee, op_name, parse_hlo
 from ._trips import Scope, trip_count
 from ._walk import CallContext, is_conditional, walk
 
 
 @dataclass(frozen=True)
 class CollectiveSite:
-    """One collective of the program text.
+    """One collective of the program text."""
 
-    Attributes:
-        kind: One of `KINDS`.
-        name: The name of its instruction.
-        shape: The shape of its result, as XLA writes it, without layouts.
-        result_bytes: Bytes of the result of one execution, on one device.
-        executions: How often a step executes it. A loop with an unknown trip count counts once.
-        asynchronous: Whether other instructions may run between its start and its end.
-        beside_product: Whether a matrix product does.
-        loops: Names of the loops around it, outermost first.
-        conditional: Whether it is in a branch; then `executions` counts as if the branch were
-            always taken, unless the conditional is in a name scope `taken_3_of_10`.
-        across_slices: Whether it crosses the network between slices, or between hosts of GPUs.
-        groups: The devices that communicate, as XLA writes them.
-        op_name: The `op_name` in its metadata: the place in the Python program.
-    """
-
-    kind: str
-    name: str
-    shape: str
-    result_bytes: int
-    executions: int
-    asynchronous: bool
-    beside_product: bool
-    loops: tuple[str, ...]
+    kind: str  # one of `KINDS`
+    name: str  # the name of its instruction
+    shape: str  # the shape of its result, as XLA writes it, without layouts
+    result_bytes: int  # bytes of the result of one execution, on one device
+    executions: int  # how often a step executes it. A loop with an unknown trip count counts once.
+    asynchronous: bool  # whether other instructions may run between its start and its end
+    beside_product: bool  # whether a matrix product does
+    loops: tuple[str, ...]  # names of the loops around it, outermost first
+    # Whether it is in a branch; then `executions` counts as if the branch were always taken, unless
+    # the conditional is in a name scope `taken_3_of_10`
     conditional: bool
-    across_slices: bool
-    groups: str
-    op_name: str
+    across_slices: bool  # whether it crosses the network between slices, or between hosts of GPUs
+    groups: str  # the devices that communicate, as XLA writes them
+    op_name: str  # the `op_name` in its metadata: the place in the Python program
 
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """One while loop of the program text.
+    """One while loop of the program text."""
 
-    Attributes:
-        name: The name of its instruction.
-        trips: How often its body runs each time, or None if the text does not tell.
-        loops: Names of the loops around it, outermost first.
-        op_name: The `op_name` in its metadata: the place in the Python program.
-    """
-
-    name: str
-    trips: int | None
-    loops: tuple[str, ...]
-    op_name: str
+    name: str  # the name of its instruction
+    trips: int | None  # how often its body runs each time, or None if the text does not tell
+    loops: tuple[str, ...]  # names of the loops around it, outermost first
+    op_name: str  # the `op_name` in its metadata: the place in the Python program
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The collectives and the loops of a step, in program order.
-
-    Attributes:
-        sites: Its collectives.
-        loops: Its while loops.
-    """
+    """The collectives and the loops of a step, in program order."""
 
     sites: tuple[CollectiveSite, ...]
     loops: tuple[WhileLoop, ...]
@@ -82,25 +56,15 @@ class Audit:
 
 @dataclass(frozen=True)
 class CollectiveTotals:
-    """The sum over several collectives, per step and device.
+    """The sum over several collectives, per step and device."""
 
-    Attributes:
-        sites: How many collectives the program text has.
-        executions: How many collectives a step executes.
-        result_bytes: Bytes of the results of all executions.
-        asynchronous_bytes: The part of them that asynchronous collectives move.
-        beside_product_bytes: The part of them that moves while a matrix product runs.
-        in_loops_bytes: The part of them that collectives inside loops move.
-        across_slices_bytes: The part of them that crosses the network between slices.
-    """
-
-    sites: int
-    executions: int
-    result_bytes: int
-    asynchronous_bytes: int
-    beside_product_bytes: int
-    in_loops_bytes: int
-    across_slices_bytes: int
+    sites: int  # how many collectives the program text has
+    executions: int  # how many collectives a step executes
+    result_bytes: int  # bytes of the results of all executions
+    asynchronous_bytes: int  # the part of them that asynchronous collectives move
+    beside_product_bytes: int  # the part of them that moves while a matrix product runs
+    in_loops_bytes: int  # the part of them that collectives inside loops move
+    across_slices_bytes: int  # the part of them that crosses the network between slices
 
 
 def audit(hlo_text: str, hosts: Sequence[int] = ()) -> Audit:
@@ -131,9 +95,9 @@ def audit(hlo_text: str, hosts: Sequence[int] = ()) -> Audit:
         >>> [(site.kind, site.shape) for site in audit(compiled.as_text()).sites]
         [('all-reduce', 'f32[]')]
     """
-    found = tuple(walk(parse_hlo(hlo_text), partial(_visit, hosts), _size))
-    sites = tuple(item for item in found if isinstance(item, CollectiveSite))
-    return Audit(sites, tuple(item for item in found if isinstance(item, WhileLoop)))
+    items = tuple(walk(parse_hlo(hlo_text), partial(_visit, hosts), _size))
+    sites = tuple(item for item in items if isinstance(item, CollectiveSite))
+    return Audit(sites, tuple(item for item in items if isinstance(item, WhileLoop)))
 
 
 def add_up(sites: tuple[CollectiveSite, ...]) -> CollectiveTotals:
@@ -190,43 +154,89 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
     return tuple(sorted(unknown & around))
 
 
-_Found = CollectiveSite | WhileLoop
+_Item = CollectiveSite | WhileLoop
 
 
 def _visit(
     hosts: Sequence[int], scope: Scope, instruction: Instruction, context: CallContext
 ) -> tuple[list, bool]:
-    found = starting_collective(scope.computation, instruction, fused=context.fused)
-    if found is not None:
-        across = found.across_slices or (bool(hosts) and crosses_hosts(found.groups, hosts))
-        found = replace(found, across_slices=across)
-        beside = found.asynchronous and any(
+    collective = starting_collective(scope.computation, instruction, fused=context.fused)
+    if collective is not None:
+        across = collective.across_slices or (
+            bool(hosts) and crosses_hosts(collective.groups, hosts)
+        )
+        collective = replace(collective, across_slices=across)
+        beside = collective.asynchronous and any(
             multiplies_matrices(scope.module, x) for x in instructions_between(scope, instruction)
         )
-        return [_site(found, context, beside)], False
+        return [_site(collective, context, beside)], False
     if instruction.opcode != "while" or is_conditional(instruction):
         return [], True
     trips = trip_count(scope, instruction)
     return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True
 
 
-def _site(found: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
+def _site(collective: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
     return CollectiveSite(
-        found.kind,
-        found.name,
-        found.shape,
-        found.result_bytes,
+        collective.kind,
+        collective.name,
+        collective.shape,
+        collective.result_bytes,
         math.ceil(context.executions * context.executed_share),
-        found.asynchronous or context.asynchronous,
+        collective.asynchronous or context.asynchronous,
         beside_product,
         context.loops,
         context.conditional,
-        found.across_slices,
-        found.groups,
-        found.op_name or context.op_name,
+        collective.across_slices,
+        collective.groups,
+        collective.op_name or context.op_name,
     )
 
 
-def _size(found: Sequence[_Found]) -> tuple[int, int]:
-    total = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
+def _size(items: Sequence[_Item]) -> tuple[int, int]:
+    total = add_up(tuple(item for item in items if isinstance(item, CollectiveSite)))
     return total.result_bytes, total.executions
+
+
+def instructions_between(scope: Scope, start: Instruction) -> list[Instruction]:
+    """Returns the instructions from a collective's start, or a chain of fusions', to its end."""
+    after, parts = [], {start.name}
+    instructions = iter(scope.computation.instructions.values())
+    for instruction in instructions:
+        if instruction is start:
+            break
+    for instruction in instructions:
+        if parts & set(instruction.operands):
+            if instruction.opcode.endswith("-done") or _ends_chain(scope.module, instruction):
+                return after
+            parts.add(instruction.name)
+        after.append(instruction)
+    return after
+
+
+def _ends_chain(module: Module, instruction: Instruction) -> bool:
+    """Tells whether a fusion ends a collective that an earlier one has started."""
+    if instruction.opcode != "fusion":
+        return False
+    return bool(ended_chain(module.computations[callee(instruction)]))
+
+
+_PRODUCTS = re.compile(
+    # Of kernels in Triton, those of Pallas: its attention, and products of experts.
+    r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm|xla\.gpu\.triton)|__triton_gemm'
+)
+_CALLED = ("calls", "to_apply", "body", "branch_computations")
+
+
+def multiplies_matrices(module: Module, instruction: Instruction) -> bool:
+    """Tells whether an instruction, or what it calls, has a matrix product or calls attention."""
+    if instruction.opcode in ("dot", "convolution") or _PRODUCTS.search(instruction.attributes):
+        return True
+    if instruction.opcode not in ("fusion", "call", "while", "conditional"):
+        return False
+    names = [name for key in _CALLED for name in called_computations(instruction, key)]
+    return any(
+        multiplies_matrices(module, inside)
+        for name in names
+        for inside in module.computations[name].instructions.values()
+    )

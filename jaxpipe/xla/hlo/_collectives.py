@@ -40,10 +40,7 @@ _CHAINED = "async_collective_fusion_config"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, without its loops. The attributes are those of `CollectiveSite`.
-
-    `chain` names the chain of fusions that share it, "" if it is a collective of its own.
-    """
+    """One collective, without its loops, and the chain of fusions that share it, or ""."""
 
     kind: str
     name: str
@@ -101,8 +98,8 @@ def _collective(
 
 def _chain(instruction: Instruction) -> str:
     """Returns the name of the chain of fusions that share a collective, or ""."""
-    found = re.search(r'\bchain_id="(\d+)"', instruction.attributes)
-    return f"chain {found[1]}" if found and _CHAINED in instruction.attributes else ""
+    match = re.search(r'\bchain_id="(\d+)"', instruction.attributes)
+    return f"chain {match[1]}" if match and _CHAINED in instruction.attributes else ""
 
 
 def ended_chain(computation: Computation) -> str:
@@ -121,9 +118,8 @@ def _is_continuation(computation: Computation, instruction: Instruction) -> bool
     """Returns whether an earlier fusion has started this collective."""
     if _CHAINED not in instruction.attributes:
         return False
-    starts = [
-        x for x in computation.instructions.values() if '"AsyncCollectiveStart"' in x.attributes
-    ]
+    parts = computation.instructions.values()
+    starts = [x for x in parts if '"AsyncCollectiveStart"' in x.attributes]
     return not any(instruction.name in start.operands for start in starts)
 
 
@@ -144,10 +140,7 @@ def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]
 
 
 def _received(instruction: Instruction) -> Collective | None:
-    """Returns the collective of a recv, or None if it receives from the host.
-
-    A recv belongs to a transfer between slices or to a permute that XLA has split.
-    """
+    """Returns a transfer between slices or a permute that XLA has split; None for the host's."""
     transfer = _attribute_of_slices(instruction, "transfer_type")
     host = attribute(instruction, "is_host_transfer") == "true"
     if host and not transfer:
@@ -163,5 +156,5 @@ def _received(instruction: Instruction) -> Collective | None:
 
 
 def _attribute_of_slices(instruction: Instruction, name: str) -> str:
-    found = re.search(rf'_xla_megascale_{name}=("?)(.*?)\1[,}}]', instruction.attributes)
-    return found[2] if found else ""
+    match = re.search(rf'_xla_megascale_{name}=("?)(.*?)\1[,}}]', instruction.attributes)
+    return match[2] if match else ""

@@ -13,9 +13,7 @@ Groups = tuple[tuple[int, ...], ...]
 def device_groups(text: str) -> Groups:
     """Returns the devices that communicate with each other, by their index in the program.
 
-    Args:
-        text: The groups as XLA writes them: `{{0,1},{2,3}}`, of a permute its pairs of source and
-            target, `[4,2]<=[2,4]T(1,0)`, or `mesh['stage'=2,'fsdp'=4] {'fsdp'}`.
+    The text is as XLA writes it: `{{0,1},{2,3}}`, or pairs of source and target of a permute.
 
     Example:
         >>> device_groups("[4,2]<=[2,4]T(1,0)")

@@ -11,23 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: Its name, without the `%`.
-        opcode: Its opcode, such as `all-gather-start`.
-        shape: Its shape with layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`.
-        operands: Names of its operands; empty for a constant or parameter.
-        literal: The text between the parentheses.
-        attributes: The text after the parentheses.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    name: str  # its name, without the `%`
+    opcode: str  # its opcode, such as `all-gather-start`
+    shape: str  # its shape with layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`
+    operands: tuple[str, ...]  # names of its operands; empty for a constant or parameter
+    literal: str  # the text between the parentheses
+    attributes: str  # the text after the parentheses
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,7 @@ _LITERALS = ("constant", "parameter")
 
 
 def parse_hlo(hlo_text: str) -> Module:
-    """Parses a module.
-
-    Raises:
-        ValueError: If the text has no `ENTRY` computation.
-    """
+    """Parses a module."""
     computations, entry = {}, None
     for is_entry, name, lines in _blocks(hlo_text):
         computations[name] = _computation(name, lines)
@@ -115,10 +102,10 @@ def _instruction(name: str, text: str) -> Instruction:
 def _closing(text: str, opening: int) -> int:
     """Returns the index at which the parenthesis at `opening` is closed."""
     depth = 0
-    for found in _PARENTHESIS.finditer(text, opening):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in _PARENTHESIS.finditer(text, opening):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return parenthesis.start()
     raise ValueError(f"`hlo_text` has a parenthesis that is never closed: {text[:80]!r}.")
 
 
@@ -147,18 +134,18 @@ def _array_bytes(dtype: str, sizes: str) -> int:
 def tuple_elements(shape: str) -> list[str]:
     """Returns the elements of a tuple's shape."""
     parts, depth, start = [], 0, 1
-    for found in re.finditer(r"[(){}\[\],]", shape):
-        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(found[0], -1)
-        if depth == 0 or (depth == 1 and found[0] == ","):
-            parts.append(shape[start : found.start()].strip())
-            start = found.end()
+    for mark in re.finditer(r"[(){}\[\],]", shape):
+        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(mark[0], -1)
+        if depth == 0 or (depth == 1 and mark[0] == ","):
+            parts.append(shape[start : mark.start()].strip())
+            start = mark.end()
     return [part for part in parts if part]
 
 
 def attribute(instruction: Instruction, name: str) -> str:
     """Returns the value of an attribute as text, or ""."""
-    found = re.search(rf"\b{name}=(.*?)(?=, [a-z_-]+=|$)", instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(rf"\b{name}=(.*?)(?=, [a-z_-]+=|$)", instruction.attributes)
+    return match[1] if match else ""
 
 
 def called_computations(instruction: Instruction, name: str) -> list[str]:
@@ -168,12 +155,11 @@ def called_computations(instruction: Instruction, name: str) -> list[str]:
 
 def callee(instruction: Instruction) -> str:
     """Returns the computation that a fusion, a call or an asynchronous start runs."""
-    return (
-        called_computations(instruction, "calls") + called_computations(instruction, "to_apply")
-    )[0]
+    calls = called_computations(instruction, "calls")
+    return (calls or called_computations(instruction, "to_apply"))[0]
 
 
 def op_name(instruction: Instruction) -> str:
     """Returns the place in the Python program that the instruction comes from, or ""."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return match[1] if match else ""

@@ -11,20 +11,14 @@ _TABLES = ("FileNames", "FileLocations", "StackFrames")
 
 @dataclass(frozen=True)
 class Sources:
-    """The stack frames of a program.
+    """The stack frames of a program."""
 
-    Attributes:
-        lines: File and line of every frame.
-        parents: The frame that called it.
-    """
-
-    lines: dict[int, tuple[str, int]]
-    parents: dict[int, int]
+    lines: dict[int, tuple[str, int]]  # file and line of every frame
+    parents: dict[int, int]  # the frame that called it
 
     def line(self, instruction: Instruction) -> str:
         """Returns the innermost line that is not JAX's own or another library's, as `file:line`."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        frame = int(found[1]) if found else 0
+        frame = _field(instruction.attributes, "stack_frame_id")
         inline = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
         if inline:
             return f"{PurePath(inline[1]).name}:{inline[2]}"
@@ -60,5 +54,5 @@ def read_sources(hlo_text: str) -> Sources:
 
 
 def _field(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else 0
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else 0

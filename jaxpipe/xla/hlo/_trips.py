@@ -36,20 +36,11 @@ def unknown_argument(index: int, element: int | None) -> None:
     """Returns None: the parameters of the entry are unknown."""
 
 
-def call_scope(scope: Scope, call: Instruction, name: str) -> Scope:
-    """Returns the scope of a computation that is called with the operands of `call`."""
+def call_scope(scope: Scope, call: Instruction, name: str, first: int = 0) -> Scope:
+    """Returns the scope of a computation that is called with the operands from `first` on."""
 
     def argument(index: int, element: int | None) -> CarryOffset | None:
-        return resolve(scope, scope.computation.instructions[call.operands[index]], element)
-
-    return Scope(scope.module, scope.module.computations[name], argument)
-
-
-def branch_scope(scope: Scope, call: Instruction, branch: int, name: str) -> Scope:
-    """Returns the scope of a conditional's branch: its only parameter is operand `branch + 1`."""
-
-    def argument(index: int, element: int | None) -> CarryOffset | None:
-        operand = call.operands[branch + 1 + index]
+        operand = call.operands[first + index]
         return resolve(scope, scope.computation.instructions[operand], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
@@ -67,10 +58,10 @@ def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
 
 
 def trip_count(scope: Scope, loop: Instruction) -> int | None:
-    """Returns how often the body of `loop` runs, or None if the text does not tell."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    if known:
-        return int(known[1])
+    """Returns the iterations of `loop`, or None if the text does not tell."""
+    stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if stated:
+        return int(stated[1])
     compared = _comparison(scope.module, loop)
     if compared is None:
         return None
@@ -176,14 +167,6 @@ def resolve(
     if opcode in ("add", "subtract"):
         terms = (resolve(scope, operand) for operand in operands)
         return _sum(*terms, sign=-1 if opcode == "subtract" else 1)
-    return _resolve_tuple(scope, instruction, operands, element)
-
-
-def _resolve_tuple(
-    scope: Scope, instruction: Instruction, operands: list[Instruction], element: int | None
-) -> CarryOffset | None:
-    """Returns the value of an instruction that builds a tuple or takes one apart."""
-    opcode = instruction.opcode
     if opcode == "get-tuple-element" and element is None:
         return resolve(scope, operands[0], int(attribute(instruction, "index")))
     if opcode == "tuple" and element is not None:

@@ -10,36 +10,27 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from ._parse import Instruction, Module, called_computations, callee, op_name
-from ._trips import Scope, branch_scope, call_scope, loop_scope, trip_count, unknown_argument
+from ._trips import Scope, call_scope, loop_scope, trip_count, unknown_argument
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """The context that a computation is called in.
+    """The context that a computation is called in."""
 
-    Attributes:
-        executions: How often a step executes it, if every branch were taken. A loop with an
-            unknown trip count counts once.
-        executed_share: The share of the executions that take place.
-        loops: Names of the loops around it, outermost first.
-        conditional: Whether it is in a branch.
-        asynchronous: Whether other instructions may run while it does.
-        fused: Whether it is the body of a fusion.
-        op_name: The place in the Python program of the call.
-    """
-
+    # How often a step executes it, if every branch were taken. A loop with an unknown trip count
+    # counts once.
     executions: int
-    executed_share: Fraction
-    loops: tuple[str, ...]
-    conditional: bool
-    asynchronous: bool
-    fused: bool
-    op_name: str
+    executed_share: Fraction  # the share of the executions that take place
+    loops: tuple[str, ...]  # names of the loops around it, outermost first
+    conditional: bool  # whether it is in a branch
+    asynchronous: bool  # whether other instructions may run while it does
+    fused: bool  # whether it is the body of a fusion
+    op_name: str  # the place in the Python program of the call
 
     def times_in(self, outer: "CallContext") -> float:
-        """Returns how often it is executed in one execution of the context around it."""
+        """Returns the executions in one execution of the context around it."""
         times = self.executions * self.executed_share
         return float(times / (outer.executions * outer.executed_share)) if times else 0.0
 
@@ -51,52 +42,31 @@ Visit = Callable[[Scope, Instruction, CallContext], tuple[Sequence[T], bool]]
 
 
 def walk(module: Module, visit: Visit[T], size: Callable[[Sequence[T]], Any]) -> Iterator[T]:
-    """Walks through a program from its entry.
-
-    Args:
-        size: Measures what was found in a branch: the largest one counts.
-
-    Yields:
-        What `visit` has found.
-    """
+    """Walks through a program from its entry, and yields the results of `visit`."""
     yield from walk_scope(Scope(module, module.entry, unknown_argument), ENTRY, visit, size)
 
 
 def walk_scope(
     scope: Scope, context: CallContext, visit: Visit[T], size: Callable[[Sequence[T]], Any]
 ) -> Iterator[T]:
-    """Walks through one computation and what it calls, as `walk`."""
+    """Walks through one computation and what it calls; of branches the largest by `size`."""
     for instruction in scope.computation.instructions.values():
-        yield from walk_instruction(scope, instruction, context, visit, size)
-
-
-def walk_instruction(
-    scope: Scope,
-    instruction: Instruction,
-    context: CallContext,
-    visit: Visit[T],
-    size: Callable[[Sequence[T]], Any],
-) -> Iterator[T]:
-    """Walks through one instruction and what it calls, as `walk`."""
-    found, enter = visit(scope, instruction, context)
-    yield from found
-    if not enter:
-        return
-    branches = (
-        tuple(item for part in sequence for item in walk_scope(*part, visit, size))
-        for sequence in called_scopes(scope, instruction, context)
-    )
-    yield from max(branches, key=size, default=())
+        results, enter = visit(scope, instruction, context)
+        yield from results
+        if enter:
+            branches = (
+                tuple(item for part in sequence for item in walk_scope(*part, visit, size))
+                for sequence in called_scopes(scope, instruction, context)
+            )
+            yield from max(branches, key=size, default=())
 
 
 def called_scopes(
     scope: Scope, instruction: Instruction, context: CallContext
 ) -> list[list[tuple[Scope, CallContext]]]:
-    """Returns what an instruction calls.
+    """Returns the branches of a conditional, of another instruction at most one sequence.
 
-    Returns:
-        The branches of a conditional; of others, at most one entry. Each is a sequence of
-        computations that run one after the other: of a loop its condition and its body.
+    A sequence has computations that run one after the other, such as a loop's condition and body.
     """
     if instruction.opcode == "while":
         return [list(_loop(scope, instruction, context))]
@@ -151,7 +121,7 @@ def _branches(
     names = names or [called_computations(conditional, key)[0] for key in two]
     share = min(context.executed_share, _executed_share(conditional))
     for index, name in enumerate(names):
-        inside = branch_scope(scope, conditional, index, name)
+        inside = call_scope(scope, conditional, name, first=index + 1)
         yield inside, replace(context, conditional=True, executed_share=share)
 
 

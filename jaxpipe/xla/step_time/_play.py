@@ -19,17 +19,11 @@ from ._rates import DeviceRates, transfer_seconds
 
 
 def instruction_costs(hlo_text: str, rates: DeviceRates) -> tuple[InstructionCost, ...]:
-    """Lists the instructions that a step executes on a TPU, with their times.
+    """Lists the instructions that a step executes on a TPU in program order, with their times.
 
     A loop multiplies by its trip count. Of the branches of a conditional the one that takes longest
-    counts, as often as a name scope `taken_3_of_10` says, else always.
-
-    Returns:
-        The instructions in program order, an asynchronous collective where it ends. Those that cost
-        nothing, and asynchronous copies, which overlap, are left out.
-
-    Raises:
-        ValueError: If the text is not that of a compiled program.
+    counts, as often as a name scope `taken_3_of_10` says, else always. An asynchronous collective
+    is listed where it ends. Instructions that cost nothing, and asynchronous copies, are left out.
     """
     module = parse_hlo(hlo_text)
     entry = Scope(module, module.entry, unknown_argument)
@@ -52,22 +46,15 @@ class _Transfer:
 
 @dataclass
 class _Played:
-    """One execution of a computation, up to the instruction that is played.
+    """One execution of a computation, up to the instruction that is played, in seconds."""
 
-    Attributes:
-        now: Seconds since it has begun.
-        free: The second at which a resource has done all that has begun.
-        moved: Seconds for which a resource was used.
-        under_way: Asynchronous collectives by what names them where they end: an instruction, or
-            a chain of fusions.
-        costs: What its instructions, and those of what it calls, cost in a step.
-    """
-
-    now: float = 0.0
+    now: float = 0.0  # since it has begun
+    # When a resource has done all that has begun, and for how long it was used.
     free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     moved: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Asynchronous collectives by what names them where they end: an instruction, or a chain.
     under_way: dict[str, _Transfer] = field(default_factory=dict)
-    costs: list[InstructionCost] = field(default_factory=list)
+    costs: list[InstructionCost] = field(default_factory=list)  # also of what it calls
 
     def begin(self, transfer: _Transfer) -> None:
         """Queues a transfer, unless it has begun."""
@@ -147,7 +134,7 @@ def _dearest_branch(
     instruction: Instruction,
     context: CallContext,
 ) -> list[tuple[_Played, float]]:
-    """Returns what an instruction calls, and how often each time that it runs."""
+    """Returns the computations of the longest branch, with their executions each time."""
     branches = [
         [
             (_play(rates, sources, inside, inner), inner.times_in(context))
@@ -190,8 +177,8 @@ def _collective(scope: Scope, instruction: Instruction) -> Collective | None:
     if not is_fusion and instruction.opcode not in ("call-start", "async-start"):
         return starting_collective(scope.computation, instruction, fused=False)
     body = scope.module.computations[callee(instruction)]
-    found = (starting_collective(body, x, fused=is_fusion) for x in body.instructions.values())
-    collective = next((x for x in found if x is not None), None)
+    starting = (starting_collective(body, x, fused=is_fusion) for x in body.instructions.values())
+    collective = next((x for x in starting if x is not None), None)
     return collective if is_fusion or collective is None else replace(collective, asynchronous=True)
 
 

@@ -8,20 +8,14 @@ from ..hlo._groups import device_groups
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one device of JAX does in a second.
+    """What one device of JAX does in a second."""
 
-    Attributes:
-        clock_ghz: 1e9 cycles a second of a TensorCore: the peak divided by two operations for every
-            multiplier of its matrix units.
-        peak_tflops: 1e12 operations a second of dense matrix products in bfloat16.
-        link_gb: GB a second of one link to a neighbour, in one direction.
-        network_gb: GB a second to another slice, in one direction.
-    """
-
+    # 1e9 cycles a second of a TensorCore: the peak divided by two operations for every multiplier
+    # of its matrix units.
     clock_ghz: float
-    peak_tflops: float
-    link_gb: float
-    network_gb: float
+    peak_tflops: float  # 1e12 operations a second of dense matrix products in bfloat16
+    link_gb: float  # GB a second of one link to a neighbour, in one direction
+    network_gb: float  # GB a second to another slice, in one direction
 
 
 def device_rates(device_kind: str) -> DeviceRates | None:
@@ -41,11 +35,9 @@ def device_rates(device_kind: str) -> DeviceRates | None:
 def transfer_seconds(
     kind: str, result_bytes: int, groups: str, rates: DeviceRates, *, across_slices: bool
 ) -> float:
-    """Returns the seconds that one execution of a collective takes if nothing else uses the links.
-
-    A group of n devices is a ring: a device sends to both neighbours at once, through one link
-    each; two devices have one link. Between slices the network counts instead.
-    """
+    """Returns the seconds of one execution of a collective if nothing else uses the links."""
+    # A group of n devices is a ring: a device sends to both neighbours at once, through one link
+    # each; two devices have one link. Between slices the network counts instead.
     bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
     if kind in ("collective-permute", "collective-broadcast"):
         return result_bytes / bandwidth

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._instruction_costs import COLLECTIVE, KERNEL, KINDS_OF_WORK, InstructionCost
 from ._play import instruction_costs
@@ -16,24 +16,14 @@ class StepTime:
     What is left out: instructions of `no_estimate`, copies that run beside others, also those to
     the host's memory, the start of each instruction and of the program, the host, and input. All
     links of a device are one queue.
-
-    Attributes:
-        busy_seconds: Seconds by kind of work, collectives left out.
-        exposed_seconds: Seconds in which the core waits for collectives, by kind of collective.
-        transfer_seconds: Seconds in which the links or the network are used, by kind of collective.
-        bubble_seconds: Seconds in which the device waits for others in ticks that it skips.
-        no_estimate: Executions of instructions without an estimate, by opcode.
-        unmarked_seconds: The part of `busy_seconds` in branches that count as always taken because
-            the program does not say how often they are.
-        costs: The instructions.
     """
 
-    busy_seconds: dict[str, float]
-    exposed_seconds: dict[str, float]
-    transfer_seconds: dict[str, float]
-    bubble_seconds: float
-    no_estimate: dict[str, float]
-    unmarked_seconds: float
+    busy_seconds: dict[str, float]  # by kind of work, collectives left out
+    exposed_seconds: dict[str, float]  # the core waits for collectives, by kind of collective
+    transfer_seconds: dict[str, float]  # the links or the network are used, by kind of collective
+    bubble_seconds: float  # the device waits for others in ticks that it skips
+    no_estimate: dict[str, float]  # executions of instructions without an estimate, by opcode
+    unmarked_seconds: float  # of `busy_seconds` in branches that count as always taken, unmarked
     costs: tuple[InstructionCost, ...]
 
     @property
@@ -57,30 +47,22 @@ class StepTime:
         return max(0.0, 1 - self.exposed_seconds[kind] / seconds) if seconds else 0.0
 
     def dearest(self, count: int) -> list[tuple[InstructionCost, int]]:
-        """Returns the instructions that take most of a step.
-
-        Returns:
-            (cost, number of instructions) in descending order of their sum. Instructions of one
-            line of Python with equal shapes are one entry, with the sum of their executions.
-        """
+        """Returns the instructions that take most of a step, and how many share each entry."""
+        # Instructions of one line of Python with equal shapes are one entry.
         groups: dict[tuple[str, ...], list[InstructionCost]] = {}
         for cost in self.costs:
             key = (cost.work, cost.opcode, cost.shape, cost.source, cost.op_name)
             groups.setdefault(key, []).append(cost)
-        found = [(_together(costs), len(costs)) for costs in groups.values()]
-        return sorted(found, key=lambda item: -item[0].total)[:count]
+        entries = [(_together(costs), len(costs)) for costs in groups.values()]
+        return sorted(entries, key=lambda item: -item[0].total)[:count]
 
 
 def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTime:
     """Estimates the time of a step on TPUs.
 
-    Args:
-        bubble: The share of the pipeline's time in which a device waits, by the schedule. Branches
-            that are marked with their share wait as long; ticks that every device executes count in
-            full already.
-
-    Raises:
-        ValueError: If the text is not that of a compiled program, or `bubble` is no share.
+    `bubble` is the share of the pipeline's time in which a device waits, by the schedule. Branches
+    that are marked with their share wait as long; ticks that every device executes count in full
+    already.
     """
     if not 0 <= bubble < 1:
         raise ValueError(f"`bubble` is {bubble}. Give the share of the time, from 0 to below 1.")
@@ -128,9 +110,8 @@ def _without_estimate(costs: Sequence[InstructionCost]) -> dict[str, float]:
     for cost in costs:
         scalar = cost.shape.endswith("[]")
         if cost.seconds is None and not scalar:
-            counts[cost.name.split(".")[0] if cost.work == KERNEL else cost.opcode] += (
-                cost.executions
-            )
+            name = cost.name.split(".")[0] if cost.work == KERNEL else cost.opcode
+            counts[name] += cost.executions
     return dict(counts)
 
 
@@ -138,4 +119,4 @@ def _together(costs: Sequence[InstructionCost]) -> InstructionCost:
     """Returns one cost with the executions of all, at their mean time."""
     first, executions = costs[0], sum(cost.executions for cost in costs)
     seconds = sum(cost.total for cost in costs) / executions if executions else 0.0
-    return InstructionCost(**vars(first) | {"executions": executions, "seconds": seconds})
+    return replace(first, executions=executions, seconds=seconds)
