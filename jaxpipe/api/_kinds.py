@@ -19,7 +19,7 @@ def check_order(order: Sequence[str], layer: Any) -> None:
     if kinds is None or isinstance(order, str) or sorted({*order}) != sorted(kinds):
         has = "is one function" if kinds is None else f"has the kinds {kinds}"
         raise ValueError(
-            f"`order` is {short_repr(order)}, and `layer` {has}. Give the name of the kind of every "
+            f"`order` is {short_repr(order)}, and `layer` {has}. Give the kind of every "
             "layer, and a function for each: `layer={'local': f, 'global': g}, order=['local', "
             "'global', ...]`."
         )

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ... import sharding
 from ..optim._router_bias import drop_router_biases
 from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
-from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings
+from ._state import TrainState, make_optimizer, state_shardings
 
 
 def init_stacked_state(plan: StepPlan) -> TrainState:
@@ -47,19 +46,8 @@ def make_stacked_train_step(
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
     shardings = state_shardings(plan)
-    grad_shardings = gradient_shardings(plan)
-    weight_shardings, update_shardings = map(
-        drop_router_biases, (shardings["weights"], grad_shardings)
-    )
-    step = make_optimizer_step(
-        plan.state,
-        make_value_and_grad(plan),
-        # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
-        shard=lambda tree: sharding.reshard(tree, update_shardings),
-        unshard=lambda tree: sharding.reshard(tree, weight_shardings),
-    )
     return jax.jit(
-        step,
+        make_optimizer_step(plan.state, make_value_and_grad(plan)),
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, None),
         donate_argnums=0,
