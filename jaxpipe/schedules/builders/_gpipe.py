@@ -8,9 +8,6 @@ from ._require import require_positive
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """GPipe: fills the pipeline once and drains it once, holding every microbatch in between.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     Example:
         >>> print(gpipe(2, 2))
         0F0 0F1 0B0 0B1

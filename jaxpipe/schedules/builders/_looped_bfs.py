@@ -14,9 +14,6 @@ from ._require import require, require_positive
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
     """Looped BFS: runs all microbatches chunk by chunk; the backward retraces the forward.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     References:
         Lamy-Poirier, 2023, arXiv 2211.05953, figure 4d.
     """
@@ -40,9 +37,6 @@ def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> S
     Rank 0 begins repeat k + 1 when the whole batch has passed repeat k, and the transpose of the
     loop runs it backwards. That is breadth-first order; but the buffers of the loop require that
     the ranks divide the microbatches.
-
-    Raises:
-        ValueError: If a count is below 1, or the ranks do not divide the microbatches.
     """
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     require(

@@ -10,9 +10,6 @@ from ._require import require_positive
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B: runs a backward as soon as one is ready, so that early stages hold less.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     Example:
         >>> print(one_f_one_b(2, 3))
         0F0 0F1 0B0 0F2 0B1 0B2
@@ -41,9 +38,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Eager 1F1B: doubles the warmup of 1F1B, so that a transfer has a forward's time to arrive.
-
-    Raises:
-        ValueError: If a count is below 1.
 
     References:
         Zhuang et al., 2022, arXiv 2211.05322.

@@ -14,9 +14,6 @@ def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> S
     those after it in the backward, which passes through a microbatch's slices from the last to the
     first.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     References:
         Sun et al., 2024, arXiv 2406.03488, figure 2.
     """

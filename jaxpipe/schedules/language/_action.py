@@ -79,12 +79,6 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def parse_action(text: str) -> Action:
     """Parses the text of an action, the inverse of `str(action)`.
 
-    Args:
-        text: Stage, operation and microbatch, such as `3F0`; with a sequence slice `3F0s1`.
-
-    Raises:
-        ValueError: If `text` is not an action.
-
     Example:
         >>> parse_action("3F0").stage
         3
@@ -100,14 +94,7 @@ def parse_action(text: str) -> Action:
 
 
 def parse_step(text: str) -> ScheduleStep:
-    """Parses the text of an action or a fused pair, the inverse of `str(step)`.
-
-    Args:
-        text: An action, such as `3F0`, or a pair, such as `(4F4;3B0)OVERLAP_F_B`.
-
-    Raises:
-        ValueError: If `text` is neither.
-    """
+    """Parses the text of an action or a fused pair, the inverse of `str(step)`."""
     match = _PAIR.fullmatch(text)
     if match is None:
         return parse_action(text)

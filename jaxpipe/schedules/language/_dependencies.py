@@ -68,9 +68,6 @@ def topological_order(schedule: Schedule) -> list[tuple[int, ScheduleStep]]:
     """Returns one order in which all programs together could run.
 
     Both halves of a pair start together, so a pair waits for the dependencies of both.
-
-    Raises:
-        ScheduleError: If ranks wait for each other. The message shows where.
     """
     return [(rank, step) for rank, step, *_ in walk_topologically(schedule)]
 
@@ -82,9 +79,6 @@ def walk_topologically(
 
     Ranks take turns, round after round, and run as far as they can. One that waits for a result has
     no turn until that result is computed.
-
-    Raises:
-        ScheduleError: If ranks wait for each other, after the last step that can run.
     """
     slices = num_slices(schedule)
     positions = [0] * len(schedule.programs)

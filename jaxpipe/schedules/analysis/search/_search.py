@@ -41,9 +41,6 @@ class Candidate:
     """A schedule with its name, its arguments for `build` (none if searched) and its figures.
 
     Attributes:
-        name: The name of a family, or `searched`.
-        arguments: The arguments of `build` beyond ranks and microbatches.
-        schedule: The schedule, which passes `check`.
         makespan: The time from the start to the end, in the unit of the costs.
         peak: The bytes of the fullest rank; by default in microbatches of a whole rank.
         step_time: The time that the search has minimised: the makespan, or the longest span of a

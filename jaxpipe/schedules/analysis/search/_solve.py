@@ -38,12 +38,7 @@ class Solution:
 
 @dataclass
 class Budget:
-    """What a search may still spend, in actions whose time is computed.
-
-    Attributes:
-        left: The actions that are left.
-        whole: The budget of which this is a part, and from which it spends too.
-    """
+    """The actions whose time a search may still compute; a part also spends from `whole`."""
 
     left: Time
     whole: "Budget | None" = None
@@ -60,13 +55,7 @@ class Budget:
 
 
 class Solver:
-    """The search of one problem, which may be continued.
-
-    Attributes:
-        problem: The problem to solve.
-        bound: The lower bound of its time.
-        best: The best words so far.
-    """
+    """The search of one problem, which may be continued; `bound` is a lower bound of its time."""
 
     def __init__(self, problem: Problem, budget: Budget):
         """Makes one order."""
