@@ -126,9 +126,6 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
-
-    Raises:
-        ValueError: If the function delays a reduction over axes of a group.
     """
     translated = translated_shardings(partial(sharding_in_group, mesh))
     with no_ambient_mesh():
@@ -196,12 +193,9 @@ def _ranks_of(sharding: Any) -> tuple[int, ...] | None:
 
 
 def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
-    """Returns a spec or sharding for each leaf of `tree`; `prefix` is a prefix tree of `tree`.
+    """Returns a spec or sharding for each leaf of `tree`, of which `prefix` is a prefix tree.
 
     The axis of the groups is dropped from specs, as it has size 1 within a group.
-
-    Raises:
-        ValueError: If a leaf of `prefix` is a sharding without a spec.
     """
     prefix = tuple(prefix) if isinstance(prefix, list) and isinstance(tree, tuple) else prefix
     axis, shardings = mesh.mpmd_axis_name, []

@@ -228,11 +228,7 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 
 
 def check_reduced(spec: PartitionSpec, what: str) -> None:
-    """Checks that a spec has no `unreduced` or `reduced` axes, which JAX allows for explicit axes.
-
-    Raises:
-        ValueError: If the spec has `unreduced` or `reduced` axes.
-    """
+    """Checks that a spec has no `unreduced` or `reduced` axes, as JAX allows for explicit axes."""
     if axes := sorted(spec.unreduced | spec.reduced):
         raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
 
@@ -246,11 +242,7 @@ DELAYED = (
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
-    """Checks that a memory kind is the default of the devices. Other kinds are not supported.
-
-    Raises:
-        ValueError: If `kind` is not the default memory kind.
-    """
+    """Checks that a memory kind is the default of the devices. Other kinds are not supported."""
     default = mesh.devices.flat[0].default_memory().kind
     if kind is not None and kind != default:
         raise ValueError(
@@ -261,11 +253,7 @@ def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
 
 
 def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
-    """Checks that a spec does not use the mesh axis that separates the groups.
-
-    Raises:
-        ValueError: If the spec uses that axis.
-    """
+    """Checks that a spec does not use the mesh axis that separates the groups."""
     if mpmd_axis in axes_of(spec):
         raise ValueError(
             f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "

@@ -39,12 +39,7 @@ class Settings:
     """The arguments of `mpmd_jit_with_loop` other than the function.
 
     Attributes:
-        mesh: The mesh with its groups.
-        in_specs: A prefix tree of specs or shardings of the arguments, or None.
-        out_specs: A prefix tree of specs or shardings of the results, or None.
         names: The names of the two arguments by which the caller gave `in_specs` and `out_specs`.
-        static: The static arguments of the function.
-        compiler_options: XLA options for every program.
         timeout: Seconds without a finished program or transfer until a step of several processes
             fails.
     """
@@ -173,14 +168,7 @@ OBSERVER = ContextVar("observer", default=None)
 
 
 class _ResultSlots(NamedTuple):
-    """Where a result is after a call.
-
-    Attributes:
-        aval: Its shape and dtype.
-        sharding: Its sharding on all groups that hold it.
-        slot_on: The index of its array in the list of arrays, for each rank of this process that
-            holds it.
-    """
+    """The type of a result, and the index of its array for each local rank that holds it."""
 
     aval: Any
     sharding: MpmdSharding

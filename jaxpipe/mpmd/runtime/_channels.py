@@ -20,12 +20,7 @@ MAX_LAYOUT_LENGTH = 200
 
 
 class ChannelLayouts(NamedTuple):
-    """The arrays that this process exchanges with others.
-
-    Attributes:
-        layouts: The layout of the arrays on each channel, by the name of the channel.
-        peers: The processes at the other ends.
-    """
+    """The layout of the arrays on each channel by its name, and the processes at the other ends."""
 
     layouts: dict[str, str]
     peers: set[int]

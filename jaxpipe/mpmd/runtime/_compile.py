@@ -31,12 +31,7 @@ Specs = tuple[PartitionSpec | None, ...]
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs of a step.
-
-    Attributes:
-        programs: The programs of local ranks, by the index of their `RunTask` in the program.
-        specs: The sharding of each buffer on each rank that has it.
-    """
+    """The programs of local ranks by index of their `RunTask`, and the sharding of each buffer."""
 
     programs: Mapping[int, Callable[..., Any]]
     specs: Mapping[RankBuffer, PartitionSpec]
@@ -75,8 +70,7 @@ def compile_code(
 ) -> Executables:
     """Compiles the programs that ranks of this process run.
 
-    Args:
-        handshake: Exchanges the choices of compilers between processes, None if there is only one.
+    If there are several processes, `handshake` exchanges the choices of their compilers.
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
@@ -235,15 +229,7 @@ def compile_graph(
     donated: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a graph for the devices of a mesh.
-
-    Args:
-        in_specs: [num_inputs] the sharding of each input; None is replicated.
-        out_specs: [num_outputs] the sharding of each output; None leaves it to the compiler.
-
-    Returns:
-        The compiled program (`jax.stages.Compiled`).
-    """
+    """Compiles a graph for a mesh; a spec of None is replicated for inputs, open for outputs."""
     shapes = [
         jax.ShapeDtypeStruct(
             value.aval.shape,

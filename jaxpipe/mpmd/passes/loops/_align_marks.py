@@ -18,13 +18,7 @@ from ...ir._text import operands
 
 @dataclass(frozen=True)
 class MarkedBody:
-    """The body of a loop, and the stages that its marks end.
-
-    Attributes:
-        body: The body, without marks of constants, in rematerialized code or after the last stage.
-        stage_of_mark: The index of the stage that each mark of `body` ends; of the part to which it
-            belongs, if sequences are cut into slices.
-    """
+    """The body without marks that end no stage, and the stage that each other mark ends."""
 
     body: Graph
     stage_of_mark: dict[Eqn, int]
@@ -34,14 +28,8 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     """Finds the stage that every mark ends, and removes marks that end none.
 
     Marks are numbered in program order, and transposition reverses the order. If the results depend
-    on only some of the marks, or if cotangents flow through only some, the ids that the marks
-    carry identify them. Marks of parts carry the index of their part.
-
-    Args:
-        body: `(loop invariants, index of the microbatch) -> results`.
-
-    Raises:
-        ValueError: If the marks are not as many as the stages.
+    on only some of the marks, or if cotangents flow through only some, the ids that the marks carry
+    identify them. Marks of parts carry the index of their part.
     """
     body = _without_recomputed_marks(_without_constant_marks(body))
     parts = {eqn: part_of_mark(eqn) for eqn in body.eqns if is_mark(eqn)}

@@ -52,12 +52,7 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
 
 @dataclass(frozen=True)
 class _HoistedLoop:
-    """A loop without the equations that were hoisted out of it.
-
-    Attributes:
-        before: The hoisted equations.
-        loop: The loop without them.
-    """
+    """The equations that were hoisted out of a loop, and the loop without them."""
 
     before: list[Eqn]
     loop: PipelinedLoop
@@ -65,12 +60,7 @@ class _HoistedLoop:
 
 @dataclass(frozen=True)
 class _HoistedEqns:
-    """The equations of a body, some of them hoisted.
-
-    Attributes:
-        before: The hoisted equations.
-        inside: The equations that stay in the body.
-    """
+    """The equations of a body: those that were hoisted, and those that stay."""
 
     before: list[Eqn]
     inside: list[Eqn]

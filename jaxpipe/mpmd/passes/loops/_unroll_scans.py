@@ -30,11 +30,7 @@ MAX_UNROLLED_LENGTH = 64
 
 
 def unroll_scans(graph: MpmdGraph) -> MpmdGraph:
-    """Unrolls every `lax.scan` around a loop over microbatches.
-
-    Raises:
-        ValueError: If such a scan has more than `MAX_UNROLLED_LENGTH` iterations.
-    """
+    """Unrolls every `lax.scan` around a loop over microbatches."""
     eqns: list[Eqn] = []
     known: dict[Var, Atom] = {}
     for eqn in graph.eqns:

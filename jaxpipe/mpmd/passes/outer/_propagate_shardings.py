@@ -30,9 +30,6 @@ def propagate_shardings(graph: MpmdGraph) -> MpmdGraph:
     An argument has the spec that the caller gives it. A result has the spec that the caller gives
     it, else that of a constraint. The results of a loop are equally sharded in all their versions:
     without a spec they are replicated.
-
-    Raises:
-        ValueError: If a constraint names the mesh axis that separates the groups.
     """
     options = graph.options
     known = dict(zip(graph.inputs, options.in_specs, strict=True))

@@ -22,11 +22,7 @@ from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
 def fuse_programs(program: MpmdProgram) -> MpmdProgram:
     """Fuses each forward with the backward of the same microbatch if that runs next on the rank.
 
-    This is the case on the last stage. The rank sends nothing between the two programs, so no other
-    rank waits longer, and the residuals between them are never stored as arrays.
-
-    Returns:
-        The same program, with one `RunTask` in place of each such pair.
+    Nothing is sent between the two, so no other rank waits longer.
     """
     partners = _fusible_pairs(program)
     stored = _stored_buffers(program)
