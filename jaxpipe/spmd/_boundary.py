@@ -15,9 +15,8 @@ def loss_and_gradients(
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of a microbatch together with its gradients, so logits are computed once.
 
-    Returns:
-        ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient of
-        `y`)). The latter has the structure of `floating(y)`.
+    Returns ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient
+    of `y`, with the structure of `floating(y)`)).
     """
 
     def loss(boundary, differentiated):
@@ -28,10 +27,6 @@ def loss_and_gradients(
 
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Adds gradients of a microbatch to those of embedding and head, in float32.
-
-    Returns:
-        The sums, with the groups of `new` added.
-    """
+    """Adds gradients of a microbatch to those of embedding and head, in float32."""
     sums = {name: gradients[name] for name in new}
     return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))

@@ -13,15 +13,9 @@ from .ranks import AXIS, empty
 
 
 def allocate_buffer(x: Any, length: int) -> jax.Array:
-    """Allocates a buffer of `length` entries like the abstract value `x`.
+    """Allocates a buffer [length, ...] like the abstract value `x`, in its memory space.
 
     TPUs and GPUs do not fill it, so an entry must be written before it is read.
-
-    Returns:
-        [length, ...], in the memory space of `x`.
-
-    Raises:
-        ValueError: If that is host memory, but one device runs all ranks.
     """
     buffer = empty(x, length)
     if not is_on_host(x):
@@ -55,9 +49,8 @@ def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
 def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
     """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches.
 
-    Args:
-        apart: Whether the casts are operations of their own (`cast_apart`), as is best if sums are
-            added to next. If not, a product may write float32 at once.
+    With `apart` the casts are operations of their own (`cast_apart`), as is best if sums are added
+    to next. Otherwise a product may write float32 at once.
     """
 
     def widen(x: jax.Array) -> jax.Array:

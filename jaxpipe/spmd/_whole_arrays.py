@@ -77,11 +77,7 @@ def stacked_specs(specs: PyTree) -> PyTree:
 
 
 def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`, if there are any.
-
-    Raises:
-        ValueError: If it does not, or `mesh` is None.
-    """
+    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`."""
     if not batch_axes:
         return
     if mesh is None:

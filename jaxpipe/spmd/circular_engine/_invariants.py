@@ -22,7 +22,6 @@ class CircularOptions(NamedTuple):
     Attributes:
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
-        gather: When and how weights are gathered.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
         scan_ticks: Whether the ticks of a phase run in a `lax.scan` or are unrolled.
     """
@@ -38,11 +37,7 @@ class CircularInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
-        shape: S, R, M and d.
-        stage: The stage, forward and backward.
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
-        batch_inputs: [M, ...] leaves.
-        keys: [R, ...] leaves, or ().
         one_loop: Whether the ticks of all repeats run in one `lax.scan`: between them nothing is
             gathered ahead.
         scan_repeats: Whether the blocks of several repeats run in a `lax.scan`.

@@ -32,17 +32,9 @@ def rank_value_and_grad(
     batch_inputs: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
-    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+    """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
-
-    Args:
-        stages: [R, ...] leaves, the weights of this rank's stages.
-        batch_inputs: [M, ...] leaves.
-        keys: [R, ...] dropout keys, or ().
-
-    Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
     gathered = boundary_gather.cast_and_unshard(boundary)
     share = _share_of_rank(batch_inputs)
@@ -101,11 +93,8 @@ def _loss_and_gradients(
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
-    The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
-    are computed once, and only those of one microbatch are in memory.
-
-    Returns:
-        ((loss, metrics), (gradients of `boundary`, gradient of `y`)).
+    The gradients are computed together with the loss, so logits are computed once, and only those
+    of one microbatch are in memory.
     """
 
     def step(gradients, microbatch):

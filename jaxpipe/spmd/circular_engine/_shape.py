@@ -100,7 +100,6 @@ class TickWork(NamedTuple):
     Attributes:
         repeat: Index of the repeat; out of range in a bubble.
         microbatch: Index of the microbatch; in range also in a bubble.
-        busy: False in a bubble.
         from_stream: Whether the input is read from the stream: on rank 0 for a new microbatch, and
             in a bubble.
     """
@@ -144,12 +143,7 @@ def check_circular(
     delay: bool,
     names: tuple[str, str] = ("dim 0 of `inputs` and `batch_inputs`", "`delay`"),
 ) -> None:
-    """Checks that the circular pipeline can run these counts.
-
-    Raises:
-        ValueError: If M is not a multiple of S, M < S, or M < 2 * S with delay and R > 1. The error
-            uses `names`.
-    """
+    """Checks that the circular pipeline can run these counts; errors use `names`."""
     in_microbatches, in_delay = names
     if num_microbatches < num_ranks:
         raise ValueError(
@@ -241,11 +235,7 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
 def hand_over(
     state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, move: StreamMove
 ) -> State:
-    """Sends results to the next rank, and moves the stream if microbatches enter or leave.
-
-    Returns:
-        The state before tick `t + 1`.
-    """
+    """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
     state = _send(state, y, t, shape)
     return state._replace(stream=move_stream(state.stream, y, t, move))
 

@@ -31,9 +31,6 @@ class _Call(NamedTuple):
 
     Attributes:
         f_of_shards: From differentiable and other leaves of the arguments to those of the results.
-        axes: The axes that become manual, with their sizes.
-        ins: Specs of the differentiable and the other leaves of the arguments.
-        outs: Specs of the differentiable and the other leaves of the results.
     """
 
     f_of_shards: Callable[[tuple, tuple], tuple[tuple, tuple]]
@@ -53,12 +50,8 @@ def nested_shard_map(
 ) -> Callable:
     """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
 
-    Args:
-        plain: The result of JAX's `shard_map` for the same arguments. It is called where no axis is
-            manual, or `mesh` is not the whole mesh in context.
-
-    Returns:
-        A function with the arguments of `f`, of arrays sharded by `in_specs`.
+    `plain`, the result of JAX's `shard_map`, is called where no axis is manual, or `mesh` is not
+    the whole mesh in context.
     """
 
     @wraps(f)

@@ -23,11 +23,7 @@ from ..ranks import AXIS
 
 
 def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
-    """Returns [c, ...] leaves of the chunks that this rank runs.
-
-    Args:
-        stored: [v, ...] leaves of the chunks that it stores; random keys and other arrays.
-    """
+    """Returns [c, ...] leaves of the chunks that this rank runs."""
     if copies is None:
         return stored
     chunks = _of_rank(copies.chunks, axis=1)
@@ -44,14 +40,7 @@ def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
 
 
 def return_gradients(gradients: PyTree, copies: WeightCopies | None) -> PyTree:
-    """Returns the gradients of the chunks that this rank stores, summed over all ranks.
-
-    Args:
-        gradients: [c, ...] leaves of the chunks that this rank runs.
-
-    Returns:
-        [v, ...] leaves.
-    """
+    """Returns the gradients of the chunks that this rank stores, summed over all ranks."""
     if copies is None:
         return gradients
     run_chunks = _of_rank(_run_chunks(copies), axis=1)

@@ -109,18 +109,8 @@ def scheduled_value(
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
-    Args:
-        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
-        batch_inputs: [M, ...] leaves, or [M * s, ...] for a schedule with s slices.
-        keys: [v, S, ...] leaves, or () without dropout.
-        ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
-        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
-        gather: When and how the stages' weights that are sharded over other axes are gathered.
-
-    Raises:
-        ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
-            divide over `gather.batch_axes`; if `ticks` has backwards.
-        ScheduleError: If `ticks` cannot be run.
+    Takes the arguments of `scheduled_value_and_grad`; `ticks` are the forwards alone,
+    `to_lock_step(forward_only(schedule))`.
     """
     _check_model(model, ticks, vocab_parallel)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)

@@ -56,11 +56,7 @@ class ScheduledOptions(NamedTuple):
     """Options of the scheduled engine.
 
     Attributes:
-        tables: The schedule.
-        num_stages: Number of stages of the model.
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
-        gather: When and how the stages' weights are gathered.
-        boundary_gather: How the weights of embedding and head are gathered.
         vocab_parallel: Whether all ranks compute the loss together.
     """
 
@@ -73,12 +69,7 @@ class ScheduledOptions(NamedTuple):
 
 
 class TickCarry(NamedTuple):
-    """Values that a rank carries from tick to tick.
-
-    Attributes:
-        buffers: Arrays stored between ticks.
-        totals: Losses, metrics and gradients so far, and gathered weights.
-    """
+    """Values that a rank carries from tick to tick."""
 
     buffers: ActivationBuffers
     totals: Totals
@@ -92,17 +83,9 @@ def rank_value_and_grad(
     batch_inputs: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
-    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+    """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
-
-    Args:
-        stages: [v, ...] leaves.
-        batch_inputs: [M, ...] leaves.
-        keys: [v, ...] leaves, or ().
-
-    Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
     copies = options.tables.copies
     invariants, zero_outputs, buffers, totals = _prepare(
@@ -149,10 +132,7 @@ def _all_ticks(
 
 
 def _loss_microbatches(options: ScheduledOptions) -> tuple[Index, ...]:
-    """Returns [num_ticks] microbatches that leave the last stage in a tick, or -1.
-
-    There is one for each rank that runs the last stage.
-    """
+    """Returns [num_ticks] the microbatch, or -1, that leaves each rank of the last stage."""
     forward, last = options.tables.forward, options.num_stages - 1
     microbatches, stages = np.asarray(forward.microbatch), np.asarray(forward.stage)
     leaving = np.where(stages == last, microbatches, -1).T

@@ -36,18 +36,12 @@ class ScheduledInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
-        model: The model.
-        num_stages: Number of stages of the model.
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
-        tables: What every rank does in every tick.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
-        gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         boundary: Weights of embedding and head, gathered.
-        batch_inputs: [M, ...] leaves.
-        keys: [v, ...] leaves, or ().
         daux: Cotangents of a stage's auxiliary losses and metrics.
     """
 
@@ -93,10 +87,8 @@ class Totals(NamedTuple):
     Attributes:
         loss: Loss of the microbatches whose loss this rank computed.
         loss_metrics: Metrics that `model.loss` returned for these microbatches.
-        stage_aux: Auxiliary losses and metrics that this rank's stages returned.
         weight_state: Float32 gradients of the stages' weights, and gathered weights: the state of
             `ScheduledWeights`.
-        boundary: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
@@ -110,7 +102,6 @@ class ForwardTotals(NamedTuple):
     """What an F changes in place.
 
     Attributes:
-        totals: Losses, metrics and gradients.
         residuals: [slots, ...] each, the buffers of residuals in the device's memory; None for
             those in the host's.
     """
@@ -183,12 +174,9 @@ def _inputs_and_keys(
 def _loss(
     invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
 ) -> tuple[Totals, PyTree]:
-    """Adds the loss of a microbatch to `totals`.
+    """Adds the loss of a microbatch to `totals`, and returns the gradient with respect to `y` too.
 
     The gradients are computed together with the loss, so logits are computed once.
-
-    Returns:
-        The totals, and the gradient with respect to `y`.
     """
     if invariants.stage is None:
         value, metrics = invariants.model.loss(
@@ -229,7 +217,6 @@ class BackwardTotals(NamedTuple):
     """What a B or I changes in place.
 
     Attributes:
-        totals: Losses, metrics and gradients.
         wgrad_residuals: [slots, ...] each, the buffers of what I leaves for W.
     """
 
@@ -238,12 +225,7 @@ class BackwardTotals(NamedTuple):
 
 
 class BackwardOutputs(NamedTuple):
-    """Results of a B or I.
-
-    Attributes:
-        cotangent: The cotangent for the stage before.
-        past: The cotangent of the state that the slice has read; [] without slices.
-    """
+    """Results of a B or I: the cotangents of the input and of the state of earlier slices."""
 
     cotangent: PyTree
     past: list[jax.Array]
@@ -254,9 +236,9 @@ BackwardResults = tuple[BackwardTotals, BackwardOutputs]
 
 
 def backward(tables: TickTables) -> Callable:
-    """Returns the function that runs B, or I, or in a schedule with both the one of the table.
+    """Returns `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
 
-    It is `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
+    It runs B, or I, or in a schedule with both the one of the table.
     """
     kinds = {
         slot >= 0

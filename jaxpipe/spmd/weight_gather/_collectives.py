@@ -65,13 +65,7 @@ def _on_shards(
 
     XLA's partitioner would gather the operand of a manual collective over automatic axes, and shard
     the result again. A dim that is sharded over both kinds of axes is left to the partitioner.
-
-    Args:
-        unsharded: How `x` is sharded over automatic axes, before and after.
-        also: Axes that do not shard `x`, but become manual around `f`.
-
-    Returns:
-        `f(x)`, sharded over automatic axes as `x` is.
+    `also` are axes that do not shard `x`, but become manual around `f`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -262,11 +262,7 @@ def unsharded_specs(specs: PyTree, axes: Sequence[str] = GATHERED_AXES) -> PyTre
 
 
 def specs_of(logical: PyTree, rules: Rules) -> PyTree:
-    """Returns the partition spec of every weight.
-
-    Returns:
-        `logical` with a `PartitionSpec` in place of every tuple.
-    """
+    """Returns `logical` with a `PartitionSpec` in place of every tuple."""
     return jax.tree.map(
         lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)
     )

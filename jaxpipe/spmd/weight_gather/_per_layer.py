@@ -78,11 +78,10 @@ def layer_gather(
     cast: TreeFunction = identity,
     batch_axes: tuple[str, ...] = (),
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a function that gathers the weights of one layer inside a stage.
+    """Returns `(stored weights, input of the layer) -> gathered weights` for one layer of a stage.
 
-    Returns:
-        `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
-        input is computed; their gradients are reduce-scattered in float32.
+    They are gathered only after the input is computed; their gradients are reduce-scattered in
+    float32.
     """
     manual = manual_specs(stored, batch_axes)
     unshard = gather_by_specs(stored, unsharded, batch_axes=batch_axes).unshard
@@ -112,12 +111,7 @@ def layer_gather(
 
 
 def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree]) -> Callable:
-    """Returns a layer that gathers its own weights, in the forward and again in the backward.
-
-    Args:
-        layer: `(weights, x, *arguments) -> result`.
-        gather: `(stored weights, x) -> gathered weights`, of `layer_gather`.
-    """
+    """Returns a layer that gathers its own weights, in the forward and again in the backward."""
 
     def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
         return layer(_name_gathered(gather(weights, x)), x, *arguments)

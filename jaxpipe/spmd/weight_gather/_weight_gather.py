@@ -75,11 +75,7 @@ class WeightGather(NamedTuple):
 def weight_gather(
     gather: Gather, weights: PyTree, *, read: ReadChunk = index_leading
 ) -> WeightGather:
-    """Returns the functions of `WeightGather` for the weights of one rank.
-
-    Args:
-        weights: [chunks, ...] leaves.
-    """
+    """Returns the functions of `WeightGather` for the weights of one rank."""
     match gather.when:
         case "tick":
             return _every_tick(gather, weights, read)
