@@ -13,15 +13,7 @@ from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with
 
 
 def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
-    """Returns the module and its stack of layers, for a cut at the scan over them.
-
-    Args:
-        call: `(module, batch) -> output`.
-
-    Raises:
-        ValueError: If variables other than parameters and random streams are in the stack, or
-            parameters have no common first dim.
-    """
+    """Returns the module and its stack of layers, for a cut at the scan over them."""
     prefix = tuple(int(part) if part.isdigit() else part for part in layers.split("."))
     graph, state = nnx.split(module)
     kept = dict(nnx.to_flat_state(state))

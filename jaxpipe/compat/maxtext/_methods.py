@@ -243,19 +243,12 @@ class PipelineMethods(PipelineAttributes):
     def _run_iteration(
         self, loop_state, weights, batch, options, extras, *, take, advance
     ) -> stepwise.LoopState:
-        """Runs all ranks once.
+        """Runs all ranks once, on `batch`: [M, ...] segment ids and positions.
 
         Args:
-            loop_state: The loop state before the iteration.
-            weights: [S, ...] leaves.
-            batch: (segment_ids, positions), [M, ...] each, or None.
-            options: (deterministic, model_mode).
             extras: Keyword arguments of the function that runs the stages, left out if None.
             take: The method that takes the ranks' entries of an array of `batch`.
             advance: The method that makes the new loop state from the outputs.
-
-        Returns:
-            The loop state after the iteration.
         """
         t, keys = loop_state["loop_iteration"], loop_state["keys"]
         microbatches, repeats = self.get_microbatch_and_repeat_ids(t)
@@ -347,9 +340,6 @@ class LoopMethods(PipelineMethods):
         `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
         `logical_partition_spec` is given, weights are gathered over fsdp, context and expert by
         these specs.
-
-        Returns:
-            The state of the loop after the iteration.
         """
         return self._run_iteration(
             loop_state,
@@ -482,9 +472,6 @@ class WindowMethods(PipelineMethods):
         """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
         The weights come from the window `bsw`.
-
-        Returns:
-            The state of the loop after the iteration.
         """
         return self._run_iteration(
             loop_state,
@@ -498,13 +485,5 @@ class WindowMethods(PipelineMethods):
 
 
 def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:
-    """Returns the inputs that every stage may read of a microbatch, by name.
-
-    Args:
-        segment_ids: [batch, sequence] documents of tokens, or None.
-        positions: [batch, sequence] positions of tokens, or None.
-
-    Returns:
-        A dict of both.
-    """
+    """Returns the inputs that every stage may read of a microbatch, by name."""
     return {"segment_ids": segment_ids, "positions": positions}

@@ -36,16 +36,10 @@ def slotted_weights(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """Broadcasts weights to one slot for each microbatch and device with its own rows.
+    """Broadcasts [R, S, L, ...] weights to [R, S, L, M * p, ...] slots.
 
     The gradient of a weight is the largest slot that a microbatch has set, or else the weight
     itself.
-
-    Args:
-        overwritten: [R, S, L, ...] weights that layers overwrite.
-
-    Returns:
-        [R, S, L, M * p, ...] slots.
     """
     return jax.tree.map(lambda w: _broadcast_to_slots(w, num_slots), overwritten)
 

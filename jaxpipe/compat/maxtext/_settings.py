@@ -34,27 +34,15 @@ class PipelineKeys:
         ici_pipeline_parallelism: Ranks within a slice. Default: the size of the axis `stage` of the
             mesh, over `dcn_pipeline_parallelism`, or 1.
         dcn_pipeline_parallelism: Slices that the ranks are spread over.
-        num_layers_per_pipeline_stage: L, the layers of a stage.
         num_decoder_layers: Layers of the model. Default: unknown.
         pipeline_parallel_layers: Layers in the pipeline. Default: all.
         num_pipeline_repeats: R. Default: the number that fits all layers, or 1 if their number is
             unknown.
         num_pipeline_microbatches: M. Default: S, or 2 * S with delay.
         micro_batch_size_to_train_on: Rows of the whole batch. Default: any.
-        pipeline_delay_activation_forwarding: Whether a hand-over takes two iterations.
-        pipeline_fsdp_ag_once: Whether weights are gathered once per step.
-        pipeline_fsdp_ag_per_repeat: Whether weights are gathered once per repeat.
-        scan_pipeline_iterations: Whether the iterations of a repeat run in a loop.
         scan_pipeline_repeats: Whether repeats run in a loop. Default: as the iterations.
-        scan_layers_per_stage: Whether the layers of a stage run in a loop.
-        set_remat_policy_on_pipeline_iterations: Whether the policy wraps iterations.
-        set_remat_policy_on_layers_per_stage: Whether the policy wraps layers.
-        remat_policy: A name of `autodiff.POLICIES`.
-        shard_mode: The type of the axes of the mesh, "auto" or "explicit".
-        logical_axis_rules: Pairs (logical axis, mesh axes). Default: none.
         pipeline_batch_axes: Mesh axes of rows that are manual in the pipeline, which MaxText does
             not have.
-        debug_sharding: Whether to log the sharding of every weight.
         tensor_locations: For the policy "custom" the location of each tensor of
             `autodiff.TENSORS` that has one. Default of the others: "remat".
     """
@@ -86,12 +74,7 @@ class PipelineKeys:
 def read_keys(config: Any) -> PipelineKeys:
     """Returns the keys of a pipeline in `config`, with the types that they must have.
 
-    Args:
-        config: Any object whose attributes are the fields of `PipelineKeys`, and for the policy
-            "custom" the tensors of `autodiff.TENSORS`. Values may be Enums.
-
-    Raises:
-        ValueError: If `config` is a mapping, or a flag or a number has another type.
+    Values may be Enums; for the policy "custom" the tensors of `autodiff.TENSORS` are read too.
     """
     if isinstance(config, Mapping):
         raise ValueError(
@@ -167,19 +150,10 @@ class PipelineSettings:
         pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
         layers_per_stage: L, the layers of a stage.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
-        gather: When weights that are sharded over fsdp, context and expert are gathered.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
             the layers with its own rows.
-        scan_ticks: Whether the ticks of a repeat run in a loop. If not, they are unrolled.
-        scan_repeats: Whether repeats run in a loop. If not, they are unrolled.
-        scan_layers: Whether the layers of a stage run in a loop. If not, each is compiled
-            separately.
-        remat_iterations: Whether the computation of a tick is wrapped.
         remat_tick: Wraps the computation of a tick, as `jax.checkpoint` does.
         remat_layer: Wraps a layer, as `jax.checkpoint` does.
-        policy: The policy of `jax.checkpoint` that the config names.
-        rules: The config's `logical_axis_rules`, or None if it has none.
-        debug_sharding: Whether to log the sharding of every weight.
     """
 
     pipeline_shape: PipelineShape
@@ -210,16 +184,8 @@ class PipelineSettings:
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
     """Reads the settings of a pipeline from `config` and checks them.
 
-    Args:
-        config: An object with keys of MaxText as attributes.
-        mesh: The mesh, by which sizes and axes are checked. None for one device.
-        remat_policy: A policy of `jax.checkpoint` in place of the one that `config` names.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
+    Sizes and axes are checked by `mesh`, None for one device. `remat_policy` is a policy of
+    `jax.checkpoint` in place of the one that `config` names.
     """
     keys = read_keys(config)
     shape = _shape(keys, mesh)
@@ -286,11 +252,7 @@ def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
 
 
 def _pipelined_layers(pipelined: int | None, model: int | None) -> tuple[int | None, str]:
-    """Returns the number of layers in the pipeline and the name of the key that sets it.
-
-    Raises:
-        ValueError: If the number is below 1 or above the number of layers of the model.
-    """
+    """Returns the number of layers in the pipeline and the name of the key that sets it."""
     if pipelined is None:
         return model, "`num_decoder_layers`"
     if pipelined < 1 or (model is not None and pipelined > model):
@@ -369,12 +331,7 @@ def _policy(remat: Remat, *, is_custom: bool) -> Callable:
 
 
 def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...]) -> None:
-    """Checks that the axis types of `mesh` agree with `shard_mode`.
-
-    Raises:
-        ValueError: If `shard_mode` is neither "auto" nor "explicit"; if it is "auto" and an axis is
-            not of type Auto; if it is "explicit" and `stage` or a batch axis is not Explicit.
-    """
+    """Checks that the axis types of `mesh` agree with `shard_mode`."""
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:

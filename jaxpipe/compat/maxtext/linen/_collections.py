@@ -41,14 +41,7 @@ def stored(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
-    """Returns the filter of the collections that a layer may write.
-
-    Returns:
-        `mutable` without the collections of weights.
-
-    Raises:
-        ValueError: If `mutable` contains a collection of `variables` that does not hold weights.
-    """
+    """Returns `mutable`, the filter of collections that a layer may write, without weights."""
     for name in variables:
         if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
             raise ValueError(_cannot_flow(name))
