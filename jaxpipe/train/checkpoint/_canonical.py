@@ -76,9 +76,6 @@ def canonical_round_trip(
     They are `canonical = to_canonical(state)` and `state = from_canonical(state, canonical)`,
     compiled at their first call. Each deletes the stacks of its argument one by one as they are
     converted. Leaves that are in no stack may be shared by both states.
-
-    Returns:
-        `to_canonical` and `from_canonical`.
     """
     return conversions(plan.weights).round_trip(plan, stored, _canonical_shardings(plan))
 
@@ -86,14 +83,10 @@ def canonical_round_trip(
 def state_from_canonical(
     plan: StatePlan, stored: StoredShardings, canonical: TrainState
 ) -> TrainState:
-    """Lays out a canonical state, or a part of it, for a run.
+    """Lays out a canonical state, or some of its entries, such as the weights alone, for a run.
 
-    The arrays of the canonical state are deleted one by one; with per-stage state, those outside
-    of the stages are kept.
-
-    Args:
-        canonical: The canonical state or some of its entries, such as the weights alone, with any
-            number of layers after the pipeline.
+    The arrays of the canonical state are deleted one by one; with per-stage state, those outside of
+    the stages are kept.
     """
     mesh, num_layers = plan.weights.devices.mesh, plan.weights.layout.num_layers
     shardings = _canonical_shardings(plan)

@@ -30,11 +30,7 @@ SMALL_BYTES = 1 << 20
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Returns the entries of a folder of checkpoints that are named as a step, newest first.
-
-    Raises:
-        UnreadableError: If the folder cannot be read.
-    """
+    """Returns the entries of a folder of checkpoints that are named as a step, newest first."""
     return sorted(
         (folder / name for name in list_names(folder) if _STEP.fullmatch(name)),
         key=lambda step: int(step.name),
@@ -43,20 +39,12 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def is_complete(step: Path) -> bool:
-    """Returns whether Orbax has written all of a step.
-
-    Raises:
-        UnreadableError: If the step's folder cannot be read.
-    """
+    """Returns whether Orbax has written all of a step."""
     return stat_or_none(step / _ORBAX_METADATA) is not None
 
 
 def has_digests(step: Path) -> bool:
-    """Returns whether a step has digests that also name the step.
-
-    Raises:
-        UnreadableError: If its digests cannot be read.
-    """
+    """Returns whether a step has digests that also name the step."""
     known = _read(step / DIGESTS_FILE)
     return bool(known) and not _is_old_format(known)
 
@@ -72,11 +60,7 @@ def write_digests(step: Path, step_id: int) -> None:
 
 
 def find_corruption(step: Path, *, quick: bool = False) -> list[str]:
-    """Finds the problems of a saved step. Without digests only its completeness is checked.
-
-    Raises:
-        UnreadableError: If a file is there and cannot be read.
-    """
+    """Finds the problems of a saved step. Without digests only its completeness is checked."""
     if not is_folder(step):
         return ["it is not a folder"]
     text = _read(step / DIGESTS_FILE)

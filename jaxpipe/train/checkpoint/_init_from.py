@@ -40,14 +40,10 @@ _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has the
 def first_state(
     plan: StepPlan, init_from: str = "", *, allow_unverified: bool = False
 ) -> TrainState:
-    """Returns the state before step 1: weights of `init_from` or the seed, and a new optimizer.
+    """Returns the state before step 1, with weights of `init_from`, or of the seed if it is "".
 
-    Args:
-        init_from: The folder of a run, or the result of a conversion; "" for weights of the seed.
-
-    Raises:
-        ValueError: If `init_from` has no checkpoint, or one of another model. Raised before
-            anything is compiled.
+    `init_from` is the folder of a run, or the result of a conversion; it is checked before anything
+    is compiled.
     """
     if not init_from:
         return init_state(plan)
@@ -79,15 +75,7 @@ def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """Returns the folder of checkpoints of a run or of `jaxpipe convert`.
-
-    Returns:
-        Its folder `checkpoints` or `weights`.
-
-    Raises:
-        ValueError: If it has none.
-        RunError: If it cannot be read.
-    """
+    """Returns the folder of checkpoints of a run or, named `weights`, of `jaxpipe convert`."""
     for name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
         if is_folder(folder / name):
             list_names(folder / name)  # which orbax would fail to without a word on why
@@ -100,12 +88,7 @@ def checkpoints_folder(folder: Path) -> Path:
 
 
 def _check_regular(folder: Path) -> None:
-    """Checks that Orbax can read the files of checkpoints in bounded time and memory.
-
-    Raises:
-        ValueError: If something in the folder is neither a folder nor a regular file, or a file of
-            metadata is too large.
-    """
+    """Checks that Orbax can read the files of checkpoints in bounded time and memory."""
     for file in folder.rglob("*"):
         if not file.is_dir() and not is_file(file):
             raise ValueError(f"{file} is a device, a pipe or a broken link. Copy the folder again.")
@@ -117,13 +100,7 @@ def _check_regular(folder: Path) -> None:
 def verified_step(
     checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
 ) -> int:
-    """Returns a step, or the newest complete one, after it has passed all checks.
-
-    Raises:
-        ValueError: If it does not exist or is corrupt, or has no digests and `allow_unverified` is
-            False.
-        RunError: If it cannot be read.
-    """
+    """Returns a step, or the newest complete one, after it has passed all checks."""
     folder = Path(checkpoints.directory)
     steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
     if step is None and steps:
@@ -158,9 +135,6 @@ def check_same_sizes(
     """Checks that the sizes of a checkpoint are those of a run.
 
     A size that was no key yet when the checkpoint was saved counts as its default.
-
-    Raises:
-        ValueError: If a size differs, naming all that do.
     """
     fields = dataclasses.fields(sizes)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}

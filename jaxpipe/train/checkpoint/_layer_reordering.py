@@ -24,19 +24,11 @@ class LayerReordering(Protocol):
     """
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        """Returns the layers in forward order.
-
-        Returns:
-            [L, ...] the layers.
-        """
+        """Returns the layers [L, ...] in forward order."""
         ...
 
     def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        """Returns the stack on ranks, the inverse of `to_layer_order`.
-
-        Args:
-            x: [L, ...] the layers in forward order.
-        """
+        """Returns the stack on ranks, the inverse of `to_layer_order`."""
         ...
 
 

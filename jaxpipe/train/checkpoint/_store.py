@@ -134,12 +134,9 @@ def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
 def best_loss_tracker(
     checkpoints: ocp.CheckpointManager | None, keep_best: int
 ) -> Callable[[float], bool]:
-    """Returns a function that tells whether an `eval_loss` is among the best so far.
+    """Returns a function that tells whether an `eval_loss` is among the `keep_best` best so far.
 
     The function is collective: every process must call it and receives the same answer.
-
-    Returns:
-        The function, from an `eval_loss` to whether its step is to be kept.
     """
     if checkpoints is None or not keep_best:
         return lambda loss: False
@@ -165,15 +162,8 @@ def save_checkpoint(
 ) -> None:
     """Saves a step. An existing checkpoint of the step is left as it is.
 
-    Args:
-        step: Steps done so far, more than in any checkpoint there is.
-        state: Arrays on devices, which may be donated to the next step at once, or in host memory.
-        eval_loss: By which the best steps are found, where these are kept; None if the step was
-            not evaluated.
-
-    Raises:
-        ValueError: If there is a newer checkpoint: two runs share a folder.
-        RunError: If this save, or an asynchronous one before it, failed.
+    A newer checkpoint is an error: two runs share a folder. The arrays of `state` may be donated to
+    the next step at once. `eval_loss` is None if the step was not evaluated.
     """
     newest = latest_step(checkpoints)
     if newest is not None and newest > step:
@@ -199,14 +189,7 @@ def save_checkpoint(
 
 @contextmanager
 def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
-    """Waits at the end of the context until all saves have finished.
-
-    Yields:
-        `checkpoints`.
-
-    Raises:
-        RunError: If a save failed.
-    """
+    """Waits at the end of the context until all saves have finished."""
     try:
         yield checkpoints
     finally:
@@ -218,11 +201,7 @@ def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.Chec
 
 @contextmanager
 def failed_saves_as_run_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
-    """Raises the errors of saves that fail inside this context as RunError.
-
-    Raises:
-        RunError: If it failed.
-    """
+    """Raises the errors of saves that fail inside this context as RunError."""
     try:
         yield
     except RunError:
@@ -244,14 +223,9 @@ def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, An
 def restore_checkpoint(
     checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
-    """Restores the state of a step with the given shardings.
+    """Restores the state of a step with shardings that may differ from the saved ones.
 
-    Args:
-        abstract_state: Shapes, dtypes and shardings. The shardings may differ from the saved ones.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ; before any array is read.
-        RunError: If it cannot be read.
+    Names, shapes and dtypes are compared before any array is read.
     """
     saved = saved_leaf_specs(checkpoints, step)
     check_same_leaves(saved, leaf_specs(abstract_state), f"{checkpoints.directory} step {step}")

@@ -64,11 +64,7 @@ def base_yaml() -> str:
 
 
 def parse_override(text: str) -> ConfigValues:
-    """Parses an override; without a value, the value is the empty string.
-
-    Raises:
-        ValueError: If the text has another form, or the value is not YAML.
-    """
+    """Parses an override; without a value, the value is the empty string."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
@@ -78,11 +74,7 @@ def parse_override(text: str) -> ConfigValues:
 
 
 def parse_yaml(text: str, source: str) -> ConfigValues:
-    """Parses a YAML text of a config.
-
-    Raises:
-        ValueError: If the text is not a YAML mapping.
-    """
+    """Parses a YAML text of a config."""
     values = load_yaml(text, source, text_keys=_TEXT_KEYS)
     if values is None:
         return {}
@@ -108,11 +100,7 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues
 
 
 def check_values(values: ConfigValues, source: str) -> None:
-    """Checks that the values of some keys are valid, each and together.
-
-    Raises:
-        ValueError: If they are not; the message names `source`.
-    """
+    """Checks that the values of some keys are valid, each and together."""
     _validated([(source, values)])
 
 

@@ -20,11 +20,7 @@ _NAMES = {
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns how the data of a checkpoint and of this run differ.
-
-    Returns:
-        Texts such as "`packing` was True and is False"; none if the data is the same.
-    """
+    """Returns texts such as "`packing` was True and is False"; none if the data is the same."""
     kinds = ["files" if "sources" in x else "random tokens" for x in (before, now)]
     changes = []
     if kinds[0] != kinds[1]:
@@ -43,11 +39,7 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> str:
-    """Checks that a run resumes with the data of its checkpoint.
-
-    Raises:
-        ValueError: If the data has changed and `allowed` is False.
-    """
+    """Checks that a run resumes with the data of its checkpoint."""
     changes = "; ".join(data_changes(before, now))
     if not changes:
         return ""
@@ -61,11 +53,7 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
 
 
 def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:
-    """Checks that the learning rate does not jump because `steps` has changed.
-
-    Raises:
-        ValueError: If it has another one and `allowed` is False.
-    """
+    """Checks that the learning rate does not jump because `steps` has changed."""
     if not rate.follows_run:  # changed by hand, if at all
         return ""
     was, found = (

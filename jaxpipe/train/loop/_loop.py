@@ -291,11 +291,7 @@ def _open_outputs(
 
 
 def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
-    """Restores the state of a checkpoint in the layout of this run.
-
-    Raises:
-        ValueError: If the checkpoint is of another model.
-    """
+    """Restores the state of a checkpoint in the layout of this run."""
     saved = read_metadata(checkpoints, step)
     sizes = plan.state.weights.sizes
     check_same_sizes(saved["model"], sizes, f"{checkpoints.directory} step {step}")

@@ -43,13 +43,11 @@ class ResumePoint:
     """The state from which a run starts.
 
     Attributes:
-        folder: The folder of the run.
         step: The step of the newest sound checkpoint; 0 if the run begins at step 1.
         metadata: The metadata of that checkpoint.
         corrupt: The checkpoints that are not sound, and the problems of each.
         leftovers: Partial folders that a killed run has left.
         begins_anew: Whether checkpoints are lost and the user asks to begin at step 1.
-        notes: Messages for the user.
     """
 
     folder: Path
@@ -63,15 +61,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class ResumePolicy:
-    """What a run may resume from, by the names of keys.
-
-    Attributes:
-        enable_checkpointing: Whether it has checkpoints at all.
-        begin_anew: Whether it begins at step 1 if its checkpoints are lost.
-        allow_unverified: Whether files may have changed, or have no digests.
-        allow_data_change: Whether the data may have changed.
-        allow_learning_rate_change: Whether the learning rate may jump.
-    """
+    """What a run may resume from, by the names of keys."""
 
     enable_checkpointing: bool = True
     begin_anew: bool = False
@@ -81,13 +71,7 @@ class ResumePolicy:
 
 
 def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
-    """Finds where a run resumes. Writes nothing.
-
-    Raises:
-        ValueError: If all checkpoints that the run has saved are lost, the newest one has no
-            digests, or checkpoints exist and `enable_checkpointing` is false.
-        RunError: If a file exists and cannot be read.
-    """
+    """Finds where a run resumes. Writes nothing."""
     checkpoints = folder / CHECKPOINTS_FOLDER
     if list_names(folder).count(CHECKPOINTS_FOLDER) and not is_folder(checkpoints):
         raise ValueError(
@@ -147,12 +131,7 @@ def check_resume(
     rate: LearningRate,
     decided_by: Mapping[str, Any],
 ) -> list[str]:
-    """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
-
-    Raises:
-        ValueError: If the model, the data, the learning rate or the metrics so far have changed,
-            and the policy does not allow that.
-    """
+    """Checks that a run resumes with its checkpoint's model, data and learning rate."""
     saved = found.metadata
     where = f"{found.folder / CHECKPOINTS_FOLDER} step {found.step}"
     check_same_sizes(saved["model"], sizes, where)

@@ -49,10 +49,7 @@ class Position:
     """The position of a process in a run.
 
     Attributes:
-        step: The step that it runs.
-        phase: One of `PHASES`.
         progress: How often it has made progress.
-        is_first: Whether this is the first phase of its kind in this process.
         error: The error by which it has left the run; "" if it has not.
         heartbeat: How often it has written its position.
     """
@@ -89,16 +86,7 @@ class KeyValueStore:
 
 @dataclass
 class ProcessLedger:
-    """What one process knows of the positions of all processes.
-
-    Attributes:
-        process: The index of this process.
-        timeout: The seconds without progress after which the run is stuck; 0 for never.
-        positions: The last known position of each process.
-        still: The seconds since each process has made progress.
-        silent: The seconds since each process has written its position.
-        unanswered: The seconds since process 0, which has the key-value store, has answered.
-    """
+    """What one process knows of the positions of all processes."""
 
     process: int
     timeout: float
@@ -108,11 +96,7 @@ class ProcessLedger:
     unanswered: float = 0.0
 
     def update(self, known: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
-        """Records the positions of all processes.
-
-        Args:
-            seconds: The time since the last call, without time while this process was stopped.
-        """
+        """Records the positions of all processes, `seconds` of running time after the last call."""
         for process, before in self.positions.items():
             now = known.get(process, before)
             moved, spoke = now.progress != before.progress, now.heartbeat != before.heartbeat
@@ -192,12 +176,7 @@ class StepWatch:
     """Watches the steps as a context manager. It does nothing if there is only one process."""
 
     def __init__(self, timeout_minutes: float) -> None:
-        """Starts the watch.
-
-        Args:
-            timeout_minutes: The time without progress of any process after which the run is stuck;
-                0 for never.
-        """
+        """Starts the watch; a run without progress for `timeout_minutes` (if not 0) is stuck."""
         count, self._process = jax.process_count(), jax.process_index()
         self._is_alone = count == 1
         self._position = Position()

@@ -22,11 +22,7 @@ class RunError(RuntimeError):
 
 
 class TerminatedError(RunError):
-    """A signal has ended the run, after a checkpoint of its last step if checkpoints are enabled.
-
-    Attributes:
-        signal: SIGTERM, SIGINT or SIGHUP.
-    """
+    """A signal has ended the run, after a checkpoint of its last step if they are enabled."""
 
     def __init__(self, signum: int, step: int) -> None:
         self.signal = signal.Signals(signum)
@@ -60,11 +56,9 @@ class StopRequests:
         self._before.clear()
 
     def start_clock(self, max_minutes: float) -> None:
-        """Starts the clock that limits the time of the run.
+        """Starts the clock that limits the time of the run from now on; 0 for no limit.
 
-        Args:
-            max_minutes: How long the run may take from now on; 0 for no limit. With several
-                processes each sends itself SIGTERM at the end.
+        With several processes each sends itself SIGTERM at the end.
         """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
@@ -108,11 +102,7 @@ class StopRequests:
 def check_step(
     step: int, metrics: Mapping[str, float], *, policy: str, max_gradient_norm: float = 0.0
 ) -> str | None:
-    """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set.
-
-    Raises:
-        RunError: If the step is bad, and the policy is to stop.
-    """
+    """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set."""
     bad = bad_step_reason(metrics, max_gradient_norm)
     if policy == "skip":  # decided on the devices
         return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
