@@ -47,8 +47,8 @@ def _check_unchanged(before: Any, after: Any, stack: str) -> None:
     states = [nnx.filter_state(s, nnx.Not(nnx.RngState)) for s in (before, after)]
     named = [weights_of(state) for state in states]
     old = {name: leaf for name, leaf in named[0].items() if not name.startswith(stack)}
-    known = {name for name in named[0] if name.startswith(stack)}
-    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in known})
+    stack_names = {name for name in named[0] if name.startswith(stack)}
+    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in stack_names})
 
 
 def _num_layers(stack: dict[str, Any], layers: str) -> int:

@@ -139,7 +139,7 @@ def with_records(stage: Layer) -> Layer:
         y, new = stage(weights, in_flight.x, batch_inputs, rng)
         (stage_id,) = in_flight.stage
         records = jax.tree.map(
-            lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], stage_id, 1),
+            lambda entries, x: lax.dynamic_update_index_in_dim(entries, x[None], stage_id, 1),
             in_flight.records,
             new,
         )

@@ -30,9 +30,9 @@ def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict
     return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
 
 
-def slotted_weights(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
+def slotted_weights(plain: PyTree, slots: PyTree) -> dict[str, PyTree]:
     """Returns the weights of a layer made by `layer_with_slots`: ordinary weights and slots."""
-    return {"others": others, "slots": slots}
+    return {"others": plain, "slots": slots}
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:

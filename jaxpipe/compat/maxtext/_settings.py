@@ -283,9 +283,9 @@ def _gather(once: bool, per_repeat: bool) -> When:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
-def _batch_axes(given: str | Iterable[str], mesh: Mesh | None) -> tuple[str, ...]:
+def _batch_axes(names: str | Iterable[str], mesh: Mesh | None) -> tuple[str, ...]:
     """Returns `pipeline_batch_axes` as a tuple, after a check that they are axes of `mesh`."""
-    axes = (given,) if isinstance(given, str) else tuple(given)
+    axes = (names,) if isinstance(names, str) else tuple(names)
     if not axes:
         return ()
     if len({*axes}) < len(axes):
@@ -338,20 +338,20 @@ def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...])
         return
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if mode == "auto":
-        others = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}
+        wrong = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}
         advice = (
             "Make the mesh with `sharding.make_mesh(...)` or `axis_types=(AxisType.Auto,) * "
             f"{len(types)}`, or give `shard_mode` = 'explicit'."
         )
     else:
         needed = (AXIS, *batch_axes)
-        others = {axis: types[axis] for axis in needed if types[axis] != AxisType.Explicit}
+        wrong = {axis: types[axis] for axis in needed if types[axis] != AxisType.Explicit}
         advice = (
             "Make the mesh with `sharding.make_mesh(..., explicit=True)` or with "
             f"`AxisType.Explicit` for {', '.join(needed)}, or give `shard_mode` = 'auto'."
         )
-    if others:
-        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+    if wrong:
+        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in wrong.items())
         raise ValueError(
             f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {listed}. {advice}"
         )

@@ -33,8 +33,8 @@ class Task:
 
     def __str__(self) -> str:
         stage, microbatch = self.action.stage, self.action.microbatch
-        piece = "" if self.action.slice is None else f"s{self.action.slice}"
-        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{piece}"
+        suffix = "" if self.action.slice is None else f"s{self.action.slice}"
+        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{suffix}"
 
 
 class FusedTask(NamedTuple):

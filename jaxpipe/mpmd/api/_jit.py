@@ -96,13 +96,13 @@ class MpmdFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         key = tree, tuple(map(type_of, leaves)), static, trace_settings()
         try:
-            known = key in self._compiled
+            is_compiled = key in self._compiled
         except TypeError:
             raise ValueError(
                 f"The static arguments {shorten(repr(static.values()), 300)} are not "
                 "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
-        if not known:
+        if not is_compiled:
             if self._compiled:
                 _LOG.warning(
                     "%s is compiled once more: it is called with other shapes, dtypes or static "

@@ -178,17 +178,17 @@ def check(program: MpmdProgram) -> None:
 
 def _check_order(program: MpmdProgram) -> None:
     """Checks that a program without transfers only reads what was written, and writes it once."""
-    known = {*program.indices, *(buffer for buffer, _ in program.inputs)}
+    available = {*program.indices, *(buffer for buffer, _ in program.inputs)}
     written: set[tuple[Buffer, int]] = set()
     for run in program.instructions:
         assert isinstance(run, RunTask), f"{run} is no task, and transfers are not inserted yet"
-        missing = [buffer for buffer in run.reads if buffer not in known]
+        missing = [buffer for buffer in run.reads if buffer not in available]
         assert not missing, f"{run.name} reads {missing}, which no rank has written"
         own = {(buffer, run.rank) for buffer in run.writes}
         assert written.isdisjoint(own), f"{run.name} writes a buffer that exists"
         written |= own
-        known.update(run.writes)
-    missing = [buffer for buffer, _ in program.outputs if buffer not in known]
+        available.update(run.writes)
+    missing = [buffer for buffer, _ in program.outputs if buffer not in available]
     assert not missing, f"the program returns {missing}, which no rank has written"
 
 

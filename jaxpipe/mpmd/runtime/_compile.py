@@ -62,7 +62,7 @@ def check_threads(mesh: MpmdMesh) -> None:
 def compile_code(
     program: MpmdProgram,
     mesh: MpmdMesh,
-    known: Callable[[Buffer], PartitionSpec | None],
+    propagated_spec: Callable[[Buffer], PartitionSpec | None],
     *,
     options: Mapping[str, Any],
     num_threads: int,
@@ -76,14 +76,14 @@ def compile_code(
     single = all(group.size == 1 for group in mesh.unstack)
     specs: dict[RankBuffer, PartitionSpec | Callable[[], PartitionSpec]] = {}
     for buffer, ranks in program.inputs:
-        specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
+        specs |= {(buffer, rank): propagated_spec(buffer) or P() for rank in ranks}
     specs |= {
         (buffer, rank): P() for buffer in program.indices for rank in range(program.num_ranks)
     }
 
     def requested_spec(buffer: Buffer) -> PartitionSpec | None:
         """Returns the sharding of a buffer, None if the compiler chooses it."""
-        spec = known(buffer)
+        spec = propagated_spec(buffer)
         return P() if spec is None and single else spec
 
     def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:

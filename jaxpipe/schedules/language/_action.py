@@ -38,8 +38,8 @@ class Action:
     slice: int | None = None
 
     def __str__(self) -> str:
-        piece = "" if self.slice is None else f"s{self.slice}"
-        return f"{self.stage}{self.op.value}{self.microbatch}{piece}"
+        suffix = "" if self.slice is None else f"s{self.slice}"
+        return f"{self.stage}{self.op.value}{self.microbatch}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ def parse_action(text: str) -> Action:
             f"{short_repr(text)} is not an action. Write stage, one of F, B, I, W, and microbatch, "
             "such as 3F0, with s and a number for a sequence slice, such as 3F0s1."
         )
-    stage, op, microbatch, piece = match.groups()
-    return Action(int(stage), Op(op), int(microbatch), None if piece is None else int(piece))
+    stage, op, microbatch, slice_id = match.groups()
+    return Action(int(stage), Op(op), int(microbatch), None if slice_id is None else int(slice_id))
 
 
 def parse_step(text: str) -> ScheduleStep:

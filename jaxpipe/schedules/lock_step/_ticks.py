@@ -111,8 +111,8 @@ def _check_forwards(schedule: Schedule) -> None:
     counts = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            for piece in slice_ids(schedule):
-                forward = Action(stage, Op.F, microbatch, piece)
+            for slice_id in slice_ids(schedule):
+                forward = Action(stage, Op.F, microbatch, slice_id)
                 if counts.pop(forward, 0) != 1:
                     raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
     if counts:

@@ -226,8 +226,8 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
     moves = lambda u: (u < shape.num_microbatches) | leaves(u)  # noqa: E731
 
     def at_t(condition: Callable) -> bool | Bool[Array, ""]:
-        found = {condition(u) for u in ticks}
-        return condition(t) if len(found) > 1 else found.pop()
+        values = {condition(u) for u in ticks}
+        return condition(t) if len(values) > 1 else values.pop()
 
     return StreamMove(at_t(moves), at_t(leaves), execution_count_hint([[u] for u in ticks], moves))
 

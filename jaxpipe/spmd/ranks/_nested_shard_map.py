@@ -80,10 +80,10 @@ def _run(
     is_float = [dynamic and _is_float(x) for x, dynamic in zip(leaves, is_dynamic, strict=True)]
     is_other = [a and not b for a, b in zip(is_dynamic, is_float, strict=True)]
 
-    def f_of_leaves(floats: tuple, others: tuple) -> Any:
-        more_floats, more_others = iter(floats), iter(others)
+    def f_of_leaves(floats: tuple, constants: tuple) -> Any:
+        more_floats, more_constants = iter(floats), iter(constants)
         merged = [
-            next(more_floats) if first else next(more_others) if second else leaf
+            next(more_floats) if first else next(more_constants) if second else leaf
             for leaf, first, second in zip(leaves, is_float, is_other, strict=True)
         ]
         return f(*jax.tree.unflatten(tree, merged))
@@ -96,15 +96,15 @@ def _run(
     is_trained = [_is_float(x) for x in results]
     is_rest = [not x for x in is_trained]
 
-    def f_of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
-        outputs = jax.tree.leaves(f_of_leaves(floats, others))
+    def f_of_shards(floats: tuple, constants: tuple) -> tuple[tuple, tuple]:
+        outputs = jax.tree.leaves(f_of_leaves(floats, constants))
         return select(outputs, is_trained), select(outputs, is_rest)
 
     leaf_specs = _specs_of_leaves(out_specs, shapes)
     outs = select(leaf_specs, is_trained), select(leaf_specs, is_rest)
     run = _differentiable(_Call(f_of_shards, axes, ins, outs))
-    floats, others = map(iter, run(*jax.tree.map(pvary, dynamic)))
-    outputs = [next(floats if first else others) for first in is_trained]
+    floats, constants = map(iter, run(*jax.tree.map(pvary, dynamic)))
+    outputs = [next(floats if first else constants) for first in is_trained]
     return jax.tree.unflatten(out_tree, outputs)
 
 
@@ -117,17 +117,17 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
     )
 
     @jax.custom_vjp
-    def run(floats, others):
+    def run(floats, constants):
         def on_shard(*arguments):
             return call.f_of_shards(*_as_equal(arguments))
 
         on_all = on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)
-        return jax.tree.map(pvary, on_all(floats, others))
+        return jax.tree.map(pvary, on_all(floats, constants))
 
-    def forward(floats, others):
-        def on_shard(floats, others):
+    def forward(floats, constants):
+        def on_shard(floats, constants):
             y, pull_back, rest = jax.vjp(
-                lambda x: call.f_of_shards(x, others), floats, has_aux=True
+                lambda x: call.f_of_shards(x, constants), floats, has_aux=True
             )
             return (y, rest), pull_back
 
@@ -137,7 +137,7 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
 
         outs = call.outs, one_each
         on_all = on_shards(keep, in_specs=call.ins, out_specs=outs)
-        return jax.tree.map(pvary, on_all(floats, others))
+        return jax.tree.map(pvary, on_all(floats, constants))
 
     def backward(pull_back, gradients):
         def pull(pull_back, gradients):

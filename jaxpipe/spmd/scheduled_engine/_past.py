@@ -128,9 +128,9 @@ def slice_inputs(
     offset = _offset(layout, work)
 
     def read(buffer: jax.Array, dim: int) -> jax.Array:
-        found = index_leading(buffer, work.past_slot)
-        is_earlier = lax.broadcasted_iota(jnp.int32, found.shape, dim) < offset
-        return jnp.where(is_earlier, found, jnp.zeros_like(found))
+        state = index_leading(buffer, work.past_slot)
+        is_earlier = lax.broadcasted_iota(jnp.int32, state.shape, dim) < offset
+        return jnp.where(is_earlier, state, jnp.zeros_like(state))
 
     return SliceInputs(batch, list(map(read, buffers, layout.dims)), pvary(offset))
 

@@ -148,12 +148,12 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     shard: XLA's partitioner would gather what such a constraint reads.
     """
     axes = partitioned_axes()
-    others = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
+    other_axes = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
 
     def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not axes:
             return row_major(weight)
-        spec = without_axes(spec, others)
+        spec = without_axes(spec, other_axes)
         return jax.shard_map(row_major, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
     return map_leaves(keep, weights, specs)

@@ -53,14 +53,14 @@ def first_state(
         step = broadcast_from_first(step)
         metadata = read_metadata(checkpoints, step)
         as_saved = with_layers_after(plan.state, metadata.get("layers_after", 0))
-        wanted = canonical_shapes(as_saved)["weights"]
+        shapes = canonical_shapes(as_saved)["weights"]
         where = f"`init_from` is {init_from!r}: {checkpoints.directory} step {step}"
         saved = saved_leaf_specs(checkpoints, step, "weights")
-        check_same_leaves(_as_restored(saved, weights.dtype), leaf_specs(wanted), where, _ADVICE)
+        check_same_leaves(_as_restored(saved, weights.dtype), leaf_specs(shapes), where, _ADVICE)
         check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
         state = init_state(plan)
         del state["weights"]  # room for the others
-        canonical = {"weights": restore_weights(checkpoints, step, wanted)}
+        canonical = {"weights": restore_weights(checkpoints, step, shapes)}
     return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
@@ -102,13 +102,13 @@ def verified_step(
 ) -> int:
     """Returns a step, or the newest complete one, after it has passed all checks."""
     folder = Path(checkpoints.directory)
-    steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
+    steps = [s for s in checkpoints.all_steps() if is_complete(folder / str(s))]
     if step is None and steps:
         step = max(steps)
     if step is None or step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
-        wanted = "any step" if step is None else f"step {step}"
-        raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
+        missing = "any step" if step is None else f"step {step}"
+        raise ValueError(f"{checkpoints.directory} does not have {missing}. It has: {there}.")
     saved = folder / str(step)
     if not has_digests(saved) and not allow_unverified:
         raise ValueError(
@@ -138,11 +138,11 @@ def check_same_sizes(
     """
     fields = dataclasses.fields(sizes)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    found = defaults | dict(saved)
+    saved_sizes = defaults | dict(saved)
     differing = [
-        f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
+        f"{key} is {saved_sizes.get(key)!r} in the checkpoint, {value!r} in the config"
         for key, value in dataclasses.asdict(sizes).items()
-        if found.get(key) != value and key not in ignored
+        if saved_sizes.get(key) != value and key not in ignored
     ]
     if differing:
         raise ValueError(

@@ -121,14 +121,14 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
 
 def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
     """Returns the complete step with the least `eval_loss`, or None if no step has one."""
-    found = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
-    return min(found, key=lambda step: found[step]) if found else None
+    losses = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
+    return min(losses, key=lambda step: losses[step]) if losses else None
 
 
 def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
     """Returns the `eval_loss` of every complete step that has one."""
-    found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
-    return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
+    metrics_by_step = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
+    return {step: _loss_of(metrics) for step, metrics in metrics_by_step.items() if metrics}
 
 
 def best_loss_tracker(
@@ -245,22 +245,22 @@ def restore_weights(
     checkpoints: ocp.CheckpointManager, step: int, abstract_weights: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
     """Restores the weights of a step alone, with the given shardings and dtypes."""
-    wanted = {"weights": abstract_weights}
-    how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    return _restore_part(checkpoints, step, wanted, how)["weights"]
+    tree = {"weights": abstract_weights}
+    how = ocp.checkpoint_utils.construct_restore_args(tree)
+    return _restore_part(checkpoints, step, tree, how)["weights"]
 
 
 def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
     """Restores one leaf of a step to host memory by its path, such as `weights/head/norm`."""
     names = path.split("/")
-    wanted: Any = 0
+    tree: Any = 0
     how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
     for name in reversed(names):
-        wanted, how = {name: wanted}, {name: how}
-    found = _restore_part(checkpoints, step, wanted, how)
+        tree, how = {name: tree}, {name: how}
+    restored = _restore_part(checkpoints, step, tree, how)
     for name in names:
-        found = found[name]
-    return found
+        restored = restored[name]
+    return restored
 
 
 def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> LeafSpecs:
@@ -270,12 +270,12 @@ def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str 
 
 
 def _restore_part(
-    checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
+    checkpoints: ocp.CheckpointManager, step: int, tree: PyTree, how: PyTree
 ) -> PyTree:
     """Restores some leaves of a state, each by its restore arguments."""
     folder = checkpoints.directory / str(step) / "state"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        args = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
         return checkpointer.restore(folder, args=args)
 
 
@@ -299,16 +299,16 @@ def leaf_specs(tree: PyTree) -> LeafSpecs:
 
 def check_same_leaves(
     saved: LeafSpecs,
-    wanted: LeafSpecs,
+    model: LeafSpecs,
     where: str,
     advice: str = "Use the config it was saved with, or another `run_name`.",
 ) -> None:
     """Raises ValueError with the leaves that differ, between `where` and `advice`."""
-    lines = [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
-    lines += [f"{name}: only in the model" for name in wanted if name not in saved]
+    lines = [f"{name}: only in the checkpoint" for name in saved if name not in model]
+    lines += [f"{name}: only in the model" for name in model if name not in saved]
     lines += [
         f"{name}: {_describe(saved[name])} in the checkpoint, {_describe(leaf)} in the model"
-        for name, leaf in wanted.items()
+        for name, leaf in model.items()
         if name in saved and saved[name] != leaf
     ]
     if not lines:
@@ -317,7 +317,7 @@ def check_same_leaves(
     if len(lines) > MAX_LISTED:
         listed.append(f"and {len(lines) - MAX_LISTED} more")
     raise ValueError(
-        f"{where} is of another model: {len(lines)} of {len({*saved, *wanted})} leaves differ.\n  "
+        f"{where} is of another model: {len(lines)} of {len({*saved, *model})} leaves differ.\n  "
         + "\n  ".join(listed)
         + f"\n{advice}"
     )

@@ -129,10 +129,10 @@ class Config(ConfigKeys):
         for name, choices in readers.items():
             value, default = getattr(self, name), Config.model_fields[name].default
             if choice not in choices and value != default:
-                others = f"`{key}=" + "` or `".join(choices) + "`"
+                alternatives = f"`{key}=" + "` or `".join(choices) + "`"
                 raise ValueError(
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
-                    f"Leave it at {default!r}, or choose {others}."
+                    f"Leave it at {default!r}, or choose {alternatives}."
                 )
 
     def _check_data(self) -> None:

@@ -50,12 +50,12 @@ def load_config(
         3
     """
     base = parse_yaml(base_yaml(), "base.yml")
-    given = [(fspath(file), _read_yaml(fspath(file))) for file in files]
-    given += [("the command line", parse_override(text)) for text in overrides]
+    sources = [(fspath(file), _read_yaml(fspath(file))) for file in files]
+    sources += [("the command line", parse_override(text)) for text in overrides]
 
-    name = _merged([("base.yml", base), *given])["model_name"]
+    name = _merged([("base.yml", base), *sources])["model_name"]
     preset = _preset(name, presets)
-    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *given])
+    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *sources])
 
 
 def base_yaml() -> str:
@@ -68,9 +68,9 @@ def parse_override(text: str) -> ConfigValues:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
-    found = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    return {key: value.strip() if is_number and key in _TEXT_KEYS else found}
+    parsed = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
+    is_number = isinstance(parsed, int | float) and not isinstance(parsed, bool)
+    return {key: value.strip() if is_number and key in _TEXT_KEYS else parsed}
 
 
 def parse_yaml(text: str, source: str) -> ConfigValues:
@@ -145,9 +145,9 @@ def _validation_message(
         start = f"`{key}` is {short_repr(values[key])} (from {origin[key]}). " if key else ""
         inside = _source_path(detail["loc"][1:]) if key.endswith("data_sources") else ""
         lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
-    found = [start + _expected_value(messages) for start, messages in lines.items()]
-    rest = [f"and {len(found) - _MAX_PROBLEMS} more"] if len(found) > _MAX_PROBLEMS else []
-    return "\n".join([*found[:_MAX_PROBLEMS], *rest])
+    problems = [start + _expected_value(messages) for start, messages in lines.items()]
+    rest = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+    return "\n".join([*problems[:_MAX_PROBLEMS], *rest])
 
 
 def _source_path(path: tuple[int | str, ...]) -> str:
@@ -159,6 +159,6 @@ def _source_path(path: tuple[int | str, ...]) -> str:
 def _expected_value(messages: Sequence[str]) -> str:
     """Joins Pydantic's "Input should be 'auto'", "Input should be a bool" into one sentence."""
     start = "Input should be "
-    first, *others = dict.fromkeys(messages[:_MAX_PROBLEMS])
-    expected = " or ".join([first, *(message.removeprefix(start) for message in others)])
+    first, *rest = dict.fromkeys(messages[:_MAX_PROBLEMS])
+    expected = " or ".join([first, *(message.removeprefix(start) for message in rest)])
     return expected.replace(start, "It should be ").removesuffix(".") + "."

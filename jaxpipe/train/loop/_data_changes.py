@@ -29,12 +29,12 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         before, now = ({k: v for k, v in x.items() if k in both} for x in (before, now))
     if "tokenizer" not in before or "tokenizer" not in now:  # files of tokens need none
         before, now = ({k: v for k, v in x.items() if k != "tokenizer"} for x in (before, now))
-    was, found = dict(_flatten(before)), dict(_flatten(now))
-    names = [*found, *(name for name in was if name not in found)]
+    was, now_is = dict(_flatten(before)), dict(_flatten(now))
+    names = [*now_is, *(name for name in was if name not in now_is)]
     return changes + [
-        f"{_readable_name(name)} was {_value(was, name)} and is {_value(found, name)}"
+        f"{_readable_name(name)} was {_value(was, name)} and is {_value(now_is, name)}"
         for name in names
-        if was.get(name) != found.get(name)
+        if was.get(name) != now_is.get(name)
     ]
 
 
@@ -56,13 +56,13 @@ def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: 
     """Checks that the learning rate does not jump because `steps` has changed."""
     if not rate.follows_run:  # changed by hand, if at all
         return ""
-    was, found = (
+    old, new = (
         np.asarray(rate.schedule(num_steps)(done)).item() for num_steps in (before, rate.num_steps)
     )
-    if abs(was - found) <= 1e-6 * max(was, found):
+    if abs(old - new) <= 1e-6 * max(old, new):
         return ""
     what = (
-        f"The learning rate of step {done + 1} was to be {was:.6g} and would be {found:.6g}: the "
+        f"The learning rate of step {done + 1} was to be {old:.6g} and would be {new:.6g}: the "
         f"schedule {rate.shape!r} had {before} steps and has as many as "
         f"`steps`, {rate.num_steps}."
     )
@@ -75,10 +75,10 @@ def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: 
 
 
 def _readable_name(name: str) -> str:
-    if found := re.fullmatch(r"weights\[(\d+)\]", name):
-        return f"the weight of source {found[1]}"
-    if found := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
-        return f"`{found[2]}` of source {found[1]}"
+    if match := re.fullmatch(r"weights\[(\d+)\]", name):
+        return f"the weight of source {match[1]}"
+    if match := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
+        return f"`{match[2]}` of source {match[1]}"
     return _NAMES.get(name, f"`{name}`")
 
 

@@ -110,13 +110,15 @@ def train(
         stack.enter_context(mesh_context(setup.step))
         stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
-        found = on_first_process(
+        resume_point = on_first_process(
             lambda: find_resume_point(folder, policy), f"cannot go on in {str(folder)!r}"
         )
-        done = broadcast_from_first(found.step if found else 0)
-        warnings = _check_resume_on_first(found, policy, setup, data.training.decided_by, done)
+        done = broadcast_from_first(resume_point.step if resume_point else 0)
+        warnings = _check_resume_on_first(
+            resume_point, policy, setup, data.training.decided_by, done
+        )
         said = on_first_process(
-            lambda: clean_up(found) if found else [], f"cannot tidy {str(folder)!r}"
+            lambda: clean_up(resume_point) if resume_point else [], f"cannot tidy {str(folder)!r}"
         )
         print("".join(f"{line}\n" for line in said or []), end="", file=shown)
         if done >= config.steps:
@@ -131,7 +133,7 @@ def train(
         if restored is None:
             restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
         run = _RunContext(
-            setup, data.training, evaluate, checkpoints, folder, found, shown, stop, watch
+            setup, data.training, evaluate, checkpoints, folder, resume_point, shown, stop, watch
         )
         return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
 
@@ -156,7 +158,7 @@ class _RunContext:
     evaluate: Evaluate | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
-    found: ResumePoint | None  # of the first process
+    resume_point: ResumePoint | None  # of the first process
     shown: Stream
     stop: StopRequests
     watch: StepWatch
@@ -301,7 +303,7 @@ def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int)
 
 
 def _check_resume_on_first(
-    found: ResumePoint | None,
+    resume_point: ResumePoint | None,
     policy: ResumePolicy,
     setup: Setup,
     decided_by: Mapping[str, Any],
@@ -310,10 +312,10 @@ def _check_resume_on_first(
     """Returns warnings on changes since the checkpoint; none on all but the first process."""
 
     def check() -> list[str]:
-        if not found or not 0 < done < setup.config.steps:
+        if not resume_point or not 0 < done < setup.config.steps:
             return []
         return check_resume(
-            found,
+            resume_point,
             policy,
             sizes=setup.state.weights.sizes,
             rate=setup.state.optimizer.learning_rate,
@@ -325,8 +327,8 @@ def _check_resume_on_first(
 
 def _record_start(run: _RunContext, done: int) -> None:
     """Records a start of the run before its first step."""
-    folder, found, config = run.folder, run.found, run.setup.config
-    if found and found.begins_anew:
+    folder, resume_point, config = run.folder, run.resume_point, run.setup.config
+    if resume_point and resume_point.begins_anew:
         names = ", ".join(archive_history(folder))
         print(f"The run begins anew. What it was is kept as {names}.", file=run.shown)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
@@ -334,5 +336,5 @@ def _record_start(run: _RunContext, done: int) -> None:
     if read_saved(folder) is None:
         record_saved(folder, done)
     record_start(folder, run.setup.mesh, done)
-    if found and done:
-        truncate_metrics(found)
+    if resume_point and done:
+        truncate_metrics(resume_point)

@@ -46,11 +46,11 @@ def record_start(folder: Path, mesh: Mesh, done: int) -> None:
 
 def _steps_of_metrics(folder: Path) -> list[int]:
     """Returns the steps that have metrics. Broken lines, which a power loss leaves, are skipped."""
-    found = []
+    steps = []
     for _, line in complete_lines(folder / METRICS_FILE):
         with suppress(ValueError):
-            found.append(parse_line(line, "step", METRICS_FILE)["step"])
-    return found
+            steps.append(parse_line(line, "step", METRICS_FILE)["step"])
+    return steps
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -76,12 +76,12 @@ def read_saved(folder: Path) -> int | None:
 
 def fsync_history(folder: Path) -> dict[str, tuple[int, str]]:
     """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
-    found = {}
+    digests = {}
     for name in (METRICS_FILE, STARTS_FILE):
         if (data := read_file(folder / name)) is not None:
             fsync(folder / name)
-            found[name] = len(data), sha256_of(data)
-    return found
+            digests[name] = len(data), sha256_of(data)
+    return digests
 
 
 def archive_history(folder: Path) -> list[str]:

@@ -39,26 +39,26 @@ def stat_or_none(path: Path) -> os.stat_result | None:
 
 def is_file(path: Path) -> bool:
     """Returns whether a path is a regular file, and not a folder, a device or a pipe."""
-    found = stat_or_none(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    status = stat_or_none(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder."""
-    found = stat_or_none(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    status = stat_or_none(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None:
     """Returns the content of a file, None if it does not exist."""
-    found = stat_or_none(path)
-    if found is None and not os.path.lexists(path):
+    status = stat_or_none(path)
+    if status is None and not os.path.lexists(path):
         return None
-    if found is None or not is_file(path):
+    if status is None or not is_file(path):
         raise ValueError(f"{path} is not a regular file. Move it away, and put the file back.")
-    if found.st_size > most_bytes:
+    if status.st_size > most_bytes:
         raise ValueError(
-            f"{path} has {found.st_size:,} bytes, more than {most_bytes:,}. Move it away."
+            f"{path} has {status.st_size:,} bytes, more than {most_bytes:,}. Move it away."
         )
     try:
         return path.read_bytes()

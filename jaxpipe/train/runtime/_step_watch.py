@@ -80,8 +80,8 @@ class KeyValueStore:
 
     def read(self) -> Mapping[int, str]:
         """Returns the last text of each process."""
-        known = self._client.key_value_dir_get(self._folder)
-        return {int(key.rpartition("/")[2]): text for key, text in known}
+        texts = self._client.key_value_dir_get(self._folder)
+        return {int(key.rpartition("/")[2]): text for key, text in texts}
 
 
 @dataclass
@@ -95,10 +95,10 @@ class ProcessLedger:
     silent: dict[int, float] = field(default_factory=dict)
     unanswered: float = 0.0
 
-    def update(self, known: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
+    def update(self, positions: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
         """Records the positions of all processes, `seconds` of running time after the last call."""
         for process, before in self.positions.items():
-            now = known.get(process, before)
+            now = positions.get(process, before)
             moved, spoke = now.progress != before.progress, now.heartbeat != before.heartbeat
             self.still[process] = 0.0 if moved else self.still.get(process, 0.0) + seconds
             self.silent[process] = 0.0 if spoke else self.silent.get(process, 0.0) + seconds
@@ -122,8 +122,10 @@ class ProcessLedger:
 
     def describe_exit(self) -> str:
         """Returns which process has left the run by which error; "" if none has."""
-        found = {p: position.error for p, position in self.positions.items() if p != self.process}
-        return next((f"process {p} has left the run: {why}" for p, why in found.items() if why), "")
+        errors = {p: position.error for p, position in self.positions.items() if p != self.process}
+        return next(
+            (f"process {p} has left the run: {why}" for p, why in errors.items() if why), ""
+        )
 
     def describe_stall(self) -> str:
         """Returns which process is behind, if none has made progress for too long; else ""."""
@@ -255,8 +257,8 @@ class StepWatch:
             is_last = self._is_over.is_set()
             try:
                 store.put(json.dumps(asdict(replace(self._position, heartbeat=heartbeat))))
-                known = store.read()
-                self._known = {p: Position(**json.loads(text)) for p, text in known.items()}
+                texts = store.read()
+                self._known = {p: Position(**json.loads(text)) for p, text in texts.items()}
                 self._answers += 1
             except jax.errors.JaxRuntimeError:
                 pass  # process 0 does not answer
@@ -272,8 +274,8 @@ class StepWatch:
             now = time.monotonic()
             seconds, before = min(now - before, 2 * HEARTBEAT_SECONDS), now
             answered, answers = self._answers != answers, self._answers
-            known = {**self._known, self._process: self._position}
-            self._ledger.update(known, seconds, answered=answered)
+            positions = {**self._known, self._process: self._position}
+            self._ledger.update(positions, seconds, answered=answered)
             silent = set(self._ledger.silent_processes(SILENT_SECONDS))
             if silent - named:
                 self._print(self._ledger.describe_silence(sorted(silent - named)))

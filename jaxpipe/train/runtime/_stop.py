@@ -117,9 +117,9 @@ def check_step(
 
 def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
     """Returns why a step is bad, such as `its loss is nan`; "" if it is good."""
-    found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
-    bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
-    norm = found.get("gradient_norm", 0.0)
+    values = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
+    bad = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    norm = values.get("gradient_norm", 0.0)
     if not bad and max_gradient_norm and norm > max_gradient_norm:
         bad = [f"its gradient_norm is {norm:.6g}, above {max_gradient_norm:g}"]
     return " and ".join(bad)

@@ -53,20 +53,20 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     stage_of_mark = _stages_by_id(forward, mark_ids)
     stage_of_mark |= {eqn: last - i for eqn, i in _stages_by_id(backward, mark_ids[::-1]).items()}
     last_marks = [eqn for eqn, i in stage_of_mark.items() if i == num_stages - 1]
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
         if eqn in last_marks:
-            (renamed_eqn,) = substitute_inputs([eqn], known)
-            known.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
+            (renamed_eqn,) = substitute_inputs([eqn], replacements)
+            replacements.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
         else:
             eqns.append(eqn)
     marks: dict[Eqn, int] = {}
-    renamed = substitute_inputs(eqns, known)
+    renamed = substitute_inputs(eqns, replacements)
     for old, new in zip(eqns, renamed, strict=True):
         if old in stage_of_mark:
             marks[new] = stage_of_mark[old]
-    return MarkedBody(with_outputs(body, renamed, known), marks)
+    return MarkedBody(with_outputs(body, renamed, replacements), marks)
 
 
 def forward_mark_ids(body: Graph) -> list[int]:
@@ -97,19 +97,19 @@ def _without_constant_marks(body: Graph) -> Graph:
     A constant, such as the cotangent of a loss, is available in every stage, so a mark on it has no
     effect.
     """
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
-        (eqn,) = substitute_inputs([eqn], known)
+        (eqn,) = substitute_inputs([eqn], replacements)
         if is_mark(eqn):
             assert isinstance(eqn.operation, PrimitiveCall)
             atoms, params = operands(eqn), eqn.operation.params
             pairs = zip(eqn.outputs, atoms, strict=True)
-            known.update((o, a) for o, a in pairs if isinstance(a, Literal))
-            outputs = tuple(o for o in eqn.outputs if o not in known)
+            replacements.update((o, a) for o, a in pairs if isinstance(a, Literal))
+            outputs = tuple(o for o in eqn.outputs if o not in replacements)
             eqn = Eqn(PrimitiveCall(STAGE_END, identity, params), tuple(variables(atoms)), outputs)
         eqns.append(eqn)
-    return with_outputs(body, eqns, known)
+    return with_outputs(body, eqns, replacements)
 
 
 def _without_recomputed_marks(body: Graph) -> Graph:
@@ -120,15 +120,15 @@ def _without_recomputed_marks(body: Graph) -> Graph:
     """
     value_ids = ValueNumbering(body.inputs)
     first: dict[tuple[Hashable, ...], Eqn] = {}
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
-        (eqn,) = substitute_inputs([eqn], known)
+        (eqn,) = substitute_inputs([eqn], replacements)
         output_ids = value_ids.add(eqn)
         if is_mark(eqn) and not is_backward_mark(eqn):
             original = first.setdefault(output_ids, eqn)
             if original is not eqn:
-                known.update(zip(eqn.outputs, original.outputs, strict=True))
+                replacements.update(zip(eqn.outputs, original.outputs, strict=True))
                 continue
         eqns.append(eqn)
-    return with_outputs(body, eqns, known)
+    return with_outputs(body, eqns, replacements)

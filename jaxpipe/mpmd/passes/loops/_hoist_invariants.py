@@ -39,15 +39,15 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
     would keep an extra array alive.
     """
     nodes: list[Eqn | PipelinedLoop] = []
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     for node in graph.eqns:
-        (node,) = substitute_inputs([node], known)
+        (node,) = substitute_inputs([node], replacements)
         if isinstance(node, PipelinedLoop):
             hoisted = _hoist_from(node)
-            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, known)]
+            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, replacements)]
         else:
             nodes.append(node)
-    return with_outputs(graph, nodes, known)
+    return with_outputs(graph, nodes, replacements)
 
 
 @dataclass(frozen=True)
@@ -68,34 +68,34 @@ class _HoistedEqns:
 
 def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
     body, index = loop.body, loop.index
-    known: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
+    replacements: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
     value_ids = ValueNumbering(body.inputs)
     first: dict[tuple[Hashable, ...], tuple[Var, ...]] = {}  # outputs of hoisted equations
     before: list[Eqn] = []
     inside: list[Eqn] = []
-    invariant = set(known)
+    invariant = set(replacements)
     for eqn in body.eqns:
         output_ids = value_ids.add(eqn)
-        (out,) = substitute_inputs([eqn], known)
+        (out,) = substitute_inputs([eqn], replacements)
         if not _can_hoist(eqn, invariant):
             inside.append(out)
         elif is_barrier(eqn):
-            known.update(zip(eqn.outputs, out.inputs, strict=True))
+            replacements.update(zip(eqn.outputs, out.inputs, strict=True))
             invariant.update(eqn.outputs)
         else:
             if output_ids not in first:
                 first[output_ids] = out.outputs
                 before.append(out)
-            known.update(zip(eqn.outputs, first[output_ids], strict=True))
+            replacements.update(zip(eqn.outputs, first[output_ids], strict=True))
             invariant.update(eqn.outputs)
-    renewed = with_outputs(body, inside, known)
+    renewed = with_outputs(body, inside, replacements)
     sunk = _sink_data_movement(before, renewed)
     inputs = tuple(v for v in free_variables(sunk.inside, renewed.outputs) if v is not index)
     body = replace(renewed, inputs=(*inputs, index), eqns=tuple(sunk.inside))
     return _HoistedLoop(sunk.before, replace(loop, inputs=inputs, body=body))
 
 
-def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> PipelinedLoop:
+def _drop_invariant_results(loop: PipelinedLoop, replacements: dict[Var, Atom]) -> PipelinedLoop:
     """Returns the loop without the results that its only microbatch returns unchanged.
 
     `known` maps these results to the inputs of the loop, so that they stay on the groups that
@@ -105,7 +105,7 @@ def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> Pipe
     for i, (result, output) in enumerate(zip(loop.outputs, loop.body.outputs, strict=True)):
         is_unchanged = isinstance(output, Var) and output in loop.invariants
         if loop.reductions[i].operation is Last and is_unchanged:
-            known[result] = output
+            replacements[result] = output
         else:
             kept.append(i)
     return replace(

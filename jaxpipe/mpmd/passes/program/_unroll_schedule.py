@@ -87,8 +87,8 @@ def _init_accumulator(reduction: Reduction) -> list[jax.Array]:
 def task_name(action: Action) -> str:
     """Returns the name of a task as JaxPP writes it: `fwd_0__3`, or `fwd_0__3s1` for a slice."""
     what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
-    piece = "" if action.slice is None else f"s{action.slice}"
-    return f"{what}_{action.stage}__{action.microbatch}{piece}"
+    suffix = "" if action.slice is None else f"s{action.slice}"
+    return f"{what}_{action.stage}__{action.microbatch}{suffix}"
 
 
 @dataclass(frozen=True)

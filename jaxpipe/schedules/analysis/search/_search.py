@@ -307,13 +307,13 @@ def _divided(size: Time, pieces: int) -> Time | Fraction:
     return Fraction(size, pieces) if isinstance(size, int) else size / pieces
 
 
-def _better(one: _Fit, other: _Fit | None) -> _Fit:
+def _better(first: _Fit, second: _Fit | None) -> _Fit:
     """Returns the faster of two, of equal ones the leaner, of those the family."""
-    if other is None or not is_enough(other.step_time, one.step_time):
-        return one
-    if not is_enough(one.step_time, other.step_time):
-        return other
-    return min(one, other, key=lambda fit: (fit.peak, fit.name == SEARCHED))
+    if second is None or not is_enough(second.step_time, first.step_time):
+        return first
+    if not is_enough(first.step_time, second.step_time):
+        return second
+    return min(first, second, key=lambda fit: (fit.peak, fit.name == SEARCHED))
 
 
 def _schedule(fit: _Fit) -> Schedule:
