@@ -1,13 +1,12 @@
 """Loss of a microbatch, and gradients of the boundary: the weights of embedding and head."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import StagedModel
 from ..autodiff.backward import combine, floating
 from ..autodiff.staged_model import Aux
-from ._buffers import to_accum_dtype
+from ._buffers import add_trees, to_accum_dtype
 
 
 def loss_and_gradients(
@@ -29,4 +28,4 @@ def loss_and_gradients(
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
     """Adds gradients of a microbatch to those of embedding and head, in float32."""
     sums = {name: gradients[name] for name in new}
-    return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))
+    return gradients | add_trees(sums, to_accum_dtype(new))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
@@ -44,6 +45,10 @@ def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
     return jax.tree.map(
         lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=0), buffer, x
     )
+
+
+def add_trees(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
-from .._buffers import put
+from .._buffers import add_trees, put
 from ..ranks import update_if, zeros_like
 from ..weight_gather import WeightGather
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
@@ -203,7 +203,7 @@ def _backward_tick(
         go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
         hint = hint_of_repeats(shape, phase.program)
         weight_state = update_if(begins_repeat(work), go_on, weight_state, hint=hint)
-    ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
+    ds = add_trees(index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
     dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
     return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))

@@ -59,7 +59,7 @@ def nested_shard_map(
         context = jax.sharding.get_abstract_mesh()
         manual = frozenset(context.manual_axes)
         is_whole = dict(mesh.shape) == dict(context.shape) and mesh.abstract_mesh != context
-        if not (manual and is_whole and all(map(_is_spec, jax.tree.leaves(in_specs)))):
+        if not (manual and is_whole and all(map(_is_leaf, jax.tree.leaves(in_specs)))):
             return plain(*arguments)
         names = [axis for axis in axis_names or context.axis_names if axis not in manual]
         if not names:
@@ -197,8 +197,4 @@ def _is_float(x: Any) -> bool:
 
 
 def _is_leaf(x: Any) -> bool:
-    return x is None or _is_spec(x)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+    return isinstance(x, PartitionSpec | None)

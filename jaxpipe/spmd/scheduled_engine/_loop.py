@@ -26,7 +26,6 @@ from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dty
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from ._copies import receive_copies, return_gradients
-from ._loss_on_all_ranks import loss_on_all_ranks
 from ._past import (
     add_past_cotangents,
     past_layout,
@@ -45,6 +44,7 @@ from ._phases import (
     Totals,
     backward,
     forward,
+    loss_on_all_ranks,
     weight,
 )
 from ._residuals import merge_memories, split_by_memory, split_residuals

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree, Scalar
+from jax import lax
+from jaxtyping import Array, Bool, PyTree, Scalar
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import SplitBackward, floating
@@ -18,7 +19,7 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import to_accum_dtype
+from .._buffers import add_trees, to_accum_dtype
 from ..ranks import AXIS, cond, pvary, update_if
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import (
@@ -28,7 +29,7 @@ from ._residuals import (
     merge_residuals,
     run_forward,
 )
-from ._rows import PhaseRow, stage_hint
+from ._rows import Index, PhaseRow, stage_hint
 from ._weights import ScheduledWeights
 
 
@@ -152,7 +153,7 @@ def forward(
         ((y, new), aux), written, on_host = run_forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
         )
-    totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
+    totals = totals._replace(stage_aux=add_trees(totals.stage_aux, aux))
     totals, cotangent = update_if(
         work.stage == invariants.loss_stage,
         lambda state: _loss(invariants, y, inputs.batch, state[0]),
@@ -189,7 +190,7 @@ def _loss(
     return _with_loss(totals, value, metrics, boundary_grads), dy
 
 
-def vocab_parallel_loss(
+def _vocab_parallel_loss(
     invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
 ) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
@@ -208,9 +209,44 @@ def _with_loss(
 ) -> Totals:
     return totals._replace(
         loss=totals.loss + value,
-        loss_metrics=_add(totals.loss_metrics, metrics),
+        loss_metrics=add_trees(totals.loss_metrics, metrics),
         boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
     )
+
+
+def loss_on_all_ranks(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    outputs: ForwardOutputs,
+    microbatch: Index,
+    totals: Totals,
+) -> tuple[Totals, ForwardOutputs]:
+    """Broadcasts the output of the last stage to all ranks, which compute its loss together.
+
+    The condition is the same on all ranks, so they may communicate under it.
+    """
+    is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
+
+    def loss(totals: Totals) -> tuple[Totals, PyTree]:
+        everywhere = jax.tree.map(lambda y: _broadcast(is_source, y), outputs.activation)
+        inputs_m = index_leading(invariants.batch_inputs, microbatch)
+        totals, dy = _vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
+        return totals, own
+
+    totals, cotangent = update_if(
+        microbatch >= 0,
+        lambda state: loss(state[0]),
+        (totals, outputs.cotangent),
+        hint=stage_hint(invariants.tables.forward, invariants.num_stages - 1),
+    )
+    return totals, outputs._replace(cotangent=cotangent)
+
+
+def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
+    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
+    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
 
 
 class BackwardTotals(NamedTuple):
@@ -371,7 +407,3 @@ def _with_embed_gradient(
     hint = stage_hint(invariants.tables.backward, 0)
     embed_grads = update_if(work.stage == 0, add, embed_grads, hint=hint)
     return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
-
-
-def _add(total: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, total, new)

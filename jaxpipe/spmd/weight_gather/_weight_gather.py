@@ -23,13 +23,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...ir.transforms import Entry
-from .._buffers import over_leading, put, to_accum_dtype
+from .._buffers import add_trees, over_leading, put, to_accum_dtype
 from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
 
@@ -110,7 +109,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
-        return put(sums, _plus(index_leading(sums, chunk), to_sum(new)), chunk), result
+        return put(sums, add_trees(index_leading(sums, chunk), to_sum(new)), chunk), result
 
     def zero_sums() -> PyTree:
         return zeros_of_chunks(gather.reduce_scatter(zero_unsharded()), weights)
@@ -215,7 +214,7 @@ def _with_zeros(
     reduce_scatter = reduce_scatter or gather.reduce_scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
-        return _plus(total, to_sum(dw))
+        return add_trees(total, to_sum(dw))
 
     # Only the types of what these two compute are used.
     def zero_sum(w: PyTree) -> PyTree:
@@ -261,7 +260,3 @@ def read_after(weights: PyTree, chunk: Any) -> PyTree:
 def _nothing(chunk: Any) -> PyTree:
     del chunk
     return ()
-
-
-def _plus(total: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, total, new)

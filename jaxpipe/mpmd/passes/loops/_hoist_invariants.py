@@ -17,14 +17,13 @@ from ....ir.graph import (
     Atom,
     Eqn,
     Graph,
-    PrimitiveCall,
     Var,
     free_variables,
     has_print,
     is_move,
     variables,
 )
-from ...ir._eqns import is_mark, substitute_inputs, with_outputs
+from ...ir._eqns import is_cast, is_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering, is_barrier
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph
@@ -137,7 +136,7 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
     read_outside: set[Var] = set()  # values that the hoisted equations read
     hoisted: list[Eqn] = []
     for eqn in reversed(before):
-        is_inside = needed.intersection(eqn.outputs) and is_move(eqn) and not _is_cast(eqn)
+        is_inside = needed.intersection(eqn.outputs) and is_move(eqn) and not is_cast(eqn)
         if is_inside:
             inside.insert(0, eqn)
             needed.update(variables(eqn.inputs))
@@ -145,8 +144,3 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
             hoisted.insert(0, eqn)
             read_outside.update(variables(eqn.inputs))
     return _HoistedEqns(hoisted, inside)
-
-
-def _is_cast(eqn: Eqn) -> bool:
-    operation = eqn.operation
-    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"
