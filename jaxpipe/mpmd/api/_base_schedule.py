@@ -91,14 +91,7 @@ class BaseSchedule(ABC):
 
     @abstractmethod
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Returns the order of every rank's actions, checked.
-
-        Returns:
-            A schedule that passes `check`.
-
-        Raises:
-            ValueError: If this kind of schedule does not support M microbatches.
-        """
+        """Returns the order of every rank's actions, which passes `check`."""
 
     @abstractmethod
     def get_mpmd_idx(self, stage_id: int) -> int:

@@ -46,16 +46,7 @@ class MpmdFunction:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function for arguments of these shapes and dtypes.
 
-        Args:
-            args: Positional arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
-            kwargs: Keyword arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
-
-        Returns:
-            The traced function.
-
-        Raises:
-            ValueError: If specs do not fit arguments and results, a sharding asks for other than
-                the default memory, or the function has effects other than unordered prints.
+        Arrays may be given as `jax.ShapeDtypeStruct`.
         """
         settings = self._settings
         static = settings.static

@@ -99,11 +99,7 @@ class MpmdMesh:
 
     @property
     def my_mpmd_axis_index(self) -> int:
-        """Returns the index of the only group whose devices belong to this process.
-
-        Raises:
-            ValueError: If this process has no group or several.
-        """
+        """Returns the index of the only group whose devices belong to this process."""
         if len(self.local_ranks) != 1:
             raise ValueError(
                 f"`my_mpmd_axis_index` needs exactly one group in this process, and process "
@@ -113,25 +109,11 @@ class MpmdMesh:
 
     @property
     def my_mpmd_group_mesh(self) -> Mesh:
-        """Returns the mesh of the only group whose devices belong to this process.
-
-        Raises:
-            ValueError: If this process has no group or several.
-        """
+        """Returns the mesh of the only group whose devices belong to this process."""
         return self.unstack[self.my_mpmd_axis_index]
 
     def mpmd_submesh(self, mpmd_indices: Sequence[int]) -> "MpmdMesh":
-        """Returns a mesh of some of the groups, in the given order.
-
-        Args:
-            mpmd_indices: The indices of the groups.
-
-        Returns:
-            A mesh with `len(mpmd_indices)` groups.
-
-        Raises:
-            ValueError: If `mpmd_indices` is empty, or an index is out of range.
-        """
+        """Returns a mesh of the groups with these indices, in the given order."""
         outside = [i for i in mpmd_indices if not 0 <= i < self.mpmd_dim]
         if outside or not mpmd_indices:
             raise ValueError(
@@ -143,11 +125,7 @@ class MpmdMesh:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Returns the indices of the groups whose devices belong to this process.
-
-        Raises:
-            ValueError: If a group has devices of several processes.
-        """
+        """Returns the indices of the groups whose devices belong to this process."""
         ranks = []
         for rank, mesh in enumerate(self.unstack):
             processes = {device.process_index for device in mesh.devices.flat}
@@ -208,11 +186,7 @@ class MpmdSharding:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Returns the sharding over the devices of all groups that hold the array.
-
-        Raises:
-            ValueError: If no group holds the array.
-        """
+        """Returns the sharding over the devices of all groups that hold the array."""
         return NamedSharding(self.mpmd_mesh.mpmd_submesh(self.mpmd_idxs).jax_mesh, self.spec)
 
 

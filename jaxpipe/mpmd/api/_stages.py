@@ -80,18 +80,9 @@ class Traced:
     def lower(
         self, *, observe: Callable[[str, Any], None] = lambda name, result: None
     ) -> "Lowered":
-        """Lowers the function: applies the passes of `mpmd.passes`.
+        """Applies the passes of `mpmd.passes`.
 
-        Args:
-            observe: A function that is called with the name and the result of every pass; `str`
-                shows the result.
-
-        Returns:
-            The instructions of every rank, which `str` shows.
-
-        Raises:
-            ValueError: If the schedule does not fit the marks or the mesh, or if a constraint is
-                over the axis of the groups.
+        `observe` is called with the name and the result of every pass, which `str` shows.
         """
         mesh = self.settings.mesh
         options = LoweringOptions(
@@ -128,11 +119,7 @@ class Lowered:
         return self.program.schedules
 
     def compile(self) -> "Compiled":
-        """Compiles every program that this process runs. Collective: every process must call it.
-
-        Returns:
-            The compiled step.
-        """
+        """Compiles every program that this process runs. Collective: every process must call it."""
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)
 
@@ -233,12 +220,8 @@ class Compiled:
     def with_thunks(self, wrap: Callable[[Instruction, Thunk], Thunk]) -> "Compiled":
         """Returns the same compiled function with wrapped thunks, for example to measure time.
 
-        Args:
-            wrap: A function of an instruction of this process and its thunk, which returns the
-                thunk to run in its place.
-
-        Returns:
-            A compiled function that runs the wrapped thunks. The programs are not compiled again.
+        `wrap` maps an instruction of this process and its thunk to the thunk that runs in its
+        place. Programs are not compiled again.
         """
         thunks = tuple(
             BoundInstruction(instruction, wrap(instruction, thunk))
