@@ -25,15 +25,8 @@ from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dtype, type_of
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
+from . import _past
 from ._copies import receive_copies, return_gradients
-from ._past import (
-    add_past_cotangents,
-    past_layout,
-    remat_of_pieces,
-    slice_inputs,
-    stage_of_pieces,
-    write_past,
-)
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
@@ -164,11 +157,11 @@ def _prepare(
     x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
     w = gather.unshard(weight_state, FIRST_CHUNK, True)
     first_keys = index_leading(keys, 0)
-    past = past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
+    past = _past.past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
     one_state = [zeros(shape, lead=(1,)) for shape in past.shapes]
-    examples = w, x, slice_inputs(past, first_inputs, one_state, FIRST_CHUNK), first_keys
-    run_stage = stage_of_pieces(model, past)
-    remat = remat_of_pieces(options.remat, past)
+    examples = w, x, _past.slice_inputs(past, first_inputs, one_state, FIRST_CHUNK), first_keys
+    run_stage = _past.stage_of_pieces(model, past)
+    remat = _past.remat_of_pieces(options.remat, past)
     split = split_backward(remat(run_stage), *examples) if has_backward else None
     outputs, aux_shapes = jax.eval_shape(run_stage, *examples)
     loss_shape, metric_shapes = jax.eval_shape(
@@ -274,7 +267,7 @@ def _tick(
         totals, outputs = loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
         inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals),
-        past=write_past(invariants.past, buffers.past, outputs.new, row.forward),
+        past=_past.write_past(invariants.past, buffers.past, outputs.new, row.forward),
     )
     if invariants.stage is None:
         return TickCarry(buffers, totals)
@@ -322,7 +315,7 @@ def _tick_backward(
     return buffers._replace(
         cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
         wgrad_residuals=wgrad_residuals,
-        past_cotangents=add_past_cotangents(
+        past_cotangents=_past.add_past_cotangents(
             invariants.past, buffers.past_cotangents, outputs.past, work
         ),
     ), totals

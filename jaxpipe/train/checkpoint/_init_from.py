@@ -14,17 +14,9 @@ from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
 from ..step._state import TrainState
 from ..step._step import init_state, stored_shardings
+from . import _store
 from ._canonical import canonical_shapes, state_from_canonical, with_layers_after
 from ._digests import DIGESTS_FILE, describe_corruption, find_corruption, has_digests, is_complete
-from ._store import (
-    LeafSpecs,
-    check_same_leaves,
-    leaf_specs,
-    open_checkpoints_read_only,
-    read_metadata,
-    restore_weights,
-    saved_leaf_specs,
-)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 WEIGHTS_FOLDER = "weights"
@@ -48,23 +40,25 @@ def first_state(
     if not init_from:
         return init_state(plan)
     folder, weights = checkpoints_folder(Path(init_from)), plan.state.weights
-    with open_checkpoints_read_only(folder) as checkpoints:
+    with _store.open_checkpoints_read_only(folder) as checkpoints:
         step = verified_step(checkpoints, None, allow_unverified=allow_unverified)
         step = broadcast_from_first(step)
-        metadata = read_metadata(checkpoints, step)
+        metadata = _store.read_metadata(checkpoints, step)
         as_saved = with_layers_after(plan.state, metadata.get("layers_after", 0))
         shapes = canonical_shapes(as_saved)["weights"]
         where = f"`init_from` is {init_from!r}: {checkpoints.directory} step {step}"
-        saved = saved_leaf_specs(checkpoints, step, "weights")
-        check_same_leaves(_as_restored(saved, weights.dtype), leaf_specs(shapes), where, _ADVICE)
+        saved = _store.saved_leaf_specs(checkpoints, step, "weights")
+        _store.check_same_leaves(
+            _as_restored(saved, weights.dtype), _store.leaf_specs(shapes), where, _ADVICE
+        )
         check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
         state = init_state(plan)
         del state["weights"]  # room for the others
-        canonical = {"weights": restore_weights(checkpoints, step, shapes)}
+        canonical = {"weights": _store.restore_weights(checkpoints, step, shapes)}
     return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
-def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
+def _as_restored(saved: _store.LeafSpecs, weight_dtype: str) -> _store.LeafSpecs:
     """Returns `saved` with the dtypes it is restored in: bfloat16 may be widened to float32."""
     if weight_dtype != "float32":
         return saved
