@@ -23,13 +23,7 @@ from ...spmd import stepwise
 from ...spmd.ranks import AXIS
 from ...spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
-from ._layers import (
-    ActivationInFlight,
-    Layer,
-    stage_from_settings,
-    with_records,
-    without_records,
-)
+from ._layers import ActivationInFlight, Layer, stage_from_settings, with_records, without_records
 from ._settings import AxisRules, PipelineSettings
 
 

@@ -77,11 +77,7 @@ def static_arguments(
 def type_of(leaf: Any) -> Any:
     """Returns the shape and dtype of an array or scalar, and whether the dtype is weak."""
     if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
-        return (
-            leaf.shape,
-            leaf.dtype,
-            getattr(leaf, "weak_type", False),
-        )  # keys have no weak type
+        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))  # keys have no weak type
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, aval.weak_type
 

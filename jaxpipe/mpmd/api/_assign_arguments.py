@@ -46,10 +46,7 @@ def assign_arguments(
 
 
 def _assign_mpmd_array(
-    array: MpmdArray,
-    targets: Sequence[ArgumentSlot],
-    slots: list[Any],
-    moving: list[_Move],
+    array: MpmdArray, targets: Sequence[ArgumentSlot], slots: list[Any], moving: list[_Move]
 ) -> None:
     array.check_not_deleted()
     for rank, slot, sharding in targets:

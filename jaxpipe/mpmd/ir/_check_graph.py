@@ -34,10 +34,7 @@ def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> No
 
 
 def _check_scope(
-    where: str,
-    inputs: Iterable[Var],
-    eqns: Iterable[Eqn | PipelinedLoop],
-    outputs: Iterable[Atom],
+    where: str, inputs: Iterable[Var], eqns: Iterable[Eqn | PipelinedLoop], outputs: Iterable[Atom]
 ) -> None:
     """Checks that every variable is defined once, and before it is read."""
     defined: set[Var] = set()

@@ -51,10 +51,7 @@ def channel_layouts(
 
 
 def buffer_spec(
-    buffer: Buffer,
-    rank: int,
-    mesh: MpmdMesh,
-    specs: Mapping[RankBuffer, PartitionSpec],
+    buffer: Buffer, rank: int, mesh: MpmdMesh, specs: Mapping[RankBuffer, PartitionSpec]
 ) -> Spec:
     """Returns the shape, dtype and sharding of a buffer on a rank."""
     aval, sharding = buffer.value.aval, NamedSharding(mesh.unstack[rank], specs[buffer, rank])

@@ -150,9 +150,6 @@ def live_activations(
 
 
 def _peak(
-    schedule: Schedule,
-    rank: int,
-    weights: Sequence[int],
-    until_weight: Sequence[int] | None = None,
+    schedule: Schedule, rank: int, weights: Sequence[int], until_weight: Sequence[int] | None = None
 ) -> int:
     return max(live_activations(schedule, rank, weights, until_weight), default=0)

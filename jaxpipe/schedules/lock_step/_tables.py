@@ -179,12 +179,7 @@ def _phases(
     )
 
 
-def _arrivals(
-    ticks: Ticks,
-    ops: tuple[Op, ...],
-    step: int,
-    slots: list[int],
-) -> dict[int, Table]:
+def _arrivals(ticks: Ticks, ops: tuple[Op, ...], step: int, slots: list[int]) -> dict[int, Table]:
     """Returns the slots in which outputs of `ops` arrive `step` stages on, by offset of ranks."""
     schedule = ticks.schedule
     rank_of = rank_by_microbatch(schedule)

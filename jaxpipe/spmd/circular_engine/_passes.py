@@ -120,10 +120,7 @@ def forward(
 
 
 def _forward_ticks(
-    invariants: CircularInvariants,
-    phase: LoopPhase,
-    prefetched: PyTree | None,
-    carry: ForwardCarry,
+    invariants: CircularInvariants, phase: LoopPhase, prefetched: PyTree | None, carry: ForwardCarry
 ) -> ForwardCarry:
     """Returns the carry after the ticks of a phase.
 

@@ -205,9 +205,7 @@ def add_input(state: State, dx: PyTree, t: TickIndex, *, from_stream: Bool[Array
     slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
     handoff = add_trees(state.handoff, _where(~from_stream & ~first, dx))
     stream = put(
-        state.stream,
-        add_trees(index_leading(state.stream, slot), _where(from_stream, dx)),
-        slot,
+        state.stream, add_trees(index_leading(state.stream, slot), _where(from_stream, dx)), slot
     )
     returned = add_trees(
         index_leading(state.circ_storage, storage_slot), _where(~from_stream & first, dx)

@@ -40,13 +40,7 @@ class _Call(NamedTuple):
 
 
 def nested_shard_map(
-    f: Callable,
-    plain: Callable,
-    *,
-    mesh: Any,
-    in_specs: PyTree,
-    out_specs: PyTree,
-    axis_names: Any,
+    f: Callable, plain: Callable, *, mesh: Any, in_specs: PyTree, out_specs: PyTree, axis_names: Any
 ) -> Callable:
     """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
 

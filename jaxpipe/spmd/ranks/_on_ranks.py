@@ -20,12 +20,7 @@ AXIS = "stage"
 
 
 def on_ranks(
-    f: Callable,
-    *,
-    mesh: Mesh | None,
-    in_dims: tuple,
-    out_dims: Any,
-    num_ranks: int | None = None,
+    f: Callable, *, mesh: Mesh | None, in_dims: tuple, out_dims: Any, num_ranks: int | None = None
 ) -> Callable:
     """Maps `f`, written for one rank inside the axis `stage`, over the ranks.
 

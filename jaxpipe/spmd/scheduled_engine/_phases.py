@@ -22,13 +22,7 @@ from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import add_trees, to_accum_dtype
 from ..ranks import AXIS, cond, pvary, update_if
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
-from ._residuals import (
-    Residuals,
-    entries_to_read,
-    entries_to_write,
-    merge_residuals,
-    run_forward,
-)
+from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
 from ._rows import Index, PhaseRow, stage_hint
 from ._weights import ScheduledWeights
 

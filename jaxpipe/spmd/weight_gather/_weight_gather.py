@@ -148,11 +148,7 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         return zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
 
     return _with_zeros(
-        gather,
-        prefetch=prefetch,
-        window=window,
-        unshard=identity,
-        zero_sums=zero_sums,
+        gather, prefetch=prefetch, window=window, unshard=identity, zero_sums=zero_sums
     )
 
 

@@ -114,12 +114,7 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
     metadata = _metadata_of(newest_sound)
     assert metadata is not None, "it has no problems"
     return ResumePoint(
-        folder,
-        found_step,
-        metadata,
-        tuple(corrupt),
-        (*leftovers(checkpoints), *old),
-        notes=notes,
+        folder, found_step, metadata, tuple(corrupt), (*leftovers(checkpoints), *old), notes=notes
     )
 
 

@@ -4,13 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ....ir.graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, variables
-from ...ir._eqns import (
-    is_backward_mark,
-    is_mark,
-    part_of_mark,
-    substitute_inputs,
-    with_outputs,
-)
+from ...ir._eqns import is_backward_mark, is_mark, part_of_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering
 from ...ir._marks import STAGE_END, identity
 from ...ir._text import operands

@@ -261,10 +261,7 @@ def _split_results(
 
 
 def _stages_of_eqns(
-    body: Graph,
-    marks: Mapping[Eqn, int],
-    positions: Positions,
-    num_stages: int,
+    body: Graph, marks: Mapping[Eqn, int], positions: Positions, num_stages: int
 ) -> _StageUses:
     """Returns the stages that run each equation, and the stages that read each value."""
     stages_of: dict[Eqn, set[int]] = {}

@@ -13,16 +13,7 @@ outputs. After `cut_stages` it would be a part of several stages.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from ....ir.graph import (
-    Atom,
-    Eqn,
-    Graph,
-    Var,
-    free_variables,
-    has_print,
-    is_move,
-    variables,
-)
+from ....ir.graph import Atom, Eqn, Graph, Var, free_variables, has_print, is_move, variables
 from ...ir._eqns import is_cast, is_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering, is_barrier
 from ...ir._loop import PipelinedLoop

@@ -289,9 +289,7 @@ def _setting_of(schedule: Schedule, straight: _Setting) -> _Setting:
 def _costs(setting: _Setting, whole: Costs) -> Costs:
     """Returns the costs of a setting's stages, with those of fused pairs as they were given."""
     return replace(
-        stage_costs(setting.problem),
-        pair_factor=whole.pair_factor,
-        atomic_pairs=whole.atomic_pairs,
+        stage_costs(setting.problem), pair_factor=whole.pair_factor, atomic_pairs=whole.atomic_pairs
     )
 
 
@@ -329,15 +327,7 @@ def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candi
     if time is None:
         timeline = simulate(schedule, _costs(fit.setting, costs))
         time = makespan(timeline) / fit.setting.pieces
-    return Candidate(
-        fit.name,
-        fit.arguments,
-        schedule,
-        time,
-        fit.peak,
-        fit.step_time,
-        bound,
-    )
+    return Candidate(fit.name, fit.arguments, schedule, time, fit.peak, fit.step_time, bound)
 
 
 def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> tuple[str, str]:
