@@ -127,12 +127,9 @@ P = PartitionSpec
 
 
 def _return_free_memory() -> None:
-    """Returns the memory that compilers have freed to the system, where the C library is glibc.
-
-    glibc keeps freed memory in the arenas of the threads that compiled. Programs run in other
-    threads and allocate their buffers in addition. For a small transformer on four CPU devices this
-    was a fifth of the peak memory of the process.
-    """
+    """Returns the memory that compilers have freed to the system, where the C library is glibc."""
+    # glibc keeps freed memory in the arenas of the threads that compiled, and programs run in
+    # others: a fifth of the peak memory of a process with a small transformer on four CPU devices.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

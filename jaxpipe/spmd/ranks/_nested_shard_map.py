@@ -6,9 +6,10 @@ This module replaces the call by a `jax.shard_map` over the other axes. The manu
 from its specs: a device already has its own shard along them.
 
 JAX cannot differentiate that call correctly: with `check_vma=False` it takes the results for equal
-on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10 fails. So the
-call has a custom VJP, by JAX's rules for `check_vma=False`: cotangents are divided among devices
-that share a result, and gradients are summed over the devices that share an argument.
+on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10.2 fails ("must
+have all manual axes come before free axes"). So the call has a custom VJP, by JAX's rules for
+`check_vma=False`: cotangents are divided among devices that share a result, and gradients are
+summed over the devices that share an argument.
 """
 
 import math
@@ -153,11 +154,9 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
 
 
 def _as_equal(tree: PyTree) -> PyTree:
-    """Returns `tree` with types that vary over no axis, for use with `check_vma=False`.
-
-    Otherwise types differ where JAX requires equal ones: under `check_vma=False` the result of an
-    operation varies over no axis, but an argument keeps its varying axes.
-    """
+    """Returns `tree` with types that vary over no axis, for use with `check_vma=False`."""
+    # Under `check_vma=False` the result of an operation varies over no axis, but an argument keeps
+    # its varying axes: types then differ where JAX requires equal ones.
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
 
 

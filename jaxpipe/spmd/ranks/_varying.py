@@ -18,11 +18,12 @@ def pvary(x: jax.Array) -> jax.Array:
 
     It is called on the arguments of `shard_map`, so that a gradient is summed over devices once.
     Otherwise JAX sums at every use, in a loop in every iteration, and in the dtype of the use.
-    bfloat16 is summed in float32: for precision, and because XLA:CPU fails on bfloat16 sums.
     """
     missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying_axes(x))
     if not missing:
         return x
+    # The transpose is a psum. XLA:CPU aborts on those of bfloat16 ("Invalid binary instruction
+    # opcode copy", in AllReducePromotion, jax 0.10.2), and float32 is more precise.
     widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return jax.lax.pcast(widened, missing, to="varying").astype(x.dtype)
 
@@ -44,15 +45,15 @@ def cond(
     types = jax.tree.map(jax.typeof, like)
 
     def branch(f: Callable) -> Callable:
-        # Always returns at least two results: XLA's verifier requires both branches of a
-        # single-result conditional to have the same sharding.
+        # Always at least two results: XLA's verifier compares how the branches of a conditional
+        # split a result that is no tuple ("Inconsistent conditional sharding").
         return lambda *operands: (jax.tree.map(pvary_like, types, f(*operands)), jnp.int32(0))
 
     with jax.named_scope(hint) if hint else nullcontext():
         result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
     leaves, tree = jax.tree.flatten(result)
     if len(leaves) == 1:
-        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
+        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or JAX drops it
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -238,7 +238,8 @@ def loss_on_all_ranks(
 
 
 def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros."""
+    # XLA:CPU aborts on a psum of bfloat16 (AllReducePromotion, jax 0.10.2).
     dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
     return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
 

@@ -128,13 +128,11 @@ def _name_gathered(weights: PyTree) -> PyTree:
 
 
 def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX.
-
-    A gathered weight is the output of an equation with the name, or of a call whose body has one.
-    If only the former were excluded, JAX would save the input of the naming equation instead; for
-    this reason JAX's `save_anything_except_these_names` excludes nothing here.
-    """
+    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX."""
     del primitive
+    # A gathered weight is the output of an equation with the name, or of a call whose body has one.
+    # JAX's `save_anything_except_these_names` excludes only the former, and so nothing: JAX then
+    # saves the input of the naming equation.
     call = parameters.get("call_jaxpr")
     inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
     return _GATHERED not in (parameters.get("name"), *inside)
@@ -144,8 +142,7 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     """Returns a layer's weights in the layout in which weights are stored.
 
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
-    that are as large as they are. Over axes that are not manual yet every device says so of its own
-    shard: XLA's partitioner would gather what such a constraint reads.
+    that are as large as they are.
     """
     axes = partitioned_axes()
     other_axes = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
@@ -153,6 +150,7 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not axes:
             return row_major(weight)
+        # Every device constrains its own shard: XLA's partitioner gathers what a constraint reads.
         spec = without_axes(spec, other_axes)
         return jax.shard_map(row_major, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
