@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
@@ -47,8 +47,8 @@ class CircularInvariants(NamedTuple):
     shape: PipelineShape
     stage: Pullback
     gather: WeightGather
-    batch_inputs: PyTree
-    keys: PyTree
+    batch_inputs: PyTree[Shaped[Array, "M ..."]]
+    keys: PyTree[Shaped[Array, "R ..."]]
     one_loop: bool
     scan_repeats: bool
     scan_ticks: bool
@@ -57,10 +57,10 @@ class CircularInvariants(NamedTuple):
 def prepare(
     stage: Stage,
     options: CircularOptions,
-    weights: PyTree,
-    inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[CircularInvariants, PyTree]:
     """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
@@ -27,10 +27,10 @@ def rank_value_and_grad(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
@@ -60,10 +60,10 @@ def rank_value(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
@@ -58,10 +58,10 @@ def forward_rank(
     stage: Stage,
     options: CircularOptions,
     save_residuals: bool,
-    weights: PyTree,
-    inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[tuple[PyTree, Aux], Residuals]:
     """Sends every microbatch through all stages, as one rank inside the axis `stage`.
 
@@ -76,10 +76,10 @@ def forward_rank(
 def backward_rank(
     stage: Stage,
     options: CircularOptions,
-    weights: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
     inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
     residuals: Residuals,
     doutputs: PyTree,
     daux: Aux,
@@ -95,7 +95,11 @@ def backward_rank(
 
 
 def forward(
-    invariants: CircularInvariants, inputs: PyTree, aux_shapes: PyTree, *, save_residuals: bool
+    invariants: CircularInvariants,
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    aux_shapes: PyTree,
+    *,
+    save_residuals: bool,
 ) -> tuple[tuple[PyTree, Aux], Residuals]:
     """Runs all ticks of the forward on one rank; residuals are empty unless they are saved."""
     shape, gather = invariants.shape, invariants.gather

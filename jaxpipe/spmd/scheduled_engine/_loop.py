@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
@@ -71,10 +71,10 @@ class TickCarry(NamedTuple):
 def rank_value_and_grad(
     model: StagedModel,
     options: ScheduledOptions,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "v ..."]],
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
@@ -96,10 +96,10 @@ def rank_value_and_grad(
 def rank_value(
     model: StagedModel,
     options: ScheduledOptions,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "v ..."]],
 ) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
     return _summed(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import SplitBackward, floating
@@ -49,8 +49,8 @@ class ScheduledInvariants(NamedTuple):
     stage: SplitBackward | None
     gather: ScheduledWeights
     boundary: dict[str, PyTree]
-    batch_inputs: PyTree
-    keys: PyTree
+    batch_inputs: PyTree[Shaped[Array, "M ..."]]
+    keys: PyTree[Shaped[Array, "c ..."]]
     daux: Aux
 
 
