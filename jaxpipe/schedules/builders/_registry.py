@@ -9,7 +9,6 @@ from ..language._placement import Placement
 from ..language._schedule import Schedule
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
-from ._gpipe import gpipe
 from ._interleaved import (
     even_group_size,
     grouped_interleaved,
@@ -18,10 +17,9 @@ from ._interleaved import (
     interleaved_zero_bubble,
     kimi_k2,
 )
-from ._looped_bfs import circular, looped_bfs
-from ._one_f_one_b import eager_one_f_one_b, one_f_one_b
+from ._looped_bfs import circular, gpipe, looped_bfs
+from ._one_f_one_b import eager_one_f_one_b, one_f_one_b, seq1f1b
 from ._require import require_positive, require_small
-from ._seq1f1b import seq1f1b
 from ._zbv import zbv
 from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
 

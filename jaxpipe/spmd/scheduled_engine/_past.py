@@ -74,7 +74,7 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
         [i for i, (n, t) in enumerate(zip(a.shape, b.shape, strict=True)) if n != t]
         for a, b in zip(whole, parts, strict=True)
     ]
-    lengths = {part.shape[found[0]] for part, found in zip(parts, dims, strict=True)}
+    lengths = {part.shape[differing[0]] for part, differing in zip(parts, dims, strict=True)}
     if len(lengths) != 1:
         raise ValueError(
             f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
@@ -82,7 +82,7 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
         )
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole)
     return PastLayout(
-        num_slices, structure, shapes, tuple(found[0] for found in dims), lengths.pop()
+        num_slices, structure, shapes, tuple(differing[0] for differing in dims), lengths.pop()
     )
 
 

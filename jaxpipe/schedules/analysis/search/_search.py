@@ -106,11 +106,11 @@ def search(
             argument is out of range.
 
     Example:
-        >>> found = search(2, 4, Costs(), memory_cap=2)
-        >>> found.peak <= 2, found.makespan, found.gap
+        >>> best = search(2, 4, Costs(), memory_cap=2)
+        >>> best.peak <= 2, best.makespan, best.gap
         (True, 12.25, 0.0)
         >>> in_ticks = search(2, 4, Costs(), memory_cap=2, lock_step=True)
-        >>> in_ticks.peak <= 2, in_ticks.makespan >= found.makespan
+        >>> in_ticks.peak <= 2, in_ticks.makespan >= best.makespan
         (True, True)
     """
     require_positive(
