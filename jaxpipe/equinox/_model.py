@@ -70,8 +70,8 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
             "a list of layers, or with a stack of them: arrays [layers, ...]."
         )
 
-    def split(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _by_name(given, where(given)), _by_name(where(given))
+    def split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _by_name(tree, where(tree)), _by_name(where(tree))
 
     def with_values(tree: Any, outer: dict[str, Any], stack: dict[str, Any]) -> Any:
         whole = _with_values(where(tree), stack)
@@ -105,13 +105,13 @@ def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) 
     named = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer_list)
     names = _names(params, where)
 
-    def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if _names(given, where) != names:
+    def split(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        if _names(tree, where) != names:
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
             )
-        layers = [_by_name(layer) for layer in where(given)]
-        return _by_name(given, where(given)), layers
+        layers = [_by_name(layer) for layer in where(tree)]
+        return _by_name(tree, where(tree)), layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         whole = [_with_values(old, new) for old, new in zip(where(params), layers, strict=True)]

@@ -63,11 +63,11 @@ def model(
             parameters, or something runs between them.
     """
     is_variables = isinstance(variables, Mapping) and isinstance(variables.get("params"), Mapping)
-    others = sorted(set(variables) - {"params", *(sown or {})}) if is_variables else []
-    if others:
-        names = ["/".join((name, *path)) for name in others for path in _flat(variables[name])]
+    stateful = sorted(set(variables) - {"params", *(sown or {})}) if is_variables else []
+    if stateful:
+        names = ["/".join((name, *path)) for name in stateful for path in _flat(variables[name])]
         raise ValueError(
-            f"`variables` has the collections {', '.join(others)} with {', '.join(names[:8])}. A "
+            f"`variables` has the collections {', '.join(stateful)} with {', '.join(names[:8])}. A "
             "pipeline has several microbatches in different layers at the same time, so layers "
             "have no state: normalize without batch statistics, and run without caches. Give "
             "`variables['params']` alone if the call does not read the others."
@@ -98,8 +98,8 @@ def _groups(
     """Returns a function that divides variables into layers and others, and two inverses."""
     ids, size = {path: i for i, path in enumerate(paths)}, len(paths[0])
 
-    def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        new = _flat(given["params"] if is_variables else given)
+    def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        new = _flat(params["params"] if is_variables else params)
         if new.keys() != flat.keys():
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.linen.model` was given."
@@ -203,8 +203,8 @@ def _cut_at_scan(
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
         return apply(params_of(outer, {0: stack}), batch, key)
 
-    def split_stack(given: Any) -> tuple[dict[str, Any], Any]:
-        outer, (layer_params,) = split(given)
+    def split_stack(params: Any) -> tuple[dict[str, Any], Any]:
+        outer, (layer_params,) = split(params)
         return outer, layer_params
 
     names = [f"{name}[{i}]" for i in range(count)]
@@ -260,11 +260,11 @@ def _layer_paths(flat: dict[Path, Any], layers: Any) -> list[Path]:
     paths = [path for _, path in sorted(indexed)]
     alike = len({(path[:-1] if isinstance(layers, str) else len(path)) for path in paths}) == 1
     if not alike or [index for index, _ in sorted(indexed)] != list(range(len(paths))):
-        known = sorted({re.sub(r"\d+$", "N", "/".join(path)) for path in modules})
+        patterns = sorted({re.sub(r"\d+$", "N", "/".join(path)) for path in modules})
         raise ValueError(
             f"`layers` is {layers!r}, which names {['/'.join(path) for path in paths][:8]}. It "
             "must name submodules that are numbered from 0. The module has the submodules "
-            f"{', '.join(known[:16])}."
+            f"{', '.join(patterns[:16])}."
         )
     return paths
 

@@ -41,9 +41,6 @@ def mpmd_value_and_grad(
             are held by the group of that stage.
         batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read;
             for a schedule with s slices [M * s, ...], the slices of a microbatch in order.
-        schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        remat: A function that wraps the stage. The default stores the input of the stage and
-            recomputes the rest in the backward.
 
     Returns:
         ((loss, metrics), gradients like `weights`), summed over microbatches.
@@ -65,12 +62,7 @@ def mpmd_value(
     *,
     schedule: Any,
 ) -> tuple[Scalar, Aux]:
-    """Computes loss and metrics: only the forwards of the schedule run, and store no residuals.
-
-    Args:
-        batch_inputs: A pytree of [M, ...] arrays, or [M * s, ...] for a schedule with s slices.
-        schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-    """
+    """Computes loss and metrics: only the forwards of the schedule run, and store no residuals."""
     if is_sliced(schedule):
         loss = _loss_of_slices(model, keep, keys)
         return _over_slices(loss, weights, batch_inputs, schedule, "value")

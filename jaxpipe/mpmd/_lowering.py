@@ -23,15 +23,7 @@ def lower(
     *,
     observe: Observe = lambda name, result: None,
 ) -> MpmdProgram:
-    """Applies the passes in order, and checks the result of each.
-
-    Args:
-        observe: A function that is called with the name and the result of every pass, for dumps
-            and tests.
-
-    Raises:
-        AssertionError: If a pass returns a graph or a program that breaks a rule of the IR.
-    """
+    """Applies the passes in order, and checks and shows to `observe` the result of each."""
     result: MpmdGraph | MpmdProgram = to_mpmd_graph(traced, options)
     checked: tuple[PipelinedLoop, ...] = ()
     for one_pass in passes:

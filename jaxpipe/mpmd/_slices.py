@@ -25,13 +25,9 @@ def is_sliced(schedule: Any) -> bool:
 
 
 def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[int, ...]:
-    """Traces a stage to find the dim of positions in every leaf of the state that slices carry.
+    """Returns the dim of positions in every leaf of the state that slices carry.
 
-    Args:
-        *examples: Weights, activation, inputs and keys of one slice; only types are read.
-
-    Raises:
-        ValueError: If the model cannot be sliced, or slices carry parts of several lengths.
+    Only the types of `examples` (weights, activation, inputs and keys of one slice) are read.
     """
     if model.sliced_stage is None:
         raise ValueError(
@@ -59,8 +55,7 @@ def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[i
 def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
     """Returns the stage as a function of what the slices before have appended to the state.
 
-    Args:
-        num_slices: Slices of a sequence. The last appends nothing, as no slice would read it.
+    The last slice appends nothing, as no slice would read it.
 
     Returns:
         `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.

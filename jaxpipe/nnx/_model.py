@@ -81,11 +81,11 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         if not isinstance(variable, nnx.Param | nnx.RngState)
     }
 
-    def run(outer: Any, given: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
+    def run(outer: Any, weights: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         state = with_values(outer_state, outer, key, constants)
         merged = nnx.merge(outer_graph, state)
         hooks = [
-            _NnxHook(i, hook, g, s, given.get(i), key) for i, (g, s) in enumerate(split_layers)
+            _NnxHook(i, hook, g, s, weights.get(i), key) for i, (g, s) in enumerate(split_layers)
         ]
         vars(submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)

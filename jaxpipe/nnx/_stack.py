@@ -13,15 +13,7 @@ from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with
 
 
 def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
-    """Returns the module and its stack of layers, for a cut at the scan over them.
-
-    Args:
-        call: `(module, batch) -> output`.
-
-    Raises:
-        ValueError: If variables other than parameters and random streams are in the stack, or
-            parameters have no common first dim.
-    """
+    """Returns the module and its stack of layers, for a cut at the scan over them."""
     prefix = tuple(int(part) if part.isdigit() else part for part in layers.split("."))
     graph, state = nnx.split(module)
     kept = dict(nnx.to_flat_state(state))
@@ -55,8 +47,8 @@ def _check_unchanged(before: Any, after: Any, stack: str) -> None:
     states = [nnx.filter_state(s, nnx.Not(nnx.RngState)) for s in (before, after)]
     named = [weights_of(state) for state in states]
     old = {name: leaf for name, leaf in named[0].items() if not name.startswith(stack)}
-    known = {name for name in named[0] if name.startswith(stack)}
-    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in known})
+    stack_names = {name for name in named[0] if name.startswith(stack)}
+    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in stack_names})
 
 
 def _num_layers(stack: dict[str, Any], layers: str) -> int:

@@ -1,13 +1,12 @@
 """Loss of a microbatch, and gradients of the boundary: the weights of embedding and head."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import StagedModel
 from ..autodiff.backward import combine, floating
 from ..autodiff.staged_model import Aux
-from ._buffers import to_accum_dtype
+from ._buffers import add_trees, to_accum_dtype
 
 
 def check_vocab_parallel(model: StagedModel, vocab_parallel: bool) -> None:
@@ -24,9 +23,8 @@ def loss_and_gradients(
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of a microbatch together with its gradients, so logits are computed once.
 
-    Returns:
-        ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient of
-        `y`)). The latter has the structure of `floating(y)`.
+    Returns ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient
+    of `y`, with the structure of `floating(y)`)).
     """
 
     def loss(boundary, differentiated):
@@ -37,10 +35,6 @@ def loss_and_gradients(
 
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Adds gradients of a microbatch to those of embedding and head, in float32.
-
-    Returns:
-        The sums, with the groups of `new` added.
-    """
+    """Adds gradients of a microbatch to those of embedding and head, in float32."""
     sums = {name: gradients[name] for name in new}
-    return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))
+    return gradients | add_trees(sums, to_accum_dtype(new))

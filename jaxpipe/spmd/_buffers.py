@@ -14,15 +14,9 @@ from .ranks import AXIS, empty
 
 
 def allocate_buffer(x: Any, length: int) -> jax.Array:
-    """Allocates a buffer of `length` entries like the abstract value `x`.
+    """Allocates a buffer [length, ...] like the abstract value `x`, in its memory space.
 
     TPUs and GPUs do not fill it, so an entry must be written before it is read.
-
-    Returns:
-        [length, ...], in the memory space of `x`.
-
-    Raises:
-        ValueError: If that is host memory, but one device runs all ranks.
     """
     buffer = empty(x, length)
     if not is_on_host(x):
@@ -53,12 +47,15 @@ def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
     )
 
 
+def add_trees(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, a, b)
+
+
 def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
     """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches.
 
-    Args:
-        apart: Whether the casts are operations of their own (`cast_apart`), as is best if sums are
-            added to next. If not, a product may write float32 at once.
+    With `apart` the casts are operations of their own (`cast_apart`), as is best if sums are added
+    to next. Otherwise a product may write float32 at once.
     """
 
     def widen(x: jax.Array) -> jax.Array:
@@ -81,6 +78,7 @@ def over_leading(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros."""
+    # XLA:CPU aborts on a psum of bfloat16 (AllReducePromotion, jax 0.10.2).
     dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
     return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)

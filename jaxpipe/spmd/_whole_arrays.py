@@ -77,11 +77,7 @@ def stacked_specs(specs: PyTree) -> PyTree:
 
 
 def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`, if there are any.
-
-    Raises:
-        ValueError: If it does not, or `mesh` is None.
-    """
+    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`."""
     if not batch_axes:
         return
     if mesh is None:
@@ -104,19 +100,19 @@ def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int,
     if not leaves:
         raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
     shapes = [(leaf_name(path), jnp.shape(x)) for path, x in leaves]
-    first, wanted = shapes[0]
+    first, first_shape = shapes[0]
     for name, shape in shapes:
         if len(shape) < count:
             raise ValueError(
                 f"{name} has shape {shape}. All leaves of `{'` and `'.join(tree)}` are {meaning}: "
                 "give it these dims in front."
             )
-        if shape[:count] != wanted[:count]:
+        if shape[:count] != first_shape[:count]:
             raise ValueError(
-                f"{name} has shape {shape} and {first} {wanted}. All leaves of "
+                f"{name} has shape {shape} and {first} {first_shape}. All leaves of "
                 f"`{'` and `'.join(tree)}` are {meaning}, with the same sizes of these dims."
             )
-    return wanted[:count]
+    return first_shape[:count]
 
 
 def leaf_name(path: tuple) -> str:

@@ -41,19 +41,7 @@ from ._weight_sharding import (
 def split_batch(
     settings: PipelineSettings, inputs: PyTree, batch_inputs: PyTree, microbatched: bool
 ) -> tuple[PyTree, PyTree]:
-    """Returns inputs and batch inputs as [M, rows, ...] leaves.
-
-    Args:
-        inputs: [batch, ...] leaves.
-        batch_inputs: [batch, ...] leaves by name.
-        microbatched: Whether all leaves are [M, rows, ...] already.
-
-    Returns:
-        (inputs, batch_inputs) with [M, rows, ...] leaves.
-
-    Raises:
-        ValueError: If a leaf has a number of rows that contradicts the settings.
-    """
+    """Returns inputs and batch inputs as [M, rows, ...] leaves; `microbatched` ones are already."""
     split = check_microbatches if microbatched else to_microbatches
     leaves = {"inputs": inputs} | batch_inputs
     parts = split(leaves, settings.pipeline_shape.num_microbatches, settings.batch_size)
@@ -78,13 +66,6 @@ def run_batch(
     If a documented method of the module is overridden, the methods run the iterations.
 
     Args:
-        layer: `(weights, x, batch_inputs, rng) -> (y, records)`.
-        weights: A dict with [R, S, L, ...] leaves.
-        names: The logical specs of `weights`, a tree of `PartitionSpec`.
-        inputs: [batch, ...] leaves.
-        batch_inputs: [batch, ...] leaves by name, which every stage may read.
-        draw_keys: Function that returns [R, S, L] dropout keys, or ().
-        pipeline: The module, with its settings and its mesh.
         overwritten: Names of `weights` that a step overwrites with their gradient, as of FP8.
         options: (deterministic, model_mode) for overridden methods.
         microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
@@ -92,10 +73,6 @@ def run_batch(
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
-
-    Raises:
-        ValueError: If sizes, keys or shardings contradict the settings, or the layer changes the
-            structure, shapes or dtypes of its input.
     """
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)
@@ -169,19 +146,6 @@ def first_microbatch(
     batch_inputs: dict[str, Any],
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized.
-
-    Args:
-        settings: The settings of the pipeline.
-        inputs: [batch, ...] leaves, or [M, rows, ...] if `microbatched`.
-        batch_inputs: Leaves of the same dims by name, which every stage may read.
-        microbatched: Whether all leaves are [M, rows, ...] already.
-
-    Returns:
-        (inputs, batch_inputs) with [rows, ...] leaves.
-
-    Raises:
-        ValueError: If a leaf has a number of rows that contradicts the settings.
-    """
+    """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized."""
     split = split_batch(settings, inputs, batch_inputs, microbatched)
     return jax.tree.map(lambda leaf: leaf[0], split)

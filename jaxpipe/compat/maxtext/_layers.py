@@ -30,7 +30,6 @@ class ActivationInFlight(NamedTuple):
     """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
-        x: The activation itself, any pytree.
         records: [p, R * S, L, ...] leaves. Inside a stage p is 1.
         stage: [p], the index of the next stage.
     """
@@ -41,17 +40,7 @@ class ActivationInFlight(NamedTuple):
 
 
 def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
-    """Returns [R, S, L] keys: `key` folded with the index of each layer.
-
-    The index counts layers in forward order, so the keys of a layer do not depend on the layout.
-
-    Args:
-        key: A key, typed or raw.
-        dims: (R, S, L), the leading dims.
-
-    Returns:
-        [R, S, L] typed keys.
-    """
+    """Returns [R, S, L] keys: `key` folded with each layer's index, whatever the layout."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(math.prod(dims)))
@@ -59,18 +48,7 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
 
 def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
-    """Splits [batch, ...] leaves into [M, batch / M, ...] leaves.
-
-    Args:
-        x: [batch, ...] leaves.
-        batch_size: The rows that every leaf must have, or None if any multiple of M is allowed.
-
-    Returns:
-        [M, batch / M, ...] leaves.
-
-    Raises:
-        ValueError: If a leaf does not have `batch_size` rows, or its rows are not a multiple of M.
-    """
+    """Splits [batch, ...] leaves, which must have `batch_size` rows if it is given, into M."""
 
     def split(path, leaf):
         rows, name = leaf.shape[0], jax.tree_util.keystr(path, simple=True, separator=".")
@@ -90,17 +68,7 @@ def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = N
 
 
 def check_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
-    """Returns `x` after a check that its leaves are [M, rows, ...].
-
-    Args:
-        x: [M, rows, ...] leaves.
-
-    Returns:
-        `x`.
-
-    Raises:
-        ValueError: If the first dim of a leaf is not M, or M * rows is not `batch_size`.
-    """
+    """Returns `x` after a check that its leaves are [M, rows, ...]."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if leaf.ndim < 2 or leaf.shape[0] != num_microbatches:
@@ -122,29 +90,13 @@ def from_microbatches(x: PyTree) -> PyTree:
 
 
 def outputs_of(y: PyTree, x: PyTree) -> PyTree:
-    """Returns the outputs of a layer's result `y` for the input `x`.
-
-    A layer that is made for scans returns (outputs, None); then this is the first entry. Otherwise,
-    and if `x` has that structure too, it is `y`.
-
-    Args:
-        y: The result of the layer.
-        x: The input of the layer.
-
-    Returns:
-        A tree with the structure of `x`, if the layer keeps it.
-    """
+    """Returns the outputs of `y`, a layer's result, which may be (outputs, None) as for scans."""
     is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
 
 
 def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
-    """Returns a stage that runs L layers one after the other.
-
-    Returns:
-        A function with the contract of a layer, whose weights, keys and records are [L, ...]
-        leaves.
-    """
+    """Returns a stage of L layers: a layer whose weights, keys and records are [L, ...] leaves."""
     layer = remat(layer)
 
     def scanned(weights, x, batch_inputs, rng):
@@ -177,7 +129,7 @@ def with_records(stage: Layer) -> Layer:
         y, new = stage(weights, in_flight.x, batch_inputs, rng)
         (stage_id,) = in_flight.stage
         records = jax.tree.map(
-            lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], stage_id, 1),
+            lambda entries, x: lax.dynamic_update_index_in_dim(entries, x[None], stage_id, 1),
             in_flight.records,
             new,
         )
@@ -196,21 +148,9 @@ def pipeline_layers(
     settings: PipelineSettings,
     mesh: Mesh | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Runs every microbatch through all layers.
+    """Runs microbatches through all layers; returns outputs and [R, S, L, M, ...] records.
 
-    Args:
-        weights: [R, S, L, ...] leaves.
-        inputs: [M, ...] leaves.
-        batch_inputs: [M, ...] leaves, which every stage may read.
-        keys: [R, S, L] leaves, or ().
-
-    Returns:
-        (outputs like `inputs`, records with [R, S, L, M, ...] leaves). Records that p devices
-        compute from their own rows are summed.
-
-    Raises:
-        ValueError: If `layer` changes the structure, shapes or dtypes of its input, or records
-            arrays that are not scalars where devices have their own rows.
+    Records that p devices compute from their own rows are summed.
     """
     shapes = layer_shapes(layer, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
     stage = stage_from_settings(layer, settings)
@@ -265,20 +205,7 @@ def layer_shapes(
     mesh: Mesh | None = None,
     batch_axes: tuple[str, ...] = (),
 ) -> PyTree:
-    """Returns shapes and dtypes of a layer's records.
-
-    Args:
-        weights: [R, S, L, ...] leaves.
-        inputs: [M, ...] leaves.
-        batch_inputs: [M, ...] leaves.
-        keys: [R, S, L] leaves, or ().
-
-    Returns:
-        A `jax.ShapeDtypeStruct` for every record of one layer and microbatch.
-
-    Raises:
-        ValueError: If the layer changes the structure, shapes or dtypes of its input.
-    """
+    """Returns shapes and dtypes of the records of one layer and microbatch."""
 
     def first(dims, tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), tree)

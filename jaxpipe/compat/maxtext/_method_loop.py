@@ -54,11 +54,7 @@ def overridden_methods(pipeline: PipelineMethods) -> tuple[str, ...]:
 def check_methods_can_run(
     pipeline: PipelineMethods, overridden: tuple[str, ...], slots: PyTree
 ) -> None:
-    """Checks that the loop of methods can run the pipeline.
-
-    Raises:
-        ValueError: If devices have their own rows, or there are such weights.
-    """
+    """Checks that the loop of methods can run the pipeline."""
     batch_axes = pipeline.settings.batch_axes
     if batch_axes:
         raise ValueError(
@@ -76,15 +72,7 @@ def check_methods_can_run(
 def loop_of_methods(
     pipeline: Any, state: LoopState, names: PyTree, options: tuple[Any, Any]
 ) -> Callable:
-    """Returns an engine, with the contract of `spmd.circular`, that calls the methods.
-
-    Args:
-        names: Logical specs of the [R, S, ...] weights.
-
-    Returns:
-        A function of a stage, weights, inputs, batch inputs and keys. It ignores the stage and the
-        keys: the methods make their own. It returns ([M, ...] outputs, no aux).
-    """
+    """Returns an engine, as `spmd.circular`, that calls the methods; it ignores stage and keys."""
     has_window = isinstance(pipeline, WindowMethods)
 
     def engine(stage, weights, inputs, batch_inputs, keys):

@@ -23,13 +23,7 @@ from ...spmd import stepwise
 from ...spmd.ranks import AXIS
 from ...spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
-from ._layers import (
-    ActivationInFlight,
-    Layer,
-    stage_from_settings,
-    with_records,
-    without_records,
-)
+from ._layers import ActivationInFlight, Layer, stage_from_settings, with_records, without_records
 from ._settings import AxisRules, PipelineSettings
 
 
@@ -52,10 +46,7 @@ class PipelineAttributes:
 
     @property
     def forwarding_delay(self) -> int:
-        """Returns the number of iterations that a hand-over to the next rank takes.
-
-        It is 2 with `pipeline_delay_activation_forwarding`, else 1.
-        """
+        """Returns the iterations of a hand-over: 2 if it is delayed, else 1."""
         return self.settings.pipeline_shape.forwarding_delay
 
     @property
@@ -243,19 +234,12 @@ class PipelineMethods(PipelineAttributes):
     def _run_iteration(
         self, loop_state, weights, batch, options, extras, *, take, advance
     ) -> stepwise.LoopState:
-        """Runs all ranks once.
+        """Runs all ranks once, on `batch`: [M, ...] segment ids and positions.
 
         Args:
-            loop_state: The loop state before the iteration.
-            weights: [S, ...] leaves.
-            batch: (segment_ids, positions), [M, ...] each, or None.
-            options: (deterministic, model_mode).
             extras: Keyword arguments of the function that runs the stages, left out if None.
             take: The method that takes the ranks' entries of an array of `batch`.
             advance: The method that makes the new loop state from the outputs.
-
-        Returns:
-            The loop state after the iteration.
         """
         t, keys = loop_state["loop_iteration"], loop_state["keys"]
         microbatches, repeats = self.get_microbatch_and_repeat_ids(t)
@@ -293,11 +277,7 @@ class LoopMethods(PipelineMethods):
         repeat_dim_in_weights,
         stages_dim_in_weights,
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
-
-        The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
-        gathered over fsdp, context and expert.
-        """
+        """Returns the weights of repeat `repeat_ids[r]` from each rank r; with specs, gathered."""
         dims = repeat_dim_in_weights, stages_dim_in_weights
         taken = stepwise.take_repeats(weights, repeat_ids, *dims, self.mesh)
         stages_dim = stages_dim_in_weights - (repeat_dim_in_weights < stages_dim_in_weights)
@@ -347,9 +327,6 @@ class LoopMethods(PipelineMethods):
         `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
         `logical_partition_spec` is given, weights are gathered over fsdp, context and expert by
         these specs.
-
-        Returns:
-            The state of the loop after the iteration.
         """
         return self._run_iteration(
             loop_state,
@@ -376,27 +353,17 @@ class LoopMethods(PipelineMethods):
 
 
 class WindowMethods(PipelineMethods):
-    """Methods of `CircularPipeline`, which keeps gathered weights of two repeats in a window.
-
-    The window is called `bsw`, as in MaxText.
-    """
+    """Methods of `CircularPipeline`, which keeps weights of two repeats in a window, `bsw`."""
 
     def init_states(self, inputs, weights=None) -> stepwise.LoopState:
-        """Returns the loop state before iteration 0, with an empty window `bsw`.
-
-        The leaves of the window are [2, S, ...]. `weights` are the [R, S, ...] leaves of all
-        layers, by default the module's own.
-        """
+        """Returns the loop state before iteration 0, with an empty window [2, S, ...] `bsw`."""
         weights = self.layer_variables() if weights is None else weights
         return super().init_states(inputs) | {"bsw": stepwise.empty_window(weights)}
 
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
-
-        The dim of repeats, `repeat_dim_in_weights`, is removed.
-        """
+        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r."""
         return stepwise.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
@@ -449,11 +416,7 @@ class WindowMethods(PipelineMethods):
         axes_to_gather=GATHERED_AXES,
         use_shardmap=False,
     ) -> Any:
-        """Returns one half of a window: the [S, ...] weights of a repeat, gathered.
-
-        They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
-        otherwise by a sharding constraint.
-        """
+        """Returns one half of a window: a repeat's [S, ...] weights, over `axes_to_gather`."""
         return weight_sharding.unshard_arrays(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
@@ -479,13 +442,7 @@ class WindowMethods(PipelineMethods):
         model_mode="train",
         logical_partition_spec=None,
     ) -> stepwise.LoopState:
-        """Runs every rank on its current microbatch and sends the outputs to the next ranks.
-
-        The weights come from the window `bsw`.
-
-        Returns:
-            The state of the loop after the iteration.
-        """
+        """Runs every rank once, with weights of `bsw`, and sends outputs to the next ranks."""
         return self._run_iteration(
             loop_state,
             self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"]),
@@ -498,13 +455,5 @@ class WindowMethods(PipelineMethods):
 
 
 def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:
-    """Returns the inputs that every stage may read of a microbatch, by name.
-
-    Args:
-        segment_ids: [batch, sequence] documents of tokens, or None.
-        positions: [batch, sequence] positions of tokens, or None.
-
-    Returns:
-        A dict of both.
-    """
+    """Returns the inputs that every stage may read of a microbatch, by name."""
     return {"segment_ids": segment_ids, "positions": positions}

@@ -30,23 +30,13 @@ def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict
     return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
 
 
-def slotted_weights(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
+def slotted_weights(plain: PyTree, slots: PyTree) -> dict[str, PyTree]:
     """Returns the weights of a layer made by `layer_with_slots`: ordinary weights and slots."""
-    return {"others": others, "slots": slots}
+    return {"others": plain, "slots": slots}
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """Broadcasts weights to one slot for each microbatch and device with its own rows.
-
-    The gradient of a weight is the largest slot that a microbatch has set, or else the weight
-    itself.
-
-    Args:
-        overwritten: [R, S, L, ...] weights that layers overwrite.
-
-    Returns:
-        [R, S, L, M * p, ...] slots.
-    """
+    """Broadcasts [R, S, L, ...] weights to slots [R, S, L, M * p, ...], whose largest is kept."""
     return jax.tree.map(lambda w: _broadcast_to_slots(w, num_slots), overwritten)
 
 
@@ -62,11 +52,7 @@ def layer_with_slots(layer: Layer) -> Layer:
 
 
 def _slot(microbatch: jax.Array) -> jax.Array:
-    """Returns the index of this device's slot for `microbatch` [1].
-
-    The one entry is the microbatch's index. Its dim is that of rows, which is sharded over the
-    devices.
-    """
+    """Returns the index of this device's slot for `microbatch` [1], sharded as rows are."""
     axes = manual_batch_axes()
     if not axes:
         return microbatch[0]

@@ -34,27 +34,15 @@ class PipelineKeys:
         ici_pipeline_parallelism: Ranks within a slice. Default: the size of the axis `stage` of the
             mesh, over `dcn_pipeline_parallelism`, or 1.
         dcn_pipeline_parallelism: Slices that the ranks are spread over.
-        num_layers_per_pipeline_stage: L, the layers of a stage.
         num_decoder_layers: Layers of the model. Default: unknown.
         pipeline_parallel_layers: Layers in the pipeline. Default: all.
         num_pipeline_repeats: R. Default: the number that fits all layers, or 1 if their number is
             unknown.
         num_pipeline_microbatches: M. Default: S, or 2 * S with delay.
         micro_batch_size_to_train_on: Rows of the whole batch. Default: any.
-        pipeline_delay_activation_forwarding: Whether a hand-over takes two iterations.
-        pipeline_fsdp_ag_once: Whether weights are gathered once per step.
-        pipeline_fsdp_ag_per_repeat: Whether weights are gathered once per repeat.
-        scan_pipeline_iterations: Whether the iterations of a repeat run in a loop.
         scan_pipeline_repeats: Whether repeats run in a loop. Default: as the iterations.
-        scan_layers_per_stage: Whether the layers of a stage run in a loop.
-        set_remat_policy_on_pipeline_iterations: Whether the policy wraps iterations.
-        set_remat_policy_on_layers_per_stage: Whether the policy wraps layers.
-        remat_policy: A name of `autodiff.POLICIES`.
-        shard_mode: The type of the axes of the mesh, "auto" or "explicit".
-        logical_axis_rules: Pairs (logical axis, mesh axes). Default: none.
         pipeline_batch_axes: Mesh axes of rows that are manual in the pipeline, which MaxText does
             not have.
-        debug_sharding: Whether to log the sharding of every weight.
         tensor_locations: For the policy "custom" the location of each tensor of
             `autodiff.TENSORS` that has one. Default of the others: "remat".
     """
@@ -84,15 +72,7 @@ class PipelineKeys:
 
 
 def read_keys(config: Any) -> PipelineKeys:
-    """Returns the keys of a pipeline in `config`, with the types that they must have.
-
-    Args:
-        config: Any object whose attributes are the fields of `PipelineKeys`, and for the policy
-            "custom" the tensors of `autodiff.TENSORS`. Values may be Enums.
-
-    Raises:
-        ValueError: If `config` is a mapping, or a flag or a number has another type.
-    """
+    """Returns the keys of a pipeline in `config`, with the types that they must have."""
     if isinstance(config, Mapping):
         raise ValueError(
             f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
@@ -167,19 +147,10 @@ class PipelineSettings:
         pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
         layers_per_stage: L, the layers of a stage.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
-        gather: When weights that are sharded over fsdp, context and expert are gathered.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
             the layers with its own rows.
-        scan_ticks: Whether the ticks of a repeat run in a loop. If not, they are unrolled.
-        scan_repeats: Whether repeats run in a loop. If not, they are unrolled.
-        scan_layers: Whether the layers of a stage run in a loop. If not, each is compiled
-            separately.
-        remat_iterations: Whether the computation of a tick is wrapped.
         remat_tick: Wraps the computation of a tick, as `jax.checkpoint` does.
         remat_layer: Wraps a layer, as `jax.checkpoint` does.
-        policy: The policy of `jax.checkpoint` that the config names.
-        rules: The config's `logical_axis_rules`, or None if it has none.
-        debug_sharding: Whether to log the sharding of every weight.
     """
 
     pipeline_shape: PipelineShape
@@ -210,16 +181,8 @@ class PipelineSettings:
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
     """Reads the settings of a pipeline from `config` and checks them.
 
-    Args:
-        config: An object with keys of MaxText as attributes.
-        mesh: The mesh, by which sizes and axes are checked. None for one device.
-        remat_policy: A policy of `jax.checkpoint` in place of the one that `config` names.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
+    Sizes and axes are checked by `mesh`, None for one device. `remat_policy` is a policy of
+    `jax.checkpoint` in place of the one that `config` names.
     """
     keys = read_keys(config)
     shape = _shape(keys, mesh)
@@ -286,11 +249,7 @@ def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
 
 
 def _pipelined_layers(pipelined: int | None, model: int | None) -> tuple[int | None, str]:
-    """Returns the number of layers in the pipeline and the name of the key that sets it.
-
-    Raises:
-        ValueError: If the number is below 1 or above the number of layers of the model.
-    """
+    """Returns the number of layers in the pipeline and the name of the key that sets it."""
     if pipelined is None:
         return model, "`num_decoder_layers`"
     if pipelined < 1 or (model is not None and pipelined > model):
@@ -321,9 +280,9 @@ def _gather(once: bool, per_repeat: bool) -> When:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
-def _batch_axes(given: str | Iterable[str], mesh: Mesh | None) -> tuple[str, ...]:
+def _batch_axes(names: str | Iterable[str], mesh: Mesh | None) -> tuple[str, ...]:
     """Returns `pipeline_batch_axes` as a tuple, after a check that they are axes of `mesh`."""
-    axes = (given,) if isinstance(given, str) else tuple(given)
+    axes = (names,) if isinstance(names, str) else tuple(names)
     if not axes:
         return ()
     if len({*axes}) < len(axes):
@@ -349,10 +308,7 @@ def _remat(name: str, locations: Mapping[str, Any], mesh: Mesh | None, policy: A
 
 
 def _policy(remat: Remat, *, is_custom: bool) -> Callable:
-    """Returns the `jax.checkpoint` policy of `remat`.
-
-    Unless the config's policy is "custom", it also saves the inputs that MaxText names.
-    """
+    """Returns the policy of `remat`; unless custom, it also saves the inputs that MaxText names."""
     policies = jax.checkpoint_policies
     base_policy: Callable = policies.everything_saveable
     if isinstance(remat, partial):
@@ -369,42 +325,34 @@ def _policy(remat: Remat, *, is_custom: bool) -> Callable:
 
 
 def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...]) -> None:
-    """Checks that the axis types of `mesh` agree with `shard_mode`.
-
-    Raises:
-        ValueError: If `shard_mode` is neither "auto" nor "explicit"; if it is "auto" and an axis is
-            not of type Auto; if it is "explicit" and `stage` or a batch axis is not Explicit.
-    """
+    """Checks that the axis types of `mesh` agree with `shard_mode`."""
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:
         return
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if mode == "auto":
-        others = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}
+        wrong = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}
         advice = (
             "Make the mesh with `sharding.make_mesh(...)` or `axis_types=(AxisType.Auto,) * "
             f"{len(types)}`, or give `shard_mode` = 'explicit'."
         )
     else:
         needed = (AXIS, *batch_axes)
-        others = {axis: types[axis] for axis in needed if types[axis] != AxisType.Explicit}
+        wrong = {axis: types[axis] for axis in needed if types[axis] != AxisType.Explicit}
         advice = (
             "Make the mesh with `sharding.make_mesh(..., explicit=True)` or with "
             f"`AxisType.Explicit` for {', '.join(needed)}, or give `shard_mode` = 'auto'."
         )
-    if others:
-        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+    if wrong:
+        listed = ", ".join(f"{axis} {kind.name}" for axis, kind in wrong.items())
         raise ValueError(
             f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {listed}. {advice}"
         )
 
 
 def axis_rules(rules: Iterable) -> AxisRules:
-    """Returns the rules with the mesh axes of each as a tuple.
-
-    In `rules` they may also be one name or None.
-    """
+    """Returns the rules with the mesh axes of each as a tuple; they may be one name or None."""
 
     def as_tuple(axes: Any) -> tuple[str, ...]:
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -31,11 +31,9 @@ def physical_spec(
 ) -> PartitionSpec:
     """Returns the mesh axes that each dim is sharded over.
 
-    Args:
-        rules: Logical axis rules. If a name has several rules, the first whose mesh axes no earlier
-            dim uses applies. Axes that the mesh does not have are ignored.
-        mesh_axes: The axes of the mesh. A name without a rule stands for the mesh axis of that
-            name, if the mesh has one. Otherwise its dim is not sharded, as in Flax.
+    If a name has several rules, the first whose mesh axes no earlier dim uses applies. Axes that
+    the mesh does not have are ignored. A name without a rule stands for the mesh axis of that name,
+    if there is one; otherwise its dim is not sharded, as in Flax.
     """
     used: set[str] = set()
 
@@ -62,14 +60,7 @@ def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree
 
 
 def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
-    """Returns the rules without the mesh axis "stage", which is manual inside a stage.
-
-    Args:
-        rules: The rules, or None.
-
-    Returns:
-        Rules for the same logical axes; None for None.
-    """
+    """Returns the rules without the mesh axis "stage", which is manual inside a stage."""
     if rules is None:
         return None
     return tuple((name, tuple(axis for axis in axes if axis != AXIS)) for name, axes in rules)
@@ -92,21 +83,7 @@ def without_dims(specs: PyTree, count: int) -> PyTree:
 def reshard_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
-    """Returns `w`, sharded over `mesh` by the logical names of its dims.
-
-    Args:
-        w: A weight of all layers.
-        names: The logical name of each dim, or None.
-        rules: The logical axis rules.
-        mesh: The mesh. Without one `w` is returned as it is.
-        path: The name of the weight for errors.
-
-    Returns:
-        An array like `w`.
-
-    Raises:
-        ValueError: If the size of a dim is not a multiple of its number of shards. It names `path`.
-    """
+    """Returns `w` of all layers, sharded by the logical names of its dims; `path` is for errors."""
     if mesh is None:
         return w
     spec = physical_spec(names, rules, mesh.axis_names)
@@ -122,13 +99,9 @@ def shard_dim_by_stages(
     *,
     is_weight: bool = False,
 ) -> jax.Array:
-    """Returns `x` with dim `dim` sharded over the mesh axis `stage`.
+    """Returns `x` with dim `dim` sharded over the mesh axis `stage`, and the others by `spec`.
 
-    Args:
-        spec: The physical spec of `x`, whose other dims are sharded by it. Dims beyond its end keep
-            their sharding.
-        is_weight: Whether `x` is a weight in use. Then it is gathered over fsdp, context and
-            expert.
+    A weight in use is gathered over fsdp, context and expert.
     """
     if mesh is None:
         return x
@@ -143,13 +116,8 @@ def reshard_microbatches(
 ) -> PyTree:
     """Shards [M, rows, ...] leaves: M over the ranks, and the rows over the axes of the batch.
 
-    Args:
-        x: [M, rows, ...] leaves.
-        batch_axes: Mesh axes that shard the rows in place of the rule. Without them, a mesh with
-            explicit axes leaves `x` as the caller has sharded it.
-
-    Raises:
-        ValueError: If the rows of a microbatch are not a multiple of the number of their shards.
+    Without `batch_axes`, the rule shards the rows, and a mesh with explicit axes leaves `x` as the
+    caller has sharded it.
     """
     if mesh is None or (AxisType.Explicit in mesh.axis_types and not batch_axes):
         return x
@@ -170,14 +138,7 @@ def unshard_arrays(
     axes: Sequence[str] = GATHERED_AXES,
     use_shardmap: bool = False,
 ) -> PyTree:
-    """Returns whole arrays gathered over mesh axes.
-
-    Args:
-        use_shardmap: Whether to gather by `lax.all_gather`. If not, a sharding constraint gathers.
-
-    Returns:
-        The arrays, sharded over the other axes of `specs`.
-    """
+    """Returns whole arrays gathered over `axes`, by `lax.all_gather` or a sharding constraint."""
     if mesh is None:
         return weights
     unsharded = unsharded_specs(specs, axes)
@@ -217,21 +178,7 @@ def gather_of_names(
     when: When,
     batch_axes: tuple[str, ...] = (),
 ) -> Gather:
-    """Returns the `Gather` that makes the weights of a stage whole over fsdp, context and expert.
-
-    Args:
-        weights: [R, S, L, ...] leaves.
-        specs: Their physical specs. Dims beyond the end of a spec are not sharded.
-        when: "tick", "once" or "repeat": whether weights are gathered in every tick, once per step,
-            or once per repeat.
-
-    Returns:
-        The `Gather`.
-
-    Raises:
-        ValueError: If a weight stays sharded over one of `batch_axes`, or, where `batch_axes` are
-            given, is sharded over another axis that is explicit.
-    """
+    """Returns the `Gather` that makes a stage's weights whole over fsdp, context and expert."""
     if mesh is None:
         return Gather(when)
     if AxisType.Explicit in mesh.axis_types and not batch_axes:
@@ -265,12 +212,7 @@ def _check_axes(
     stored: PartitionSpec,
     unsharded: PartitionSpec,
 ) -> None:
-    """Checks that a weight can be gathered where devices have their own rows.
-
-    Raises:
-        ValueError: If the weight stays sharded over one of `batch_axes`, or is stored sharded over
-            an explicit axis that is not one of them.
-    """
+    """Checks that a weight can be gathered where devices have their own rows."""
     del w
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     remaining_axes = axes_of(unsharded).intersection(batch_axes)

@@ -22,13 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class StaticArguments:
-    """The static arguments of a function, by index and by name.
-
-    Attributes:
-        argnums: The indices of static arguments among the positional arguments. A negative index
-            counts from the end of the positional arguments of a call.
-        argnames: The names of static arguments.
-    """
+    """The static arguments of a function by name and by index; negative ones count from the end."""
 
     argnums: frozenset[int]
     argnames: frozenset[str]
@@ -51,12 +45,7 @@ class StaticArguments:
 
 @dataclass(frozen=True)
 class Static:
-    """The static arguments of a call.
-
-    Attributes:
-        items: For each argument its index or name, its type and its value. The type tells apart 1,
-            1.0 and True, which are equal in Python.
-    """
+    """Index or name, type and value of static arguments: the type tells 1, 1.0 and True apart."""
 
     items: tuple[tuple[int | str, type, Any], ...] = ()
 
@@ -70,12 +59,7 @@ def static_arguments(
 ) -> StaticArguments:
     """Returns the static arguments by index and by name, of which the caller may give either.
 
-    Args:
-        argnums: Indices of positional arguments. A negative index counts from the end.
-
-    Returns:
-        The indices and names of all static arguments: an index adds the name of its parameter and
-        a name adds the index, as far as the signature of `fun` can be inspected.
+    An index adds the name of its parameter and a name the index, if `fun` can be inspected.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -93,25 +77,13 @@ def static_arguments(
 def type_of(leaf: Any) -> Any:
     """Returns the shape and dtype of an array or scalar, and whether the dtype is weak."""
     if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
-        return (
-            leaf.shape,
-            leaf.dtype,
-            getattr(leaf, "weak_type", False),
-        )  # keys have no weak type
+        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))  # keys have no weak type
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, aval.weak_type
 
 
 def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
-    """Returns the leaves of `arguments`, which must have the structure `tree`.
-
-    Returns:
-        The leaves, in the order of `tree`.
-
-    Raises:
-        ValueError: If the structure differs. The error names missing and additional leaves, or the
-            containers if only the containers differ.
-    """
+    """Returns the leaves of `arguments`, in the order of `tree`, whose structure they must have."""
     try:
         return tree.flatten_up_to(arguments)
     except ValueError:
@@ -136,11 +108,7 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
 def check_types(
     arguments: Arguments, leaves: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
 ) -> None:
-    """Checks that arguments have the shapes and dtypes that a function was compiled for.
-
-    Raises:
-        ValueError: If an argument has another shape or dtype. The error names its path.
-    """
+    """Checks that arguments have the shapes and dtypes that a function was compiled for."""
     for i, (leaf, shape, dtype) in enumerate(zip(leaves, shapes, dtypes, strict=True)):
         if isinstance(leaf, jax.Array | MpmdArray):
             actual = leaf.shape, leaf.dtype
@@ -155,12 +123,7 @@ def check_types(
 
 
 def check_given_once(arguments: Arguments, leaves: Sequence[Any], donated: Collection[int]) -> None:
-    """Checks that the array of a donated argument is not the array of another argument too.
-
-    Raises:
-        ValueError: If two arguments are the same array and one of them is donated. The error names
-            both.
-    """
+    """Checks that the array of a donated argument is not the array of another argument too."""
     if not donated:
         return
     first: dict[int, int] = {}
@@ -202,18 +165,9 @@ def is_spec_or_sharding(x: Any) -> bool:
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
-    """Broadcasts a prefix tree of specs or shardings to the leaves of `tree`.
+    """Returns the path (`in_specs[0]['w']`) and the spec or sharding of each leaf of `tree`.
 
-    Args:
-        name: The name of the user's argument that holds `prefix`, for paths in errors.
-
-    Returns:
-        For each leaf of `tree` the path of its spec or sharding, such as `in_specs[0]['w']`, and
-        the spec or sharding.
-
-    Raises:
-        ValueError: If `prefix` is not a prefix of `tree`. The error names the path at which they
-            differ.
+    `name` is the user's argument that holds the prefix tree.
     """
     if is_spec_or_sharding(prefix):
         return [(name, prefix)] * len(jax.tree.leaves(tree))

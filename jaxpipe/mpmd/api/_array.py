@@ -74,16 +74,8 @@ class MpmdArray:
     ) -> "MpmdArray":
         """Makes an `MpmdArray` of one array for each group, without any checks.
 
-        Args:
-            arrays: The array of each group that belongs to this process, by the group's index.
-            mpmd_sharding: The groups that hold the array, and its sharding within a group.
-            shape: The shape.
-            dtype: The dtype.
-            weak_type: Whether the dtype is weak, like the dtype of a Python number.
-            wait: A function that waits until all arrays in a list are computed.
-
-        Returns:
-            The array, with its groups in ascending order.
+        `arrays` has those of this process, by the index of their group; `weak_type` is as of a
+        Python number; `wait` waits until all arrays in a list are computed.
         """
         array = cls.__new__(cls)
         ordered = {rank: arrays[rank] for rank in sorted(arrays)} if len(arrays) > 1 else arrays
@@ -167,11 +159,7 @@ class MpmdArray:
         return self.on_rank(self.mpmd_idxs[0]) if self.mpmd_idxs else None
 
     def first_local_array(self) -> jax.Array:
-        """Returns the array of the first group of this process.
-
-        Raises:
-            ValueError: If no group of this process holds the array.
-        """
+        """Returns the array of the first group of this process, which must hold it."""
         for array in self._partially_addressable_arrays.values():
             return array
         processes = sorted({self.mpmd_sharding.mpmd_mesh.process_of(r) for r in self.mpmd_idxs})
@@ -196,11 +184,7 @@ class MpmdArray:
     def delete_except(self, ranks: Collection[int] = ()) -> None:
         """Marks the array as deleted, and deletes the arrays of this process.
 
-        Args:
-            ranks: The groups whose array is not deleted because another `MpmdArray` holds it too.
-
-        Returns:
-            None.
+        Those of `ranks` are kept, because another `MpmdArray` holds them too.
         """
         self._is_deleted = True
         for rank, array in self._partially_addressable_arrays.items():
@@ -217,11 +201,7 @@ class MpmdArray:
         return np.asarray(self._ready(), dtype)
 
     def check_not_deleted(self) -> None:
-        """Checks that the array was not deleted.
-
-        Raises:
-            RuntimeError: If the array was deleted or donated.
-        """
+        """Raises a `RuntimeError` if the array was deleted or donated."""
         if self._is_deleted:
             raise RuntimeError(
                 f"MpmdArray(shape={self.shape}, dtype={self.dtype}) has been deleted. It was "

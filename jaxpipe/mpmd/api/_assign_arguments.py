@@ -10,13 +10,7 @@ from ._array import MpmdArray
 
 
 class ArgumentSlot(NamedTuple):
-    """Where an argument goes on a rank that reads it.
-
-    Attributes:
-        rank: The rank.
-        slot: The index of its array in the list of arrays.
-        sharding: The sharding of its array.
-    """
+    """The index of an argument in the arrays of a rank, and the sharding of its array."""
 
     rank: int
     slot: int
@@ -52,10 +46,7 @@ def assign_arguments(
 
 
 def _assign_mpmd_array(
-    array: MpmdArray,
-    targets: Sequence[ArgumentSlot],
-    slots: list[Any],
-    moving: list[_Move],
+    array: MpmdArray, targets: Sequence[ArgumentSlot], slots: list[Any], moving: list[_Move]
 ) -> None:
     array.check_not_deleted()
     for rank, slot, sharding in targets:

@@ -33,8 +33,8 @@ class Task:
 
     def __str__(self) -> str:
         stage, microbatch = self.action.stage, self.action.microbatch
-        piece = "" if self.action.slice is None else f"s{self.action.slice}"
-        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{piece}"
+        suffix = "" if self.action.slice is None else f"s{self.action.slice}"
+        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{suffix}"
 
 
 class FusedTask(NamedTuple):
@@ -56,9 +56,6 @@ def tasks_of(schedule: Schedule) -> Tasks:
     A `FusedPair` becomes one task. A forward and the backward of the same microbatch also become
     one task if they are adjacent on the last stage, because nothing is sent between them. They are
     not a `FusedPair`: the halves of a pair are independent, but this backward needs the forward.
-
-    Returns:
-        [num_ranks] lists of tasks, in rank order.
     """
     return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
 
@@ -94,14 +91,7 @@ class BaseSchedule(ABC):
 
     @abstractmethod
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Returns the order of every rank's actions, checked.
-
-        Returns:
-            A schedule that passes `check`.
-
-        Raises:
-            ValueError: If this kind of schedule does not support M microbatches.
-        """
+        """Returns the order of every rank's actions, which passes `check`."""
 
     @abstractmethod
     def get_mpmd_idx(self, stage_id: int) -> int:
@@ -113,18 +103,7 @@ class BaseSchedule(ABC):
 
 
 def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedule:
-    """Returns the schedule for a number of microbatches, checked.
-
-    Args:
-        schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
-
-    Returns:
-        A schedule that passes `check`.
-
-    Raises:
-        ValueError: If `schedule` is for another number of microbatches, fails `check`, is an
-            unknown name, or has another type.
-    """
+    """Returns the schedule for a number of microbatches, checked; builds a kind or a name."""
     if isinstance(schedule, str):
         return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
     if isinstance(schedule, BaseSchedule):

@@ -11,14 +11,7 @@ TASK, SEND, RECV, DELETE = map(Primitive, ("task", "send", "recv", "delete"))
 
 
 class MpmdEqn(NamedTuple):
-    """An instruction of a rank, as an equation of a jaxpr.
-
-    Attributes:
-        primitive: `task`, `send`, `recv` or `delete`, by its `name`.
-        params: Parameters by name. Every instruction has `mpmd_idx`, the rank that runs it.
-        invars: The buffers that it reads.
-        outvars: The buffers that it writes.
-    """
+    """An instruction of a rank, as an equation of a jaxpr whose `primitive.name` says its kind."""
 
     primitive: Primitive
     params: dict[str, Any]
@@ -28,11 +21,7 @@ class MpmdEqn(NamedTuple):
 
 @dataclass(frozen=True)
 class ClosedJaxpr:
-    """The instructions of all ranks, under JaxPP's names.
-
-    Attributes:
-        program: The instructions of all ranks.
-    """
+    """The instructions of all ranks, under JaxPP's names."""
 
     program: MpmdProgram
 

@@ -46,16 +46,7 @@ class MpmdFunction:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function for arguments of these shapes and dtypes.
 
-        Args:
-            args: Positional arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
-            kwargs: Keyword arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
-
-        Returns:
-            The traced function.
-
-        Raises:
-            ValueError: If specs do not fit arguments and results, a sharding asks for other than
-                the default memory, or the function has effects other than unordered prints.
+        Arrays may be given as `jax.ShapeDtypeStruct`.
         """
         settings = self._settings
         static = settings.static
@@ -96,13 +87,13 @@ class MpmdFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         key = tree, tuple(map(type_of, leaves)), static, trace_settings()
         try:
-            known = key in self._compiled
+            is_compiled = key in self._compiled
         except TypeError:
             raise ValueError(
                 f"The static arguments {shorten(repr(static.values()), 300)} are not "
                 "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
-        if not known:
+        if not is_compiled:
             if self._compiled:
                 _LOG.warning(
                     "%s is compiled once more: it is called with other shapes, dtypes or static "
@@ -126,9 +117,6 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
-
-    Raises:
-        ValueError: If the function delays a reduction over axes of a group.
     """
     translated = translated_shardings(partial(sharding_in_group, mesh))
     with no_ambient_mesh():
@@ -196,12 +184,9 @@ def _ranks_of(sharding: Any) -> tuple[int, ...] | None:
 
 
 def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
-    """Returns a spec or sharding for each leaf of `tree`; `prefix` is a prefix tree of `tree`.
+    """Returns a spec or sharding for each leaf of `tree`, of which `prefix` is a prefix tree.
 
     The axis of the groups is dropped from specs, as it has size 1 within a group.
-
-    Raises:
-        ValueError: If a leaf of `prefix` is a sharding without a spec.
     """
     prefix = tuple(prefix) if isinstance(prefix, list) and isinstance(tree, tuple) else prefix
     axis, shardings = mesh.mpmd_axis_name, []

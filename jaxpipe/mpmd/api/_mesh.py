@@ -99,11 +99,7 @@ class MpmdMesh:
 
     @property
     def my_mpmd_axis_index(self) -> int:
-        """Returns the index of the only group whose devices belong to this process.
-
-        Raises:
-            ValueError: If this process has no group or several.
-        """
+        """Returns the index of the only group whose devices belong to this process."""
         if len(self.local_ranks) != 1:
             raise ValueError(
                 f"`my_mpmd_axis_index` needs exactly one group in this process, and process "
@@ -113,25 +109,11 @@ class MpmdMesh:
 
     @property
     def my_mpmd_group_mesh(self) -> Mesh:
-        """Returns the mesh of the only group whose devices belong to this process.
-
-        Raises:
-            ValueError: If this process has no group or several.
-        """
+        """Returns the mesh of the only group whose devices belong to this process."""
         return self.unstack[self.my_mpmd_axis_index]
 
     def mpmd_submesh(self, mpmd_indices: Sequence[int]) -> "MpmdMesh":
-        """Returns a mesh of some of the groups, in the given order.
-
-        Args:
-            mpmd_indices: The indices of the groups.
-
-        Returns:
-            A mesh with `len(mpmd_indices)` groups.
-
-        Raises:
-            ValueError: If `mpmd_indices` is empty, or an index is out of range.
-        """
+        """Returns a mesh of the groups with these indices, in the given order."""
         outside = [i for i in mpmd_indices if not 0 <= i < self.mpmd_dim]
         if outside or not mpmd_indices:
             raise ValueError(
@@ -143,11 +125,7 @@ class MpmdMesh:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Returns the indices of the groups whose devices belong to this process.
-
-        Raises:
-            ValueError: If a group has devices of several processes.
-        """
+        """Returns the indices of the groups whose devices belong to this process."""
         ranks = []
         for rank, mesh in enumerate(self.unstack):
             processes = {device.process_index for device in mesh.devices.flat}
@@ -208,11 +186,7 @@ class MpmdSharding:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Returns the sharding over the devices of all groups that hold the array.
-
-        Raises:
-            ValueError: If no group holds the array.
-        """
+        """Returns the sharding over the devices of all groups that hold the array."""
         return NamedSharding(self.mpmd_mesh.mpmd_submesh(self.mpmd_idxs).jax_mesh, self.spec)
 
 
@@ -228,11 +202,7 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 
 
 def check_reduced(spec: PartitionSpec, what: str) -> None:
-    """Checks that a spec has no `unreduced` or `reduced` axes, which JAX allows for explicit axes.
-
-    Raises:
-        ValueError: If the spec has `unreduced` or `reduced` axes.
-    """
+    """Checks that a spec has no `unreduced` or `reduced` axes, as JAX allows for explicit axes."""
     if axes := sorted(spec.unreduced | spec.reduced):
         raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
 
@@ -246,11 +216,7 @@ DELAYED = (
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
-    """Checks that a memory kind is the default of the devices. Other kinds are not supported.
-
-    Raises:
-        ValueError: If `kind` is not the default memory kind.
-    """
+    """Checks that a memory kind is the default of the devices. Other kinds are not supported."""
     default = mesh.devices.flat[0].default_memory().kind
     if kind is not None and kind != default:
         raise ValueError(
@@ -261,11 +227,7 @@ def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
 
 
 def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
-    """Checks that a spec does not use the mesh axis that separates the groups.
-
-    Raises:
-        ValueError: If the spec uses that axis.
-    """
+    """Checks that a spec does not use the mesh axis that separates the groups."""
     if mpmd_axis in axes_of(spec):
         raise ValueError(
             f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "

@@ -128,6 +128,8 @@ def _move_tree(
 
 def _put(x: Any, where: Sharding) -> jax.Array:
     """Puts `x`, or a copy of it if the result could share memory with `x`, on devices."""
+    # `jax.device_put(..., may_alias=False)` still shares memory where shards are alike, and
+    # `donate=True` deletes nothing on one CPU device (jax 0.10.2): the result would die with `x`.
     if isinstance(x, jax.Array) and x.devices() & where.device_set:
         x = jnp.copy(x)
     return jax.device_put(x, where)

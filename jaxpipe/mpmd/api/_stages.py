@@ -39,12 +39,7 @@ class Settings:
     """The arguments of `mpmd_jit_with_loop` other than the function.
 
     Attributes:
-        mesh: The mesh with its groups.
-        in_specs: A prefix tree of specs or shardings of the arguments, or None.
-        out_specs: A prefix tree of specs or shardings of the results, or None.
         names: The names of the two arguments by which the caller gave `in_specs` and `out_specs`.
-        static: The static arguments of the function.
-        compiler_options: XLA options for every program.
         timeout: Seconds without a finished program or transfer until a step of several processes
             fails.
     """
@@ -85,18 +80,9 @@ class Traced:
     def lower(
         self, *, observe: Callable[[str, Any], None] = lambda name, result: None
     ) -> "Lowered":
-        """Lowers the function: applies the passes of `mpmd.passes`.
+        """Applies the passes of `mpmd.passes`.
 
-        Args:
-            observe: A function that is called with the name and the result of every pass; `str`
-                shows the result.
-
-        Returns:
-            The instructions of every rank, which `str` shows.
-
-        Raises:
-            ValueError: If the schedule does not fit the marks or the mesh, or if a constraint is
-                over the axis of the groups.
+        `observe` is called with the name and the result of every pass, which `str` shows.
         """
         mesh = self.settings.mesh
         options = LoweringOptions(
@@ -133,11 +119,7 @@ class Lowered:
         return self.program.schedules
 
     def compile(self) -> "Compiled":
-        """Compiles every program that this process runs. Collective: every process must call it.
-
-        Returns:
-            The compiled step.
-        """
+        """Compiles every program that this process runs. Collective: every process must call it."""
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)
 
@@ -173,14 +155,7 @@ OBSERVER = ContextVar("observer", default=None)
 
 
 class _ResultSlots(NamedTuple):
-    """Where a result is after a call.
-
-    Attributes:
-        aval: Its shape and dtype.
-        sharding: Its sharding on all groups that hold it.
-        slot_on: The index of its array in the list of arrays, for each rank of this process that
-            holds it.
-    """
+    """The type of a result, and the index of its array for each local rank that holds it."""
 
     aval: Any
     sharding: MpmdSharding
@@ -245,12 +220,8 @@ class Compiled:
     def with_thunks(self, wrap: Callable[[Instruction, Thunk], Thunk]) -> "Compiled":
         """Returns the same compiled function with wrapped thunks, for example to measure time.
 
-        Args:
-            wrap: A function of an instruction of this process and its thunk, which returns the
-                thunk to run in its place.
-
-        Returns:
-            A compiled function that runs the wrapped thunks. The programs are not compiled again.
+        `wrap` maps an instruction of this process and its thunk to the thunk that runs in its
+        place. Programs are not compiled again.
         """
         thunks = tuple(
             BoundInstruction(instruction, wrap(instruction, thunk))

@@ -21,13 +21,7 @@ from ._mpmd_graph import MpmdGraph
 def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> None:
     """Checks that a graph keeps the rules of an `MpmdGraph`.
 
-    Args:
-        checked: Loops that were checked after an earlier pass. A loop that no pass has replaced
-            since then is not checked again.
-
-    Raises:
-        AssertionError: If the graph breaks one of the rules above. The error names the variable,
-            the loop or the stage.
+    Loops in `checked` were checked after an earlier pass, and are not checked again.
     """
     _check_scope("the function", graph.inputs, graph.eqns, graph.outputs)
     for i, loop in enumerate(graph.loops):
@@ -40,10 +34,7 @@ def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> No
 
 
 def _check_scope(
-    where: str,
-    inputs: Iterable[Var],
-    eqns: Iterable[Eqn | PipelinedLoop],
-    outputs: Iterable[Atom],
+    where: str, inputs: Iterable[Var], eqns: Iterable[Eqn | PipelinedLoop], outputs: Iterable[Atom]
 ) -> None:
     """Checks that every variable is defined once, and before it is read."""
     defined: set[Var] = set()

@@ -20,14 +20,7 @@ _MAX = PrimitiveCall("max", lambda x, y: [jnp.maximum(x, y)])
 def combine_eqns(
     parts: Sequence[Var], result: Var, reduction: Reduction, microbatches: Sequence[Collection[int]]
 ) -> list[Eqn]:
-    """Returns the equations that compute a result of a loop from those of its ranks.
-
-    Args:
-        result: The result of the loop. It is `parts[0]` if there is only one part.
-
-    Raises:
-        ValueError: If the reduction is an operation of the user without `combine`.
-    """
+    """Returns the equations that compute a result of a loop from those of its ranks."""
     eqns, total = [], parts[0]
     for i, (part, own) in enumerate(zip(parts[1:], microbatches[1:], strict=True), 2):
         combined = result if i == len(parts) else Var(result.aval)

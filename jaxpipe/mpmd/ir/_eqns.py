@@ -82,21 +82,22 @@ def prints(node: Eqn | PipelinedLoop) -> bool:
     return isinstance(node, Eqn) and has_print(node)
 
 
-def substitute_inputs(eqns: Iterable[N], known: Mapping[Var, Atom]) -> list[N]:
-    """Returns the nodes with each input that is a key of `known` replaced by its value."""
+def substitute_inputs(eqns: Iterable[N], replacements: Mapping[Var, Atom]) -> list[N]:
+    """Returns the nodes with each input that is a key of `replacements` replaced by its value."""
     return [
-        replace(eqn, inputs=tuple(_substitute(atom, known) for atom in eqn.inputs)) for eqn in eqns
+        replace(eqn, inputs=tuple(_substitute(atom, replacements) for atom in eqn.inputs))
+        for eqn in eqns
     ]
 
 
-def with_outputs(graph: G, eqns: Iterable[Any], known: Mapping[Var, Atom]) -> G:
-    """Returns the graph with other nodes, and with its outputs replaced as in `known`."""
-    outputs = tuple(_substitute(atom, known) for atom in graph.outputs)
+def with_outputs(graph: G, eqns: Iterable[Any], replacements: Mapping[Var, Atom]) -> G:
+    """Returns the graph with other nodes, and with its outputs replaced as in `replacements`."""
+    outputs = tuple(_substitute(atom, replacements) for atom in graph.outputs)
     return replace(graph, eqns=tuple(eqns), outputs=outputs)
 
 
-def _substitute(atom: Atom, known: Mapping[Var, Atom]) -> Atom:
-    return known.get(atom, atom) if isinstance(atom, Var) else atom
+def _substitute(atom: Atom, replacements: Mapping[Var, Atom]) -> Atom:
+    return replacements.get(atom, atom) if isinstance(atom, Var) else atom
 
 
 def eliminate_dead_code(graph: G) -> G:

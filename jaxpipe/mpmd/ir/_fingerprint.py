@@ -16,12 +16,7 @@ from ...ir.graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, Sh
 
 
 def fingerprint(graph: Graph) -> Hashable:
-    """Returns the fingerprint of a program.
-
-    Returns:
-        A hashable value. If it is equal for two programs, they compute the same outputs from inputs
-        of the same types.
-    """
+    """Returns the fingerprint of a program."""
     value_ids: dict[Var, Hashable] = {value: i for i, value in enumerate(graph.inputs)}
     eqns = []
     for eqn in graph.eqns:

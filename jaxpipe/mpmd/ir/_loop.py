@@ -18,11 +18,7 @@ from ._text import Names, format_graph, format_spec, indent
 
 @dataclass(frozen=True)
 class SlicedSchedule:
-    """A schedule with slices of sequences, for a body whose marks carry the indices of parts.
-
-    Attributes:
-        schedule: The schedule.
-    """
+    """A schedule with slices of sequences, for a body whose marks carry the indices of parts."""
 
     schedule: Schedule
 
@@ -70,11 +66,7 @@ class PipelinedLoop:
 
     Attributes:
         inputs: The arguments of the loop: one for each invariant.
-        outputs: The results of the loop: one for each output of the body, reduced over all
-            microbatches.
         body: `(invariants, index of the microbatch) -> results of the microbatch`.
-        schedule: The order of actions on every rank.
-        reductions: [num_outputs] how each output of the body is reduced over microbatches.
         all_mark_ids: The ids of all forward marks of the body in program order, if its results do
             not depend on some of them; otherwise (), as the marks are in the body.
         stages: [num_parts] the stages of the body, () before `cut_stages`. If sequences are cut
@@ -171,11 +163,7 @@ class PipelinedLoop:
 
 
 def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
-    """Returns the lines of a loop: its schedule, and its body, its stages or its tasks.
-
-    Args:
-        loop: The loop. Of the three, only what the last pass has made is written.
-    """
+    """Returns the lines of a loop: its schedule, and only the newest of body, stages and tasks."""
     schedule = [f"rank {rank}: {line}" for rank, line in enumerate(str(loop.schedule).split("\n"))]
     inputs, outputs = names.join(loop.inputs), " ".join(map(names.typed, loop.outputs))
     if not loop.stages:

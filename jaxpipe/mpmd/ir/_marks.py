@@ -68,9 +68,6 @@ def mark_part(anchor: T, part: int) -> T:
     """Marks arrays of a part of a stage: what the part reads of others, or others read of it.
 
     The cotangents of these arrays belong to the backward of the same part.
-
-    Returns:
-        `anchor`. Continue with this value, not with the argument.
     """
     return _mark(anchor, part)
 

@@ -21,14 +21,12 @@ class LoweringOptions:
     """What the caller asks of a function, beyond what its graph says.
 
     Attributes:
-        num_ranks: The number of groups.
         to_schedule: `(the schedule that the user gave, num_microbatches) -> checked schedule`.
         in_specs: [num_inputs] the spec of each argument within a group, None if it is open.
         out_specs: [num_outputs] the spec of each result within a group, None if it is open.
         out_ranks: [num_outputs] the ranks of each result, None if they are open.
         donated_inputs: The indices of the arguments whose memory results may reuse.
         processes: [num_ranks] the index of the process of each rank, or () if all ranks share one.
-        mpmd_axis: The mesh axis that separates the groups.
     """
 
     num_ranks: int
@@ -62,10 +60,6 @@ class MpmdGraph:
     """A function of arrays with its loops as nodes, and what passes have found out about it.
 
     Attributes:
-        inputs: The arguments.
-        eqns: The equations outside of loops, and the loops, in an order in which they could run.
-        outputs: The results.
-        options: What the caller asks of the function.
         ranks: The ranks of equations and values, empty before `assign_ranks`.
         specs: The specs of values within a group, as far as known; empty before
             `propagate_shardings`.

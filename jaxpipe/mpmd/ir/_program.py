@@ -17,10 +17,9 @@ from ._text import Names, format_graph, indent
 
 
 class Buffer(NamedTuple):
-    """An array on a rank: the value of a variable.
+    """The value of a variable on a rank.
 
     Attributes:
-        value: The variable.
         version: The index of a microbatch, or of a state of a sum, if the variable has several
             values in a step; None if it has one.
     """
@@ -34,12 +33,7 @@ RankBuffer: TypeAlias = tuple[Buffer, int]
 
 
 class BufferOnRanks(NamedTuple):
-    """An argument or a result of a program, and where it is.
-
-    Attributes:
-        buffer: The buffer.
-        ranks: The ranks that are given an argument or hold a result; () if no rank reads it.
-    """
+    """An argument or a result, and the ranks that are given or hold it; () if no rank reads it."""
 
     buffer: Buffer
     ranks: tuple[int, ...]
@@ -50,11 +44,6 @@ class RunTask:
     """Runs a graph on a rank: `(reads) -> writes`.
 
     Attributes:
-        rank: The rank that runs it.
-        name: The name of the task, such as `fwd_0__1`.
-        graph: The graph.
-        reads: The buffers that are its arguments.
-        writes: The buffers that are its results.
         actions: The actions of the schedule that it runs; () outside of loops.
         donated: The indices of the reads whose memory the writes may reuse.
         loop: The index of the loop that the task belongs to, among the loops of the step; None
@@ -76,14 +65,7 @@ class RunTask:
 
 @dataclass(frozen=True)
 class Send:
-    """Sends copies of buffers from rank `rank` to rank `to`.
-
-    Attributes:
-        rank: The rank that sends.
-        to: The rank that receives.
-        buffers: The buffers.
-        name: The name of the task that wrote the buffers.
-    """
+    """Sends copies of buffers from rank `rank` to rank `to`; `name` is the task that wrote them."""
 
     rank: int
     to: int
@@ -96,14 +78,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Recv:
-    """Receives buffers on rank `rank` that rank `source` sends.
-
-    Attributes:
-        rank: The rank that receives.
-        source: The rank that sends.
-        buffers: The buffers.
-        name: The name of the task that wrote the buffers.
-    """
+    """Receives buffers on rank `rank` from rank `source`; `name` is the task that wrote them."""
 
     rank: int
     source: int
@@ -133,12 +108,7 @@ class MpmdProgram:
     """The instructions of all ranks for one call of a function.
 
     Attributes:
-        num_ranks: The number of ranks.
-        inputs: The buffer of each argument and the ranks that read it.
-        outputs: The buffer of each result and the ranks that hold it.
         indices: Buffers that hold the index of a microbatch, and this index.
-        instructions: The instructions of all ranks, in an order in which they could run.
-        schedules: The schedule of each loop, by the index that `RunTask.loop` gives.
         specs: The specs of values within a group, as far as they are known before compilation.
         donated_inputs: The indices of the arguments whose memory results may reuse.
         processes: [num_ranks] the index of the process of each rank, or () if all ranks share one.
@@ -165,9 +135,6 @@ def check(program: MpmdProgram) -> None:
     """Checks that ranks only read buffers that they hold, and that receives match sends in order.
 
     Before transfers are inserted, a rank may read what any rank has written.
-
-    Raises:
-        AssertionError: If an instruction breaks one of these rules. The error names it.
     """
     if not program.has_transfers:
         _check_order(program)
@@ -211,26 +178,22 @@ def check(program: MpmdProgram) -> None:
 
 def _check_order(program: MpmdProgram) -> None:
     """Checks that a program without transfers only reads what was written, and writes it once."""
-    known = {*program.indices, *(buffer for buffer, _ in program.inputs)}
+    available = {*program.indices, *(buffer for buffer, _ in program.inputs)}
     written: set[tuple[Buffer, int]] = set()
     for run in program.instructions:
         assert isinstance(run, RunTask), f"{run} is no task, and transfers are not inserted yet"
-        missing = [buffer for buffer in run.reads if buffer not in known]
+        missing = [buffer for buffer in run.reads if buffer not in available]
         assert not missing, f"{run.name} reads {missing}, which no rank has written"
         own = {(buffer, run.rank) for buffer in run.writes}
         assert written.isdisjoint(own), f"{run.name} writes a buffer that exists"
         written |= own
-        known.update(run.writes)
-    missing = [buffer for buffer, _ in program.outputs if buffer not in known]
+        available.update(run.writes)
+    missing = [buffer for buffer, _ in program.outputs if buffer not in available]
     assert not missing, f"the program returns {missing}, which no rank has written"
 
 
 def name_in_step(run: RunTask, program: MpmdProgram) -> str:
-    """Returns the name of a task, with its loop if the program has several.
-
-    Returns:
-        A name such as `fwd_0__1`, or `loop_1.fwd_0__1`, that no other task of its rank has.
-    """
+    """Returns `fwd_0__1`, or with several loops `loop_1.fwd_0__1`, which is unique on a rank."""
     is_ambiguous = run.loop is not None and len(program.schedules) > 1
     return f"loop_{run.loop}.{run.name}" if is_ambiguous else run.name
 

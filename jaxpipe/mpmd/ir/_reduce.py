@@ -265,14 +265,7 @@ def _broadcast_operation(operation: PyTree, shape: PyTree) -> tuple[ReduceOp, ..
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of one result over all microbatches.
-
-    Attributes:
-        operation: The operation.
-        shape: The shape of one microbatch's result.
-        dtype: The dtype of one microbatch's result.
-        num_microbatches: M.
-    """
+    """The reduction of one result, of this shape and dtype, over all microbatches."""
 
     operation: ReduceOp
     shape: tuple[int, ...]
@@ -313,15 +306,7 @@ def _lowest_value(dtype: Any) -> Any:
 def reductions(
     avals: Sequence[Any], operations: Sequence[ReduceOp], num_microbatches: int
 ) -> list[Reduction]:
-    """Returns the `Reduction` of each result of a microbatch.
-
-    Returns:
-        One `Reduction` for each result.
-
-    Raises:
-        ValueError: If an operation's `update` and `state` return different shapes or dtypes, or its
-            `update` reads a traced array that is not one of its arguments.
-    """
+    """Returns the reduction of each result of a microbatch."""
     of_results = [
         Reduction(operation, aval.shape, aval.dtype, num_microbatches)
         for aval, operation in zip(avals, operations, strict=True)

@@ -66,11 +66,7 @@ def operands(eqn: Eqn) -> list[Atom]:
 
 
 def format_eqn(eqn: Eqn, names: Names, suffix: str = "") -> list[str]:
-    """Returns the lines of an equation, and of the bodies inside it.
-
-    Args:
-        suffix: Text behind the name of the operation, such as the ranks that run it.
-    """
+    """Returns the lines of an equation and its bodies; `suffix` is text behind its name."""
     inputs = names.join(operands(eqn))
     outputs = " ".join(map(names.typed, eqn.outputs))
     match eqn.operation:
@@ -99,11 +95,7 @@ def format_lambda(
     names: Names,
     suffix: Callable[[Atom], str] = lambda atom: "",
 ) -> list[str]:
-    """Returns the lines of a function as a jaxpr has them: its inputs, its body and its outputs.
-
-    Args:
-        suffix: A function that returns the text behind an input or an output, such as its ranks.
-    """
+    """Returns the lines of a function; `suffix` returns the text behind an input or an output."""
     inputs_text = " ".join(names.typed(value) + suffix(value) for value in inputs)
     lines = list(body())
     returned = " ".join(names(atom) + suffix(atom) for atom in outputs)

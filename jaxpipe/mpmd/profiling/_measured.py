@@ -25,13 +25,7 @@ from ..runtime._execute import Slots, Thunk
 
 
 class TaskTime(NamedTuple):
-    """When a task ran.
-
-    Attributes:
-        run: The task.
-        start: Its start, in seconds of `time.perf_counter`.
-        end: Its end, in seconds of `time.perf_counter`.
-    """
+    """When a task ran, in seconds of `time.perf_counter`."""
 
     run: RunTask
     start: float
@@ -142,13 +136,6 @@ def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) ->
 
     Args:
         times: The programs with their start and end in seconds, as `timed_step` returns them.
-
-    Returns:
-        A timeline in seconds, which starts with the first task of the loop. The rows of ranks of
-        other processes are empty.
-
-    Raises:
-        ValueError: If the function does not have this loop.
     """
     schedules = compiled.lowered.schedules
     if not 0 <= loop < len(schedules):

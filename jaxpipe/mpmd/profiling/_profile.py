@@ -25,12 +25,7 @@ SECONDS = 600.0
 
 
 def annotated(compiled: Compiled) -> Compiled:
-    """Returns the same compiled function, whose instructions appear by name in JAX's profiler.
-
-    Returns:
-        A compiled function with a `jax.profiler.TraceAnnotation` around every task, send, receive
-        and delete, which names the task, its rank and, for transfers, the other rank.
-    """
+    """Returns the same function with a `jax.profiler.TraceAnnotation` around every instruction."""
 
     def wrap(instruction: Instruction, thunk: Thunk) -> Thunk:
         label = _label(instruction, compiled.lowered.program)

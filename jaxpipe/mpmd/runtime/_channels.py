@@ -20,12 +20,7 @@ MAX_LAYOUT_LENGTH = 200
 
 
 class ChannelLayouts(NamedTuple):
-    """The arrays that this process exchanges with others.
-
-    Attributes:
-        layouts: The layout of the arrays on each channel, by the name of the channel.
-        peers: The processes at the other ends.
-    """
+    """The layout of the arrays on each channel by its name, and the processes at the other ends."""
 
     layouts: dict[str, str]
     peers: set[int]
@@ -56,10 +51,7 @@ def channel_layouts(
 
 
 def buffer_spec(
-    buffer: Buffer,
-    rank: int,
-    mesh: MpmdMesh,
-    specs: Mapping[RankBuffer, PartitionSpec],
+    buffer: Buffer, rank: int, mesh: MpmdMesh, specs: Mapping[RankBuffer, PartitionSpec]
 ) -> Spec:
     """Returns the shape, dtype and sharding of a buffer on a rank."""
     aval, sharding = buffer.value.aval, NamedSharding(mesh.unstack[rank], specs[buffer, rank])

@@ -31,12 +31,7 @@ Specs = tuple[PartitionSpec | None, ...]
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs of a step.
-
-    Attributes:
-        programs: The programs of local ranks, by the index of their `RunTask` in the program.
-        specs: The sharding of each buffer on each rank that has it.
-    """
+    """The programs of local ranks by index of their `RunTask`, and the sharding of each buffer."""
 
     programs: Mapping[int, Callable[..., Any]]
     specs: Mapping[RankBuffer, PartitionSpec]
@@ -67,7 +62,7 @@ def check_threads(mesh: MpmdMesh) -> None:
 def compile_code(
     program: MpmdProgram,
     mesh: MpmdMesh,
-    known: Callable[[Buffer], PartitionSpec | None],
+    propagated_spec: Callable[[Buffer], PartitionSpec | None],
     *,
     options: Mapping[str, Any],
     num_threads: int,
@@ -75,21 +70,20 @@ def compile_code(
 ) -> Executables:
     """Compiles the programs that ranks of this process run.
 
-    Args:
-        handshake: Exchanges the choices of compilers between processes, None if there is only one.
+    If there are several processes, `handshake` exchanges the choices of their compilers.
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
     specs: dict[RankBuffer, PartitionSpec | Callable[[], PartitionSpec]] = {}
     for buffer, ranks in program.inputs:
-        specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
+        specs |= {(buffer, rank): propagated_spec(buffer) or P() for rank in ranks}
     specs |= {
         (buffer, rank): P() for buffer in program.indices for rank in range(program.num_ranks)
     }
 
     def requested_spec(buffer: Buffer) -> PartitionSpec | None:
         """Returns the sharding of a buffer, None if the compiler chooses it."""
-        spec = known(buffer)
+        spec = propagated_spec(buffer)
         return P() if spec is None and single else spec
 
     def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:
@@ -133,12 +127,9 @@ P = PartitionSpec
 
 
 def _return_free_memory() -> None:
-    """Returns the memory that compilers have freed to the system, where the C library is glibc.
-
-    glibc keeps freed memory in the arenas of the threads that compiled. Programs run in other
-    threads and allocate their buffers in addition. For a small transformer on four CPU devices this
-    was a fifth of the peak memory of the process.
-    """
+    """Returns the memory that compilers have freed to the system, where the C library is glibc."""
+    # glibc keeps freed memory in the arenas of the threads that compiled, and programs run in
+    # others: a fifth of the peak memory of a process with a small transformer on four CPU devices.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -235,15 +226,7 @@ def compile_graph(
     donated: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a graph for the devices of a mesh.
-
-    Args:
-        in_specs: [num_inputs] the sharding of each input; None is replicated.
-        out_specs: [num_outputs] the sharding of each output; None leaves it to the compiler.
-
-    Returns:
-        The compiled program (`jax.stages.Compiled`).
-    """
+    """Compiles a graph for a mesh; a spec of None is replicated for inputs, open for outputs."""
     shapes = [
         jax.ShapeDtypeStruct(
             value.aval.shape,

@@ -37,12 +37,7 @@ Thunk = Callable[[Slots], None]
 
 
 class BoundInstruction(NamedTuple):
-    """An instruction of this process and the function that executes it.
-
-    Attributes:
-        instruction: The instruction.
-        thunk: A function of the list of arrays, which it changes.
-    """
+    """An instruction of this process, and the function of the list of arrays that executes it."""
 
     instruction: Instruction
     thunk: Thunk
@@ -53,7 +48,6 @@ class BoundProgram:
     """Instructions bound to slots in a list of arrays.
 
     Attributes:
-        thunks: Each instruction with the function that executes it, in order.
         slot_of: The index in the list for each buffer on each local rank.
         initial: The list of arrays at the start of a step.
         programs: The compiled programs that this process runs, by `name@rank`.

@@ -12,11 +12,7 @@ from ..api._mesh import check_memory_kind, check_spec
 
 
 def on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
-    """Replaces every mesh in a program by the mesh of a group.
-
-    Raises:
-        ValueError: If the program shards an array or a `shard_map` over `mpmd_axis`.
-    """
+    """Replaces every mesh in a program by the mesh of a group."""
     eqns = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.eqns)
     return replace(graph, eqns=eqns)
 

@@ -28,13 +28,7 @@ NUM_SOCKETS = 4
 
 @dataclass(frozen=True)
 class Transport:
-    """The endpoint of all transfers in this process.
-
-    Attributes:
-        process: The index of this process.
-        timeout: How long to wait for a peer, in seconds.
-        server: The `jax.experimental.transfer.TransferServer` from which peers pull.
-    """
+    """The endpoint of all transfers in this process: peers pull from `server`."""
 
     process: int
     timeout: float
@@ -43,17 +37,9 @@ class Transport:
 
 @functools.cache
 def open_transport(timeout: float, host: str | None = None) -> Transport:
-    """Starts the transfer server of this process and publishes its address. Runs only once.
+    """Starts the transfer server of this process and publishes its address, once.
 
-    Args:
-        host: The address at which peers reach this host. None uses the address from which this
-            host reaches process 0.
-
-    Returns:
-        The transport. Later calls with the same arguments return the same one.
-
-    Raises:
-        ValueError: If `jax.distributed` is not initialized.
+    Without `host`, peers use the address from which this host reaches process 0.
     """
     host = host or _own_host()
     # Without separate addresses for bulk data, a server crashes when another process connects
@@ -72,11 +58,7 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
 
 @functools.cache
 def connect(transport: Transport, peer: int) -> Any:
-    """Returns the connection through which this process pulls from a peer.
-
-    Raises:
-        TimeoutError: If the peer does not open its transport in time.
-    """
+    """Returns the connection through which this process pulls from a peer."""
     addresses = kv_get("address", [peer], transport.timeout)
     if peer not in addresses:
         raise TimeoutError(
@@ -87,29 +69,14 @@ def connect(transport: Transport, peer: int) -> Any:
 
 
 def check_same_program(digest: str, name: str, *, timeout: float) -> None:
-    """Checks that all processes are about to run the same program.
-
-    Collective: every process must call it.
-
-    Args:
-        timeout: How long to wait for the other processes, in seconds.
-
-    Raises:
-        ValueError: If programs differ. It is raised on every process and names those that differ.
-        TimeoutError: If some processes have not called it in time, naming them.
-    """
+    """Checks that all processes are about to run the same program; all of them must call it."""
     check_agreement(name, {"the program": digest}, range(jax.process_count()), timeout=timeout)
 
 
 def check_agreement(
     name: str, facts: Mapping[str, str], processes: Iterable[int], *, timeout: float
 ) -> None:
-    """Checks that processes report the same value for every fact that several of them report.
-
-    Raises:
-        ValueError: If two values of a fact differ, naming the fact, the values and the processes.
-        TimeoutError: If some processes have not called it in time, naming them.
-    """
+    """Checks that processes report the same value for every fact that several of them report."""
     here = jax.process_index()
     peers = sorted({*processes} - {here})
     if not peers:
@@ -142,11 +109,7 @@ def kv_put(what: str, value: str) -> None:
 
 
 def kv_get(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
-    """Returns the values that processes have stored under a key.
-
-    Raises:
-        JaxRuntimeError: If JAX's key-value store fails for another reason than the timeout.
-    """
+    """Returns the values that processes have stored under a key."""
     client, deadline = _distributed().client, time.monotonic() + timeout
     values = {}
     for process in processes:

@@ -29,8 +29,6 @@ class Session:
     """One of several processes of a job.
 
     Attributes:
-        transport: The transport to the other processes.
-        watchdog: The watchdog, which raises an error if a step cannot finish.
         channels: Number of channels from one process to another, over all programs.
         programs: Numbers the programs of the job: all processes compile the same ones in the same
             order.
@@ -44,11 +42,7 @@ class Session:
 
 @functools.cache
 def open_session(timeout: float) -> Session:
-    """Returns the session of this process.
-
-    Args:
-        timeout: How long a step may make no progress, in seconds.
-    """
+    """Returns the session of this process; without progress for `timeout` seconds a step fails."""
     watchdog = start_watchdog(timeout)
     return Session(open_transport(START_SECONDS), watchdog, Counter(), itertools.count())
 
@@ -60,13 +54,7 @@ class CompileHandshake:
     name: str
 
     def check_program(self, digest: str) -> None:
-        """Checks that all processes run the same program.
-
-        Raises:
-            ValueError: If programs differ. It is raised on every process and names those that
-                differ.
-            TimeoutError: If some processes have not called it in time, naming them.
-        """
+        """Checks that all processes run the same program."""
         check_same_program(digest, self.name, timeout=START_SECONDS)
 
     def put_specs(self, index: int, specs: Sequence[PartitionSpec]) -> None:
@@ -74,11 +62,7 @@ class CompileHandshake:
         kv_put(f"{self.name}/specs/{index}", json.dumps([list(spec) for spec in specs]))
 
     def get_specs(self, index: int, process: int) -> list[PartitionSpec]:
-        """Returns the shardings that another process's compiler chose for an instruction's results.
-
-        Raises:
-            TimeoutError: If that process has not compiled the instruction in time.
-        """
+        """Returns the shardings that another process's compiler chose for an instruction."""
         what = f"{self.name}/specs/{index}"
         values = kv_get(what, [process], START_SECONDS)
         if process not in values:
@@ -89,15 +73,7 @@ class CompileHandshake:
         ]
 
     def wait_for_all(self, layouts: Mapping[str, str], peers: Iterable[int]) -> None:
-        """Waits until every process has compiled, before the first step is timed.
-
-        Args:
-            peers: The processes at the other ends of these channels.
-
-        Raises:
-            ValueError: If the two ends of a channel differ, naming both, on every process.
-            TimeoutError: If some processes have not compiled in time, naming them.
-        """
+        """Waits until every process has compiled, and compares channels with those of `peers`."""
         problem = ""
         try:
             check_agreement(f"{self.name}/channels", layouts, peers, timeout=START_SECONDS)

@@ -24,11 +24,7 @@ Arrays = Sequence[jax.Array]
 
 
 def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays], Arrays]:
-    """Returns a function that copies arrays to other devices of this process, asynchronously.
-
-    Returns:
-        `(arrays) -> arrays`.
-    """
+    """Returns a function that copies arrays to other devices of this process, asynchronously."""
     shardings = [_sharding(target) for target in targets]
     keys = any(_is_key(target) for target in targets)
     if not keys and layout(sources) == layout(targets):
@@ -43,12 +39,6 @@ def sender(
 
     The memory of the arrays is kept until the peer has pulled them, even if this process holds no
     reference to them. If they are donated or deleted earlier, the peer gets an error.
-
-    Returns:
-        `(arrays) -> None`.
-
-    Raises:
-        ValueError: If an array is not entirely in this process, or `channel` has more than 24 bits.
     """
     layout(specs)
     await_pull, uuids = transport.server.await_pull, _uuids(peer, channel)
@@ -74,13 +64,6 @@ def receiver(
 
     It pulls whatever the peer offers. Use `check_agreement` on the `layout` of both ends to check
     that they match: if they do not, the transfer hangs or its values are wrong.
-
-    Returns:
-        `() -> arrays`.
-
-    Raises:
-        ValueError: If an array is not entirely in this process, or `channel` has more than 24 bits.
-        TimeoutError: If the peer has not opened its transport in time.
     """
     layout(specs)
     pull, uuids = connect(transport, peer).pull, _uuids(transport.process, channel)
@@ -100,9 +83,6 @@ def layout(specs: Sequence[Spec]) -> str:
     """Returns the layout of arrays as text: two ends of a channel match if their texts are equal.
 
     Names of devices and axes do not matter, only which elements are stored on which device.
-
-    Raises:
-        ValueError: If an array is not entirely in this process.
     """
     return "; ".join(map(_layout, specs))
 
@@ -134,9 +114,6 @@ def _uuids(to: int, channel: int) -> Iterator[int]:
     """Returns the ids of the transfers of a channel, without end.
 
     Ids repeat after 2^24 uses, when the first transfer is long complete.
-
-    Raises:
-        ValueError: If `channel` is 2^24 or more.
     """
     if not 0 <= channel < 1 << 24:
         raise ValueError(

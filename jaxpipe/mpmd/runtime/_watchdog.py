@@ -26,12 +26,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(eq=False)
 class PendingItem:
-    """A program or transfer that has not finished.
-
-    Attributes:
-        label: The text that names it in errors.
-        arrays: Arrays that are ready when it has finished; None while it is being dispatched.
-    """
+    """A pending program or transfer; `arrays` is None while it is being dispatched."""
 
     label: str
     arrays: Sequence[jax.Array] | None = None
@@ -48,13 +43,10 @@ class Watchdog:
     Attributes:
         timeout: Longest time in which no item finishes, in seconds.
         grace: Time for the main thread to raise, and then to exit, in seconds.
-        process: The index of this process.
         has_peers: Whether other processes wait for this one.
         incoming: Items that were dispatched since the last check.
         pending: Items that had not finished at the last check, oldest first.
         reasons: Why the step cannot finish; empty while it can.
-        raised: Set once the main thread has raised the reason.
-        stopped: Set to stop the watchdog.
     """
 
     timeout: float
@@ -71,12 +63,8 @@ class Watchdog:
 def start_watchdog(timeout: float) -> Watchdog:
     """Starts the watchdog of this process.
 
-    Args:
-        timeout: Longest time in which no item finishes, in seconds: longer than any single program,
-            and longer than a peer may wait for the first data of a step.
-
-    Raises:
-        ValueError: If `timeout` is not positive.
+    `timeout`, in seconds, must be longer than any single program, and longer than a peer may wait
+    for the first data of a step.
     """
     if timeout <= 0:
         raise ValueError(f"`timeout` is {timeout}. Give the seconds after which a step is stuck.")
@@ -93,12 +81,6 @@ def watch(watchdog: Watchdog, label: str) -> PendingItem:
 
     On CPU the dispatch may last as long as the program. The caller must call `resolve` afterwards,
     also after an exception.
-
-    Args:
-        label: The text that names the item in errors, with action, rank and peer.
-
-    Returns:
-        The item, for `resolve`.
     """
     item = PendingItem(label)
     watchdog.incoming.append(item)
@@ -115,12 +97,7 @@ def resolve(item: PendingItem, arrays: Sequence[jax.Array]) -> None:
 
 
 def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
-    """Waits for arrays like `jax.block_until_ready`, but raises if the step cannot finish.
-
-    Raises:
-        MpmdError: If the watchdog has found that the step cannot finish.
-        JaxRuntimeError: If the program that computes an array fails.
-    """
+    """Waits for arrays like `jax.block_until_ready`, but raises if the step cannot finish."""
     pause = 1e-5
     while not watchdog.reasons and not _are_ready(arrays):
         time.sleep(pause)

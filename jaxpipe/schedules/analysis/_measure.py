@@ -54,11 +54,11 @@ def bubble_fraction(timeline: Timeline) -> float:
 
 
 def parallelogram_bubble(timeline: Timeline) -> Time:
-    """Returns the largest span of a rank, minus the work of the busiest rank.
+    """Returns the bubble of zero-bubble papers (arXiv 2401.10241).
 
-    A rank's span is the time from its first start to its last end. Zero-bubble papers quote this
-    bubble (arXiv 2401.10241). It is at most the rectangular one: it assumes that steps follow each
-    other without a barrier, so that the ranks' different starts are lost only once.
+    It is the largest span of a rank, from its first start to its last end, minus the work of the
+    busiest rank: steps follow each other without a barrier, so the ranks' different starts are lost
+    once.
     """
     spans = (row[-1].end - row[0].start for row in timeline.rows if row)
     return max(spans, default=0) - max(busy_times(timeline), default=0)
@@ -131,9 +131,8 @@ def live_activations(
 ) -> Iterator[int]:
     """Yields what is alive on a rank after each of its actions; fused pairs are split.
 
-    Args:
-        weights: [num_stages] what one microbatch, or one slice, counts on each stage.
-        until_weight: [num_stages] what it counts between its I and its W. None: `weights`.
+    `weights` is [num_stages] what one microbatch or slice counts; `until_weight`, between its I and
+    W.
     """
     kept = weights if until_weight is None else until_weight
     now = 0
@@ -151,9 +150,6 @@ def live_activations(
 
 
 def _peak(
-    schedule: Schedule,
-    rank: int,
-    weights: Sequence[int],
-    until_weight: Sequence[int] | None = None,
+    schedule: Schedule, rank: int, weights: Sequence[int], until_weight: Sequence[int] | None = None
 ) -> int:
     return max(live_activations(schedule, rank, weights, until_weight), default=0)

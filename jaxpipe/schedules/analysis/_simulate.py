@@ -117,11 +117,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:
-    """Checks that costs are not negative and belong to a number of stages.
-
-    Raises:
-        ValueError: If a cost is out of range or has another number of entries, naming the cost.
-    """
+    """Checks that costs are not negative and belong to a number of stages."""
     for name in ("forward", "input", "weight", "transfer", "pair_factor"):
         cost = getattr(costs, name)
         each = cost if isinstance(cost, tuple) else (cost,)

@@ -27,9 +27,6 @@ Slots = dict[tuple[int, int], int]
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: holds about half the activations of 1F1B, with a bubble smaller than 1F1B's.
 
-    Raises:
-        ValueError: If a count is below 1 or too large.
-
     References:
         Qi et al., 2024, arXiv 2405.15362, section 3.
     """
@@ -45,9 +42,6 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: holds about a third of the activations of 1F1B, the least that a V can.
 
     Its ranks run in lock-step: with unequal costs the bubble grows with the microbatches.
-
-    Raises:
-        ValueError: If a count is below 1 or too large.
 
     References:
         Qi et al., 2024, arXiv 2405.15362, section 3.

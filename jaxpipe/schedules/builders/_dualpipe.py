@@ -22,9 +22,6 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The second half passes stage s on rank p - 1 - s: two copies of the weights.
 
-    Raises:
-        ValueError: If a count is odd, or there are fewer microbatches than twice the ranks.
-
     References:
         DeepSeek-V3, 2024, arXiv 2412.19437, figure 5.
     """
@@ -53,9 +50,6 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: cuts DualPipe in half, with a V in place of the second copy of the weights.
-
-    Raises:
-        ValueError: If there are fewer microbatches than twice the ranks.
 
     References:
         DeepSeek's dualpipev.py, after Sea AI Lab's "DualPipe could be better without the Dual",

@@ -14,11 +14,7 @@ from ._require import require, require_positive
 
 
 def even_group_size(num_ranks: int, num_microbatches: int) -> int:
-    """Returns the group size that torch chooses: about p, equal for all groups.
-
-    Raises:
-        ValueError: If the microbatches do not divide into that many groups.
-    """
+    """Returns the group size that torch chooses: about p, equal for all groups."""
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_groups = max(1, num_microbatches // num_ranks)
     require(
@@ -36,9 +32,6 @@ def interleaved_one_f_one_b(
     """Megatron's interleaved 1F1B: divides the bubble by the v chunks per rank.
 
     The last group may be smaller than `group_size`, but not smaller than the pipeline is long.
-
-    Raises:
-        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
     References:
         Narayanan et al., 2021, arXiv 2104.04473, figure 4 (bottom).
@@ -61,9 +54,6 @@ def kimi_k2(
     The forward and the backward that are neighbours are then of different microbatches, and can
     overlap one's expert all-to-all with the other's arithmetic.
 
-    Raises:
-        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
-
     References:
         Kimi K2, 2025, arXiv 2507.20534.
     """
@@ -83,9 +73,6 @@ def interleaved_gpipe(
     """Interleaved GPipe: runs every forward in interleaved order, then every backward.
 
     The bubble is v times smaller than that of GPipe.
-
-    Raises:
-        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
     """
     _require_full_groups(num_ranks, num_microbatches, num_chunks, group_size)
 
@@ -101,9 +88,6 @@ def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
     """Interleaved 1F1B with half the warmup and the first r W's of rank r postponed.
-
-    Raises:
-        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
     References:
         The interleaved ZB-H1 of Qi et al., 2023, arXiv 2401.10241, as torch orders it.
@@ -125,9 +109,6 @@ def grouped_interleaved(
 
     A forward and its successor chunk are only g microbatches apart, so a microbatch returns while
     the next ones wait, and fewer are alive.
-
-    Raises:
-        ValueError: If a count is below 1, or `group_size` is not from half of the ranks to all.
 
     References:
         PipeOffload, Wan et al., 2025, arXiv 2503.01328, "generalised interleaved schedule".
@@ -201,10 +182,7 @@ def _schedule(
 def _require_full_groups(
     num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
 ) -> None:
-    """Refuses groups that are shorter than the pipeline.
-
-    Such a group returns to rank 0 too late for its next chunk.
-    """
+    """Refuses groups shorter than the pipeline: they return too late for their next chunk."""
     require_positive(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,

@@ -1,6 +1,7 @@
-"""Breadth-first over chunks: every microbatch passes a chunk before the next chunk begins.
+"""Breadth-first: every microbatch passes a chunk of a rank before the next chunk begins.
 
-A rank then needs each chunk's weights once per direction, which is what fully sharded weights want.
+GPipe has one chunk per rank. With several, a rank needs each chunk's weights once per direction,
+which is what fully sharded weights want.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,27 @@ from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """GPipe: fills the pipeline once and drains it once, holding every microbatch in between.
+
+    Example:
+        >>> print(gpipe(2, 2))
+        0F0 0F1 0B0 0B1
+        1F0 1F1 1B0 1B1
+
+    References:
+        Huang et al., 2019, arXiv 1811.06965.
+    """
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+    programs = tuple(
+        tuple(Action(stage, op, m) for op in (Op.F, Op.B) for m in range(num_microbatches))
+        for stage in range(num_stages)
+    )
+    return Schedule(num_stages, num_microbatches, programs)
+
+
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
     """Looped BFS: runs all microbatches chunk by chunk; the backward retraces the forward.
-
-    Raises:
-        ValueError: If a count is below 1.
 
     References:
         Lamy-Poirier, 2023, arXiv 2211.05953, figure 4d.
@@ -40,9 +57,6 @@ def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> S
     Rank 0 begins repeat k + 1 when the whole batch has passed repeat k, and the transpose of the
     loop runs it backwards. That is breadth-first order; but the buffers of the loop require that
     the ranks divide the microbatches.
-
-    Raises:
-        ValueError: If a count is below 1, or the ranks do not divide the microbatches.
     """
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     require(

@@ -1,4 +1,4 @@
-"""1F1B and its eager sibling: a rank alternates forwards and backwards after a warmup."""
+"""1F1B, eager and over slices: a rank alternates forwards and backwards after a warmup."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,6 @@ from ._require import require_positive
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B: runs a backward as soon as one is ready, so that early stages hold less.
-
-    Raises:
-        ValueError: If a count is below 1.
 
     Example:
         >>> print(one_f_one_b(2, 3))
@@ -42,9 +39,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Eager 1F1B: doubles the warmup of 1F1B, so that a transfer has a forward's time to arrive.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     References:
         Zhuang et al., 2022, arXiv 2211.05322.
     """
@@ -58,6 +52,36 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
             yield Action(stage, Op.B, m)
             if warmup + m < num_microbatches:
                 yield Action(stage, Op.F, warmup + m)
+
+    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
+    return Schedule(num_stages, num_microbatches, programs)
+
+
+def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> Schedule:
+    """Seq1F1B: runs 1F1B over slices of sequences, which fill the pipeline sooner and hold less.
+
+    With causal attention a slice needs the slices before it in the forward, and the gradients of
+    those after it in the backward, which passes through a microbatch's slices from the last to the
+    first.
+
+    References:
+        Sun et al., 2024, arXiv 2406.03488, figure 2.
+    """
+    require_positive(
+        num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices
+    )
+    slices = range(num_slices)
+
+    def program(stage: int) -> Iterator[Action]:
+        forwards = [Action(stage, Op.F, m, s) for m in range(num_microbatches) for s in slices]
+        backwards = [
+            Action(stage, Op.B, m, s) for m in range(num_microbatches) for s in reversed(slices)
+        ]
+        warmup = num_stages - 1 - stage + num_slices - 1
+        yield from forwards[:warmup]
+        for k, backward in enumerate(backwards):
+            yield from forwards[warmup + k : warmup + k + 1]
+            yield backward
 
     programs = tuple(tuple(program(stage)) for stage in range(num_stages))
     return Schedule(num_stages, num_microbatches, programs)

@@ -9,7 +9,6 @@ from ..language._placement import Placement
 from ..language._schedule import Schedule
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
-from ._gpipe import gpipe
 from ._interleaved import (
     even_group_size,
     grouped_interleaved,
@@ -18,10 +17,9 @@ from ._interleaved import (
     interleaved_zero_bubble,
     kimi_k2,
 )
-from ._looped_bfs import circular, looped_bfs
-from ._one_f_one_b import eager_one_f_one_b, one_f_one_b
+from ._looped_bfs import circular, gpipe, looped_bfs
+from ._one_f_one_b import eager_one_f_one_b, one_f_one_b, seq1f1b
 from ._require import require_positive, require_small
-from ._seq1f1b import seq1f1b
 from ._zbv import zbv
 from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
 
@@ -52,16 +50,10 @@ class Family:
     """A builder, with its arguments and constraints, and what is true of all its schedules.
 
     Attributes:
-        builder: Builds a schedule from ranks, microbatches and keyword arguments.
-        takes: The arguments of `build` that it has beyond ranks and microbatches.
         constraints: The counts that it can schedule, in words.
-        paper: The paper that describes it.
         default_group_size: From ranks and microbatches to the usual group size; None for families
             without groups.
-        placement: Which rank has which stage.
         default_chunks: Stages per rank, unless `build` is told; 1 if every stage is on two ranks.
-        splits_backward: Whether W runs apart from I.
-        fuses_pairs: Whether a forward and a backward may be one step.
         is_breadth_first: Whether all microbatches pass a chunk before the next chunk begins, so
             that a rank needs the weights of each chunk once per direction.
         live: Closed form of `most_live`, without its cap.
@@ -70,8 +62,6 @@ class Family:
         is_usual: Whether planners try it unless they are told what to try.
         is_variant: Whether it has the actions of another family in nearly their order, so that
             checks of all kinds of schedules need not run both.
-        ranks_divide_microbatches: Whether it takes no other numbers of microbatches than multiples
-            of the number of ranks.
     """
 
     builder: Callable[..., Schedule]
@@ -94,10 +84,7 @@ class Family:
         """Returns the number of (stage, microbatch) residuals of the fullest rank in lock-step.
 
         Lock-step runs forwards and backwards in the same ticks, so early ranks store more than
-        `peak_activations`.
-
-        Returns:
-            The number, at most M v; of a sequence that is not sliced.
+        `peak_activations`; at most M v.
 
         Example:
             >>> FAMILIES["1f1b"].most_live(4, 8, 1)
@@ -273,11 +260,7 @@ _MAY_BE_ZERO = ("latency", "spare")
 
 
 def get_family(name: str) -> Family:
-    """Returns the family of a name.
-
-    Raises:
-        ValueError: If no family has that name. The message has all names and the nearest.
-    """
+    """Returns the family of a name."""
     if name in FAMILIES:
         return FAMILIES[name]
     nearest = get_close_matches(name[:80], FAMILIES, n=1, cutoff=0)[0]

@@ -8,11 +8,7 @@ MAX_FORWARDS = 1 << 19
 
 
 def require_positive(**counts: Any) -> None:
-    """Checks that counts are integers of at least 1; the error names the argument.
-
-    Raises:
-        ValueError: If a count is no integer, or below 1.
-    """
+    """Checks that counts are integers of at least 1; the error names the argument."""
     for name, count in counts.items():
         if not hasattr(count, "__index__"):
             raise ValueError(f"`{name}` is {count!r}. Give an integer.")
@@ -21,11 +17,7 @@ def require_positive(**counts: Any) -> None:
 
 
 def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> None:
-    """Checks that a schedule of these counts is small enough to be built.
-
-    Raises:
-        ValueError: If there are too many ranks or forwards.
-    """
+    """Checks that a schedule of these counts is small enough to be built."""
     require(ranks <= MAX_RANKS, f"`ranks` is {ranks}.", f"Give at most {MAX_RANKS}.")
     product = ranks * microbatches * chunks * slices
     require(
@@ -37,10 +29,6 @@ def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> No
 
 
 def require(holds: bool, problem: str, remedy: str) -> None:
-    """Checks a condition; the error is the problem, then the remedy, a sentence each.
-
-    Raises:
-        ValueError: If the condition does not hold.
-    """
+    """Checks a condition; the error is the problem, then the remedy, a sentence each."""
     if not holds:
         raise ValueError(f"{problem} {remedy}")

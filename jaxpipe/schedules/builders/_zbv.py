@@ -13,9 +13,6 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The order is that of at least 2p - 1 microbatches, cut down where there are fewer.
 
-    Raises:
-        ValueError: If a count is below 1.
-
     References:
         Qi et al., 2023, arXiv 2401.10241, section 6; as torch's ScheduleZBVZeroBubble orders it.
     """

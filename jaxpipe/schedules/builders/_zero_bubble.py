@@ -15,9 +15,6 @@ from ._require import require, require_positive
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H1: postpones W's of later stages in 1F1B, so that none holds more than p microbatches.
 
-    Raises:
-        ValueError: If a count is below 1, or there are fewer microbatches than stages.
-
     Example:
         >>> print(zero_bubble_h1(2, 2))
         0F0 0F1 0I0 0W0 0I1 0W1
@@ -63,10 +60,6 @@ def zero_bubble_h2(
             it.
         spare: Microbatches a stage may hold beyond the 2p - 1 it needs. The authors' code, given
             twice the memory of 1F1B, has 1.
-
-    Raises:
-        ValueError: If a count is below 1, `latency` or `spare` is negative, or there are fewer
-            microbatches than the warmup of stage 0.
 
     References:
         Qi et al., 2023, arXiv 2401.10241, figure 3.

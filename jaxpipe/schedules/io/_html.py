@@ -26,10 +26,6 @@ def to_html(schedules: Mapping[str, Schedule | Ticks], costs: Costs, title: str 
             has twice as many stages, each of them costs and stores half. Costs per stage keep their
             ratios under a slider.
 
-    Raises:
-        ValueError: If costs are negative, or not one per stage.
-        ScheduleError: If a schedule deadlocks.
-
     Example:
         >>> from jaxpipe.schedules import build
         >>> page = to_html({"1f1b": build("1f1b", ranks=2, microbatches=4)}, Costs())

@@ -64,14 +64,11 @@ def to_text(timeline: Timeline, unit: Time, *, max_width: int | None = None) -> 
 
 
 def time_unit(timeline: Timeline) -> Time:
-    """Returns a unit to draw a timeline in.
+    """Returns the time of a column of `to_text`.
 
     That is the longest time of which every start and end is a whole multiple. If that makes more
     than 500 columns, it is the length of the shortest action instead, or a 10,000th of the whole if
     that is longer, and positions are rounded.
-
-    Returns:
-        The time of a column of `to_text`.
     """
     timed = [timed for row in timeline.rows for timed in row]
     times = [Fraction(time) for t in timed for time in (t.start, t.end)]
@@ -84,11 +81,7 @@ def time_unit(timeline: Timeline) -> Time:
 
 
 def _cells(row: Sequence[TimedStep], unit: Time, columns: int, going_on: str) -> list[str]:
-    """Returns the text of every column of a rank.
-
-    Returns:
-        [columns] texts.
-    """
+    """Returns [columns] the text of every column of a rank."""
     cells = ["."] * columns
     for timed in row:
         first, last = _column(timed.start, unit), _column(timed.end, unit)

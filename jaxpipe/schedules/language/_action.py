@@ -38,8 +38,8 @@ class Action:
     slice: int | None = None
 
     def __str__(self) -> str:
-        piece = "" if self.slice is None else f"s{self.slice}"
-        return f"{self.stage}{self.op.value}{self.microbatch}{piece}"
+        suffix = "" if self.slice is None else f"s{self.slice}"
+        return f"{self.stage}{self.op.value}{self.microbatch}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,6 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def parse_action(text: str) -> Action:
     """Parses the text of an action, the inverse of `str(action)`.
 
-    Args:
-        text: Stage, operation and microbatch, such as `3F0`; with a sequence slice `3F0s1`.
-
-    Raises:
-        ValueError: If `text` is not an action.
-
     Example:
         >>> parse_action("3F0").stage
         3
@@ -95,19 +89,12 @@ def parse_action(text: str) -> Action:
             f"{short_repr(text)} is not an action. Write stage, one of F, B, I, W, and microbatch, "
             "such as 3F0, with s and a number for a sequence slice, such as 3F0s1."
         )
-    stage, op, microbatch, piece = match.groups()
-    return Action(int(stage), Op(op), int(microbatch), None if piece is None else int(piece))
+    stage, op, microbatch, slice_id = match.groups()
+    return Action(int(stage), Op(op), int(microbatch), None if slice_id is None else int(slice_id))
 
 
 def parse_step(text: str) -> ScheduleStep:
-    """Parses the text of an action or a fused pair, the inverse of `str(step)`.
-
-    Args:
-        text: An action, such as `3F0`, or a pair, such as `(4F4;3B0)OVERLAP_F_B`.
-
-    Raises:
-        ValueError: If `text` is neither.
-    """
+    """Parses the text of an action or a fused pair, the inverse of `str(step)`."""
     match = _PAIR.fullmatch(text)
     if match is None:
         return parse_action(text)

@@ -23,27 +23,27 @@ ResultKey = tuple[int, Op, int, int | None]
 
 def output_keys(action: Action) -> tuple[ResultKey, ...]:
     """Returns the outputs of an action, as tuples of fields."""
-    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
+    stage, op, microbatch, slice_id = action.stage, action.op, action.microbatch, action.slice
     if op is not Op.B:
-        return ((stage, op, microbatch, piece),)
-    return (stage, Op.I, microbatch, piece), (stage, Op.W, microbatch, piece)
+        return ((stage, op, microbatch, slice_id),)
+    return (stage, Op.I, microbatch, slice_id), (stage, Op.W, microbatch, slice_id)
 
 
 def dependency_keys(action: Action, num_stages: int, num_slices: int) -> list[ResultKey]:
     """Returns the outputs that an action waits for, as tuples of fields."""
-    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
+    stage, op, microbatch, slice_id = action.stage, action.op, action.microbatch, action.slice
     if op is Op.W:
-        return [(stage, Op.I, microbatch, piece)]
+        return [(stage, Op.I, microbatch, slice_id)]
     if op is Op.F:
-        keys = [(stage - 1, Op.F, microbatch, piece)] if stage > 0 else []
-        if piece is not None and piece > 0:
-            keys.append((stage, Op.F, microbatch, piece - 1))
+        keys = [(stage - 1, Op.F, microbatch, slice_id)] if stage > 0 else []
+        if slice_id is not None and slice_id > 0:
+            keys.append((stage, Op.F, microbatch, slice_id - 1))
         return keys
-    keys = [(stage, Op.F, microbatch, piece)]
+    keys = [(stage, Op.F, microbatch, slice_id)]
     if stage < num_stages - 1:
-        keys.append((stage + 1, Op.I, microbatch, piece))
-    if piece is not None and piece < num_slices - 1:
-        keys.append((stage, Op.I, microbatch, piece + 1))
+        keys.append((stage + 1, Op.I, microbatch, slice_id))
+    if slice_id is not None and slice_id < num_slices - 1:
+        keys.append((stage, Op.I, microbatch, slice_id + 1))
     return keys
 
 
@@ -68,9 +68,6 @@ def topological_order(schedule: Schedule) -> list[tuple[int, ScheduleStep]]:
     """Returns one order in which all programs together could run.
 
     Both halves of a pair start together, so a pair waits for the dependencies of both.
-
-    Raises:
-        ScheduleError: If ranks wait for each other. The message shows where.
     """
     return [(rank, step) for rank, step, *_ in walk_topologically(schedule)]
 
@@ -82,9 +79,6 @@ def walk_topologically(
 
     Ranks take turns, round after round, and run as far as they can. One that waits for a result has
     no turn until that result is computed.
-
-    Raises:
-        ScheduleError: If ranks wait for each other, after the last step that can run.
     """
     slices = num_slices(schedule)
     positions = [0] * len(schedule.programs)

@@ -60,11 +60,7 @@ def _assign(candidates: dict[int, tuple[int, ...]], most: int) -> dict[int, int]
 
 
 def check_carried_state(schedule: Schedule) -> None:
-    """Checks that the slices of a microbatch, which carry a state, run on one rank in each stage.
-
-    Raises:
-        ValueError: If a stage runs slices of one microbatch on several ranks.
-    """
+    """Checks that the slices of a microbatch, which carry a state, share a rank in each stage."""
     ranks = rank_by_microbatch(schedule)
     for rank, action in enumerate_actions(schedule):
         home = ranks[action.stage, action.microbatch]

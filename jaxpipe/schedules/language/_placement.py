@@ -37,13 +37,7 @@ def v_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
 
 
 def rank_of_each_stage(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Returns the placement of a name.
-
-    Returns:
-        [ranks * chunks] the rank of every stage.
-
-    Raises:
-        ValueError: If no placement has that name.
+    """Returns [ranks * chunks] the rank of every stage in a named placement.
 
     Example:
         >>> rank_of_each_stage("v", ranks=3, chunks=2)

@@ -39,7 +39,6 @@ class WeightCopies(NamedTuple):
 
     Attributes:
         chunks: [chunks that a rank runs, num_ranks] the stored chunk that each is; -1 for a copy.
-        rounds: The exchanges after which every rank has all copies.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -47,11 +46,7 @@ class WeightCopies(NamedTuple):
 
 
 def rank_and_chunk_by_stage(schedule: Schedule) -> dict[int, RankAndChunk]:
-    """Returns the rank that stores every stage and its chunk there, in the order of ranks.
-
-    Raises:
-        ValueError: If ranks run or store different numbers of stages.
-    """
+    """Returns the rank that stores every stage and its chunk there, in the order of ranks."""
     stored, ranks = stored_stages(schedule), range(num_ranks(schedule))
     _require_equal("hold", [len(stages_of_rank(schedule, rank)) for rank in ranks])
     _require_equal("store", list(map(len, stored)))
@@ -71,11 +66,7 @@ def _require_equal(verb: str, counts: list[int]) -> None:
 
 
 def weight_copies(schedule: Schedule) -> WeightCopies | None:
-    """Returns the copies of weights between ranks; None if every stage is on one rank.
-
-    Raises:
-        ValueError: If ranks run or store different numbers of stages.
-    """
+    """Returns the copies of weights between ranks; None if every stage is on one rank."""
     owner = rank_and_chunk_by_stage(schedule)
     run = [stages_of_rank(schedule, rank) for rank in range(num_ranks(schedule))]
     chunks = tuple(

@@ -18,14 +18,10 @@ _NEVER = 1 << 60
 
 
 class RankOrder(NamedTuple):
-    """The actions that a rank has to run: three lists, each with the next action last.
+    """The actions that a rank has to run, as three lists with the next action last, and their time.
 
-    Attributes:
-        forwards: The (action id, duration) of every F.
-        backwards: The (action id, duration, number of forwards before it in its program, whether it
-            is an I) of every B and I.
-        weights: The (action id, duration) of every W.
-        time: The time of all of them.
+    An entry is (action id, duration). That of a B or I continues with the number of forwards before
+    it in its program, and whether it is an I.
     """
 
     forwards: list[tuple[int, Time]]
@@ -35,11 +31,9 @@ class RankOrder(NamedTuple):
 
 
 class RankOrders(NamedTuple):
-    """A schedule without pairs, as `fill_grid` reads it.
+    """A schedule without fused pairs, as `fill_grid` reads it.
 
     Attributes:
-        schedule: The schedule without fused pairs.
-        order_of_rank: The order of every rank.
         transfer: The time between two ticks.
         trust: 1, or a little less where times are floating-point numbers and sums of them inexact.
     """
@@ -51,14 +45,7 @@ class RankOrders(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The ticks of all actions, by action id.
-
-    Attributes:
-        makespan: The time that the grid takes.
-        forwards: [stages * M] the tick of every F.
-        inputs: [stages * M] the tick of every B or I.
-        weights: [stages * M] the tick of every W.
-    """
+    """The makespan, and [stages * M] the tick of every F, of every B or I, and of every W."""
 
     makespan: Time
     forwards: list[int]
@@ -83,17 +70,12 @@ class FillResult(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of a rank while a grid is filled.
+    """The state of a rank while a grid is filled; `left` is the time of the actions still to run.
 
     Attributes:
-        forwards: The F's that it has still to run; likewise `backwards` and `weights`.
-        left: The time of all of them.
         cap: The most activations that it may hold.
-        alive: The activations that it holds.
         done: The forwards that it has run.
         owed: The W's whose I it has run.
-        time: How long it works in this tick.
-        end: When its work in this tick ends.
         weighs: Whether it runs a W in this tick.
     """
 
@@ -180,8 +162,7 @@ def _run_ready(
 ) -> tuple[bool, bool]:
     """Runs the next F of every rank, its next B or I, and a W that is due.
 
-    Returns:
-        `full` and `lagged` of this tick, as in `FillResult`.
+    Returns `full` and `lagged` of this tick, as in `FillResult`.
     """
     forwards, inputs = grid.forwards, grid.inputs
     last_stage = len(forwards) - num_microbatches

@@ -124,11 +124,7 @@ def candidate_lags(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _checked_caps(memory_cap: int | Sequence[int] | None, peaks: Sequence[int]) -> tuple[Time, ...]:
-    """Returns [ranks] the most activations that each rank may hold; inf without a cap.
-
-    Raises:
-        ValueError: If there is not one per rank, or one is less than the rank's peak.
-    """
+    """Returns [ranks] the most activations that each rank may hold; inf without a cap."""
     if memory_cap is None:
         return (inf,) * len(peaks)
     caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * len(peaks)
@@ -168,10 +164,7 @@ def _cheapest(
 ) -> Grid | None:
     """Returns the cheapest grid among those of all lags, the first of equals.
 
-    Args:
-        caps: [ranks] the most activations that each may hold.
-        lags: The numbers of W's that a rank may put off, in ascending order. Those for which no
-            larger caps can give a grid that is short enough are removed.
+    Removes from `lags`, which ascend, those for which no larger caps can give a short enough grid.
     """
     cheapest: Grid | None = None
     for lag in lags.copy():

@@ -23,19 +23,14 @@ class PhaseTable(NamedTuple):
 
     Attributes:
         microbatch: -1 if the rank has nothing to do in this phase.
-        stage: The stage of the model.
-        chunk: The rank's chunk that holds the stage.
         input_slot: Slot of the input of F; -1 for stage 0, which reads the batch.
         cotangent_slot: Slot of the cotangent of B or I. In F: the slot to which the last
             stage writes it.
-        residuals_for_backward_slot: Slot of the residuals of F that B or I reads.
-        residuals_for_weight_slot: Slot of the residuals of F that W reads.
         wgrad_residuals_slot: Slot of the residuals that I leaves for W; -1 in a B.
         weight_source: Where the weights are: a constant of `_weight_prefetch`.
         prefetch_chunk: The rank's chunk whose weights to prefetch, or -1.
         ends_residency: 1 in the last backward of a residency.
         past_slot: Slot of the state that slices of the microbatch carry; -1 without slices.
-        past_cotangent_slot: Slot of its cotangent, in a B or I.
     """
 
     microbatch: Table
@@ -54,16 +49,12 @@ class PhaseTable(NamedTuple):
 
 
 class TickTables(NamedTuple):
-    """A grid of ticks as tables.
+    """A grid of ticks as tables of F, of B and I, and of W.
 
     Attributes:
-        forward: The table of F.
-        backward: The table of B and I.
-        weight: The table of W.
         activation_arrivals: By how many ranks around the ring activations are handed on, the slots
             they arrive in; 0 is from a rank's stage to its own next one.
         cotangent_arrivals: The same for cotangents.
-        num_slots: Sizes of the buffers.
         first_chunks: [num_ranks] the chunk with which each rank begins.
         separate_backward_weights: Whether forward and backward hold weights of their own
             (`_weight_prefetch`).
@@ -97,11 +88,7 @@ _Draft = list[list[int]]
 
 
 def tick_tables(ticks: Ticks) -> TickTables:
-    """Returns the tables of a grid.
-
-    Raises:
-        ValueError: If ranks run or store different numbers of stages.
-    """
+    """Returns the tables of a grid."""
     slices = num_slices(ticks.schedule)
     ticks = ticks_of_pieces(ticks)
     schedule, slots, past = ticks.schedule, assign_slots(ticks), assign_past_slots(ticks, slices)
@@ -192,12 +179,7 @@ def _phases(
     )
 
 
-def _arrivals(
-    ticks: Ticks,
-    ops: tuple[Op, ...],
-    step: int,
-    slots: list[int],
-) -> dict[int, Table]:
+def _arrivals(ticks: Ticks, ops: tuple[Op, ...], step: int, slots: list[int]) -> dict[int, Table]:
     """Returns the slots in which outputs of `ops` arrive `step` stages on, by offset of ranks."""
     schedule = ticks.schedule
     rank_of = rank_by_microbatch(schedule)

@@ -22,12 +22,7 @@ PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 
 @dataclass(frozen=True)
 class Ticks:
-    """A schedule and the tick of every step of it.
-
-    Attributes:
-        schedule: The order in which ranks run; no fused pairs.
-        tick_of: For every rank the ticks of its steps, counted from 0.
-    """
+    """A schedule without fused pairs, and for every rank the ticks of its steps, counted from 0."""
 
     schedule: Schedule
     tick_of: tuple[tuple[int, ...], ...]
@@ -59,13 +54,6 @@ def check_ticks(ticks: Ticks) -> Ticks:
     """Returns `ticks` if a loop over them computes the same as the schedule.
 
     The schedule may have forwards alone.
-
-    Returns:
-        `ticks` itself.
-
-    Raises:
-        ScheduleError: If an action is too early, or duplicated in a tick, naming the first one; or
-            if the schedule does not pass `check`.
     """
     lengths = [len(program) for program in ticks.schedule.programs]
     if [len(numbers) for numbers in ticks.tick_of] != lengths:
@@ -108,11 +96,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
 
 
 def check_no_slices(schedule: Schedule) -> None:
-    """Refuses schedules with slices, for loops that run whole microbatches.
-
-    Raises:
-        ValueError: If microbatches are sliced.
-    """
+    """Refuses schedules with slices, for loops that run whole microbatches."""
     require(
         num_slices(schedule) == 1,
         "`schedule` has slices of sequences, and a loop with marks of your own runs whole "
@@ -127,8 +111,8 @@ def _check_forwards(schedule: Schedule) -> None:
     counts = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            for piece in slice_ids(schedule):
-                forward = Action(stage, Op.F, microbatch, piece)
+            for slice_id in slice_ids(schedule):
+                forward = Action(stage, Op.F, microbatch, slice_id)
                 if counts.pop(forward, 0) != 1:
                     raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
     if counts:
@@ -139,9 +123,6 @@ def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
     """Runs tick after tick, each as soon as every rank has finished the one before.
 
     The makespan, compared with that of `simulate`, shows the price of lock-step.
-
-    Raises:
-        ValueError: If costs are negative, or not one per stage.
     """
     check_costs(costs, ticks.schedule.num_stages)
     work: list[list[list[ScheduleStep]]] = [

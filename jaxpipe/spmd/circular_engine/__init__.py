@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
     from ._loop_phases import run_ticks as run_ticks
     from ._shape import PipelineShape as PipelineShape
     from ._shape import State as State
+    from ._shape import StreamMove as StreamMove
     from ._shape import add_input as add_input
     from ._shape import check_circular as check_circular
     from ._shape import first_exit as first_exit
@@ -24,6 +25,5 @@ if typing.TYPE_CHECKING:
     from ._shape import take_back as take_back
     from ._shape import work_at as work_at
     from ._shape import work_of_rank as work_of_rank
-    from ._stream import StreamMove as StreamMove
 else:
     __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
-from .._buffers import put
+from .._buffers import add_trees, put
 from ..ranks import update_if, zeros_like
 from ..weight_gather import WeightGather
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
@@ -36,12 +36,7 @@ from ._shape import (
 
 
 class Cotangents(NamedTuple):
-    """Cotangents that move through the ticks.
-
-    Attributes:
-        state: Cotangents of the activation buffers.
-        batch_inputs: [M, ...] cotangents of `batch_inputs`, summed over the ticks so far.
-    """
+    """Cotangents of the activation buffers, and of `batch_inputs` summed over the ticks so far."""
 
     state: State
     batch_inputs: PyTree
@@ -51,8 +46,6 @@ class WeightState(NamedTuple):
     """Weights and gradients that a rank holds during a repeat of the backward.
 
     Attributes:
-        window: Weights of the repeat.
-        gradient: Gradient of these weights, summed over the ticks so far.
         done: Complete gradient of the repeat that the rank worked on before: the backward runs
             repeats in reverse order, so this is the repeat with the next higher index.
     """
@@ -63,24 +56,16 @@ class WeightState(NamedTuple):
 
 
 class BackwardCarry(NamedTuple):
-    """Values that a rank carries from tick to tick of the backward.
-
-    Attributes:
-        weight_state: Weights and gradients of the repeat.
-        cotangents: Cotangents of the activation buffers and of `batch_inputs`.
-    """
+    """Values that a rank carries from tick to tick of the backward."""
 
     weight_state: WeightState
     cotangents: Cotangents
 
 
 class BackwardBlockCarry(NamedTuple):
-    """Values that a rank carries from repeat to repeat of the backward.
+    """Values that a rank carries from repeat to repeat of the backward; `gradients` are complete.
 
-    Attributes:
-        gradients: [repeats, ...] complete gradients of the repeats of the loop, as they are stored.
-        prefetched: Weights gathered for the repeat below; () after repeat 0.
-        ticks: What the last tick has left.
+    `prefetched` has the weights of the repeat below, () after repeat 0.
     """
 
     gradients: PyTree
@@ -91,15 +76,7 @@ class BackwardBlockCarry(NamedTuple):
 def backward(
     invariants: CircularInvariants, residuals: Residuals, doutputs: PyTree, daux: Aux
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Runs all ticks in reverse order on one rank.
-
-    Args:
-        doutputs: [n, ...] cotangents of this rank's outputs.
-
-    Returns:
-        (gradients of the weights [R, ...], cotangents of the inputs [n, ...], cotangents of the
-        batch inputs [M, ...]).
-    """
+    """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
     shape, gather = invariants.shape, invariants.gather
     final, half = shape.num_repeats - 1, middle_repeat(shape)
     cotangents = Cotangents(
@@ -165,9 +142,7 @@ def _backward_blocks(
 ) -> BackwardBlockCarry:
     """Runs the blocks of some repeats in reverse order.
 
-    Args:
-        start: What the repeats above have left, with the weights of repeat `repeats[-1] - 1`; its
-            gradients are [len(repeats), ...], all zero.
+    `start` has the weights of repeat `repeats[-1] - 1`, and zero gradients [len(repeats), ...].
     """
     shape, gather = invariants.shape, invariants.gather
     final = shape.num_repeats - 1
@@ -228,7 +203,7 @@ def _backward_tick(
         go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
         hint = hint_of_repeats(shape, phase.program)
         weight_state = update_if(begins_repeat(work), go_on, weight_state, hint=hint)
-    ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
+    ds = add_trees(index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
     dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
     return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))

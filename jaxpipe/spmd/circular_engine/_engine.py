@@ -181,10 +181,6 @@ def circular_value_and_grad(
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
 
-    Raises:
-        ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
-            rows do not divide over `gather.batch_axes`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> model = StagedModel(
@@ -228,16 +224,7 @@ def circular_value(
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
-    Args:
-        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
-        batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
-        keys: [R, S, ...] dropout keys, or () without dropout.
-        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
-        delay: Whether results are handed over one tick late, to overlap transfer and computation.
-
-    Raises:
-        ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
-            rows do not divide over `gather.batch_axes`.
+    Takes the arguments of `circular_value_and_grad`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
@@ -252,12 +239,7 @@ def circular_value(
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
-    """Checks every leaf, and R, S and M against each other and the mesh.
-
-    Args:
-        stacked: Weights and keys, [R, S, ...] leaves.
-        microbatches: Inputs and batch_inputs, [M, ...] leaves.
-    """
+    """Checks every leaf, and R, S and M against each other and the mesh."""
     num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
     (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")
     check_mesh(mesh, num_ranks, stacked)
@@ -266,14 +248,7 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
 
 
 def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
-    """Checks that the axis `stage` of `mesh` has `num_ranks` devices.
-
-    Args:
-        stacked: [R, S, ...] leaves, which the error names.
-
-    Raises:
-        ValueError: If `mesh` has no axis `stage`, or one of another size than `num_ranks`.
-    """
+    """Checks that the axis `stage` of `mesh` has `num_ranks` devices; errors name `stacked`."""
     if mesh is None:
         return
     ranks = mesh.shape.get(AXIS)

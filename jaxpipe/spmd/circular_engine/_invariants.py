@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
@@ -22,7 +22,6 @@ class CircularOptions(NamedTuple):
     Attributes:
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
-        gather: When and how weights are gathered.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
         scan_ticks: Whether the ticks of a phase run in a `lax.scan` or are unrolled.
     """
@@ -38,11 +37,7 @@ class CircularInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
-        shape: S, R, M and d.
-        stage: The stage, forward and backward.
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
-        batch_inputs: [M, ...] leaves.
-        keys: [R, ...] leaves, or ().
         one_loop: Whether the ticks of all repeats run in one `lax.scan`: between them nothing is
             gathered ahead.
         scan_repeats: Whether the blocks of several repeats run in a `lax.scan`.
@@ -52,8 +47,8 @@ class CircularInvariants(NamedTuple):
     shape: PipelineShape
     stage: Pullback
     gather: WeightGather
-    batch_inputs: PyTree
-    keys: PyTree
+    batch_inputs: PyTree[Shaped[Array, "M ..."]]
+    keys: PyTree[Shaped[Array, "R ..."]]
     one_loop: bool
     scan_repeats: bool
     scan_ticks: bool
@@ -62,10 +57,10 @@ class CircularInvariants(NamedTuple):
 def prepare(
     stage: Stage,
     options: CircularOptions,
-    weights: PyTree,
-    inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[CircularInvariants, PyTree]:
     """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]

@@ -28,8 +28,6 @@ class LoopPhase(NamedTuple):
     """A range of `length` ticks from `start` on.
 
     Attributes:
-        start: The first tick.
-        length: The number of ticks.
         program: All ticks that run in the program of this phase: its own, and those of other blocks
             if a loop runs several. Empty where ticks do not depend on it.
     """
@@ -65,11 +63,7 @@ def run_ticks(
     scan: bool,
     reverse: bool = False,
 ) -> Carry:
-    """Runs the ticks of a phase.
-
-    Args:
-        tick: `(carry, index of the tick) -> carry`.
-    """
+    """Runs the ticks of a phase by `tick`: `(carry, index of the tick) -> carry`."""
     if scan:
         return lax.scan(lambda c, t: (tick(c, t), None), carry, phase.ticks, reverse=reverse)[0]
     offsets = range(phase.length)
@@ -81,11 +75,7 @@ def run_ticks(
 def run_repeats(
     block: Callable[[Carry, Any], Carry], carry: Carry, repeats: range, *, scan: bool
 ) -> Carry:
-    """Runs the blocks of `repeats`, in a `lax.scan` if there are several, else unrolled.
-
-    Args:
-        block: `(carry, index of the repeat) -> carry`.
-    """
+    """Runs the blocks of `repeats`, in a `lax.scan` if there are several, else unrolled."""
     if scan and len(repeats) > 1:
         indices = jnp.arange(repeats.start, repeats.stop, repeats.step, dtype=jnp.int32)
         return lax.scan(lambda c, j: (block(c, j), None), carry, indices)[0]

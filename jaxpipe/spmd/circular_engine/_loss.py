@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
@@ -29,22 +29,14 @@ def rank_value_and_grad(
     options: CircularOptions,
     boundary_gather: Gather,
     vocab_parallel: bool,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
-    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+    """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
-
-    Args:
-        stages: [R, ...] leaves, the weights of this rank's stages.
-        batch_inputs: [M, ...] leaves.
-        keys: [R, ...] dropout keys, or ().
-
-    Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
     gathered = boundary_gather.cast_and_unshard(boundary)
     share = _share_of_rank(batch_inputs)
@@ -72,10 +64,10 @@ def rank_value(
     options: CircularOptions,
     boundary_gather: Gather,
     vocab_parallel: bool,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
 
@@ -108,15 +100,8 @@ def _losses_of_rank(
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
-    The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
-    are computed once, and only those of one microbatch are in memory.
-
-    Args:
-        y: [n, ...] leaves.
-        batch_inputs: [M, ...] leaves.
-
-    Returns:
-        ((loss, metrics), (gradients of `boundary`, gradient of `y`)).
+    The gradients are computed together with the loss, so logits are computed once, and only those
+    of one microbatch are in memory.
     """
 
     def step(gradients, microbatch):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
@@ -36,14 +36,7 @@ from ._shape import (
 
 
 class ForwardCarry(NamedTuple):
-    """Values that a rank carries from tick to tick of the forward.
-
-    Attributes:
-        window: Weights of the repeat that the rank works on.
-        state: Activation buffers.
-        aux: Auxiliary losses and metrics, summed over the ticks so far.
-        residuals: Residuals of the ticks so far.
-    """
+    """Values that a rank carries from tick to tick; `window` has the weights of its repeat."""
 
     window: PyTree
     state: State
@@ -54,9 +47,7 @@ class ForwardCarry(NamedTuple):
 class ForwardBlockCarry(NamedTuple):
     """Values that a rank carries from repeat to repeat of the forward.
 
-    Attributes:
-        prefetched: Weights gathered for the repeat that the next block begins.
-        ticks: What the last tick has left.
+    `prefetched` has the weights of the repeat that the next block begins.
     """
 
     prefetched: PyTree
@@ -67,27 +58,15 @@ def forward_rank(
     stage: Stage,
     options: CircularOptions,
     save_residuals: bool,
-    weights: PyTree,
-    inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
 ) -> tuple[tuple[PyTree, Aux], Residuals]:
-    """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
+    """Sends every microbatch through all stages, as one rank inside the axis `stage`.
 
-    Args:
-        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`.
-        weights: [R, ...] leaves, this rank's stages.
-        inputs: [n, ...] leaves, this rank's microbatches, `rank * n` to `(rank + 1) * n - 1`.
-        batch_inputs: [M, ...] leaves, the same on every rank.
-        keys: [R, ...] leaves, this rank's dropout keys, or ().
-
-    Returns:
-        ((outputs like `inputs`, aux summed over all stages and microbatches), residuals of this
-        rank).
-
-    Raises:
-        ValueError: If M is not a multiple of S, or too small, or if the output of `stage` differs
-            from its input in shape or dtype.
+    Returns ((outputs like `inputs`, aux summed over all stages and microbatches), residuals of this
+    rank).
     """
     invariants, aux = prepare(stage, options, weights, inputs, batch_inputs, keys)
     (outputs, totals), residuals = forward(invariants, inputs, aux, save_residuals=save_residuals)
@@ -97,10 +76,10 @@ def forward_rank(
 def backward_rank(
     stage: Stage,
     options: CircularOptions,
-    weights: PyTree,
+    weights: PyTree[Shaped[Array, "R ..."]],
     inputs: PyTree,
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "R ..."]],
     residuals: Residuals,
     doutputs: PyTree,
     daux: Aux,
@@ -116,17 +95,13 @@ def backward_rank(
 
 
 def forward(
-    invariants: CircularInvariants, inputs: PyTree, aux_shapes: PyTree, *, save_residuals: bool
+    invariants: CircularInvariants,
+    inputs: PyTree[Shaped[Array, "n ..."]],
+    aux_shapes: PyTree,
+    *,
+    save_residuals: bool,
 ) -> tuple[tuple[PyTree, Aux], Residuals]:
-    """Runs all ticks of the forward on one rank.
-
-    Args:
-        inputs: [n, ...] leaves, this rank's microbatches.
-
-    Returns:
-        ((outputs [n, ...], aux summed over this rank's ticks), residuals, empty unless
-        `save_residuals`).
-    """
+    """Runs all ticks of the forward on one rank; residuals are empty unless they are saved."""
     shape, gather = invariants.shape, invariants.gather
     ticks = partial(_forward_ticks, invariants)
     state, aux = first_state(inputs, shape), zeros_like(aux_shapes)
@@ -149,10 +124,7 @@ def forward(
 
 
 def _forward_ticks(
-    invariants: CircularInvariants,
-    phase: LoopPhase,
-    prefetched: PyTree | None,
-    carry: ForwardCarry,
+    invariants: CircularInvariants, phase: LoopPhase, prefetched: PyTree | None, carry: ForwardCarry
 ) -> ForwardCarry:
     """Returns the carry after the ticks of a phase.
 

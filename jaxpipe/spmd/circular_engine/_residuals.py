@@ -44,11 +44,7 @@ def middle_repeat(shape: PipelineShape) -> int:
 
 
 def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
-    """Allocates a buffer for each abstract value of a residual, in its memory space.
-
-    Raises:
-        ValueError: If residuals are offloaded to host memory, but one device runs all ranks.
-    """
+    """Allocates a buffer for each abstract value of a residual, in its memory space."""
     cut = _first_tick_of_second_half(shape)
     first_half, second_half = (
         [allocate_buffer(x, ticks + bool(cut)) for x in avals]

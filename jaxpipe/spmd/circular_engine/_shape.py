@@ -10,7 +10,7 @@ its stream and drops the result. It uses real data because a norm's gradient at 
 Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
 others move one rank down; outputs are written on the last rank, into the slots that become free.
 This stream moves in the M ticks in which microbatches enter and the M in which they leave
-(`stream_move`).
+(`stream_move`). All ranks agree in which ticks that is, so the permute may be under a condition.
 
 These functions are the only place of the schedule's arithmetic. The circular engine calls them on
 one rank after the other's tick, and `spmd.stepwise`, of which MaxText's documented methods are
@@ -31,18 +31,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
 from ...schedules.builders import circular_ticks
-from .._buffers import put
-from ..ranks import AXIS, execution_count_hint, poison
-from ._stream import (
-    StreamMove,
-    TickIndex,
-    length,
-    move_back,
-    move_stream,
-    plus,
-    to_next_rank,
-    where,
-)
+from .._buffers import add_trees, put
+from ..ranks import AXIS, execution_count_hint, poison, update_if
+
+TickIndex = int | Int[Array, ""]
+"""Index of a tick; a Python integer where ticks are unrolled."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,6 @@ class TickWork(NamedTuple):
     Attributes:
         repeat: Index of the repeat; out of range in a bubble.
         microbatch: Index of the microbatch; in range also in a bubble.
-        busy: False in a bubble.
         from_stream: Whether the input is read from the stream: on rank 0 for a new microbatch, and
             in a bubble.
     """
@@ -144,12 +136,7 @@ def check_circular(
     delay: bool,
     names: tuple[str, str] = ("dim 0 of `inputs` and `batch_inputs`", "`delay`"),
 ) -> None:
-    """Checks that the circular pipeline can run these counts.
-
-    Raises:
-        ValueError: If M is not a multiple of S, M < S, or M < 2 * S with delay and R > 1. The error
-            uses `names`.
-    """
+    """Checks that the circular pipeline can run these counts; errors use `names`."""
     in_microbatches, in_delay = names
     if num_microbatches < num_ranks:
         raise ValueError(
@@ -201,10 +188,10 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
     def pick(new, returned, handoff):
         return jnp.where(from_stream, new, jnp.where(rank == 0, returned, handoff))
 
-    slot = t % length(state.stream)
+    slot = t % _length(state.stream)
     if state.circ_storage is None:
         return jax.tree.map(pick, index_leading(state.stream, slot), state.handoff, state.handoff)
-    storage_slot = t % length(state.circ_storage)
+    storage_slot = t % _length(state.circ_storage)
     new, returned = (
         index_leading(state.stream, slot),
         index_leading(state.circ_storage, storage_slot),
@@ -215,15 +202,29 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
 def add_input(state: State, dx: PyTree, t: TickIndex, *, from_stream: Bool[Array, ""]) -> State:
     """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
     first = lax.axis_index(AXIS) == 0
-    slot, storage_slot = t % length(state.stream), t % length(state.circ_storage)
-    handoff = plus(state.handoff, where(~from_stream & ~first, dx))
+    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
+    handoff = add_trees(state.handoff, _where(~from_stream & ~first, dx))
     stream = put(
-        state.stream, plus(index_leading(state.stream, slot), where(from_stream, dx)), slot
+        state.stream, add_trees(index_leading(state.stream, slot), _where(from_stream, dx)), slot
     )
-    returned = plus(
-        index_leading(state.circ_storage, storage_slot), where(~from_stream & first, dx)
+    returned = add_trees(
+        index_leading(state.circ_storage, storage_slot), _where(~from_stream & first, dx)
     )
     return State(stream, handoff, state.in_flight, put(state.circ_storage, returned, storage_slot))
+
+
+class StreamMove(NamedTuple):
+    """What the stream does in a tick. Python booleans where all ticks of a program do the same.
+
+    Attributes:
+        moves: Whether it moves one rank down, because microbatches enter or leave.
+        leaves: Whether the last rank stores its result in the slot that becomes free.
+        hint: A name scope that says in how many ticks it moves, for audits of the program.
+    """
+
+    moves: bool | Bool[Array, ""]
+    leaves: bool | Bool[Array, ""]
+    hint: str = ""
 
 
 def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
@@ -232,8 +233,8 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
     moves = lambda u: (u < shape.num_microbatches) | leaves(u)  # noqa: E731
 
     def at_t(condition: Callable) -> bool | Bool[Array, ""]:
-        found = {condition(u) for u in ticks}
-        return condition(t) if len(found) > 1 else found.pop()
+        values = {condition(u) for u in ticks}
+        return condition(t) if len(values) > 1 else values.pop()
 
     return StreamMove(at_t(moves), at_t(leaves), execution_count_hint([[u] for u in ticks], moves))
 
@@ -241,21 +242,17 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
 def hand_over(
     state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, move: StreamMove
 ) -> State:
-    """Sends results to the next rank, and moves the stream if microbatches enter or leave.
-
-    Returns:
-        The state before tick `t + 1`.
-    """
+    """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
     state = _send(state, y, t, shape)
-    return state._replace(stream=move_stream(state.stream, y, t, move))
+    return state._replace(stream=_move_stream(state.stream, y, t, move))
 
 
 def _send(state: State, y: PyTree, t: TickIndex, shape: PipelineShape) -> State:
     """Sends results to the next rank, and leaves the stream as it is."""
     sent, *in_flight = (*state.in_flight, y)
-    handoff, circ_storage = jax.tree.map(to_next_rank, sent), state.circ_storage
+    handoff, circ_storage = jax.tree.map(_to_next_rank, sent), state.circ_storage
     if circ_storage is not None:
-        circ_storage = put(circ_storage, handoff, _storage_slot(t, length(circ_storage), shape))
+        circ_storage = put(circ_storage, handoff, _storage_slot(t, _length(circ_storage), shape))
     return State(state.stream, handoff, tuple(in_flight), circ_storage)
 
 
@@ -277,8 +274,61 @@ def take_back(
     # `_send` is linear: its VJP is the same at every point, so any state serves as primal.
     _, transposed = jax.vjp(lambda s, y: _send(s, y, t, shape), state, state.handoff)
     before, dy = transposed(state)
-    stream, dy = move_back(before.stream, dy, t, move)
+    stream, dy = _move_back(before.stream, dy, t, move)
     return before._replace(stream=stream), dy
+
+
+def _move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
+    """Returns the stream after a tick with the result `y`, moved by one slot if `move` says so."""
+
+    def moved(stream: PyTree) -> PyTree:
+        slot = t % _length(stream)
+        new = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
+        stored = _is_last() & move.leaves
+        return put(stream, jax.tree.map(lambda y, x: jnp.where(stored, y, x), y, new), slot)
+
+    return _if_moves(move, moved, stream)
+
+
+def _move_back(stream: PyTree, dy: PyTree, t: TickIndex, move: StreamMove) -> tuple[PyTree, PyTree]:
+    """Transposes `_move_stream`, and adds the cotangent of the stored result to `dy`."""
+
+    def moved(state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        stream, dy = state
+        slot = t % _length(stream)
+        new, stored = index_leading(stream, slot), _is_last() & move.leaves
+        before = jax.tree.map(_to_next_rank, _where(~stored, new))
+        return put(stream, before, slot), add_trees(dy, _where(stored, new))
+
+    return _if_moves(move, moved, (stream, dy))
+
+
+def _if_moves(move: StreamMove, moved: Callable, state: PyTree) -> PyTree:
+    if isinstance(move.moves, bool):
+        return moved(state) if move.moves else state
+    return update_if(move.moves, moved, state, hint=move.hint)
+
+
+def _is_last() -> Bool[Array, ""]:
+    return lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
+
+
+def _length(tree: PyTree) -> int:
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
+def _where(condition: Bool[Array, ""], x: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), x)
+
+
+def _to_next_rank(x: jax.Array) -> jax.Array:
+    ranks = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [(r, (r + 1) % ranks) for r in range(ranks)])
+
+
+def _to_previous_rank(x: jax.Array) -> jax.Array:
+    ranks = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [((r + 1) % ranks, r) for r in range(ranks)])
 
 
 def realign(stream: PyTree, shape: PipelineShape) -> PyTree:

@@ -6,9 +6,10 @@ This module replaces the call by a `jax.shard_map` over the other axes. The manu
 from its specs: a device already has its own shard along them.
 
 JAX cannot differentiate that call correctly: with `check_vma=False` it takes the results for equal
-on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10 fails. So the
-call has a custom VJP, by JAX's rules for `check_vma=False`: cotangents are divided among devices
-that share a result, and gradients are summed over the devices that share an argument.
+on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10.2 fails ("must
+have all manual axes come before free axes"). So the call has a custom VJP, by JAX's rules for
+`check_vma=False`: cotangents are divided among devices that share a result, and gradients are
+summed over the devices that share an argument.
 """
 
 import math
@@ -31,9 +32,6 @@ class _Call(NamedTuple):
 
     Attributes:
         f_of_shards: From differentiable and other leaves of the arguments to those of the results.
-        axes: The axes that become manual, with their sizes.
-        ins: Specs of the differentiable and the other leaves of the arguments.
-        outs: Specs of the differentiable and the other leaves of the results.
     """
 
     f_of_shards: Callable[[tuple, tuple], tuple[tuple, tuple]]
@@ -43,22 +41,12 @@ class _Call(NamedTuple):
 
 
 def nested_shard_map(
-    f: Callable,
-    plain: Callable,
-    *,
-    mesh: Any,
-    in_specs: PyTree,
-    out_specs: PyTree,
-    axis_names: Any,
+    f: Callable, plain: Callable, *, mesh: Any, in_specs: PyTree, out_specs: PyTree, axis_names: Any
 ) -> Callable:
     """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
 
-    Args:
-        plain: The result of JAX's `shard_map` for the same arguments. It is called where no axis is
-            manual, or `mesh` is not the whole mesh in context.
-
-    Returns:
-        A function with the arguments of `f`, of arrays sharded by `in_specs`.
+    `plain`, the result of JAX's `shard_map`, is called where no axis is manual, or `mesh` is not
+    the whole mesh in context.
     """
 
     @wraps(f)
@@ -66,7 +54,7 @@ def nested_shard_map(
         context = jax.sharding.get_abstract_mesh()
         manual = frozenset(context.manual_axes)
         is_whole = dict(mesh.shape) == dict(context.shape) and mesh.abstract_mesh != context
-        if not (manual and is_whole and all(map(_is_spec, jax.tree.leaves(in_specs)))):
+        if not (manual and is_whole and all(map(_is_leaf, jax.tree.leaves(in_specs)))):
             return plain(*arguments)
         names = [axis for axis in axis_names or context.axis_names if axis not in manual]
         if not names:
@@ -87,10 +75,10 @@ def _run(
     is_float = [dynamic and _is_float(x) for x, dynamic in zip(leaves, is_dynamic, strict=True)]
     is_other = [a and not b for a, b in zip(is_dynamic, is_float, strict=True)]
 
-    def f_of_leaves(floats: tuple, others: tuple) -> Any:
-        more_floats, more_others = iter(floats), iter(others)
+    def f_of_leaves(floats: tuple, constants: tuple) -> Any:
+        more_floats, more_constants = iter(floats), iter(constants)
         merged = [
-            next(more_floats) if first else next(more_others) if second else leaf
+            next(more_floats) if first else next(more_constants) if second else leaf
             for leaf, first, second in zip(leaves, is_float, is_other, strict=True)
         ]
         return f(*jax.tree.unflatten(tree, merged))
@@ -103,15 +91,15 @@ def _run(
     is_trained = [_is_float(x) for x in results]
     is_rest = [not x for x in is_trained]
 
-    def f_of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
-        outputs = jax.tree.leaves(f_of_leaves(floats, others))
+    def f_of_shards(floats: tuple, constants: tuple) -> tuple[tuple, tuple]:
+        outputs = jax.tree.leaves(f_of_leaves(floats, constants))
         return select(outputs, is_trained), select(outputs, is_rest)
 
     leaf_specs = _specs_of_leaves(out_specs, shapes)
     outs = select(leaf_specs, is_trained), select(leaf_specs, is_rest)
     run = _differentiable(_Call(f_of_shards, axes, ins, outs))
-    floats, others = map(iter, run(*jax.tree.map(pvary, dynamic)))
-    outputs = [next(floats if first else others) for first in is_trained]
+    floats, constants = map(iter, run(*jax.tree.map(pvary, dynamic)))
+    outputs = [next(floats if first else constants) for first in is_trained]
     return jax.tree.unflatten(out_tree, outputs)
 
 
@@ -124,17 +112,17 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
     )
 
     @jax.custom_vjp
-    def run(floats, others):
+    def run(floats, constants):
         def on_shard(*arguments):
             return call.f_of_shards(*_as_equal(arguments))
 
         on_all = on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)
-        return jax.tree.map(pvary, on_all(floats, others))
+        return jax.tree.map(pvary, on_all(floats, constants))
 
-    def forward(floats, others):
-        def on_shard(floats, others):
+    def forward(floats, constants):
+        def on_shard(floats, constants):
             y, pull_back, rest = jax.vjp(
-                lambda x: call.f_of_shards(x, others), floats, has_aux=True
+                lambda x: call.f_of_shards(x, constants), floats, has_aux=True
             )
             return (y, rest), pull_back
 
@@ -144,7 +132,7 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
 
         outs = call.outs, one_each
         on_all = on_shards(keep, in_specs=call.ins, out_specs=outs)
-        return jax.tree.map(pvary, on_all(floats, others))
+        return jax.tree.map(pvary, on_all(floats, constants))
 
     def backward(pull_back, gradients):
         def pull(pull_back, gradients):
@@ -166,11 +154,9 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
 
 
 def _as_equal(tree: PyTree) -> PyTree:
-    """Returns `tree` with types that vary over no axis, for use with `check_vma=False`.
-
-    Otherwise types differ where JAX requires equal ones: under `check_vma=False` the result of an
-    operation varies over no axis, but an argument keeps its varying axes.
-    """
+    """Returns `tree` with types that vary over no axis, for use with `check_vma=False`."""
+    # Under `check_vma=False` the result of an operation varies over no axis, but an argument keeps
+    # its varying axes: types then differ where JAX requires equal ones.
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
 
 
@@ -204,8 +190,4 @@ def _is_float(x: Any) -> bool:
 
 
 def _is_leaf(x: Any) -> bool:
-    return x is None or _is_spec(x)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+    return isinstance(x, PartitionSpec | None)

@@ -20,12 +20,7 @@ AXIS = "stage"
 
 
 def on_ranks(
-    f: Callable,
-    *,
-    mesh: Mesh | None,
-    in_dims: tuple,
-    out_dims: Any,
-    num_ranks: int | None = None,
+    f: Callable, *, mesh: Mesh | None, in_dims: tuple, out_dims: Any, num_ranks: int | None = None
 ) -> Callable:
     """Maps `f`, written for one rank inside the axis `stage`, over the ranks.
 
@@ -91,16 +86,10 @@ def _each(change: Callable, tree: Any, specs: Any) -> Any:
 
 
 def empty(x: Any, length: int) -> jax.Array:
-    """Returns an array of arbitrary values, for entries that each rank writes by itself.
+    """Returns [length, ...] arbitrary values like the abstract `x`, which each rank will overwrite.
 
     It varies over `stage` and the manual axes over which an entry varies, and over no other: what
     is the same on all devices of an axis is so after it has been read again.
-
-    Args:
-        x: An abstract value: the shape, dtype, sharding and varying axes of an entry.
-
-    Returns:
-        An array [length, *x.shape].
     """
     axes = x.manual_axis_type.varying | (set(jax.sharding.get_abstract_mesh().manual_axes) & {AXIS})
     array = split_like(x, _compat.empty((length, *x.shape), x.dtype))

@@ -18,11 +18,12 @@ def pvary(x: jax.Array) -> jax.Array:
 
     It is called on the arguments of `shard_map`, so that a gradient is summed over devices once.
     Otherwise JAX sums at every use, in a loop in every iteration, and in the dtype of the use.
-    bfloat16 is summed in float32: for precision, and because XLA:CPU fails on bfloat16 sums.
     """
     missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying_axes(x))
     if not missing:
         return x
+    # The transpose is a psum. XLA:CPU aborts on those of bfloat16 ("Invalid binary instruction
+    # opcode copy", in AllReducePromotion, jax 0.10.2), and float32 is more precise.
     widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return jax.lax.pcast(widened, missing, to="varying").astype(x.dtype)
 
@@ -37,24 +38,22 @@ def cond(
 ) -> Any:
     """Returns `yes(*operands)` or `no(*operands)`; on a mesh only the chosen branch runs.
 
-    Args:
-        no: A function of `operands` with results of the same shapes and dtypes.
-        like: A tree as both return. Results vary over the manual axes as its leaves do.
-        hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
-            compiled program reads how often `yes` runs. Empty for none.
+    Results vary over the manual axes as the leaves of `like`, a tree as both return. `hint` is a
+    name scope of `execution_count_hint`, by which audits of the compiled program read how often
+    `yes` runs.
     """
     types = jax.tree.map(jax.typeof, like)
 
     def branch(f: Callable) -> Callable:
-        # Always returns at least two results: XLA's verifier requires both branches of a
-        # single-result conditional to have the same sharding.
+        # Always at least two results: XLA's verifier compares how the branches of a conditional
+        # split a result that is no tuple ("Inconsistent conditional sharding").
         return lambda *operands: (jax.tree.map(pvary_like, types, f(*operands)), jnp.int32(0))
 
     with jax.named_scope(hint) if hint else nullcontext():
         result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
     leaves, tree = jax.tree.flatten(result)
     if len(leaves) == 1:
-        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
+        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or JAX drops it
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -62,12 +61,7 @@ def update_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -
     """Returns `update(state)` if `predicate` is true, else `state`: large arrays are not copied.
 
     XLA:GPU copies all that a conditional returns. What a loop carries it changes in place, so there
-    it is a loop of at most one iteration.
-
-    Args:
-        state: A tree of arrays. Results vary over the same manual axes.
-        hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
-            compiled program reads how often `update` runs. Empty for none.
+    it is a loop of at most one iteration. `hint` is as in `cond`.
     """
     if copies_in_conditionals():
         return run_once_if(predicate, update, state, hint=hint)
@@ -77,24 +71,16 @@ def update_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -
 def execution_count_hint(
     table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda entry: entry >= 0
 ) -> str:
-    """Returns a name scope such as `taken_3_of_10`: in how many ticks a condition is true.
+    """Returns `taken_{count}_of_{num_ticks}`: how often a condition holds on the busiest rank.
 
-    Args:
-        table: [num_ticks, num_ranks] integers.
-
-    Returns:
-        `taken_{count}_of_{num_ticks}`, where `count` is the largest of any rank.
+    `table` is [num_ticks, num_ranks].
     """
     most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
     return f"taken_{most}_of_{len(table)}"
 
 
 def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:
-    """Returns zeros like `x` that vary over the same manual axes, as the carry of a scan must.
-
-    Returns:
-        Zeros [*lead, *x.shape].
-    """
+    """Returns zeros [*lead, *x.shape] that vary over the axes of `x`, as a scan's carry must."""
     dtype = dtype or x.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):  # of which `jnp.zeros` knows nothing
         return pvary(jax.lax.full((*lead, *x.shape), 0, dtype))
@@ -112,11 +98,7 @@ def zeros_like(tree: PyTree) -> PyTree:
 
 
 def split_like(aval: Any, x: jax.Array) -> jax.Array:
-    """Reshards the last dims of `x` over explicit axes as those of `aval` are.
-
-    Returns:
-        `x`, resharded.
-    """
+    """Reshards the last dims of `x` over explicit axes as those of `aval` are."""
     split = getattr(aval, "sharding", None)
     if not isinstance(split, NamedSharding) or not axes_of(split.spec):
         return x

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import WeightCopies
@@ -22,12 +22,10 @@ from .._buffers import put
 from ..ranks import AXIS
 
 
-def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
-    """Returns [c, ...] leaves of the chunks that this rank runs.
-
-    Args:
-        stored: [v, ...] leaves of the chunks that it stores; random keys and other arrays.
-    """
+def receive_copies(
+    stored: PyTree[Shaped[Array, "v ..."]], copies: WeightCopies | None
+) -> PyTree[Shaped[Array, "c ..."]]:
+    """Returns the chunks that this rank runs."""
     if copies is None:
         return stored
     chunks = _of_rank(copies.chunks, axis=1)
@@ -43,15 +41,10 @@ def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
     return jax.tree.map(_on_key_data(receive), stored)
 
 
-def return_gradients(gradients: PyTree, copies: WeightCopies | None) -> PyTree:
-    """Returns the gradients of the chunks that this rank stores, summed over all ranks.
-
-    Args:
-        gradients: [c, ...] leaves of the chunks that this rank runs.
-
-    Returns:
-        [v, ...] leaves.
-    """
+def return_gradients(
+    gradients: PyTree[Shaped[Array, "c ..."]], copies: WeightCopies | None
+) -> PyTree[Shaped[Array, "v ..."]]:
+    """Returns the gradients of the chunks that this rank stores, summed over all ranks."""
     if copies is None:
         return gradients
     run_chunks = _of_rank(_run_chunks(copies), axis=1)

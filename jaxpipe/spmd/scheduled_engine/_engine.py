@@ -110,18 +110,8 @@ def scheduled_value(
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
-    Args:
-        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
-        batch_inputs: [M, ...] leaves, or [M * s, ...] for a schedule with s slices.
-        keys: [v, S, ...] leaves, or () without dropout.
-        ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
-        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
-        gather: When and how the stages' weights that are sharded over other axes are gathered.
-
-    Raises:
-        ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
-            divide over `gather.batch_axes`; if `ticks` has backwards.
-        ScheduleError: If `ticks` cannot be run.
+    Takes the arguments of `scheduled_value_and_grad`; `ticks` are the forwards alone,
+    `to_lock_step(forward_only(schedule))`.
     """
     _check_model(model, ticks, vocab_parallel)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
@@ -174,12 +164,12 @@ def _check(
     """Checks that ranks, chunks and microbatches are those of the schedule."""
     schedule = ticks.schedule
     assigned = rank_and_chunk_by_stage(schedule).values()
-    wanted = 1 + max(chunk for _, chunk in assigned), num_ranks(schedule)
+    expected = 1 + max(chunk for _, chunk in assigned), num_ranks(schedule)
     dims = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
-    if dims != wanted:
+    if dims != expected:
         raise ValueError(
             f"Leaves of `weights['stages']` begin with {dims}, chunks x ranks, and `ticks` is a "
-            f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
+            f"schedule of {expected}. They must be equal: `spmd.to_ranks` reorders stacked stages."
         )
     (microbatches,) = common_dims({"batch_inputs": batch_inputs}, 1, "[microbatches, ...]")
     slices = num_slices(schedule)
@@ -189,8 +179,8 @@ def _check(
             f"`batch_inputs` has {microbatches} microbatches, and `ticks` is a schedule of "
             f"{schedule.num_microbatches}{of_slices}. They must be equal."
         )
-    if mesh is not None and mesh.shape.get(AXIS) != wanted[1]:
+    if mesh is not None and mesh.shape.get(AXIS) != expected[1]:
         raise ValueError(
-            f"`ticks` is a schedule of {wanted[1]} ranks, but the axis {AXIS!r} of `mesh` "
+            f"`ticks` is a schedule of {expected[1]} ranks, but the axis {AXIS!r} of `mesh` "
             f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
         )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
@@ -25,16 +25,8 @@ from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dtype, type_of
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
+from . import _past
 from ._copies import receive_copies, return_gradients
-from ._loss_on_all_ranks import loss_on_all_ranks
-from ._past import (
-    add_past_cotangents,
-    past_layout,
-    remat_of_pieces,
-    slice_inputs,
-    stage_of_pieces,
-    write_past,
-)
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
@@ -45,6 +37,7 @@ from ._phases import (
     Totals,
     backward,
     forward,
+    loss_on_all_ranks,
     weight,
 )
 from ._residuals import merge_memories, split_by_memory, split_residuals
@@ -56,11 +49,7 @@ class ScheduledOptions(NamedTuple):
     """Options of the scheduled engine.
 
     Attributes:
-        tables: The schedule.
-        num_stages: Number of stages of the model.
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
-        gather: When and how the stages' weights are gathered.
-        boundary_gather: How the weights of embedding and head are gathered.
         vocab_parallel: Whether all ranks compute the loss together.
     """
 
@@ -73,12 +62,7 @@ class ScheduledOptions(NamedTuple):
 
 
 class TickCarry(NamedTuple):
-    """Values that a rank carries from tick to tick.
-
-    Attributes:
-        buffers: Arrays stored between ticks.
-        totals: Losses, metrics and gradients so far, and gathered weights.
-    """
+    """Values that a rank carries from tick to tick."""
 
     buffers: ActivationBuffers
     totals: Totals
@@ -87,22 +71,14 @@ class TickCarry(NamedTuple):
 def rank_value_and_grad(
     model: StagedModel,
     options: ScheduledOptions,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "v ..."]],
 ) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
-    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+    """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
-
-    Args:
-        stages: [v, ...] leaves.
-        batch_inputs: [M, ...] leaves.
-        keys: [v, ...] leaves, or ().
-
-    Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
     copies = options.tables.copies
     invariants, zero_outputs, buffers, totals = _prepare(
@@ -120,10 +96,10 @@ def rank_value_and_grad(
 def rank_value(
     model: StagedModel,
     options: ScheduledOptions,
-    stages: PyTree,
+    stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
-    batch_inputs: PyTree,
-    keys: PyTree,
+    batch_inputs: PyTree[Shaped[Array, "M ..."]],
+    keys: PyTree[Shaped[Array, "v ..."]],
 ) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
     return _summed(
@@ -149,10 +125,7 @@ def _all_ticks(
 
 
 def _loss_microbatches(options: ScheduledOptions) -> tuple[Index, ...]:
-    """Returns [num_ticks] microbatches that leave the last stage in a tick, or -1.
-
-    There is one for each rank that runs the last stage.
-    """
+    """Returns [num_ticks] the microbatch, or -1, that leaves each rank of the last stage."""
     forward, last = options.tables.forward, options.num_stages - 1
     microbatches, stages = np.asarray(forward.microbatch), np.asarray(forward.stage)
     leaving = np.where(stages == last, microbatches, -1).T
@@ -184,11 +157,11 @@ def _prepare(
     x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
     w = gather.unshard(weight_state, FIRST_CHUNK, True)
     first_keys = index_leading(keys, 0)
-    past = past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
+    past = _past.past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
     one_state = [zeros(shape, lead=(1,)) for shape in past.shapes]
-    examples = w, x, slice_inputs(past, first_inputs, one_state, FIRST_CHUNK), first_keys
-    run_stage = stage_of_pieces(model, past)
-    remat = remat_of_pieces(options.remat, past)
+    examples = w, x, _past.slice_inputs(past, first_inputs, one_state, FIRST_CHUNK), first_keys
+    run_stage = _past.stage_of_pieces(model, past)
+    remat = _past.remat_of_pieces(options.remat, past)
     split = split_backward(remat(run_stage), *examples) if has_backward else None
     outputs, aux_shapes = jax.eval_shape(run_stage, *examples)
     loss_shape, metric_shapes = jax.eval_shape(
@@ -294,7 +267,7 @@ def _tick(
         totals, outputs = loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
         inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals),
-        past=write_past(invariants.past, buffers.past, outputs.new, row.forward),
+        past=_past.write_past(invariants.past, buffers.past, outputs.new, row.forward),
     )
     if invariants.stage is None:
         return TickCarry(buffers, totals)
@@ -342,7 +315,7 @@ def _tick_backward(
     return buffers._replace(
         cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
         wgrad_residuals=wgrad_residuals,
-        past_cotangents=add_past_cotangents(
+        past_cotangents=_past.add_past_cotangents(
             invariants.past, buffers.past_cotangents, outputs.past, work
         ),
     ), totals

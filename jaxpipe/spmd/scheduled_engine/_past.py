@@ -27,7 +27,6 @@ class SliceInputs(NamedTuple):
     """What a stage is given besides weights, activations and keys.
 
     Attributes:
-        batch: The inputs of a piece.
         earlier: Leaves of the state of earlier slices; [] without slices.
         offset: The position of the slice's first token; () without slices.
     """
@@ -38,26 +37,17 @@ class SliceInputs(NamedTuple):
 
 
 class StageOutputs(NamedTuple):
-    """What a stage returns that has a cotangent.
-
-    Attributes:
-        activation: The input of the next stage.
-        new: Leaves that this slice writes to the state; [] without slices.
-    """
+    """What a stage returns that has a cotangent; `new` is what this slice writes to the state."""
 
     activation: PyTree
     new: list[Any]
 
 
 class PastLayout(NamedTuple):
-    """The form of the state of one stage and microbatch.
+    """The form of the state of one stage and microbatch, in slices of `length` positions.
 
     Attributes:
-        num_slices: Slices of a sequence.
-        structure: The structure of the state.
-        shapes: Shape and dtype of every leaf; [] without slices.
         dims: The dim of positions of every leaf.
-        length: t.
     """
 
     num_slices: int = 1
@@ -73,14 +63,7 @@ class PastLayout(NamedTuple):
 
 
 def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastLayout:
-    """Traces the stage to find out which state its slices carry.
-
-    Args:
-        *examples: Weights, activation, inputs and keys of one piece; only types are read.
-
-    Raises:
-        ValueError: If slices carry nothing, or parts of different numbers of positions.
-    """
+    """Returns the state that slices carry, by tracing the stage with `examples`."""
     if num_slices == 1:
         return PastLayout()
     assert model.sliced_stage is not None, "checked at the entry"
@@ -91,7 +74,7 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
         [i for i, (n, t) in enumerate(zip(a.shape, b.shape, strict=True)) if n != t]
         for a, b in zip(whole, parts, strict=True)
     ]
-    lengths = {part.shape[found[0]] for part, found in zip(parts, dims, strict=True)}
+    lengths = {part.shape[differing[0]] for part, differing in zip(parts, dims, strict=True)}
     if len(lengths) != 1:
         raise ValueError(
             f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
@@ -99,18 +82,14 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
         )
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole)
     return PastLayout(
-        num_slices, structure, shapes, tuple(found[0] for found in dims), lengths.pop()
+        num_slices, structure, shapes, tuple(differing[0] for differing in dims), lengths.pop()
     )
 
 
 def stage_of_pieces(
     model: StagedModel, layout: PastLayout
 ) -> Callable[[Any, Any, SliceInputs, Any], tuple[StageOutputs, Aux]]:
-    """Returns the stage as a function of the inputs and the state of one piece.
-
-    Returns:
-        `(weights, x, SliceInputs, keys) -> (StageOutputs, aux)`.
-    """
+    """Returns `(weights, x, SliceInputs, keys) -> (StageOutputs, aux)`, the stage of one slice."""
 
     def run_whole(weights: Any, x: Any, inputs: SliceInputs, keys: Any) -> tuple[StageOutputs, Aux]:
         y, aux = model.stage(weights, x, inputs.batch, keys)
@@ -143,19 +122,15 @@ def remat_of_pieces(remat: Remat, layout: PastLayout) -> Remat:
 def slice_inputs(
     layout: PastLayout, batch: PyTree, buffers: list[jax.Array], work: PhaseRow
 ) -> SliceInputs:
-    """Returns what the stage reads for the piece of `work`.
-
-    Args:
-        buffers: [slots, ...] leaves of states.
-    """
+    """Returns what the stage reads for the slice of `work`; `buffers` are leaves of states."""
     if layout.num_slices == 1:
         return SliceInputs(batch, [])
     offset = _offset(layout, work)
 
     def read(buffer: jax.Array, dim: int) -> jax.Array:
-        found = index_leading(buffer, work.past_slot)
-        is_earlier = lax.broadcasted_iota(jnp.int32, found.shape, dim) < offset
-        return jnp.where(is_earlier, found, jnp.zeros_like(found))
+        state = index_leading(buffer, work.past_slot)
+        is_earlier = lax.broadcasted_iota(jnp.int32, state.shape, dim) < offset
+        return jnp.where(is_earlier, state, jnp.zeros_like(state))
 
     return SliceInputs(batch, list(map(read, buffers, layout.dims)), pvary(offset))
 
@@ -180,11 +155,7 @@ def cotangent_of_new(
 ) -> list[jax.Array | None]:
     """Returns the cotangent of what a slice has appended: the sum over all later slices.
 
-    Args:
-        buffers: [slots, ...] cotangents of the floating leaves of states.
-
-    Returns:
-        One entry for each leaf of the state, None for those without a derivative.
+    It has an entry for each leaf of the state, None for those without a derivative.
     """
     remaining = iter(buffers)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import SplitBackward, floating
@@ -18,17 +18,11 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import to_accum_dtype
+from .._buffers import add_trees, broadcast, to_accum_dtype
 from ..ranks import AXIS, cond, pvary, update_if
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
-from ._residuals import (
-    Residuals,
-    entries_to_read,
-    entries_to_write,
-    merge_residuals,
-    run_forward,
-)
-from ._rows import PhaseRow, stage_hint
+from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
+from ._rows import Index, PhaseRow, stage_hint
 from ._weights import ScheduledWeights
 
 
@@ -36,18 +30,12 @@ class ScheduledInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
-        model: The model.
-        num_stages: Number of stages of the model.
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
-        tables: What every rank does in every tick.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
-        gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         boundary: Weights of embedding and head, gathered.
-        batch_inputs: [M, ...] leaves.
-        keys: [v, ...] leaves, or ().
         daux: Cotangents of a stage's auxiliary losses and metrics.
     """
 
@@ -60,8 +48,8 @@ class ScheduledInvariants(NamedTuple):
     stage: SplitBackward | None
     gather: ScheduledWeights
     boundary: dict[str, PyTree]
-    batch_inputs: PyTree
-    keys: PyTree
+    batch_inputs: PyTree[Shaped[Array, "M ..."]]
+    keys: PyTree[Shaped[Array, "c ..."]]
     daux: Aux
 
 
@@ -93,10 +81,8 @@ class Totals(NamedTuple):
     Attributes:
         loss: Loss of the microbatches whose loss this rank computed.
         loss_metrics: Metrics that `model.loss` returned for these microbatches.
-        stage_aux: Auxiliary losses and metrics that this rank's stages returned.
         weight_state: Float32 gradients of the stages' weights, and gathered weights: the state of
             `ScheduledWeights`.
-        boundary: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
@@ -110,7 +96,6 @@ class ForwardTotals(NamedTuple):
     """What an F changes in place.
 
     Attributes:
-        totals: Losses, metrics and gradients.
         residuals: [slots, ...] each, the buffers of residuals in the device's memory; None for
             those in the host's.
     """
@@ -161,7 +146,7 @@ def forward(
         ((y, new), aux), written, on_host = run_forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
         )
-    totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
+    totals = totals._replace(stage_aux=add_trees(totals.stage_aux, aux))
     totals, cotangent = update_if(
         work.stage == invariants.loss_stage,
         lambda state: _loss(invariants, y, inputs.batch, state[0]),
@@ -183,12 +168,9 @@ def _inputs_and_keys(
 def _loss(
     invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
 ) -> tuple[Totals, PyTree]:
-    """Adds the loss of a microbatch to `totals`.
+    """Adds the loss of a microbatch to `totals`, and returns the gradient with respect to `y` too.
 
     The gradients are computed together with the loss, so logits are computed once.
-
-    Returns:
-        The totals, and the gradient with respect to `y`.
     """
     if invariants.stage is None:
         value, metrics = invariants.model.loss(
@@ -201,7 +183,7 @@ def _loss(
     return _with_loss(totals, value, metrics, boundary_grads), dy
 
 
-def vocab_parallel_loss(
+def _vocab_parallel_loss(
     invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
 ) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
@@ -220,16 +202,44 @@ def _with_loss(
 ) -> Totals:
     return totals._replace(
         loss=totals.loss + value,
-        loss_metrics=_add(totals.loss_metrics, metrics),
+        loss_metrics=add_trees(totals.loss_metrics, metrics),
         boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
     )
+
+
+def loss_on_all_ranks(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    outputs: ForwardOutputs,
+    microbatch: Index,
+    totals: Totals,
+) -> tuple[Totals, ForwardOutputs]:
+    """Broadcasts the output of the last stage to all ranks, which compute its loss together.
+
+    The condition is the same on all ranks, so they may communicate under it.
+    """
+    is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
+
+    def loss(totals: Totals) -> tuple[Totals, PyTree]:
+        everywhere = jax.tree.map(lambda y: broadcast(is_source, y), outputs.activation)
+        inputs_m = index_leading(invariants.batch_inputs, microbatch)
+        totals, dy = _vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
+        return totals, own
+
+    totals, cotangent = update_if(
+        microbatch >= 0,
+        lambda state: loss(state[0]),
+        (totals, outputs.cotangent),
+        hint=stage_hint(invariants.tables.forward, invariants.num_stages - 1),
+    )
+    return totals, outputs._replace(cotangent=cotangent)
 
 
 class BackwardTotals(NamedTuple):
     """What a B or I changes in place.
 
     Attributes:
-        totals: Losses, metrics and gradients.
         wgrad_residuals: [slots, ...] each, the buffers of what I leaves for W.
     """
 
@@ -238,12 +248,7 @@ class BackwardTotals(NamedTuple):
 
 
 class BackwardOutputs(NamedTuple):
-    """Results of a B or I.
-
-    Attributes:
-        cotangent: The cotangent for the stage before.
-        past: The cotangent of the state that the slice has read; [] without slices.
-    """
+    """Results of a B or I: the cotangents of the input and of the state of earlier slices."""
 
     cotangent: PyTree
     past: list[jax.Array]
@@ -254,9 +259,9 @@ BackwardResults = tuple[BackwardTotals, BackwardOutputs]
 
 
 def backward(tables: TickTables) -> Callable:
-    """Returns the function that runs B, or I, or in a schedule with both the one of the table.
+    """Returns `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
 
-    It is `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
+    It runs B, or I, or in a schedule with both the one of the table.
     """
     kinds = {
         slot >= 0
@@ -389,7 +394,3 @@ def _with_embed_gradient(
     hint = stage_hint(invariants.tables.backward, 0)
     embed_grads = update_if(work.stage == 0, add, embed_grads, hint=hint)
     return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
-
-
-def _add(total: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, total, new)

@@ -58,11 +58,9 @@ def entries_to_read(buffers: list[jax.Array], slot: Any) -> list[Any]:
 
 
 def run_forward(stage: SplitBackward, arguments: tuple, on_device: Residuals, slots: tuple) -> Any:
-    """Runs F, and writes its residuals to the buffers of the device.
+    """Runs F, and writes its residuals to the buffers of the device, which are None for the host's.
 
-    Args:
-        on_device: [slots, ...] each, the buffers of the device; None for those on the host.
-        slots: The slots of residuals that only B or I reads, and of those that W reads.
+    `slots` has those of residuals that only B or I reads, and those of residuals that W reads.
     """
     early, late = map(entries_to_write, on_device, slots)
     into = merge_residuals(stage, (early, late))

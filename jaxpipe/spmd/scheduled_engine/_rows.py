@@ -42,9 +42,6 @@ class TickRow(NamedTuple):
     They are scalars in a tick, and [ticks] where the scan over ticks begins.
 
     Attributes:
-        forward: The row of F.
-        backward: The row of B or I.
-        weight: The row of W.
         activation_arrivals: By the offset of the sending rank, the slot of the activation that
             arrives; negative for none.
         cotangent_arrivals: The same for cotangents.
@@ -83,11 +80,7 @@ def rows_of_rank(tables: TickTables) -> TickRow:
 
 
 def stage_hint(table: PhaseTable, stage: int) -> str:
-    """Returns a name scope that says in how many ticks a phase works on a stage.
-
-    Returns:
-        As `execution_count_hint` does.
-    """
+    """Returns the `execution_count_hint` of the ticks in which a phase works on a stage."""
     pairs = zip(table.microbatch, table.stage, strict=True)
     stages = [[at if work >= 0 else -1 for work, at in zip(*ranks, strict=True)] for ranks in pairs]
     return execution_count_hint(stages, lambda at: at == stage)

@@ -95,10 +95,8 @@ class _WeightWindows(NamedTuple):
     chunk (`schedules.lock_step.ChunkResidency`).
 
     Attributes:
-        forward: Weights of the forward's residency.
         backward: Weights of the backward's residency; () if it reads those of `forward`.
         prefetched: Weights of the next residency of either.
-        gradient: Gradient of the backward's residency, unsharded.
         done: Sums of the gradients of earlier residencies, sharded as they are stored.
     """
 

@@ -61,11 +61,7 @@ def microbatch_and_repeat_ids(
 def init_states(
     inputs: PyTree, keys: PyTree, shape: PipelineShape, is_stored: bool | None = None
 ) -> LoopState:
-    """Returns the buffers before iteration 0.
-
-    Args:
-        inputs: [M, ...] leaves.
-        keys: [R, S, ...] dropout keys, or ().
+    """Returns the buffers before iteration 0, of `inputs` and `keys` [R, S, ...] or ().
 
     Returns:
         A dict. `state_io` [S, M / S, ...]: inputs not taken yet, then outputs. `shift` [S, ...]:
@@ -116,14 +112,7 @@ def iteration_inputs(
 def new_loop_state(
     output: PyTree, loop_state: LoopState, shape: PipelineShape, mesh: Mesh | None = None
 ) -> LoopState:
-    """Returns the buffers after an iteration.
-
-    Args:
-        output: [S, ...] leaves, the stage outputs of all ranks.
-
-    Returns:
-        The buffers after the iteration, with the shapes of `loop_state`.
-    """
+    """Returns the buffers after an iteration, with the shapes of `loop_state`."""
 
     def rank(state, y, t):
         return hand_over(state, y, t, shape=shape, move=StreamMove(moves=True, leaves=True))
@@ -147,14 +136,7 @@ def new_loop_state(
 def permute_output(
     output: PyTree, shape: PipelineShape, first_iteration: int | None = None
 ) -> PyTree:
-    """Rolls `state_io` [S, M / S, ...] after the last iteration to the inputs' order.
-
-    Args:
-        output: [S, M / S, ...] leaves.
-
-    Returns:
-        [S, M / S, ...] leaves.
-    """
+    """Rolls `state_io` after the last iteration to the inputs' order."""
     first = iterations_of_first_microbatch(shape) if first_iteration is None else first_iteration
     return roll_slots(output, -first, dim=1)
 
@@ -189,14 +171,7 @@ def keys_of_iteration(
     repeats: Int[Array, " S"],
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Returns the [S, ...] dropout keys of all ranks.
-
-    Args:
-        keys: [R, S, ...] dropout keys, or ().
-
-    Returns:
-        [S, ...] keys of the repeats, with the microbatch folded in; or ().
-    """
+    """Returns the [S, ...] dropout keys of all ranks, with the microbatch folded in; () for ()."""
     taken = take_repeats(keys, repeats, mesh=mesh)
     return jax.vmap(fold_in_microbatch)(taken, microbatches)
 

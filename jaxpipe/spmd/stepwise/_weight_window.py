@@ -14,11 +14,7 @@ from ..weight_gather import WeightGather
 
 
 def repeat_of_rank_0(t: int | Int[Array, ""], shape: PipelineShape) -> Int[Array, " S"]:
-    """Returns the repeat that rank 0 runs at iteration `t`, once for every rank.
-
-    Before the first repeat the result is that of the first, and after the last repeat that of the
-    last.
-    """
+    """Returns [S] the repeat, in range, that rank 0 runs at iteration `t`."""
     repeat = jnp.clip(t // shape.num_microbatches, 0, shape.num_repeats - 1)
     return jnp.broadcast_to(repeat, (shape.num_ranks,))
 
@@ -26,12 +22,8 @@ def repeat_of_rank_0(t: int | Int[Array, ""], shape: PipelineShape) -> Int[Array
 def window_at(gather: WeightGather, t: int | Int[Array, ""], shape: PipelineShape) -> PyTree:
     """Returns the [2, S, ...] window for the repeat that rank 0 begins at iteration `t`.
 
-    Args:
-        gather: The functions of whole weights. Its `prefetch` takes an iteration, and returns the
-            [S, ...] weights of the repeat that rank 0 runs then.
-
-    Returns:
-        [2, S, ...] leaves: the weights of the repeat before, and of the one that begins.
+    `gather` has the functions of whole weights; its `prefetch` takes an iteration, and returns the
+    [S, ...] weights of the repeat that rank 0 runs then.
     """
     repeats = gather.prefetch(t - shape.num_microbatches), gather.prefetch(t)
     return jax.tree.map(lambda *halves: jnp.stack(halves), *repeats)
@@ -43,14 +35,7 @@ def empty_window(weights: PyTree) -> PyTree:
 
 
 def from_window(window: PyTree, repeats: Int[Array, " S"]) -> PyTree:
-    """Returns the [S, ...] weights of all ranks out of a [2, S, ...] window.
-
-    Args:
-        window: [2, S, ...] leaves.
-
-    Returns:
-        [S, ...] leaves.
-    """
+    """Returns the [S, ...] weights of all ranks out of a [2, S, ...] window."""
 
     def choose(blocks):
         is_current = (repeats == repeats[0]).reshape(-1, *[1] * (blocks.ndim - 2))

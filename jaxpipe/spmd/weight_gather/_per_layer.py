@@ -78,11 +78,10 @@ def layer_gather(
     cast: TreeFunction = identity,
     batch_axes: tuple[str, ...] = (),
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a function that gathers the weights of one layer inside a stage.
+    """Returns `(stored weights, input of the layer) -> gathered weights` for one layer of a stage.
 
-    Returns:
-        `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
-        input is computed; their gradients are reduce-scattered in float32.
+    They are gathered only after the input is computed; their gradients are reduce-scattered in
+    float32.
     """
     manual = manual_specs(stored, batch_axes)
     unshard = gather_by_specs(stored, unsharded, batch_axes=batch_axes).unshard
@@ -112,12 +111,7 @@ def layer_gather(
 
 
 def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree]) -> Callable:
-    """Returns a layer that gathers its own weights, in the forward and again in the backward.
-
-    Args:
-        layer: `(weights, x, *arguments) -> result`.
-        gather: `(stored weights, x) -> gathered weights`, of `layer_gather`.
-    """
+    """Returns a layer that gathers its own weights, in the forward and again in the backward."""
 
     def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
         return layer(_name_gathered(gather(weights, x)), x, *arguments)
@@ -134,13 +128,11 @@ def _name_gathered(weights: PyTree) -> PyTree:
 
 
 def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX.
-
-    A gathered weight is the output of an equation with the name, or of a call whose body has one.
-    If only the former were excluded, JAX would save the input of the naming equation instead; for
-    this reason JAX's `save_anything_except_these_names` excludes nothing here.
-    """
+    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX."""
     del primitive
+    # A gathered weight is the output of an equation with the name, or of a call whose body has one.
+    # JAX's `save_anything_except_these_names` excludes only the former, and so nothing: JAX then
+    # saves the input of the naming equation.
     call = parameters.get("call_jaxpr")
     inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
     return _GATHERED not in (parameters.get("name"), *inside)
@@ -150,16 +142,16 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     """Returns a layer's weights in the layout in which weights are stored.
 
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
-    that are as large as they are. Over axes that are not manual yet every device says so of its own
-    shard: XLA's partitioner would gather what such a constraint reads.
+    that are as large as they are.
     """
     axes = partitioned_axes()
-    others = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
+    other_axes = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
 
     def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not axes:
             return row_major(weight)
-        spec = without_axes(spec, others)
+        # Every device constrains its own shard: XLA's partitioner gathers what a constraint reads.
+        spec = without_axes(spec, other_axes)
         return jax.shard_map(row_major, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
     return map_leaves(keep, weights, specs)

@@ -23,13 +23,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...ir.transforms import Entry
-from .._buffers import over_leading, put, to_accum_dtype
+from .._buffers import add_trees, over_leading, put, to_accum_dtype
 from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
 
@@ -75,11 +74,7 @@ class WeightGather(NamedTuple):
 def weight_gather(
     gather: Gather, weights: PyTree, *, read: ReadChunk = index_leading
 ) -> WeightGather:
-    """Returns the functions of `WeightGather` for the weights of one rank.
-
-    Args:
-        weights: [chunks, ...] leaves.
-    """
+    """Returns the functions of `WeightGather` for the weights of one rank."""
     match gather.when:
         case "tick":
             return _every_tick(gather, weights, read)
@@ -114,7 +109,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
-        return put(sums, _plus(index_leading(sums, chunk), to_sum(new)), chunk), result
+        return put(sums, add_trees(index_leading(sums, chunk), to_sum(new)), chunk), result
 
     def zero_sums() -> PyTree:
         return zeros_of_chunks(gather.reduce_scatter(zero_unsharded()), weights)
@@ -153,11 +148,7 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         return zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
 
     return _with_zeros(
-        gather,
-        prefetch=prefetch,
-        window=window,
-        unshard=identity,
-        zero_sums=zero_sums,
+        gather, prefetch=prefetch, window=window, unshard=identity, zero_sums=zero_sums
     )
 
 
@@ -219,7 +210,7 @@ def _with_zeros(
     reduce_scatter = reduce_scatter or gather.reduce_scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
-        return _plus(total, to_sum(dw))
+        return add_trees(total, to_sum(dw))
 
     # Only the types of what these two compute are used.
     def zero_sum(w: PyTree) -> PyTree:
@@ -265,7 +256,3 @@ def read_after(weights: PyTree, chunk: Any) -> PyTree:
 def _nothing(chunk: Any) -> PyTree:
     del chunk
     return ()
-
-
-def _plus(total: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, total, new)

@@ -76,9 +76,6 @@ def canonical_round_trip(
     They are `canonical = to_canonical(state)` and `state = from_canonical(state, canonical)`,
     compiled at their first call. Each deletes the stacks of its argument one by one as they are
     converted. Leaves that are in no stack may be shared by both states.
-
-    Returns:
-        `to_canonical` and `from_canonical`.
     """
     return conversions(plan.weights).round_trip(plan, stored, _canonical_shardings(plan))
 
@@ -86,14 +83,10 @@ def canonical_round_trip(
 def state_from_canonical(
     plan: StatePlan, stored: StoredShardings, canonical: TrainState
 ) -> TrainState:
-    """Lays out a canonical state, or a part of it, for a run.
+    """Lays out a canonical state, or some of its entries, such as the weights alone, for a run.
 
-    The arrays of the canonical state are deleted one by one; with per-stage state, those outside
-    of the stages are kept.
-
-    Args:
-        canonical: The canonical state or some of its entries, such as the weights alone, with any
-            number of layers after the pipeline.
+    The arrays of the canonical state are deleted one by one; with per-stage state, those outside of
+    the stages are kept.
     """
     mesh, num_layers = plan.weights.devices.mesh, plan.weights.layout.num_layers
     shardings = _canonical_shardings(plan)
@@ -140,9 +133,9 @@ def _regroup_layers(
     def regroup_stacks(
         parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
     ) -> tuple[jax.Array, ...]:
-        found = splitting(where)(*parts)
-        delete(parts, once=found)
-        return found
+        regrouped = splitting(where)(*parts)
+        delete(parts, once=regrouped)
+        return regrouped
 
     def regroup_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
         before, after = _layer_stacks(w), _layer_stacks(where)
@@ -150,9 +143,9 @@ def _regroup_layers(
         if lengths == {num_layers}:
             return w
         leaves = zip(*map(jax.tree.leaves, before), strict=True)
-        wanted = zip(*map(jax.tree.leaves, after), strict=True)
-        found = list(map(regroup_stacks, leaves, wanted))
-        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*found, strict=True))
+        shardings_after = zip(*map(jax.tree.leaves, after), strict=True)
+        regrouped = list(map(regroup_stacks, leaves, shardings_after))
+        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*regrouped, strict=True))
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         head |= {"layers": rest[0]} if rest else {}
         return w | {"head": head, "stages": stages}
@@ -174,8 +167,8 @@ def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool
     """Adds the axis of ranks to the largest dim that it divides, preferably (not) the first dim."""
     sizes = where.mesh.shape
     dims = [axes_of_dim(dim) for dim in where.spec]
-    wanted = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))
-    for i in wanted:
+    preferred = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))
+    for i in preferred:
         axes = (*dims[i], "stage")
         if shape[i] % math.prod(sizes[axis] for axis in axes) == 0:
             return NamedSharding(where.mesh, PartitionSpec(*dims[:i], axes, *dims[i + 1 :]))

@@ -61,9 +61,9 @@ def _stacked_round_trip(
         return reordering.to_layer_order(x, where) if is_stacked(axes) else x
 
     def leaf_from_canonical(
-        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+        x: jax.Array, where: NamedSharding, target: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
-        return reordering.to_rank_order(x, where, wanted) if is_stacked(axes) else x
+        return reordering.to_rank_order(x, where, target) if is_stacked(axes) else x
 
     return (
         lambda state: jax.tree.map(leaf_to_canonical, state, shardings, axes),
@@ -78,11 +78,11 @@ def _stacked_from_canonical(
     copied = cache(partial(jit_on_mesh, plan.weights.devices.mesh, jnp.copy))
 
     def lay_out(
-        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+        x: jax.Array, where: NamedSharding, target: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
         if is_stacked(axes):
-            return reordering.to_rank_order(x, where, wanted)
-        return move_and_delete(copied(wanted), x)
+            return reordering.to_rank_order(x, where, target)
+        return move_and_delete(copied(target), x)
 
     return {
         name: jax.tree.map(lay_out, x, shardings[name], stored[name], axes[name])

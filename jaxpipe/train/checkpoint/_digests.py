@@ -30,11 +30,7 @@ SMALL_BYTES = 1 << 20
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Returns the entries of a folder of checkpoints that are named as a step, newest first.
-
-    Raises:
-        UnreadableError: If the folder cannot be read.
-    """
+    """Returns the entries of a folder of checkpoints that are named as a step, newest first."""
     return sorted(
         (folder / name for name in list_names(folder) if _STEP.fullmatch(name)),
         key=lambda step: int(step.name),
@@ -43,22 +39,14 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def is_complete(step: Path) -> bool:
-    """Returns whether Orbax has written all of a step.
-
-    Raises:
-        UnreadableError: If the step's folder cannot be read.
-    """
+    """Returns whether Orbax has written all of a step."""
     return stat_or_none(step / _ORBAX_METADATA) is not None
 
 
 def has_digests(step: Path) -> bool:
-    """Returns whether a step has digests that also name the step.
-
-    Raises:
-        UnreadableError: If its digests cannot be read.
-    """
-    known = _read(step / DIGESTS_FILE)
-    return bool(known) and not _is_old_format(known)
+    """Returns whether a step has digests that also name the step."""
+    text = _read(step / DIGESTS_FILE)
+    return bool(text) and not _is_old_format(text)
 
 
 def write_digests(step: Path, step_id: int) -> None:
@@ -72,31 +60,27 @@ def write_digests(step: Path, step_id: int) -> None:
 
 
 def find_corruption(step: Path, *, quick: bool = False) -> list[str]:
-    """Finds the problems of a saved step. Without digests only its completeness is checked.
-
-    Raises:
-        UnreadableError: If a file is there and cannot be read.
-    """
+    """Finds the problems of a saved step. Without digests only its completeness is checked."""
     if not is_folder(step):
         return ["it is not a folder"]
     text = _read(step / DIGESTS_FILE)
     if not text:
         return [] if is_complete(step) else [f"{_ORBAX_METADATA} is missing"]
     try:
-        known = json.loads(text)
+        saved = json.loads(text)
         files = {
             str(name): (int(size), str(digest))
-            for name, (size, digest) in (known if _is_old_format(text) else known["files"]).items()
+            for name, (size, digest) in (saved if _is_old_format(text) else saved["files"]).items()
         }
-        if not _is_old_format(text) and known["sha256"] != _body_digest(known):
+        if not _is_old_format(text) and saved["sha256"] != _body_digest(saved):
             return [f"{DIGESTS_FILE} has changed"]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return [f"{DIGESTS_FILE} is not what a run writes"]
     problems = [p for name, size in files.items() for p in _problems(step / name, *size, quick)]
     if _is_old_format(text):
         return problems
-    if known["step"] != int(step.name):
-        problems.insert(0, f"it is step {known['step']}, renamed or copied")
+    if saved["step"] != int(step.name):
+        problems.insert(0, f"it is step {saved['step']}, renamed or copied")
     there = (str(file.relative_to(step)) for file in _files(step))
     return problems + [f"{name} does not belong to it" for name in there if name not in files]
 
@@ -122,18 +106,18 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _body_digest(known: Mapping[str, Any]) -> str:
-    body = {"step": known["step"], "files": known["files"]}
+def _body_digest(digests: Mapping[str, Any]) -> str:
+    body = {"step": digests["step"], "files": digests["files"]}
     return sha256_of(json.dumps(body, sort_keys=True).encode())
 
 
 def _is_old_format(text: bytes) -> bool:
     """Returns whether an older version wrote these digests, which do not name the step."""
     try:
-        known = json.loads(text)
+        digests = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(known, dict) and not {"step", "files", "sha256"} & known.keys()
+    return isinstance(digests, dict) and not {"step", "files", "sha256"} & digests.keys()
 
 
 def _read(file: Path) -> bytes:
@@ -166,13 +150,13 @@ def _digest(file: Path) -> tuple[int, str]:
 
 
 def _problems(file: Path, size: int, digest: str, quick: bool) -> Iterator[str]:
-    found = stat_or_none(file)
-    if found is None:
+    status = stat_or_none(file)
+    if status is None:
         yield f"{file.name} is missing"
     elif not is_file(file):
         yield f"{file.name} is not a regular file"
-    elif found.st_size != size:
-        yield f"{file.name} has {found.st_size} bytes of {size}"
+    elif status.st_size != size:
+        yield f"{file.name} has {status.st_size} bytes of {size}"
     elif not quick or size <= SMALL_BYTES:
         try:
             changed = _digest(file)[1] != digest

@@ -14,17 +14,9 @@ from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
 from ..step._state import TrainState
 from ..step._step import init_state, stored_shardings
+from . import _store
 from ._canonical import canonical_shapes, state_from_canonical, with_layers_after
 from ._digests import DIGESTS_FILE, describe_corruption, find_corruption, has_digests, is_complete
-from ._store import (
-    LeafSpecs,
-    check_same_leaves,
-    leaf_specs,
-    open_checkpoints_read_only,
-    read_metadata,
-    restore_weights,
-    saved_leaf_specs,
-)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 WEIGHTS_FOLDER = "weights"
@@ -40,35 +32,29 @@ _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has the
 def first_state(
     plan: StepPlan, init_from: str = "", *, allow_unverified: bool = False
 ) -> TrainState:
-    """Returns the state before step 1: weights of `init_from` or the seed, and a new optimizer.
-
-    Args:
-        init_from: The folder of a run, or the result of a conversion; "" for weights of the seed.
-
-    Raises:
-        ValueError: If `init_from` has no checkpoint, or one of another model. Raised before
-            anything is compiled.
-    """
+    """Returns the state before step 1, with weights of the folder `init_from`, or of the seed."""
     if not init_from:
         return init_state(plan)
     folder, weights = checkpoints_folder(Path(init_from)), plan.state.weights
-    with open_checkpoints_read_only(folder) as checkpoints:
+    with _store.open_checkpoints_read_only(folder) as checkpoints:
         step = verified_step(checkpoints, None, allow_unverified=allow_unverified)
         step = broadcast_from_first(step)
-        metadata = read_metadata(checkpoints, step)
+        metadata = _store.read_metadata(checkpoints, step)
         as_saved = with_layers_after(plan.state, metadata.get("layers_after", 0))
-        wanted = canonical_shapes(as_saved)["weights"]
+        shapes = canonical_shapes(as_saved)["weights"]
         where = f"`init_from` is {init_from!r}: {checkpoints.directory} step {step}"
-        saved = saved_leaf_specs(checkpoints, step, "weights")
-        check_same_leaves(_as_restored(saved, weights.dtype), leaf_specs(wanted), where, _ADVICE)
+        saved = _store.saved_leaf_specs(checkpoints, step, "weights")
+        _store.check_same_leaves(
+            _as_restored(saved, weights.dtype), _store.leaf_specs(shapes), where, _ADVICE
+        )
         check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
         state = init_state(plan)
         del state["weights"]  # room for the others
-        canonical = {"weights": restore_weights(checkpoints, step, wanted)}
+        canonical = {"weights": _store.restore_weights(checkpoints, step, shapes)}
     return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
-def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
+def _as_restored(saved: _store.LeafSpecs, weight_dtype: str) -> _store.LeafSpecs:
     """Returns `saved` with the dtypes it is restored in: bfloat16 may be widened to float32."""
     if weight_dtype != "float32":
         return saved
@@ -79,15 +65,7 @@ def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """Returns the folder of checkpoints of a run or of `jaxpipe convert`.
-
-    Returns:
-        Its folder `checkpoints` or `weights`.
-
-    Raises:
-        ValueError: If it has none.
-        RunError: If it cannot be read.
-    """
+    """Returns the folder of checkpoints of a run or, named `weights`, of `jaxpipe convert`."""
     for name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
         if is_folder(folder / name):
             list_names(folder / name)  # which orbax would fail to without a word on why
@@ -100,12 +78,7 @@ def checkpoints_folder(folder: Path) -> Path:
 
 
 def _check_regular(folder: Path) -> None:
-    """Checks that Orbax can read the files of checkpoints in bounded time and memory.
-
-    Raises:
-        ValueError: If something in the folder is neither a folder nor a regular file, or a file of
-            metadata is too large.
-    """
+    """Checks that Orbax can read the files of checkpoints in bounded time and memory."""
     for file in folder.rglob("*"):
         if not file.is_dir() and not is_file(file):
             raise ValueError(f"{file} is a device, a pipe or a broken link. Copy the folder again.")
@@ -117,21 +90,15 @@ def _check_regular(folder: Path) -> None:
 def verified_step(
     checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
 ) -> int:
-    """Returns a step, or the newest complete one, after it has passed all checks.
-
-    Raises:
-        ValueError: If it does not exist or is corrupt, or has no digests and `allow_unverified` is
-            False.
-        RunError: If it cannot be read.
-    """
+    """Returns a step, or the newest complete one, after it has passed all checks."""
     folder = Path(checkpoints.directory)
-    steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
+    steps = [s for s in checkpoints.all_steps() if is_complete(folder / str(s))]
     if step is None and steps:
         step = max(steps)
     if step is None or step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
-        wanted = "any step" if step is None else f"step {step}"
-        raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
+        missing = "any step" if step is None else f"step {step}"
+        raise ValueError(f"{checkpoints.directory} does not have {missing}. It has: {there}.")
     saved = folder / str(step)
     if not has_digests(saved) and not allow_unverified:
         raise ValueError(
@@ -155,20 +122,14 @@ def check_same_sizes(
     *,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Checks that the sizes of a checkpoint are those of a run.
-
-    A size that was no key yet when the checkpoint was saved counts as its default.
-
-    Raises:
-        ValueError: If a size differs, naming all that do.
-    """
+    """Checks that sizes of a checkpoint are those of a run; new keys count as their defaults."""
     fields = dataclasses.fields(sizes)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    found = defaults | dict(saved)
+    saved_sizes = defaults | dict(saved)
     differing = [
-        f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
+        f"{key} is {saved_sizes.get(key)!r} in the checkpoint, {value!r} in the config"
         for key, value in dataclasses.asdict(sizes).items()
-        if found.get(key) != value and key not in ignored
+        if saved_sizes.get(key) != value and key not in ignored
     ]
     if differing:
         raise ValueError(

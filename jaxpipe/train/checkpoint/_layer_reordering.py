@@ -18,25 +18,14 @@ from ..plan._weight_plan import WeightPlan
 
 @runtime_checkable
 class LayerReordering(Protocol):
-    """Converts a stack on ranks, such as [R, S, layers, ...], to [L, ...] and back.
-
-    The arguments are deleted.
-    """
+    """Converts a stack on ranks, [R, S, layers, ...], to [L, ...] and back, and deletes it."""
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        """Returns the layers in forward order.
-
-        Returns:
-            [L, ...] the layers.
-        """
+        """Returns the layers [L, ...] in forward order."""
         ...
 
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        """Returns the stack on ranks, the inverse of `to_layer_order`.
-
-        Args:
-            x: [L, ...] the layers in forward order.
-        """
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
+        """Returns the stack on ranks, the inverse of `to_layer_order`."""
         ...
 
 
@@ -71,9 +60,9 @@ class LocalReshape:
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         return move_and_delete(self._flat(where), x)
 
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
         del where
-        return move_and_delete(self._stacked(wanted), x)
+        return move_and_delete(self._stacked(target), x)
 
 
 class AllToAll:
@@ -102,9 +91,9 @@ class AllToAll:
         x = move_and_delete(self._copy_to(self._without_layer_shards(where)), x)
         return move_and_delete(self._ordered(where), x)
 
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
         x = move_and_delete(self._stacked(self._without_layer_shards(where)), x)
-        return move_and_delete(self._copy_to(wanted), x)
+        return move_and_delete(self._copy_to(target), x)
 
     def _without_layer_shards(self, where: NamedSharding) -> NamedSharding:
         """Returns the sharding of a stack on ranks, sharded as in forward order but for layers."""
@@ -113,9 +102,9 @@ class AllToAll:
 
 def move_and_delete(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Applies `move` to an array and deletes the array."""
-    found = move(x)
-    delete(x, once=found)
-    return found
+    moved = move(x)
+    delete(x, once=moved)
+    return moved
 
 
 def delete(tree: PyTree, *, once: PyTree) -> None:
@@ -142,5 +131,5 @@ def jit_on_mesh(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable
 def _with_explicit_axes_only(where: NamedSharding) -> NamedSharding:
     """Returns `where` with only the mesh axes that are explicit in types."""
     kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
-    others = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
-    return NamedSharding(where.mesh, without_axes(where.spec, others))
+    implicit = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
+    return NamedSharding(where.mesh, without_axes(where.spec, implicit))

@@ -121,26 +121,20 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
 
 def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
     """Returns the complete step with the least `eval_loss`, or None if no step has one."""
-    found = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
-    return min(found, key=lambda step: found[step]) if found else None
+    losses = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
+    return min(losses, key=lambda step: losses[step]) if losses else None
 
 
 def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
     """Returns the `eval_loss` of every complete step that has one."""
-    found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
-    return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
+    metrics_by_step = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
+    return {step: _loss_of(metrics) for step, metrics in metrics_by_step.items() if metrics}
 
 
 def best_loss_tracker(
     checkpoints: ocp.CheckpointManager | None, keep_best: int
 ) -> Callable[[float], bool]:
-    """Returns a function that tells whether an `eval_loss` is among the best so far.
-
-    The function is collective: every process must call it and receives the same answer.
-
-    Returns:
-        The function, from an `eval_loss` to whether its step is to be kept.
-    """
+    """Returns a collective function: is an `eval_loss` among the `keep_best` best so far?"""
     if checkpoints is None or not keep_best:
         return lambda loss: False
     losses = [*_eval_losses(checkpoints).values()]
@@ -165,15 +159,8 @@ def save_checkpoint(
 ) -> None:
     """Saves a step. An existing checkpoint of the step is left as it is.
 
-    Args:
-        step: Steps done so far, more than in any checkpoint there is.
-        state: Arrays on devices, which may be donated to the next step at once, or in host memory.
-        eval_loss: By which the best steps are found, where these are kept; None if the step was
-            not evaluated.
-
-    Raises:
-        ValueError: If there is a newer checkpoint: two runs share a folder.
-        RunError: If this save, or an asynchronous one before it, failed.
+    A newer checkpoint is an error: two runs share a folder. The arrays of `state` may be donated to
+    the next step at once. `eval_loss` is None if the step was not evaluated.
     """
     newest = latest_step(checkpoints)
     if newest is not None and newest > step:
@@ -199,14 +186,7 @@ def save_checkpoint(
 
 @contextmanager
 def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
-    """Waits at the end of the context until all saves have finished.
-
-    Yields:
-        `checkpoints`.
-
-    Raises:
-        RunError: If a save failed.
-    """
+    """Waits at the end of the context until all saves have finished."""
     try:
         yield checkpoints
     finally:
@@ -218,11 +198,7 @@ def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.Chec
 
 @contextmanager
 def failed_saves_as_run_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
-    """Raises the errors of saves that fail inside this context as RunError.
-
-    Raises:
-        RunError: If it failed.
-    """
+    """Raises the errors of saves that fail inside this context as RunError."""
     try:
         yield
     except RunError:
@@ -244,15 +220,7 @@ def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, An
 def restore_checkpoint(
     checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
-    """Restores the state of a step with the given shardings.
-
-    Args:
-        abstract_state: Shapes, dtypes and shardings. The shardings may differ from the saved ones.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ; before any array is read.
-        RunError: If it cannot be read.
-    """
+    """Restores a step with any shardings; compares names, shapes and dtypes before it reads."""
     saved = saved_leaf_specs(checkpoints, step)
     check_same_leaves(saved, leaf_specs(abstract_state), f"{checkpoints.directory} step {step}")
     try:
@@ -271,22 +239,22 @@ def restore_weights(
     checkpoints: ocp.CheckpointManager, step: int, abstract_weights: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
     """Restores the weights of a step alone, with the given shardings and dtypes."""
-    wanted = {"weights": abstract_weights}
-    how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    return _restore_part(checkpoints, step, wanted, how)["weights"]
+    tree = {"weights": abstract_weights}
+    how = ocp.checkpoint_utils.construct_restore_args(tree)
+    return _restore_part(checkpoints, step, tree, how)["weights"]
 
 
 def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
     """Restores one leaf of a step to host memory by its path, such as `weights/head/norm`."""
     names = path.split("/")
-    wanted: Any = 0
+    tree: Any = 0
     how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
     for name in reversed(names):
-        wanted, how = {name: wanted}, {name: how}
-    found = _restore_part(checkpoints, step, wanted, how)
+        tree, how = {name: tree}, {name: how}
+    restored = _restore_part(checkpoints, step, tree, how)
     for name in names:
-        found = found[name]
-    return found
+        restored = restored[name]
+    return restored
 
 
 def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> LeafSpecs:
@@ -296,12 +264,12 @@ def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str 
 
 
 def _restore_part(
-    checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
+    checkpoints: ocp.CheckpointManager, step: int, tree: PyTree, how: PyTree
 ) -> PyTree:
     """Restores some leaves of a state, each by its restore arguments."""
     folder = checkpoints.directory / str(step) / "state"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        args = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
         return checkpointer.restore(folder, args=args)
 
 
@@ -325,16 +293,16 @@ def leaf_specs(tree: PyTree) -> LeafSpecs:
 
 def check_same_leaves(
     saved: LeafSpecs,
-    wanted: LeafSpecs,
+    model: LeafSpecs,
     where: str,
     advice: str = "Use the config it was saved with, or another `run_name`.",
 ) -> None:
     """Raises ValueError with the leaves that differ, between `where` and `advice`."""
-    lines = [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
-    lines += [f"{name}: only in the model" for name in wanted if name not in saved]
+    lines = [f"{name}: only in the checkpoint" for name in saved if name not in model]
+    lines += [f"{name}: only in the model" for name in model if name not in saved]
     lines += [
         f"{name}: {_describe(saved[name])} in the checkpoint, {_describe(leaf)} in the model"
-        for name, leaf in wanted.items()
+        for name, leaf in model.items()
         if name in saved and saved[name] != leaf
     ]
     if not lines:
@@ -343,7 +311,7 @@ def check_same_leaves(
     if len(lines) > MAX_LISTED:
         listed.append(f"and {len(lines) - MAX_LISTED} more")
     raise ValueError(
-        f"{where} is of another model: {len(lines)} of {len({*saved, *wanted})} leaves differ.\n  "
+        f"{where} is of another model: {len(lines)} of {len({*saved, *model})} leaves differ.\n  "
         + "\n  ".join(listed)
         + f"\n{advice}"
     )

@@ -124,19 +124,15 @@ class Config(ConfigKeys):
         return self
 
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
-        """Checks that keys which the value of another key leaves unread have their defaults.
-
-        Raises:
-            ValueError: If one is set although it is not read.
-        """
+        """Checks that keys which the value of another key leaves unread have their defaults."""
         choice = getattr(self, key)
         for name, choices in readers.items():
             value, default = getattr(self, name), Config.model_fields[name].default
             if choice not in choices and value != default:
-                others = f"`{key}=" + "` or `".join(choices) + "`"
+                alternatives = f"`{key}=" + "` or `".join(choices) + "`"
                 raise ValueError(
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
-                    f"Leave it at {default!r}, or choose {others}."
+                    f"Leave it at {default!r}, or choose {alternatives}."
                 )
 
     def _check_data(self) -> None:
@@ -234,16 +230,7 @@ class Config(ConfigKeys):
 
 
 def parse_xla_flags(flags: str) -> dict[str, str]:
-    """Parses XLA flags into options of the compiler.
-
-    Args:
-        flags: For example `--xla_a=true --xla_b=2`; `--xla_a` alone means true. XLA checks names.
-
-    Returns:
-        Options by name, as `jax.jit` takes them as `compiler_options`.
-
-    Raises:
-        ValueError: If a word is no flag, or a flag is given twice.
+    """Returns XLA flags as the `compiler_options` of `jax.jit`; `--xla_a` alone means true.
 
     Example:
         >>> parse_xla_flags("--xla_a --xla_b=2")
@@ -267,9 +254,6 @@ def parse_xla_flags(flags: str) -> dict[str, str]:
 
 def parse_profile_steps(text: str) -> range:
     """Parses the value of `profile_steps`.
-
-    Raises:
-        ValueError: If the text has another form.
 
     Example:
         >>> list(parse_profile_steps("10:12"))

@@ -50,12 +50,12 @@ def load_config(
         3
     """
     base = parse_yaml(base_yaml(), "base.yml")
-    given = [(fspath(file), _read_yaml(fspath(file))) for file in files]
-    given += [("the command line", parse_override(text)) for text in overrides]
+    sources = [(fspath(file), _read_yaml(fspath(file))) for file in files]
+    sources += [("the command line", parse_override(text)) for text in overrides]
 
-    name = _merged([("base.yml", base), *given])["model_name"]
+    name = _merged([("base.yml", base), *sources])["model_name"]
     preset = _preset(name, presets)
-    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *given])
+    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *sources])
 
 
 def base_yaml() -> str:
@@ -64,25 +64,17 @@ def base_yaml() -> str:
 
 
 def parse_override(text: str) -> ConfigValues:
-    """Parses an override; without a value, the value is the empty string.
-
-    Raises:
-        ValueError: If the text has another form, or the value is not YAML.
-    """
+    """Parses an override; without a value, the value is the empty string."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
-    found = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    return {key: value.strip() if is_number and key in _TEXT_KEYS else found}
+    parsed = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
+    is_number = isinstance(parsed, int | float) and not isinstance(parsed, bool)
+    return {key: value.strip() if is_number and key in _TEXT_KEYS else parsed}
 
 
 def parse_yaml(text: str, source: str) -> ConfigValues:
-    """Parses a YAML text of a config.
-
-    Raises:
-        ValueError: If the text is not a YAML mapping.
-    """
+    """Parses a YAML text of a config."""
     values = load_yaml(text, source, text_keys=_TEXT_KEYS)
     if values is None:
         return {}
@@ -108,11 +100,7 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues
 
 
 def check_values(values: ConfigValues, source: str) -> None:
-    """Checks that the values of some keys are valid, each and together.
-
-    Raises:
-        ValueError: If they are not; the message names `source`.
-    """
+    """Checks that the values of some keys are valid, each and together."""
     _validated([(source, values)])
 
 
@@ -157,9 +145,9 @@ def _validation_message(
         start = f"`{key}` is {short_repr(values[key])} (from {origin[key]}). " if key else ""
         inside = _source_path(detail["loc"][1:]) if key.endswith("data_sources") else ""
         lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
-    found = [start + _expected_value(messages) for start, messages in lines.items()]
-    rest = [f"and {len(found) - _MAX_PROBLEMS} more"] if len(found) > _MAX_PROBLEMS else []
-    return "\n".join([*found[:_MAX_PROBLEMS], *rest])
+    problems = [start + _expected_value(messages) for start, messages in lines.items()]
+    rest = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+    return "\n".join([*problems[:_MAX_PROBLEMS], *rest])
 
 
 def _source_path(path: tuple[int | str, ...]) -> str:
@@ -171,6 +159,6 @@ def _source_path(path: tuple[int | str, ...]) -> str:
 def _expected_value(messages: Sequence[str]) -> str:
     """Joins Pydantic's "Input should be 'auto'", "Input should be a bool" into one sentence."""
     start = "Input should be "
-    first, *others = dict.fromkeys(messages[:_MAX_PROBLEMS])
-    expected = " or ".join([first, *(message.removeprefix(start) for message in others)])
+    first, *rest = dict.fromkeys(messages[:_MAX_PROBLEMS])
+    expected = " or ".join([first, *(message.removeprefix(start) for message in rest)])
     return expected.replace(start, "It should be ").removesuffix(".") + "."

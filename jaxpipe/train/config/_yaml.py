@@ -25,15 +25,7 @@ _NULL, _BOOL, _INT, _FLOAT, _TEXT, _MERGE = (
 
 
 def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any:
-    """Parses a YAML text as plain data.
-
-    Returns:
-        The value: None for the empty text, else a scalar, a list or a dict.
-
-    Raises:
-        ValueError: If the text is too long, is not YAML, asks for Python objects, repeats a key,
-            nests too deeply, or has too many nodes through aliases.
-    """
+    """Parses YAML as plain data: None for the empty text, else a scalar, a list or a dict."""
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{source} has {len(text):,} characters. Give at most {MAX_YAML_BYTES:,}.")
     try:

@@ -19,7 +19,6 @@ def compiling(
     r"""Shows the compilation that runs inside the context.
 
     Args:
-        stream: Where to write, such as `sys.stdout`.
         spinner: True, False, or "auto" for a line with the seconds so far if `stream` is a
             terminal. The line is removed at the end.
         say_end: Whether to write one line at the end, with the seconds that it took, and what a

@@ -15,12 +15,7 @@ _MAX_BYTES = 256 * MEGABYTE
 
 
 def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
-    """Returns the objects of all lines but a torn last one; none if the file does not exist.
-
-    Raises:
-        ValueError: If another line is not a JSON object with an integer `key`.
-        RunError: If the file cannot be read.
-    """
+    """Returns the objects of all lines but a torn last one; none if the file does not exist."""
     lines = complete_lines(path, most_bytes=_MAX_BYTES)
     return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
 
@@ -28,12 +23,7 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
 def complete_lines(
     path: Path, *, most_bytes: int | float = math.inf
 ) -> Iterable[tuple[int, bytes]]:
-    """Returns every line that ends with a newline, with its number from 1 on.
-
-    Raises:
-        ValueError: If it is not a regular file or too large.
-        RunError: If it cannot be read.
-    """
+    """Returns every line that ends with a newline, with its number from 1 on."""
     # Whole lines end in a newline, so the last piece is empty or torn.
     data = read_file(path, most_bytes=most_bytes) or b""
     return enumerate(data.split(b"\n")[:-1], start=1)
@@ -45,11 +35,7 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
-    """Returns the JSON object that a line holds.
-
-    Raises:
-        ValueError: If the line is not such an object.
-    """
+    """Returns the JSON object that a line holds."""
     try:
         entry = parse_json(line.decode("utf-8"), where)
     except UnicodeDecodeError:

@@ -10,11 +10,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 def loss_curve(
     path: str | PathLike[str], curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]
 ) -> None:
-    """Draws losses over steps as a PNG.
-
-    Raises:
-        ValueError: If there is no curve, or one has other than one loss a step.
-    """
+    """Draws losses over steps as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -30,18 +30,11 @@ def metrics_writer(
     tensorboard: bool,
     also: AbstractContextManager[WriteMetrics] | None = None,
 ) -> Iterator[WriteMetrics]:
-    """Opens a run's metrics to go on with `first_step`.
+    """Opens a run's metrics to go on with `first_step`, and yields `write(step, metrics)`.
 
     A run that was killed may have written beyond the checkpoint it resumes from. Those steps come
     again, so lines from `first_step` on are dropped and the file stays one clean series. NaN and
-    infinities are written as Python's `json` does.
-
-    Args:
-        folder: The folder of `metrics.jsonl` and TensorBoard's events, made if it does not exist.
-
-    Yields:
-        `write(step, metrics)`. A line is on disk when it returns. It raises RunError if the file
-        has been removed.
+    infinities are written as Python's `json` does. A line is on disk when `write` returns.
     """
     path = Path(folder) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,12 +90,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(folder: str | PathLike[str]) -> None:
-    """Checks that the metrics of a run can be read, but for a last line that a kill has torn.
-
-    Raises:
-        ValueError: If a line is not a JSON object with an integer `step`.
-        RunError: If the file is there and cannot be read.
-    """
+    """Checks that the metrics of a run can be read, but for a last line that a kill has torn."""
     path = Path(folder) / METRICS_FILE
     for n, line in complete_lines(path):
         parse_line(line, "step", f"{path} line {n}")

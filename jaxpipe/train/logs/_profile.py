@@ -13,12 +13,7 @@ BeforeStep = Callable[[int, Any], None]
 
 @contextmanager
 def profiler(steps: range, folder: Path) -> Iterator[BeforeStep]:
-    """Yields a function that starts and ends the profile when it is called before every step.
-
-    Args:
-        folder: The folder of the run. Profiles are written to its folder `profile`, which xprof
-            and TensorBoard read; one for each process.
-    """
+    """Yields a function that starts and ends the profile, in `profile` of the run's `folder`."""
     running = False
     process = (f"process_{jax.process_index()}",) if jax.process_count() > 1 else ()
 

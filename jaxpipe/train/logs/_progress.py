@@ -29,15 +29,10 @@ def progress(
     first_step: int = 1,
     bar: Literal["auto"] | bool = "auto",
 ) -> AbstractContextManager[ReportStep]:
-    """Shows steps as they are reported.
+    """Yields `report(step, metrics)`, which shows steps, in a context.
 
-    Args:
-        stream: Where to write, such as `sys.stdout`.
-        log_period: Lines show every so many steps, those with an evaluation, and the last one; the
-            bar shows every step, and the last evaluation.
-
-    Returns:
-        A context manager that yields `report(step, metrics)`.
+    Lines show every `log_period` steps, those with an evaluation, and the last one; the bar shows
+    every step, and the last evaluation.
     """
     on_terminal = stream.isatty() if bar == "auto" else bar
     if on_terminal:
@@ -46,13 +41,7 @@ def progress(
 
 
 def format_metrics(metrics: Mapping[str, float], *, width: int = 0) -> str:
-    """Formats metrics on one line.
-
-    Args:
-        width: The least characters of a value, which align the columns of successive lines.
-
-    Returns:
-        A text such as `loss 4.123  learning_rate 0.001`.
+    """Formats metrics on one line; values have at least `width` characters, to align columns.
 
     Example:
         >>> format_metrics({"loss": 4.1234, "learning_rate": 0.001})

@@ -12,11 +12,7 @@ from ._metrics import WriteMetrics
 
 
 def load_wandb() -> Any:
-    """Imports `wandb`.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Imports `wandb`."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -34,9 +30,6 @@ def wandb_writer(
 
     A run that is resumed in its folder is resumed there too. Steps that are repeated after a kill
     keep their first values there.
-
-    Yields:
-        `(step, metrics) -> None`.
     """
     file = folder / "wandb_id"
     if not file.exists():

@@ -42,13 +42,6 @@ class DataPlan:
         is_mixture: Whether keys of the config list several sources.
         tokenizer_path: The tokenizer; "" for bytes.
         vocab_size: The largest id of a token is below it.
-        packing: Whether a row has several documents.
-        is_shuffled: Whether rows are shuffled.
-        seed: The seed of the shuffle, and of synthetic data.
-        eval_split_fraction: The share of documents that is held out for evaluation.
-        eval_split_seed: The seed that chooses them.
-        is_evaluated: Whether the run is evaluated.
-        num_eval_batches: The number of synthetic batches to evaluate on.
     """
 
     sources: tuple[Source, ...]
@@ -66,11 +59,7 @@ class DataPlan:
 
 
 def data_plan(config: Config) -> DataPlan:
-    """Reads from a config which data a run has.
-
-    Raises:
-        ValueError: If a source and the keys that say how it is read do not agree.
-    """
+    """Reads from a config which data a run has."""
 
     def of_files(files: tuple[str, ...]) -> tuple[Source, ...]:
         read = {name: getattr(config, name) for name in FIELD_READERS}
@@ -99,13 +88,10 @@ def data_plan(config: Config) -> DataPlan:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run.
+    """The batches of training, by step, and those of evaluation: the same ones every time.
 
-    Attributes:
-        training: Its batches, by step.
-        evaluation: The same batches every time, shaped as those of training; None if there is
-            no evaluation or the config names no data for it. Every row is there once, in the order
-            of the files, and the last batch is filled up with rows whose `target_weights` are 0.
+    There are none of evaluation if the config names no data for it. Every row is there once, in the
+    order of the files, and the last batch is filled up with rows whose `target_weights` are 0.
     """
 
     training: Batches
@@ -113,11 +99,7 @@ class RunData:
 
 
 def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
-    """Opens the data of a run.
-
-    Raises:
-        ValueError: If a file is missing or of another type, or the sources do not agree.
-    """
+    """Opens the data of a run."""
     if not plan.sources:
         held_out = FirstBatches(_synthetic(plan, batch, EVALUATION_STREAM), plan.num_eval_batches)
         return RunData(_synthetic(plan, batch, 0), held_out if plan.is_evaluated else None)
@@ -161,11 +143,7 @@ def tokenizer_checksum(path: str, sources: Sequence[Source]) -> dict[str, int | 
 
 
 def write_corpus(plan: DataPlan, file: Path) -> TokenFileSummary:
-    """Writes the documents of a source as a file of tokens, for `dataset_type=tokens`.
-
-    Raises:
-        ValueError: If the data is no source of text, or the file cannot be written.
-    """
+    """Writes the documents of a source as a file of tokens, for `dataset_type=tokens`."""
     kind = "mixture" if plan.is_mixture else plan.sources[0].type if plan.sources else "synthetic"
     if kind in ("synthetic", "tokens", "mixture"):
         raise ValueError(
@@ -186,11 +164,7 @@ def _split(plan: DataPlan, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corp
 def _corpora(
     plan: DataPlan, sources: Sequence[Source], of_one: str, of_mixture: str
 ) -> list[Corpus]:
-    """Reads the corpora of sources that one of these config keys lists.
-
-    Raises:
-        ValueError: If sources of one model end documents with different ids.
-    """
+    """Reads the corpora of sources that one of these config keys lists."""
     keys = [of_one]
     if plan.is_mixture:
         keys = [f"{of_mixture}[{k}].files" for k in range(len(sources))]

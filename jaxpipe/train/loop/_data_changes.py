@@ -20,11 +20,7 @@ _NAMES = {
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns how the data of a checkpoint and of this run differ.
-
-    Returns:
-        Texts such as "`packing` was True and is False"; none if the data is the same.
-    """
+    """Returns texts such as "`packing` was True and is False"; none if the data is the same."""
     kinds = ["files" if "sources" in x else "random tokens" for x in (before, now)]
     changes = []
     if kinds[0] != kinds[1]:
@@ -33,21 +29,17 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         before, now = ({k: v for k, v in x.items() if k in both} for x in (before, now))
     if "tokenizer" not in before or "tokenizer" not in now:  # files of tokens need none
         before, now = ({k: v for k, v in x.items() if k != "tokenizer"} for x in (before, now))
-    was, found = dict(_flatten(before)), dict(_flatten(now))
-    names = [*found, *(name for name in was if name not in found)]
+    was, now_is = dict(_flatten(before)), dict(_flatten(now))
+    names = [*now_is, *(name for name in was if name not in now_is)]
     return changes + [
-        f"{_readable_name(name)} was {_value(was, name)} and is {_value(found, name)}"
+        f"{_readable_name(name)} was {_value(was, name)} and is {_value(now_is, name)}"
         for name in names
-        if was.get(name) != found.get(name)
+        if was.get(name) != now_is.get(name)
     ]
 
 
 def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> str:
-    """Checks that a run resumes with the data of its checkpoint.
-
-    Raises:
-        ValueError: If the data has changed and `allowed` is False.
-    """
+    """Checks that a run resumes with the data of its checkpoint."""
     changes = "; ".join(data_changes(before, now))
     if not changes:
         return ""
@@ -61,20 +53,16 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
 
 
 def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:
-    """Checks that the learning rate does not jump because `steps` has changed.
-
-    Raises:
-        ValueError: If it has another one and `allowed` is False.
-    """
+    """Checks that the learning rate does not jump because `steps` has changed."""
     if not rate.follows_run:  # changed by hand, if at all
         return ""
-    was, found = (
+    old, new = (
         np.asarray(rate.schedule(num_steps)(done)).item() for num_steps in (before, rate.num_steps)
     )
-    if abs(was - found) <= 1e-6 * max(was, found):
+    if abs(old - new) <= 1e-6 * max(old, new):
         return ""
     what = (
-        f"The learning rate of step {done + 1} was to be {was:.6g} and would be {found:.6g}: the "
+        f"The learning rate of step {done + 1} was to be {old:.6g} and would be {new:.6g}: the "
         f"schedule {rate.shape!r} had {before} steps and has as many as "
         f"`steps`, {rate.num_steps}."
     )
@@ -87,10 +75,10 @@ def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: 
 
 
 def _readable_name(name: str) -> str:
-    if found := re.fullmatch(r"weights\[(\d+)\]", name):
-        return f"the weight of source {found[1]}"
-    if found := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
-        return f"`{found[2]}` of source {found[1]}"
+    if match := re.fullmatch(r"weights\[(\d+)\]", name):
+        return f"the weight of source {match[1]}"
+    if match := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
+        return f"`{match[2]}` of source {match[1]}"
     return _NAMES.get(name, f"`{name}`")
 
 

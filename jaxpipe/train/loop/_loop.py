@@ -16,22 +16,9 @@ import yaml
 
 from ..._durable import write_file
 from ...data.batches import Batches
-from ..checkpoint._canonical import (
-    canonical_round_trip,
-    canonical_shapes,
-    state_from_canonical,
-    with_layers_after,
-)
+from ..checkpoint import _canonical, _store
 from ..checkpoint._checkpoint_timer import CheckpointTimer
 from ..checkpoint._init_from import check_same_sizes, first_state
-from ..checkpoint._store import (
-    best_loss_tracker,
-    closing_checkpoints,
-    open_checkpoints,
-    read_metadata,
-    restore_checkpoint,
-    save_checkpoint,
-)
 from ..config._config import Config, parse_profile_steps
 from ..estimate._device_flops import step_work
 from ..estimate._fits import check_fits
@@ -50,16 +37,8 @@ from ..runtime._stop import StopRequests, TerminatedError, check_step
 from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
+from . import _resume
 from ._batches import data_plan, make_data
-from ._resume import (
-    ResumePoint,
-    ResumePolicy,
-    check_resume,
-    clean_up,
-    find_resume_point,
-    history_metadata,
-    truncate_metrics,
-)
 from ._run_history import archive_history, read_saved, record_saved, record_start
 from ._steps import LoopPlan, Metrics, Save, run_steps
 
@@ -102,21 +81,24 @@ def train(
     evaluate = make_evaluate(
         setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
     )
-    keys = (field.name for field in dataclasses.fields(ResumePolicy))
-    policy = ResumePolicy(**{key: getattr(config, key) for key in keys})
+    keys = (field.name for field in dataclasses.fields(_resume.ResumePolicy))
+    policy = _resume.ResumePolicy(**{key: getattr(config, key) for key in keys})
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
         stack.enter_context(mesh_context(setup.step))
         stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
-        found = on_first_process(
-            lambda: find_resume_point(folder, policy), f"cannot go on in {str(folder)!r}"
+        resume_point = on_first_process(
+            lambda: _resume.find_resume_point(folder, policy), f"cannot go on in {str(folder)!r}"
         )
-        done = broadcast_from_first(found.step if found else 0)
-        warnings = _check_resume_on_first(found, policy, setup, data.training.decided_by, done)
+        done = broadcast_from_first(resume_point.step if resume_point else 0)
+        warnings = _check_resume_on_first(
+            resume_point, policy, setup, data.training.decided_by, done
+        )
         said = on_first_process(
-            lambda: clean_up(found) if found else [], f"cannot tidy {str(folder)!r}"
+            lambda: _resume.clean_up(resume_point) if resume_point else [],
+            f"cannot tidy {str(folder)!r}",
         )
         print("".join(f"{line}\n" for line in said or []), end="", file=shown)
         if done >= config.steps:
@@ -131,7 +113,7 @@ def train(
         if restored is None:
             restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
         run = _RunContext(
-            setup, data.training, evaluate, checkpoints, folder, found, shown, stop, watch
+            setup, data.training, evaluate, checkpoints, folder, resume_point, shown, stop, watch
         )
         return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
 
@@ -156,7 +138,7 @@ class _RunContext:
     evaluate: Evaluate | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
-    found: ResumePoint | None  # of the first process
+    resume_point: _resume.ResumePoint | None  # of the first process
     shown: Stream
     stop: StopRequests
     watch: StepWatch
@@ -186,7 +168,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             before=before,
             should_stop=run.stop,
             evaluate=run.evaluate,
-            is_best=best_loss_tracker(checkpoints, config.keep_best),
+            is_best=_store.best_loss_tracker(checkpoints, config.keep_best),
             is_due=by_time.is_due,
             enter=run.watch.enter,
             compiling=partial(
@@ -221,7 +203,7 @@ def _make_save(
 ) -> Save:
     state_plan = run.setup.state
     stored = stored_shardings(run.setup.step)
-    to_canonical, from_canonical = canonical_round_trip(state_plan, stored)
+    to_canonical, from_canonical = _canonical.canonical_round_trip(state_plan, stored)
     schedule_steps = state_plan.optimizer.learning_rate.num_steps
     decided = {
         "model": dataclasses.asdict(state_plan.weights.sizes),
@@ -233,8 +215,8 @@ def _make_save(
         canonical, loss = to_canonical(state), metrics.get("eval_loss")
         metadata = {"step": step, **decided}
         if is_first_process():
-            metadata |= history_metadata(run.folder, schedule_steps)
-        save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
+            metadata |= _resume.history_metadata(run.folder, schedule_steps)
+        _store.save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
         return lambda: from_canonical(state, canonical)
 
@@ -251,8 +233,8 @@ def _open_run_checkpoints(
 ) -> AbstractContextManager[ocp.CheckpointManager | None]:
     if not config.enable_checkpointing:
         return nullcontext()
-    return closing_checkpoints(
-        open_checkpoints(
+    return _store.closing_checkpoints(
+        _store.open_checkpoints(
             folder / "checkpoints",
             max_to_keep=config.max_to_keep,
             asynchronous=config.async_checkpointing,
@@ -291,22 +273,18 @@ def _open_outputs(
 
 
 def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
-    """Restores the state of a checkpoint in the layout of this run.
-
-    Raises:
-        ValueError: If the checkpoint is of another model.
-    """
-    saved = read_metadata(checkpoints, step)
+    """Restores the state of a checkpoint in the layout of this run."""
+    saved = _store.read_metadata(checkpoints, step)
     sizes = plan.state.weights.sizes
     check_same_sizes(saved["model"], sizes, f"{checkpoints.directory} step {step}")
-    as_saved = with_layers_after(plan.state, saved.get("layers_after", 0))
-    canonical = restore_checkpoint(checkpoints, step, canonical_shapes(as_saved))
-    return state_from_canonical(plan.state, stored_shardings(plan), canonical)
+    as_saved = _canonical.with_layers_after(plan.state, saved.get("layers_after", 0))
+    canonical = _store.restore_checkpoint(checkpoints, step, _canonical.canonical_shapes(as_saved))
+    return _canonical.state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
 def _check_resume_on_first(
-    found: ResumePoint | None,
-    policy: ResumePolicy,
+    resume_point: _resume.ResumePoint | None,
+    policy: _resume.ResumePolicy,
     setup: Setup,
     decided_by: Mapping[str, Any],
     done: int,
@@ -314,10 +292,10 @@ def _check_resume_on_first(
     """Returns warnings on changes since the checkpoint; none on all but the first process."""
 
     def check() -> list[str]:
-        if not found or not 0 < done < setup.config.steps:
+        if not resume_point or not 0 < done < setup.config.steps:
             return []
-        return check_resume(
-            found,
+        return _resume.check_resume(
+            resume_point,
             policy,
             sizes=setup.state.weights.sizes,
             rate=setup.state.optimizer.learning_rate,
@@ -329,8 +307,8 @@ def _check_resume_on_first(
 
 def _record_start(run: _RunContext, done: int) -> None:
     """Records a start of the run before its first step."""
-    folder, found, config = run.folder, run.found, run.setup.config
-    if found and found.begins_anew:
+    folder, resume_point, config = run.folder, run.resume_point, run.setup.config
+    if resume_point and resume_point.begins_anew:
         names = ", ".join(archive_history(folder))
         print(f"The run begins anew. What it was is kept as {names}.", file=run.shown)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
@@ -338,5 +316,5 @@ def _record_start(run: _RunContext, done: int) -> None:
     if read_saved(folder) is None:
         record_saved(folder, done)
     record_start(folder, run.setup.mesh, done)
-    if found and done:
-        truncate_metrics(found)
+    if resume_point and done:
+        _resume.truncate_metrics(resume_point)

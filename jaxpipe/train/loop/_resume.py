@@ -43,13 +43,11 @@ class ResumePoint:
     """The state from which a run starts.
 
     Attributes:
-        folder: The folder of the run.
         step: The step of the newest sound checkpoint; 0 if the run begins at step 1.
         metadata: The metadata of that checkpoint.
         corrupt: The checkpoints that are not sound, and the problems of each.
         leftovers: Partial folders that a killed run has left.
         begins_anew: Whether checkpoints are lost and the user asks to begin at step 1.
-        notes: Messages for the user.
     """
 
     folder: Path
@@ -63,15 +61,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class ResumePolicy:
-    """What a run may resume from, by the names of keys.
-
-    Attributes:
-        enable_checkpointing: Whether it has checkpoints at all.
-        begin_anew: Whether it begins at step 1 if its checkpoints are lost.
-        allow_unverified: Whether files may have changed, or have no digests.
-        allow_data_change: Whether the data may have changed.
-        allow_learning_rate_change: Whether the learning rate may jump.
-    """
+    """What a run may resume from, by the names of keys."""
 
     enable_checkpointing: bool = True
     begin_anew: bool = False
@@ -81,13 +71,7 @@ class ResumePolicy:
 
 
 def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
-    """Finds where a run resumes. Writes nothing.
-
-    Raises:
-        ValueError: If all checkpoints that the run has saved are lost, the newest one has no
-            digests, or checkpoints exist and `enable_checkpointing` is false.
-        RunError: If a file exists and cannot be read.
-    """
+    """Finds where a run resumes. Writes nothing."""
     checkpoints = folder / CHECKPOINTS_FOLDER
     if list_names(folder).count(CHECKPOINTS_FOLDER) and not is_folder(checkpoints):
         raise ValueError(
@@ -98,14 +82,14 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
     if not policy.enable_checkpointing:
         _check_nothing_saved(folder, checkpoints)
         return ResumePoint(folder)
-    found, corrupt = None, []
+    newest_sound, corrupt = None, []
     for step in steps_in(checkpoints):
-        problems = _problems(step, policy.allow_unverified, quick=found is not None)
+        problems = _problems(step, policy.allow_unverified, quick=newest_sound is not None)
         if problems:
             corrupt.append((step, problems))
-        elif found is None:
-            found = step
-    if found is None:
+        elif newest_sound is None:
+            newest_sound = step
+    if newest_sound is None:
         lost = _evidence_of_checkpoints(folder, [step for step, _ in corrupt if has_digests(step)])
         if lost and not policy.begin_anew:
             problems = " ".join(describe_corruption(*each) for each in corrupt[:1])
@@ -118,7 +102,7 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
         return ResumePoint(
             folder, 0, {}, tuple(corrupt), tuple(leftovers(checkpoints)), begins_anew=bool(lost)
         )
-    found_step, newest = int(found.name), read_saved(folder) or 0
+    found_step, newest = int(newest_sound.name), read_saved(folder) or 0
     notes = ()
     if newest > found_step and str(newest) not in {step.name for step, _ in corrupt}:
         notes = (f"Step {newest} was saved, and {checkpoints} does not have it any more.",)
@@ -127,52 +111,42 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
         for name in list_names(checkpoints)
         if (match := _INCOMPLETE.fullmatch(name)) and int(match[1]) < found_step
     ]
-    metadata = _metadata_of(found)
+    metadata = _metadata_of(newest_sound)
     assert metadata is not None, "it has no problems"
     return ResumePoint(
-        folder,
-        found_step,
-        metadata,
-        tuple(corrupt),
-        (*leftovers(checkpoints), *old),
-        notes=notes,
+        folder, found_step, metadata, tuple(corrupt), (*leftovers(checkpoints), *old), notes=notes
     )
 
 
 def check_resume(
-    found: ResumePoint,
+    point: ResumePoint,
     policy: ResumePolicy,
     *,
     sizes: ModelConfig,
     rate: LearningRate,
     decided_by: Mapping[str, Any],
 ) -> list[str]:
-    """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
-
-    Raises:
-        ValueError: If the model, the data, the learning rate or the metrics so far have changed,
-            and the policy does not allow that.
-    """
-    saved = found.metadata
-    where = f"{found.folder / CHECKPOINTS_FOLDER} step {found.step}"
+    """Checks that a run resumes with its checkpoint's model, data and learning rate."""
+    saved = point.metadata
+    where = f"{point.folder / CHECKPOINTS_FOLDER} step {point.step}"
     check_same_sizes(saved["model"], sizes, where)
     for name, (num_bytes, digest) in saved.get("files", {}).items():
-        data = (read_file(found.folder / name) or b"")[:num_bytes]
+        data = (read_file(point.folder / name) or b"")[:num_bytes]
         if sha256_of(data) != digest and not policy.allow_unverified:
             raise ValueError(
-                f"{found.folder / name} is not what it was when step {found.step} was saved: "
+                f"{point.folder / name} is not what it was when step {point.step} was saved: "
                 "lines up to there are missing or have changed. Put the file back, or give "
                 "`allow_unverified=true` to go on with what is there."
             )
-    if not _metrics_up_to_checkpoint(found):
-        read_metrics(found.folder / METRICS_FILE)  # raises if a line is broken
+    if not _metrics_up_to_checkpoint(point):
+        read_metrics(point.folder / METRICS_FILE)  # raises if a line is broken
     warnings = []
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
     if "schedule_steps" in saved:
         allowed = policy.allow_learning_rate_change
         warnings += [
-            check_learning_rate(saved["schedule_steps"], rate, found.step, allowed=allowed)
+            check_learning_rate(saved["schedule_steps"], rate, point.step, allowed=allowed)
         ]
     return [warning for warning in warnings if warning]
 
@@ -182,16 +156,16 @@ def history_metadata(folder: Path, schedule_steps: int) -> dict[str, Any]:
     return {"schedule_steps": schedule_steps, "files": fsync_history(folder)}
 
 
-def clean_up(found: ResumePoint) -> list[str]:
+def clean_up(point: ResumePoint) -> list[str]:
     """Renames corrupt checkpoints and removes leftovers of kills."""
-    said = list(found.notes)
-    for step, problems in found.corrupt:
+    said = list(point.notes)
+    for step, problems in point.corrupt:
         why = "damaged" if is_complete(step) or has_digests(step) else "incomplete"
         aside = quarantine(step, why)
         said.append(
             f"{describe_corruption(step, problems)} It is left out, and kept as {aside.name}."
         )
-    for path in found.leftovers:
+    for path in point.leftovers:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -201,19 +175,16 @@ def clean_up(found: ResumePoint) -> list[str]:
     return said
 
 
-def truncate_metrics(found: ResumePoint) -> None:
-    """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
-
-    A power loss may leave anything after that place.
-    """
-    if data := _metrics_up_to_checkpoint(found):
-        write_file(found.folder / METRICS_FILE, data)
+def truncate_metrics(point: ResumePoint) -> None:
+    """Drops from `metrics.jsonl` what is behind the checkpoint, if that recorded where it ends."""
+    if data := _metrics_up_to_checkpoint(point):
+        write_file(point.folder / METRICS_FILE, data)
 
 
-def _metrics_up_to_checkpoint(found: ResumePoint) -> bytes:
+def _metrics_up_to_checkpoint(point: ResumePoint) -> bytes:
     """Returns the metrics up to a checkpoint, b"" if its digest of them is missing or differs."""
-    num_bytes, digest = found.metadata.get("files", {}).get(METRICS_FILE, (0, ""))
-    data = (read_file(found.folder / METRICS_FILE) or b"")[:num_bytes]
+    num_bytes, digest = point.metadata.get("files", {}).get(METRICS_FILE, (0, ""))
+    data = (read_file(point.folder / METRICS_FILE) or b"")[:num_bytes]
     return data if sha256_of(data) == digest else b""
 
 
@@ -240,10 +211,7 @@ def _metadata_of(step: Path) -> dict[str, Any] | None:
 
 
 def _evidence_of_checkpoints(folder: Path, corrupt: list[Path]) -> str:
-    """Returns the evidence that a run without a sound checkpoint once had one; "" if there is none.
-
-    For a run that was killed before its first checkpoint `saved.json` records that it has none.
-    """
+    """Returns the evidence that a run without a sound checkpoint once had one, or ""."""
     if corrupt:
         return f"{len(corrupt)} that are corrupt"
     if newest := read_saved(folder):

@@ -31,9 +31,6 @@ def record_start(folder: Path, mesh: Mesh, done: int) -> None:
     """Adds a line to `starts.jsonl`, before the metrics of repeated steps are dropped.
 
     The file is written anew: what is appended to a torn line is torn with it.
-
-    Raises:
-        ValueError: If a line of `starts.jsonl` is broken.
     """
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,41 +46,25 @@ def record_start(folder: Path, mesh: Mesh, done: int) -> None:
 
 def _steps_of_metrics(folder: Path) -> list[int]:
     """Returns the steps that have metrics. Broken lines, which a power loss leaves, are skipped."""
-    found = []
+    steps = []
     for _, line in complete_lines(folder / METRICS_FILE):
         with suppress(ValueError):
-            found.append(parse_line(line, "step", METRICS_FILE)["step"])
-    return found
+            steps.append(parse_line(line, "step", METRICS_FILE)["step"])
+    return steps
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of a run, in order; none if the run is older than this file.
-
-    Raises:
-        ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
-        RunError: If the file is there and cannot be read.
-    """
+    """Reads the starts of a run, in order; none if the run is older than this file."""
     return read_lines(folder / STARTS_FILE, key="first_step")
 
 
 def record_saved(folder: Path, step: int) -> None:
-    """Records that the checkpoint of a step is complete.
-
-    Raises:
-        OSError: If `saved.json` cannot be written.
-    """
+    """Records that the checkpoint of a step is complete."""
     write_file(folder / SAVED_FILE, json.dumps({"newest_step": step}) + "\n")
 
 
 def read_saved(folder: Path) -> int | None:
-    """Returns the newest step of which a checkpoint was ever complete, 0 for none.
-
-    Returns None if `saved.json` does not exist or does not hold a step.
-
-    Raises:
-        ValueError: If `saved.json` is not a regular file.
-        RunError: If the file is there and cannot be read.
-    """
+    """Returns the newest step that was ever saved, 0 for none; None if `saved.json` holds none."""
     data = read_file(folder / SAVED_FILE) or b"null"
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(data)["newest_step"])
@@ -92,12 +73,12 @@ def read_saved(folder: Path) -> int | None:
 
 def fsync_history(folder: Path) -> dict[str, tuple[int, str]]:
     """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
-    found = {}
+    digests = {}
     for name in (METRICS_FILE, STARTS_FILE):
         if (data := read_file(folder / name)) is not None:
             fsync(folder / name)
-            found[name] = len(data), sha256_of(data)
-    return found
+            digests[name] = len(data), sha256_of(data)
+    return digests
 
 
 def archive_history(folder: Path) -> list[str]:

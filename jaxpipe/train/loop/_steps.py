@@ -33,12 +33,9 @@ Compiling = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The steps of a run, and what happens at which of them.
+    """The steps of a run, and periods, in steps, of checkpoints and evaluations (0 for none).
 
     Attributes:
-        num_steps: The last step.
-        checkpoint_period: Steps from one checkpoint to the next.
-        eval_interval: Steps from one evaluation to the next; 0 for none.
         traced_step: The step that is traced by ranks that run programs of their own; 0 for none.
     """
 
@@ -71,9 +68,6 @@ def run_steps(
     The host reads the metrics of a step while the next one runs. The next step waits only where an
     evaluation or a checkpoint is due. Metrics are yielded before the checkpoint is taken: a run
     that is killed during the checkpoint resumes with none of them missing.
-
-    Args:
-        is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
     """
     train_step = make_train_step(plan)
     ended = time.perf_counter()

@@ -28,14 +28,7 @@ class UnreadableError(RunError):
 
 
 def stat_or_none(path: Path) -> os.stat_result | None:
-    """Returns the `os.stat` of a path, None if it does not exist.
-
-    Returns:
-        The result of `os.stat`, or None.
-
-    Raises:
-        UnreadableError: If the system cannot tell.
-    """
+    """Returns the `os.stat` of a path, None if it does not exist."""
     try:
         return os.stat(path)
     except OSError as error:
@@ -45,40 +38,27 @@ def stat_or_none(path: Path) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether a path is a regular file, and not a folder, a device or a pipe.
-
-    Raises:
-        UnreadableError: If the system cannot tell.
-    """
-    found = stat_or_none(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    """Returns whether a path is a regular file, and not a folder, a device or a pipe."""
+    status = stat_or_none(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether a path is a folder.
-
-    Raises:
-        UnreadableError: If the system cannot tell.
-    """
-    found = stat_or_none(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    """Returns whether a path is a folder."""
+    status = stat_or_none(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None:
-    """Returns the content of a file, None if it does not exist.
-
-    Raises:
-        UnreadableError: If it cannot be read.
-        ValueError: If it is not a regular file, or has more than `most_bytes` bytes.
-    """
-    found = stat_or_none(path)
-    if found is None and not os.path.lexists(path):
+    """Returns the content of a file, None if it does not exist."""
+    status = stat_or_none(path)
+    if status is None and not os.path.lexists(path):
         return None
-    if found is None or not is_file(path):
+    if status is None or not is_file(path):
         raise ValueError(f"{path} is not a regular file. Move it away, and put the file back.")
-    if found.st_size > most_bytes:
+    if status.st_size > most_bytes:
         raise ValueError(
-            f"{path} has {found.st_size:,} bytes, more than {most_bytes:,}. Move it away."
+            f"{path} has {status.st_size:,} bytes, more than {most_bytes:,}. Move it away."
         )
     try:
         return path.read_bytes()
@@ -87,11 +67,7 @@ def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None
 
 
 def list_names(folder: Path) -> list[str]:
-    """Returns the names of the entries of a folder, sorted; none if it does not exist.
-
-    Raises:
-        UnreadableError: If it cannot be read.
-    """
+    """Returns the names of the entries of a folder, sorted; none if it does not exist."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:

@@ -25,15 +25,7 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def locked_run_folder(path: Path) -> Iterator[None]:
-    """Makes the folder of a run and keeps other runs out of it until this one ends.
-
-    The first of several processes does so; if it cannot, all of them raise.
-
-    Raises:
-        ValueError: If the folder cannot be written, or another run uses it.
-        OSError: If the body of the context raises one that no disk is the cause of.
-        RunError: If the disk fails while the run is under way.
-    """
+    """Makes the folder of a run, and keeps other runs out; if it cannot, all processes raise."""
     held = on_first_process(lambda: _lock(path), f"cannot have {str(path)!r} for this run")
     try:
         yield
@@ -51,12 +43,7 @@ def locked_run_folder(path: Path) -> Iterator[None]:
 
 
 def on_first_process(action: Callable[[], _Result], failure: str) -> _Result | None:
-    """Runs an action on the first process. Collective: every process must call it.
-
-    Raises:
-        ValueError: On all processes, if the action raises it.
-        RunError: On all processes, if the action raises it or an `OSError`.
-    """
+    """Runs an action on the first process. Collective: every process must call it."""
     result, problem = None, None
     if is_first_process():
         try:

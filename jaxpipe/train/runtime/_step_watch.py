@@ -49,10 +49,7 @@ class Position:
     """The position of a process in a run.
 
     Attributes:
-        step: The step that it runs.
-        phase: One of `PHASES`.
         progress: How often it has made progress.
-        is_first: Whether this is the first phase of its kind in this process.
         error: The error by which it has left the run; "" if it has not.
         heartbeat: How often it has written its position.
     """
@@ -83,22 +80,13 @@ class KeyValueStore:
 
     def read(self) -> Mapping[int, str]:
         """Returns the last text of each process."""
-        known = self._client.key_value_dir_get(self._folder)
-        return {int(key.rpartition("/")[2]): text for key, text in known}
+        texts = self._client.key_value_dir_get(self._folder)
+        return {int(key.rpartition("/")[2]): text for key, text in texts}
 
 
 @dataclass
 class ProcessLedger:
-    """What one process knows of the positions of all processes.
-
-    Attributes:
-        process: The index of this process.
-        timeout: The seconds without progress after which the run is stuck; 0 for never.
-        positions: The last known position of each process.
-        still: The seconds since each process has made progress.
-        silent: The seconds since each process has written its position.
-        unanswered: The seconds since process 0, which has the key-value store, has answered.
-    """
+    """What one process knows of the positions of all processes."""
 
     process: int
     timeout: float
@@ -107,14 +95,10 @@ class ProcessLedger:
     silent: dict[int, float] = field(default_factory=dict)
     unanswered: float = 0.0
 
-    def update(self, known: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
-        """Records the positions of all processes.
-
-        Args:
-            seconds: The time since the last call, without time while this process was stopped.
-        """
+    def update(self, positions: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
+        """Records the positions of all processes, `seconds` of running time after the last call."""
         for process, before in self.positions.items():
-            now = known.get(process, before)
+            now = positions.get(process, before)
             moved, spoke = now.progress != before.progress, now.heartbeat != before.heartbeat
             self.still[process] = 0.0 if moved else self.still.get(process, 0.0) + seconds
             self.silent[process] = 0.0 if spoke else self.silent.get(process, 0.0) + seconds
@@ -138,8 +122,10 @@ class ProcessLedger:
 
     def describe_exit(self) -> str:
         """Returns which process has left the run by which error; "" if none has."""
-        found = {p: position.error for p, position in self.positions.items() if p != self.process}
-        return next((f"process {p} has left the run: {why}" for p, why in found.items() if why), "")
+        errors = {p: position.error for p, position in self.positions.items() if p != self.process}
+        return next(
+            (f"process {p} has left the run: {why}" for p, why in errors.items() if why), ""
+        )
 
     def describe_stall(self) -> str:
         """Returns which process is behind, if none has made progress for too long; else ""."""
@@ -192,12 +178,7 @@ class StepWatch:
     """Watches the steps as a context manager. It does nothing if there is only one process."""
 
     def __init__(self, timeout_minutes: float) -> None:
-        """Starts the watch.
-
-        Args:
-            timeout_minutes: The time without progress of any process after which the run is stuck;
-                0 for never.
-        """
+        """Starts the watch; a run without progress for `timeout_minutes` (if not 0) is stuck."""
         count, self._process = jax.process_count(), jax.process_index()
         self._is_alone = count == 1
         self._position = Position()
@@ -276,8 +257,8 @@ class StepWatch:
             is_last = self._is_over.is_set()
             try:
                 store.put(json.dumps(asdict(replace(self._position, heartbeat=heartbeat))))
-                known = store.read()
-                self._known = {p: Position(**json.loads(text)) for p, text in known.items()}
+                texts = store.read()
+                self._known = {p: Position(**json.loads(text)) for p, text in texts.items()}
                 self._answers += 1
             except jax.errors.JaxRuntimeError:
                 pass  # process 0 does not answer
@@ -293,8 +274,8 @@ class StepWatch:
             now = time.monotonic()
             seconds, before = min(now - before, 2 * HEARTBEAT_SECONDS), now
             answered, answers = self._answers != answers, self._answers
-            known = {**self._known, self._process: self._position}
-            self._ledger.update(known, seconds, answered=answered)
+            positions = {**self._known, self._process: self._position}
+            self._ledger.update(positions, seconds, answered=answered)
             silent = set(self._ledger.silent_processes(SILENT_SECONDS))
             if silent - named:
                 self._print(self._ledger.describe_silence(sorted(silent - named)))

@@ -22,11 +22,7 @@ class RunError(RuntimeError):
 
 
 class TerminatedError(RunError):
-    """A signal has ended the run, after a checkpoint of its last step if checkpoints are enabled.
-
-    Attributes:
-        signal: SIGTERM, SIGINT or SIGHUP.
-    """
+    """A signal has ended the run, after a checkpoint of its last step if they are enabled."""
 
     def __init__(self, signum: int, step: int) -> None:
         self.signal = signal.Signals(signum)
@@ -60,12 +56,7 @@ class StopRequests:
         self._before.clear()
 
     def start_clock(self, max_minutes: float) -> None:
-        """Starts the clock that limits the time of the run.
-
-        Args:
-            max_minutes: How long the run may take from now on; 0 for no limit. With several
-                processes each sends itself SIGTERM at the end.
-        """
+        """Starts the clock that ends the run after `max_minutes`; 0 for no limit."""
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
     def _install_handlers(self, *signums: int) -> None:
@@ -94,10 +85,7 @@ class StopRequests:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def cause(self) -> int:
-        """Returns the signal that has ended the run, or 0 if a clock has.
-
-        Collective: every process must call it and receives the same answer.
-        """
+        """Returns the signal that has ended the run, or 0 for a clock. Collective."""
         if any_process(self._is_over):
             return 0
         return (
@@ -108,11 +96,7 @@ class StopRequests:
 def check_step(
     step: int, metrics: Mapping[str, float], *, policy: str, max_gradient_norm: float = 0.0
 ) -> str | None:
-    """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set.
-
-    Raises:
-        RunError: If the step is bad, and the policy is to stop.
-    """
+    """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set."""
     bad = bad_step_reason(metrics, max_gradient_norm)
     if policy == "skip":  # decided on the devices
         return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
@@ -127,9 +111,9 @@ def check_step(
 
 def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
     """Returns why a step is bad, such as `its loss is nan`; "" if it is good."""
-    found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
-    bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
-    norm = found.get("gradient_norm", 0.0)
+    values = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
+    bad = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    norm = values.get("gradient_norm", 0.0)
     if not bad and max_gradient_norm and norm > max_gradient_norm:
         bad = [f"its gradient_norm is {norm:.6g}, above {max_gradient_norm:g}"]
     return " and ".join(bad)

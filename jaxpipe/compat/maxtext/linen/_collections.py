@@ -18,10 +18,7 @@ SOWN = ("intermediates", "metrics")
 
 
 def is_sown(name: str, collection: Any) -> bool:
-    """Returns whether a layer has only sown into a collection.
-
-    A collection counts as sown if its name is one of `SOWN` or if all its variables are tuples.
-    """
+    """Returns whether a layer has only sown into a collection: `SOWN`, or tuples alone."""
     return name in SOWN or not jax.tree.leaves(_without_tuples(collection))
 
 
@@ -41,14 +38,7 @@ def stored(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
-    """Returns the filter of the collections that a layer may write.
-
-    Returns:
-        `mutable` without the collections of weights.
-
-    Raises:
-        ValueError: If `mutable` contains a collection of `variables` that does not hold weights.
-    """
+    """Returns `mutable`, the filter of collections that a layer may write, without weights."""
     for name in variables:
         if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
             raise ValueError(_cannot_flow(name))

@@ -104,25 +104,7 @@ class PipelineBase(PipelineMethods, nn.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Runs a batch through all layers.
-
-        Args:
-            inputs: [batch, ...] leaves: [batch, sequence, embed], or any pytree.
-            segment_ids: [batch, sequence], or None.
-            positions: [batch, sequence], or None.
-            deterministic: Passed to the layers.
-            model_mode: Passed to the layers.
-            logical_partition_spec: Logical specs like those of `get_weight_sharding`, which replace
-                the names in boxes.
-            microbatched: Whether inputs are [microbatches, rows, ...] already, and outputs are to
-                be. Then no data is moved to split a batch.
-
-        Returns:
-            Outputs like `inputs`. While the module is initialized, `inputs`.
-
-        Raises:
-            ValueError: If sizes do not divide, or a layer updates a collection for its next call.
-        """
+        """Runs a batch through all layers."""
         if self.is_initializing():
             options = deterministic, model_mode
             return run.initialize(

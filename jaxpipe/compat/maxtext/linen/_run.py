@@ -27,13 +27,8 @@ NAME = "layers"
 def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *options: Any) -> Layer:
     """Returns `layer` as a function `(variables, x, batch_inputs, rngs) -> (y, sown)`.
 
-    Args:
-        layer: A module; its call is `(inputs, segment_ids, positions, deterministic, model_mode)`,
-            and it returns the outputs, or (outputs, None).
-        rules: Logical axis rules to run it under, without "stage", or None for those in context.
-
-    Returns:
-        The function. It raises a `ValueError` if the layer writes a collection that it may not.
+    Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`, and it runs under
+    `rules`, or those in context. Writing a collection that it may not is a `ValueError`.
     """
     layer = layer.clone(parent=None, name=None)
 
@@ -64,11 +59,7 @@ def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *opt
 
 
 def init_of(layer: nn.Module, rules: AxisRules | None) -> Callable:
-    """Returns the layer's `init` as a function of keys and a call's arguments.
-
-    The arguments are `(keys, inputs, segment_ids, positions, deterministic, model_mode)`. The
-    function returns the variables without sown collections.
-    """
+    """Returns the layer's `init` of keys and a call's arguments, without sown collections."""
     layer = layer.clone(parent=None, name=None)
 
     def init(keys, *arguments):

@@ -17,16 +17,7 @@ from .._weight_sharding import STACKED
 
 
 def init_stages(init: Callable) -> Callable:
-    """Returns a function that runs `init`, of one layer's keys, for all layers of a repeat.
-
-    Args:
-        init: A function of keys by random stream and of a call's arguments, which returns
-            variables.
-
-    Returns:
-        A function of [S, L] keys, by random stream, and of the arguments of a layer's call. It
-        returns variables with [S, L, ...] leaves.
-    """
+    """Returns `init`, which takes one layer's keys by random stream, mapped over [S, L] keys."""
 
     def init_all(keys: dict[str, jax.Array], *arguments: Any) -> Any:
         init_layer = lambda keys: init(keys, *arguments)  # noqa: E731
@@ -72,10 +63,7 @@ def reshard_variables(variables: Any, reshard: Callable) -> Any:
 
 
 def without_boxes(variables: Any) -> Any:
-    """Returns the arrays without their boxes.
-
-    `meta.unbox` would constrain them by rules that may not contain "stage".
-    """
+    """Returns the arrays; `meta.unbox` would constrain them by rules that may lack "stage"."""
 
     def value(leaf):
         return jax.tree.leaves(leaf)[0] if meta.is_axis_metadata(leaf) else leaf
@@ -84,15 +72,7 @@ def without_boxes(variables: Any) -> Any:
 
 
 def stack_repeats(init_all: Callable, dims: tuple[int, int, int]) -> Callable:
-    """Returns a function that runs `init_all`, of one repeat, for all repeats.
-
-    Args:
-        init_all: A function of [S, L] keys by random stream and of a layer's arguments.
-
-    Returns:
-        A function of [R, S, L] keys by random stream and of a layer's arguments. It returns
-        variables with [R, S, L, ...] leaves.
-    """
+    """Returns `init_all`, of one repeat, for [R, S, L] keys and [R, S, L, ...] leaves."""
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> Any:
         assert all(key.size == math.prod(dims) for key in keys.values())

@@ -52,17 +52,8 @@ def layer_function(
 ) -> Layer:
     """Returns a layer as a function `(weights, x, batch_inputs, keys) -> (y, sown)`.
 
-    Args:
-        layers: The stacked module. Its call is `(inputs, segment_ids, positions, deterministic,
-            model_mode)`, and it returns the outputs, or (outputs, None).
-        rules: Logical axis rules to run it under, without "stage", or None for those in context.
-
-    Returns:
-        The function. It raises a `ValueError` if the layer changes a variable by other means than
-        `sow`.
-
-    Raises:
-        ValueError: If an `nnx.capture` around the pipeline asks for perturbations.
+    Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`, and it runs under
+    `rules`, or those in context. Changing a variable other than by `sow` is a `ValueError`.
     """
     graph, counts, _, weight_state = nnx.split(without_sown(layers), nnx.RngCount, nnx.RngKey, ...)
     names = list(weights_of(counts))
@@ -101,14 +92,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
-    """Returns [R, S, L] keys of all random streams of all layers, or () if they have none.
-
-    Args:
-        advance: Whether to increment the streams' counts, so that the next call draws other keys.
-
-    Returns:
-        A state with [R, S, L] keys for every stream, or ().
-    """
+    """Returns [R, S, L] keys of all random streams, or (); `advance` increments their counts."""
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     counts_by_name = weights_of(counts)
     drawn = [

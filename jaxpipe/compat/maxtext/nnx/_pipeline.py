@@ -21,10 +21,7 @@ from ._sown import store, without_sown
 
 
 class _Given:
-    """Hashable wrapper of a config, because attributes of a module must be hashable.
-
-    All instances are equal: modules are compared by the settings that are read from the config.
-    """
+    """Hashable wrapper of a config; all are equal: settings tell modules apart."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -58,21 +55,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ):
-        """Creates all layers.
-
-        Args:
-            config: Any object with MaxText's fields, which docs/flax.md lists.
-            layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
-                deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
-            mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
-            remat_policy: A policy of `jax.checkpoint` that replaces the config's.
-            rngs: Streams of keys for the layers. Default: seed 0.
-            name: A name for the module. The pipeline does not use it.
-
-        Raises:
-            ValueError: If the config has an invalid value, or fields that contradict each other or
-                `mesh`.
-        """
+        """Creates all layers."""
         self.settings = pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
         self.remat_policy = remat_policy
@@ -148,26 +131,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Runs a batch through all layers.
-
-        Args:
-            inputs: [batch, ...] leaves: [batch, sequence, embed], or any pytree.
-            segment_ids: [batch, sequence], or None.
-            positions: [batch, sequence], or None.
-            deterministic: Passed to the layers.
-            model_mode: Passed to the layers.
-            logical_partition_spec: Logical specs like those of `get_weight_sharding`, which replace
-                the variables' names.
-            microbatched: Whether inputs are [microbatches, rows, ...] already, and outputs are to
-                be. Then no data is moved to split a batch.
-
-        Returns:
-            Outputs like `inputs`. Afterwards the variables of `layers` hold the values that layers
-            sowed.
-
-        Raises:
-            ValueError: If sizes do not divide, or a layer changes its variables.
-        """
+        """Runs a batch through all layers."""
         return _run(
             self,
             inputs,

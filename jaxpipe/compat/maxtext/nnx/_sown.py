@@ -19,11 +19,7 @@ def is_sown(path: Any, variable: Any) -> bool:
 
 
 def captured_types(layers: nnx.Module) -> tuple[type[nnx.Variable], ...]:
-    """Returns the types that an `nnx.capture` around the pipeline asks for, or ().
-
-    Raises:
-        ValueError: If it asks for perturbations.
-    """
+    """Returns the types that an `nnx.capture` around the pipeline asks for, or ()."""
     types = tuple(type(variable) for variable in getattr(layers, "__captures__", ()))
     if nnx.Perturbation in types:
         raise ValueError(

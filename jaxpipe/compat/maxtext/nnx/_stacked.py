@@ -43,16 +43,10 @@ def stacked_module(
     dims: tuple[int, int, int],
     reshard: Callable,
 ) -> nnx.Module:
-    """Returns the module that `factory` creates, with the variables of all layers.
+    """Returns the module that `factory` creates, with the [R, S, L, ...] variables of all layers.
 
-    Args:
-        init_stages: Initializes all layers of a repeat: from [S, L] keys by random stream to a
-            state with [S, L, ...] leaves, see `init_stages`.
-        rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
-        reshard: Function `(array, logical spec, path=name) -> array` that shards a variable.
-
-    Returns:
-        A module with the structure of one layer and [R, S, L, ...] variables.
+    Layer l has its own streams, whose keys are folded with l. `reshard(array, logical spec,
+    path=name)` shards a variable.
     """
     keys = {name: layer_keys(stream(), dims) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.

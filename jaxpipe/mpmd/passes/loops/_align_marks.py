@@ -4,13 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ....ir.graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, variables
-from ...ir._eqns import (
-    is_backward_mark,
-    is_mark,
-    part_of_mark,
-    substitute_inputs,
-    with_outputs,
-)
+from ...ir._eqns import is_backward_mark, is_mark, part_of_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering
 from ...ir._marks import STAGE_END, identity
 from ...ir._text import operands
@@ -18,13 +12,7 @@ from ...ir._text import operands
 
 @dataclass(frozen=True)
 class MarkedBody:
-    """The body of a loop, and the stages that its marks end.
-
-    Attributes:
-        body: The body, without marks of constants, in rematerialized code or after the last stage.
-        stage_of_mark: The index of the stage that each mark of `body` ends; of the part to which it
-            belongs, if sequences are cut into slices.
-    """
+    """The body without marks that end no stage, and the stage that each other mark ends."""
 
     body: Graph
     stage_of_mark: dict[Eqn, int]
@@ -34,14 +22,8 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     """Finds the stage that every mark ends, and removes marks that end none.
 
     Marks are numbered in program order, and transposition reverses the order. If the results depend
-    on only some of the marks, or if cotangents flow through only some, the ids that the marks
-    carry identify them. Marks of parts carry the index of their part.
-
-    Args:
-        body: `(loop invariants, index of the microbatch) -> results`.
-
-    Raises:
-        ValueError: If the marks are not as many as the stages.
+    on only some of the marks, or if cotangents flow through only some, the ids that the marks carry
+    identify them. Marks of parts carry the index of their part.
     """
     body = _without_recomputed_marks(_without_constant_marks(body))
     parts = {eqn: part_of_mark(eqn) for eqn in body.eqns if is_mark(eqn)}
@@ -65,20 +47,20 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     stage_of_mark = _stages_by_id(forward, mark_ids)
     stage_of_mark |= {eqn: last - i for eqn, i in _stages_by_id(backward, mark_ids[::-1]).items()}
     last_marks = [eqn for eqn, i in stage_of_mark.items() if i == num_stages - 1]
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
         if eqn in last_marks:
-            (renamed_eqn,) = substitute_inputs([eqn], known)
-            known.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
+            (renamed_eqn,) = substitute_inputs([eqn], replacements)
+            replacements.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
         else:
             eqns.append(eqn)
     marks: dict[Eqn, int] = {}
-    renamed = substitute_inputs(eqns, known)
+    renamed = substitute_inputs(eqns, replacements)
     for old, new in zip(eqns, renamed, strict=True):
         if old in stage_of_mark:
             marks[new] = stage_of_mark[old]
-    return MarkedBody(with_outputs(body, renamed, known), marks)
+    return MarkedBody(with_outputs(body, renamed, replacements), marks)
 
 
 def forward_mark_ids(body: Graph) -> list[int]:
@@ -109,19 +91,19 @@ def _without_constant_marks(body: Graph) -> Graph:
     A constant, such as the cotangent of a loss, is available in every stage, so a mark on it has no
     effect.
     """
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
-        (eqn,) = substitute_inputs([eqn], known)
+        (eqn,) = substitute_inputs([eqn], replacements)
         if is_mark(eqn):
             assert isinstance(eqn.operation, PrimitiveCall)
             atoms, params = operands(eqn), eqn.operation.params
             pairs = zip(eqn.outputs, atoms, strict=True)
-            known.update((o, a) for o, a in pairs if isinstance(a, Literal))
-            outputs = tuple(o for o in eqn.outputs if o not in known)
+            replacements.update((o, a) for o, a in pairs if isinstance(a, Literal))
+            outputs = tuple(o for o in eqn.outputs if o not in replacements)
             eqn = Eqn(PrimitiveCall(STAGE_END, identity, params), tuple(variables(atoms)), outputs)
         eqns.append(eqn)
-    return with_outputs(body, eqns, known)
+    return with_outputs(body, eqns, replacements)
 
 
 def _without_recomputed_marks(body: Graph) -> Graph:
@@ -132,15 +114,15 @@ def _without_recomputed_marks(body: Graph) -> Graph:
     """
     value_ids = ValueNumbering(body.inputs)
     first: dict[tuple[Hashable, ...], Eqn] = {}
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     eqns = []
     for eqn in body.eqns:
-        (eqn,) = substitute_inputs([eqn], known)
+        (eqn,) = substitute_inputs([eqn], replacements)
         output_ids = value_ids.add(eqn)
         if is_mark(eqn) and not is_backward_mark(eqn):
             original = first.setdefault(output_ids, eqn)
             if original is not eqn:
-                known.update(zip(eqn.outputs, original.outputs, strict=True))
+                replacements.update(zip(eqn.outputs, original.outputs, strict=True))
                 continue
         eqns.append(eqn)
-    return with_outputs(body, eqns, known)
+    return with_outputs(body, eqns, replacements)

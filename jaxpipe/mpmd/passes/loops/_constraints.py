@@ -16,12 +16,7 @@ from ...ir._reduce import Concat, Reduction
 
 @dataclass(frozen=True)
 class ConstrainedResults:
-    """The body of a loop without the constraints on its summed results.
-
-    Attributes:
-        body: The body.
-        specs: [num_results] the spec of each result, None if it has none.
-    """
+    """The body without constraints on its summed results, and the spec of each result, or None."""
 
     body: Graph
     specs: tuple[P | None, ...]
@@ -33,10 +28,6 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults
     The constraint of a summed result is removed from the body, and its spec becomes that of the
     accumulator. The gradient of a weight that several stages use thus remains a plain sum of the
     contributions of these stages, which a later pass can take apart.
-
-    Args:
-        body: `(loop invariants, index of the microbatch) -> results`.
-        adds: [num_results] for each result, whether it is summed over microbatches.
     """
     makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
     outputs: list[Atom] = []
@@ -73,14 +64,7 @@ def _keeps_indices(eqn: Eqn) -> bool:
 
 
 def accumulator_spec(spec: P | None, reduction: Reduction) -> P | None:
-    """Returns the spec of an accumulator.
-
-    Args:
-        reduction: How the results of all microbatches are combined into one array.
-
-    Returns:
-        The spec. None if `spec` is None, or if the accumulator has another shape than a result.
-    """
+    """Returns the spec of an accumulator: None if it has another shape than a result."""
     if spec is None:
         return None
     if isinstance(reduction.operation, Concat):

@@ -62,12 +62,7 @@ Positions = Mapping[Var, int]
 
 
 def cut_stages(graph: MpmdGraph) -> MpmdGraph:
-    """Cuts the body of every loop at its marks, and adds up the shares of its results.
-
-    Raises:
-        ValueError: If a body does not have S or S - 1 marks, or if values run through the marks in
-            another order.
-    """
+    """Cuts the body of every loop at its marks, and adds up the shares of its results."""
     return replace_loops(graph, _cut_loop)
 
 
@@ -124,13 +119,7 @@ def _sum_eqns(shares: Sequence[Var], result: Var) -> list[Eqn]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The numbers of stages and of parts.
-
-    Attributes:
-        num_stages: S.
-        num_slices: The number of parts of a stage of the schedule.
-        num_joined: How many parts of a stage hand on one sum.
-    """
+    """The numbers of stages and of slices, and how many parts of a stage hand on one sum."""
 
     num_stages: int
     num_slices: int
@@ -139,12 +128,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _SharedResults:
-    """A body whose outputs are the shares of its results.
-
-    Attributes:
-        body: The body. Its outputs are all shares, in order.
-        shares: The shares that add up to each result.
-    """
+    """A body whose outputs are the shares of its results, in order, and those of each result."""
 
     body: Graph
     shares: tuple[tuple[Var, ...], ...]
@@ -152,13 +136,7 @@ class _SharedResults:
 
 @dataclass(frozen=True)
 class _StagedBody:
-    """The stages of a body.
-
-    Attributes:
-        body: The body. Its outputs are all shares, in order.
-        shares: The shares that add up to each result.
-        stages: The stages.
-    """
+    """A body whose outputs are the shares of its results, with its stages."""
 
     body: Graph
     shares: tuple[tuple[Var, ...], ...]
@@ -167,12 +145,7 @@ class _StagedBody:
 
 @dataclass(frozen=True)
 class _StageUses:
-    """The stages of equations and values.
-
-    Attributes:
-        stages_of: The stages that run each equation.
-        uses: The stages that read each value.
-    """
+    """The stages that run each equation, and those that read each value."""
 
     stages_of: Mapping[Eqn, set[int]]
     uses: Mapping[Var, set[int]]
@@ -181,13 +154,7 @@ class _StageUses:
 def _cut_body(
     body: Graph, sizes: _Sizes, adds: Sequence[bool], all_mark_ids: Sequence[int]
 ) -> _StagedBody:
-    """Cuts a body at its marks.
-
-    Args:
-        body: `(loop invariants, index of the microbatch) -> results`.
-        adds: [num_results] whether each result is summed over microbatches. Only such a result may
-            be split into shares.
-    """
+    """Cuts a body at its marks; only results that are summed (`adds`) may be split into shares."""
     num_stages = sizes.num_stages
     marked = align_marks(body, num_stages, all_mark_ids)
     body, marks = marked.body, marked.stage_of_mark
@@ -294,10 +261,7 @@ def _split_results(
 
 
 def _stages_of_eqns(
-    body: Graph,
-    marks: Mapping[Eqn, int],
-    positions: Positions,
-    num_stages: int,
+    body: Graph, marks: Mapping[Eqn, int], positions: Positions, num_stages: int
 ) -> _StageUses:
     """Returns the stages that run each equation, and the stages that read each value."""
     stages_of: dict[Eqn, set[int]] = {}

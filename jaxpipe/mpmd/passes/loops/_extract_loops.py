@@ -25,12 +25,7 @@ from ._reachable import check_reachable, is_treduce
 
 
 def extract_loops(graph: MpmdGraph) -> MpmdGraph:
-    """Replaces every equation of the primitive `treduce` by a `PipelinedLoop`.
-
-    Raises:
-        ValueError: If a stage is marked outside of a loop, or if a loop or a mark is inside another
-            construct, such as `lax.cond`; or if a schedule does not fit the mesh.
-    """
+    """Replaces every equation of the primitive `treduce` by a `PipelinedLoop`."""
     eqns = [eqn for eqn in graph.eqns if isinstance(eqn, Eqn)]
     check_reachable(eqns, "the function")
     nodes: list[Eqn | PipelinedLoop] = []
@@ -66,11 +61,7 @@ def _to_loop(eqn: Eqn, options: LoweringOptions) -> PipelinedLoop:
 
 
 def _all_mark_ids(traced: ClosedJaxpr, body: Graph) -> tuple[int, ...]:
-    """Returns the ids of all forward marks if some of them are dead code in `traced`, else ().
-
-    Args:
-        body: The body without the equations that its results do not depend on.
-    """
+    """Returns the ids of all forward marks if some of them are dead code in `traced`, else ()."""
     if _count_marks(traced.jaxpr) == sum(map(is_mark, body.eqns)):
         return ()
     return tuple(forward_mark_ids(to_graph(traced, keep_dead=True, prints=True)))

@@ -13,18 +13,8 @@ outputs. After `cut_stages` it would be a part of several stages.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from ....ir.graph import (
-    Atom,
-    Eqn,
-    Graph,
-    PrimitiveCall,
-    Var,
-    free_variables,
-    has_print,
-    is_move,
-    variables,
-)
-from ...ir._eqns import is_mark, substitute_inputs, with_outputs
+from ....ir.graph import Atom, Eqn, Graph, Var, free_variables, has_print, is_move, variables
+from ...ir._eqns import is_cast, is_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering, is_barrier
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph
@@ -39,25 +29,20 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
     would keep an extra array alive.
     """
     nodes: list[Eqn | PipelinedLoop] = []
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     for node in graph.eqns:
-        (node,) = substitute_inputs([node], known)
+        (node,) = substitute_inputs([node], replacements)
         if isinstance(node, PipelinedLoop):
             hoisted = _hoist_from(node)
-            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, known)]
+            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, replacements)]
         else:
             nodes.append(node)
-    return with_outputs(graph, nodes, known)
+    return with_outputs(graph, nodes, replacements)
 
 
 @dataclass(frozen=True)
 class _HoistedLoop:
-    """A loop without the equations that were hoisted out of it.
-
-    Attributes:
-        before: The hoisted equations.
-        loop: The loop without them.
-    """
+    """The equations that were hoisted out of a loop, and the loop without them."""
 
     before: list[Eqn]
     loop: PipelinedLoop
@@ -65,12 +50,7 @@ class _HoistedLoop:
 
 @dataclass(frozen=True)
 class _HoistedEqns:
-    """The equations of a body, some of them hoisted.
-
-    Attributes:
-        before: The hoisted equations.
-        inside: The equations that stay in the body.
-    """
+    """The equations of a body: those that were hoisted, and those that stay."""
 
     before: list[Eqn]
     inside: list[Eqn]
@@ -78,44 +58,44 @@ class _HoistedEqns:
 
 def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
     body, index = loop.body, loop.index
-    known: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
+    replacements: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
     value_ids = ValueNumbering(body.inputs)
     first: dict[tuple[Hashable, ...], tuple[Var, ...]] = {}  # outputs of hoisted equations
     before: list[Eqn] = []
     inside: list[Eqn] = []
-    invariant = set(known)
+    invariant = set(replacements)
     for eqn in body.eqns:
         output_ids = value_ids.add(eqn)
-        (out,) = substitute_inputs([eqn], known)
+        (out,) = substitute_inputs([eqn], replacements)
         if not _can_hoist(eqn, invariant):
             inside.append(out)
         elif is_barrier(eqn):
-            known.update(zip(eqn.outputs, out.inputs, strict=True))
+            replacements.update(zip(eqn.outputs, out.inputs, strict=True))
             invariant.update(eqn.outputs)
         else:
             if output_ids not in first:
                 first[output_ids] = out.outputs
                 before.append(out)
-            known.update(zip(eqn.outputs, first[output_ids], strict=True))
+            replacements.update(zip(eqn.outputs, first[output_ids], strict=True))
             invariant.update(eqn.outputs)
-    renewed = with_outputs(body, inside, known)
+    renewed = with_outputs(body, inside, replacements)
     sunk = _sink_data_movement(before, renewed)
     inputs = tuple(v for v in free_variables(sunk.inside, renewed.outputs) if v is not index)
     body = replace(renewed, inputs=(*inputs, index), eqns=tuple(sunk.inside))
     return _HoistedLoop(sunk.before, replace(loop, inputs=inputs, body=body))
 
 
-def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> PipelinedLoop:
+def _drop_invariant_results(loop: PipelinedLoop, replacements: dict[Var, Atom]) -> PipelinedLoop:
     """Returns the loop without the results that its only microbatch returns unchanged.
 
-    `known` maps these results to the inputs of the loop, so that they stay on the groups that
-    hold them.
+    `replacements` maps these results to the inputs of the loop, so that they stay on the groups
+    that hold them.
     """
     kept = []
     for i, (result, output) in enumerate(zip(loop.outputs, loop.body.outputs, strict=True)):
         is_unchanged = isinstance(output, Var) and output in loop.invariants
         if loop.reductions[i].operation is Last and is_unchanged:
-            known[result] = output
+            replacements[result] = output
         else:
             kept.append(i)
     return replace(
@@ -147,7 +127,7 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
     read_outside: set[Var] = set()  # values that the hoisted equations read
     hoisted: list[Eqn] = []
     for eqn in reversed(before):
-        is_inside = needed.intersection(eqn.outputs) and is_move(eqn) and not _is_cast(eqn)
+        is_inside = needed.intersection(eqn.outputs) and is_move(eqn) and not is_cast(eqn)
         if is_inside:
             inside.insert(0, eqn)
             needed.update(variables(eqn.inputs))
@@ -155,8 +135,3 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
             hoisted.insert(0, eqn)
             read_outside.update(variables(eqn.inputs))
     return _HoistedEqns(hoisted, inside)
-
-
-def _is_cast(eqn: Eqn) -> bool:
-    operation = eqn.operation
-    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"

@@ -16,16 +16,7 @@ from ...ir._reduce import TREDUCE as LOOP
 
 
 def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
-    """Checks that no mark and no loop over microbatches is inside another construct.
-
-    Args:
-        eqns: The equations of a function whose scans around loops are unrolled, or of the body of a
-            loop.
-
-    Raises:
-        ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
-            the construct and says how to avoid it.
-    """
+    """Checks that no mark and no loop over microbatches is inside another construct."""
     for eqn in eqns:
         if is_treduce(eqn) and where == "a stage":
             assert isinstance(eqn.operation, PrimitiveCall)

@@ -30,22 +30,18 @@ MAX_UNROLLED_LENGTH = 64
 
 
 def unroll_scans(graph: MpmdGraph) -> MpmdGraph:
-    """Unrolls every `lax.scan` around a loop over microbatches.
-
-    Raises:
-        ValueError: If such a scan has more than `MAX_UNROLLED_LENGTH` iterations.
-    """
+    """Unrolls every `lax.scan` around a loop over microbatches."""
     eqns: list[Eqn] = []
-    known: dict[Var, Atom] = {}
+    replacements: dict[Var, Atom] = {}
     for eqn in graph.eqns:
         assert isinstance(eqn, Eqn), "loops are extracted later"
-        (eqn,) = substitute_inputs([eqn], known)
-        eqns += _unroll_scan(eqn, known)
-    return with_outputs(graph, eqns, known)
+        (eqn,) = substitute_inputs([eqn], replacements)
+        eqns += _unroll_scan(eqn, replacements)
+    return with_outputs(graph, eqns, replacements)
 
 
-def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
-    """Returns the equations that replace `eqn`, and maps its outputs to theirs in `known`."""
+def _unroll_scan(eqn: Eqn, replacements: dict[Var, Atom]) -> list[Eqn]:
+    """Returns the equations that replace `eqn`, and maps its outputs to theirs in `replacements`."""
     caller = next(find_eqns(eqn, LOOP), None)
     if not isinstance(eqn.operation, Scan) or caller is None:
         return [eqn]
@@ -68,7 +64,7 @@ def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
         eqns += iteration.eqns
         carry = iteration.outputs[: loop.num_carry]
         ys.append(list(iteration.outputs[loop.num_carry :]))
-    known.update(zip(eqn.outputs[: loop.num_carry], carry, strict=True))
+    replacements.update(zip(eqn.outputs[: loop.num_carry], carry, strict=True))
     in_order = ys[::-1] if loop.reverse else ys
     for i, output in enumerate(eqn.outputs[loop.num_carry :]):
         run = partial(_stack_results, output.aval)
@@ -98,13 +94,15 @@ def _stack_results(aval: Any, *ys: Any) -> list[jax.Array]:
 
 def _iteration(body: Graph, operands: Sequence[Atom]) -> Graph:
     """Returns one iteration with new variables: it reads `operands`. Unrolls inner scans too."""
-    known: dict[Var, Atom] = dict(zip(body.inputs, operands, strict=True))
+    replacements: dict[Var, Atom] = dict(zip(body.inputs, operands, strict=True))
     eqns: list[Eqn] = []
     for eqn in body.eqns:
         outputs = tuple(Var(value.aval) for value in eqn.outputs)
-        (own,) = substitute_inputs([replace(eqn, outputs=outputs)], known)
-        known.update(zip(eqn.outputs, outputs, strict=True))
+        (own,) = substitute_inputs([replace(eqn, outputs=outputs)], replacements)
+        replacements.update(zip(eqn.outputs, outputs, strict=True))
         later: dict[Var, Atom] = {}
         eqns += _unroll_scan(own, later)
-        known |= {old: later.get(new, new) for old, new in zip(eqn.outputs, outputs, strict=True)}
-    return replace(with_outputs(body, eqns, known), inputs=())
+        replacements |= {
+            old: later.get(new, new) for old, new in zip(eqn.outputs, outputs, strict=True)
+        }
+    return replace(with_outputs(body, eqns, replacements), inputs=())

@@ -41,12 +41,7 @@ class _ValueOnRanks:
 
 
 def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
-    """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks.
-
-    Args:
-        graph: A function whose loops have tasks. `options.out_ranks` are the ranks on which the
-            caller wants each result; None leaves the choice to this pass.
-    """
+    """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks."""
     read_by_loops = _ranks_of_loop_inputs(graph)
     computed_on = _ranks_after_loops(graph, read_by_loops)
     graph = split_sums_by_rank(graph, computed_on)

@@ -39,24 +39,14 @@ class ValueOnRank(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The equation that computes a value for a rank.
-
-    Attributes:
-        maker: The equation, on the rank that computes the value.
-        num_transfers: 1 if the value is sent from another rank, else 0.
-    """
+    """The equation and the rank that compute a value; 1 transfer if the value is sent, else 0."""
 
     maker: EqnOnRank
     num_transfers: int
 
 
 def outer_fragments(graph: MpmdGraph) -> MpmdGraph:
-    """Groups the equations outside of loops into programs.
-
-    Returns:
-        The function with its fragments. In a segment each program follows those whose values it
-        reads.
-    """
+    """Groups equations outside of loops into programs, each behind those whose values it reads."""
     assignment = graph.ranks
     count = 1 + len(graph.loops)
     segment_of = _hoist_eqns(graph, _latest_segments(graph))

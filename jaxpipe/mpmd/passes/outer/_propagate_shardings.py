@@ -30,22 +30,21 @@ def propagate_shardings(graph: MpmdGraph) -> MpmdGraph:
     An argument has the spec that the caller gives it. A result has the spec that the caller gives
     it, else that of a constraint. The results of a loop are equally sharded in all their versions:
     without a spec they are replicated.
-
-    Raises:
-        ValueError: If a constraint names the mesh axis that separates the groups.
     """
     options = graph.options
-    known = dict(zip(graph.inputs, options.in_specs, strict=True))
+    specs = dict(zip(graph.inputs, options.in_specs, strict=True))
     outputs = zip(variables(graph.outputs), options.out_specs, strict=True)
     for value, spec in (*outputs, *_constrained_specs(graph).items()):
-        if known.get(value) is None:
-            known[value] = spec
-    specs = {value: spec for value, spec in known.items() if spec is not None}
+        if specs.get(value) is None:
+            specs[value] = spec
+    known_specs = {value: spec for value, spec in specs.items() if spec is not None}
     replicated = {value: PartitionSpec() for loop in graph.loops for value in loop.outputs}
-    return replace(graph, specs=replicated | _propagated(graph, specs))
+    return replace(graph, specs=replicated | _propagated(graph, known_specs))
 
 
-def _propagated(graph: MpmdGraph, known: Mapping[Var, PartitionSpec]) -> dict[Var, PartitionSpec]:
+def _propagated(
+    graph: MpmdGraph, known_specs: Mapping[Var, PartitionSpec]
+) -> dict[Var, PartitionSpec]:
     """Returns the known specs, and those that follow from them.
 
     The outputs of an elementwise equation are sharded like its inputs of the same shape.
@@ -66,10 +65,10 @@ def _propagated(graph: MpmdGraph, known: Mapping[Var, PartitionSpec]) -> dict[Va
                 if same and root(value) is not root(output):
                     group[root(output)] = root(value)
     spec_of: dict[Var, PartitionSpec] = {}
-    for value, spec in known.items():
+    for value, spec in known_specs.items():
         spec_of.setdefault(root(value), spec)
     everything = [*graph.inputs, *(v for eqn in graph.eqns for v in eqn.outputs)]
-    return {v: spec_of[root(v)] for v in everything if root(v) in spec_of} | dict(known)
+    return {v: spec_of[root(v)] for v in everything if root(v) in spec_of} | dict(known_specs)
 
 
 def _constrained_specs(graph: MpmdGraph) -> dict[Var, PartitionSpec]:

@@ -22,15 +22,11 @@ from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
 def fuse_programs(program: MpmdProgram) -> MpmdProgram:
     """Fuses each forward with the backward of the same microbatch if that runs next on the rank.
 
-    This is the case on the last stage. The rank sends nothing between the two programs, so no other
-    rank waits longer, and the residuals between them are never stored as arrays.
-
-    Returns:
-        The same program, with one `RunTask` in place of each such pair.
+    Nothing is sent between the two, so no other rank waits longer.
     """
     partners = _fusible_pairs(program)
     stored = _stored_buffers(program)
-    known: dict[tuple[int, int, tuple[Buffer | int, ...]], Graph] = {}
+    fused_graphs: dict[tuple[int, int, tuple[Buffer | int, ...]], Graph] = {}
 
     def instructions() -> Iterator[Instruction]:
         fused: set[int] = set()
@@ -44,7 +40,7 @@ def fuse_programs(program: MpmdProgram) -> MpmdProgram:
             second = program.instructions[partner]
             assert isinstance(instruction, RunTask) and isinstance(second, RunTask)
             fused.add(partner)
-            yield _fuse_tasks(instruction, second, stored, known)
+            yield _fuse_tasks(instruction, second, stored, fused_graphs)
 
     return replace(program, instructions=tuple(instructions()))
 
@@ -89,7 +85,7 @@ def _stored_buffers(program: MpmdProgram) -> set[Buffer]:
 
 
 def _fuse_tasks(
-    first: RunTask, second: RunTask, stored: set[Buffer], known: dict[tuple, Graph]
+    first: RunTask, second: RunTask, stored: set[Buffer], fused_graphs: dict[tuple, Graph]
 ) -> RunTask:
     """Returns one instruction that runs two programs without storing what only they share."""
     between = [b for b in first.writes if b in second.reads and b not in stored]
@@ -98,11 +94,11 @@ def _fuse_tasks(
     writes = (*(b for b in first.writes if b not in between), *second.writes)
     wiring = tuple(first.reads.index(b) if b in first.reads else -1 for b in second.reads)
     key = id(first.graph), id(second.graph), (*wiring, *map(first.writes.index, between))
-    if key not in known:
-        known[key] = _fuse_graphs(first, second, reads, writes)
+    if key not in fused_graphs:
+        fused_graphs[key] = _fuse_graphs(first, second, reads, writes)
     actions: tuple[Action, ...] = (*first.actions, *second.actions)
     name = f"FusedTask({first.name}, {second.name})"
-    return RunTask(first.rank, name, known[key], reads, writes, actions, loop=first.loop)
+    return RunTask(first.rank, name, fused_graphs[key], reads, writes, actions, loop=first.loop)
 
 
 def _fuse_graphs(

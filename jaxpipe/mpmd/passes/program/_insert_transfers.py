@@ -22,9 +22,6 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
 
     All results of one program for one destination are sent together. If several ranks compute the
     same value, the first of them sends it.
-
-    Returns:
-        The program with a `Send` and a `Recv` for each transfer.
     """
     makers: dict[Buffer, list[int]] = defaultdict(list)  # the ranks that have it without a transfer
     readers: dict[Buffer, set[int]] = defaultdict(set)

@@ -21,9 +21,6 @@ def liveness(program: MpmdProgram) -> MpmdProgram:
 
     A buffer that is sent to another process is not donated, because that process may not have
     pulled it yet.
-
-    Returns:
-        The program with `donated` set on its runs, and with `Delete` instructions.
     """
     last = _last_uses(program)
     caller_owned = {b for i, (b, _) in enumerate(program.inputs) if i not in program.donated_inputs}

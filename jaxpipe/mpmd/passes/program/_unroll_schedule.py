@@ -26,16 +26,7 @@ from ...ir._reduce import Reduction
 
 
 def unroll_schedule(graph: MpmdGraph) -> MpmdProgram:
-    """Returns the tasks of all ranks, without transfers.
-
-    Args:
-        graph: A function whose loops have tasks, with its fragments. None of its outputs is a
-            constant.
-
-    Returns:
-        A program of `RunTask` instructions, in an order in which each one follows those it reads
-        from.
-    """
+    """Returns the tasks of all ranks, without transfers, each after those it reads from."""
     options, needed_on = graph.options, graph.ranks.needed_on
     instructions = list(graph.fragments[0])
     indices: dict[Buffer, int] = {}
@@ -94,13 +85,10 @@ def _init_accumulator(reduction: Reduction) -> list[jax.Array]:
 
 
 def task_name(action: Action) -> str:
-    """Returns the name of a task as JaxPP writes it: operation, stage, microbatch (`fwd_0__3`).
-
-    A slice comes last: `fwd_0__3s1`.
-    """
+    """Returns the name of a task as JaxPP writes it: `fwd_0__3`, or `fwd_0__3s1` for a slice."""
     what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
-    piece = "" if action.slice is None else f"s{action.slice}"
-    return f"{what}_{action.stage}__{action.microbatch}{piece}"
+    suffix = "" if action.slice is None else f"s{action.slice}"
+    return f"{what}_{action.stage}__{action.microbatch}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,6 @@ class _LoopBuffers:
     """The buffers of a loop while its tasks are written.
 
     Attributes:
-        invariants: The buffer of each invariant.
         results: The result of the loop that accumulates each result of the body on each rank.
         num_updates: How often each of them has been accumulated so far.
     """
@@ -157,11 +144,5 @@ def _run_task(
         is_last = num_updates[result] == len(loop.microbatches[part, rank])
         writes.append(Buffer(results[result], None if is_last else num_updates[result]))
     return RunTask(
-        rank,
-        task_name(action),
-        task.graph,
-        tuple(reads),
-        tuple(writes),
-        (action,),
-        loop=loop_index,
+        rank, task_name(action), task.graph, tuple(reads), tuple(writes), (action,), loop=loop_index
     )

@@ -27,13 +27,7 @@ def checked_arguments(
     memory_cap: Time | Sequence[Time],
     placement: Sequence[int] | None,
 ) -> tuple[Costs, ActivationMemory, tuple[Time, ...]]:
-    """Returns costs, bytes and the cap of every rank.
-
-    The arguments are those of `search`.
-
-    Raises:
-        ValueError: If one is out of range or has another number of entries.
-    """
+    """Returns costs, bytes and the cap of every rank, from the arguments of `search`."""
     if placement is not None:
         require(
             sorted(set(placement)) == list(range(ranks)),
@@ -80,9 +74,6 @@ def memory_of_slots(
 
     A slot of its buffers has the bytes of the largest stage, from F to W. All ranks have the
     buffers of the fullest, so the least cap is that of all.
-
-    Raises:
-        ValueError: If ranks shall not be synchronous.
     """
     require(
         synchronous,

@@ -17,12 +17,7 @@ from ._rules import Rules
 
 
 def dispatch(problem: Problem, rules: Rules) -> tuple[Words, Time]:
-    """Returns the words that rules choose, and their objective.
-
-    Returns:
-        Words within the caps; and the makespan, or the longest span of a rank, with the time in
-        which ranks wait because the rules say so.
-    """
+    """Returns the words that rules choose, and their objective with the waits so chosen."""
     run = _ListScheduler(problem, rules)
     left = problem.num_actions
     while left:

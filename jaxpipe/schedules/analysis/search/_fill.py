@@ -17,15 +17,7 @@ from ._problem import F, I, Problem, W, Words
 
 @dataclass(frozen=True)
 class Timed:
-    """Words with their times.
-
-    Attributes:
-        words: The letters of every rank.
-        objective: The makespan, or the longest span of a rank.
-        starts: [num_ranks][letters] The start of every letter.
-        waited: [num_ranks][letters] Whether the letter began when its input arrived, later than the
-            end of the letter before it.
-    """
+    """Words, the start of every letter, and whether it waited for its input."""
 
     words: Words
     objective: Time
@@ -34,14 +26,9 @@ class Timed:
 
 
 def fill_weights(problem: Problem, orders: Words, target: Time) -> Timed | None:
-    """Returns the words of orders with W's put in, and their times.
+    """Returns the words of orders of F's and I's with W's put in; None if that is impossible.
 
-    Args:
-        orders: [num_ranks] the codes of F's and I's in order.
-        target: The time that is aimed at: a rank may lose what it has beyond its work.
-
-    Returns:
-        The words within the caps; None if the orders deadlock or an F does not fit.
+    `target` is the time that is aimed at: a rank may lose what it has beyond its work.
     """
     run = _WeightFilling(problem, orders, target)
     return run.result() if run.is_complete() else None

@@ -23,8 +23,6 @@ class Named:
     """A family with its arguments, by which `build` makes its schedule.
 
     Attributes:
-        name: The name of the family.
-        arguments: The arguments of `build` beyond ranks and microbatches.
         rank_of: The placement; None if a stage is on two ranks or microbatches are sliced.
     """
 
@@ -44,9 +42,8 @@ def named_candidates(
 ) -> Iterator[Named]:
     """Yields families with the arguments that are worth a try.
 
-    Args:
-        usual_groups: Whether to leave out groups but the family's own. Of a large problem all but
-            three are left out.
+    With `usual_groups`, groups are the family's own; for a large problem all but three are left
+    out.
     """
     for name in names:
         family = FAMILIES[name]

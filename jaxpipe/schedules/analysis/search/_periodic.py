@@ -17,9 +17,8 @@ from ._rules import Rules
 def periodic_rules(problem: Problem, *, period: Time, delay: Time, seed: int) -> Rules | None:
     """Returns strict rules with a period.
 
-    Args:
-        period: The period, as a fraction of the work of the busiest rank for a microbatch.
-        delay: The longest of random delays behind every F and I, as such a fraction.
+    `period`, and `delay`, the longest random delay behind an F or I, are fractions of the work of
+    the busiest rank for a microbatch.
     """
     work = float(max(problem.work) / problem.num_microbatches)
     if work <= 0:
@@ -45,10 +44,7 @@ def _offsets(problem: Problem, period: float, delay: float, random: Random) -> l
 
 
 def _first_free(busy: list[tuple[float, float]], now: float, length: float, period: float) -> float:
-    """Returns the first time at which a rank is free so long in every period, and takes it.
-
-    If there is none, the time is `now`.
-    """
+    """Returns, and takes, the first time at which a rank is free in every period; else `now`."""
     length = min(length, period)
     start, tries = now, 2 * len(busy) + 2
     while tries:

@@ -26,9 +26,7 @@ class Problem:
 
     Attributes:
         rank_of: [num_stages] The rank of every stage.
-        num_microbatches: The number of microbatches.
         times: [3][num_stages] The times of F, I and W.
-        transfer: The time between ranks.
         stored: [num_stages] The bytes that an F stores.
         kept: [num_stages] Those of them that only the W frees; the I frees the others.
         caps: [num_ranks] The most bytes that a rank may store.

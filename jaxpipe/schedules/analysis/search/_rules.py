@@ -85,10 +85,7 @@ def strict_order(problem: Problem, rules: Rules) -> Words:
 def fitted_rules(problem: Problem, words: Words) -> Rules:
     """Returns strict rules that come near to the order of words.
 
-    The keys are the places of the middle microbatch's letters, counted in the work before them.
-
-    Args:
-        words: [num_ranks] the letters of every rank.
+    The keys are the positions of the middle microbatch's letters, counted in the work before them.
     """
     middle, step = problem.num_microbatches // 2, float(_work(problem))
     lengths = [float(time) for times in problem.times for time in times]

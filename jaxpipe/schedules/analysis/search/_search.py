@@ -41,9 +41,6 @@ class Candidate:
     """A schedule with its name, its arguments for `build` (none if searched) and its figures.
 
     Attributes:
-        name: The name of a family, or `searched`.
-        arguments: The arguments of `build` beyond ranks and microbatches.
-        schedule: The schedule, which passes `check`.
         makespan: The time from the start to the end, in the unit of the costs.
         peak: The bytes of the fullest rank; by default in microbatches of a whole rank.
         step_time: The time that the search has minimised: the makespan, or the longest span of a
@@ -109,11 +106,11 @@ def search(
             argument is out of range.
 
     Example:
-        >>> found = search(2, 4, Costs(), memory_cap=2)
-        >>> found.peak <= 2, found.makespan, found.gap
+        >>> best = search(2, 4, Costs(), memory_cap=2)
+        >>> best.peak <= 2, best.makespan, best.gap
         (True, 12.25, 0.0)
         >>> in_ticks = search(2, 4, Costs(), memory_cap=2, lock_step=True)
-        >>> in_ticks.peak <= 2, in_ticks.makespan >= found.makespan
+        >>> in_ticks.peak <= 2, in_ticks.makespan >= best.makespan
         (True, True)
     """
     require_positive(
@@ -292,9 +289,7 @@ def _setting_of(schedule: Schedule, straight: _Setting) -> _Setting:
 def _costs(setting: _Setting, whole: Costs) -> Costs:
     """Returns the costs of a setting's stages, with those of fused pairs as they were given."""
     return replace(
-        stage_costs(setting.problem),
-        pair_factor=whole.pair_factor,
-        atomic_pairs=whole.atomic_pairs,
+        stage_costs(setting.problem), pair_factor=whole.pair_factor, atomic_pairs=whole.atomic_pairs
     )
 
 
@@ -310,13 +305,13 @@ def _divided(size: Time, pieces: int) -> Time | Fraction:
     return Fraction(size, pieces) if isinstance(size, int) else size / pieces
 
 
-def _better(one: _Fit, other: _Fit | None) -> _Fit:
+def _better(first: _Fit, second: _Fit | None) -> _Fit:
     """Returns the faster of two, of equal ones the leaner, of those the family."""
-    if other is None or not is_enough(other.step_time, one.step_time):
-        return one
-    if not is_enough(one.step_time, other.step_time):
-        return other
-    return min(one, other, key=lambda fit: (fit.peak, fit.name == SEARCHED))
+    if second is None or not is_enough(second.step_time, first.step_time):
+        return first
+    if not is_enough(first.step_time, second.step_time):
+        return second
+    return min(first, second, key=lambda fit: (fit.peak, fit.name == SEARCHED))
 
 
 def _schedule(fit: _Fit) -> Schedule:
@@ -332,15 +327,7 @@ def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candi
     if time is None:
         timeline = simulate(schedule, _costs(fit.setting, costs))
         time = makespan(timeline) / fit.setting.pieces
-    return Candidate(
-        fit.name,
-        fit.arguments,
-        schedule,
-        time,
-        fit.peak,
-        fit.step_time,
-        bound,
-    )
+    return Candidate(fit.name, fit.arguments, schedule, time, fit.peak, fit.step_time, bound)
 
 
 def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> tuple[str, str]:

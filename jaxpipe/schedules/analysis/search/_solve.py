@@ -38,12 +38,7 @@ class Solution:
 
 @dataclass
 class Budget:
-    """What a search may still spend, in actions whose time is computed.
-
-    Attributes:
-        left: The actions that are left.
-        whole: The budget of which this is a part, and from which it spends too.
-    """
+    """The actions whose time a search may still compute; a part also spends from `whole`."""
 
     left: Time
     whole: "Budget | None" = None
@@ -60,20 +55,14 @@ class Budget:
 
 
 class Solver:
-    """The search of one problem, which may be continued.
-
-    Attributes:
-        problem: The problem to solve.
-        bound: The lower bound of its time.
-        best: The best words so far.
-    """
+    """The search of one problem, which may be continued; `bound` is a lower bound of its time."""
 
     def __init__(self, problem: Problem, budget: Budget):
         """Makes one order."""
         self.problem, self.bound = problem, lower_bound(problem)
         self._small = _with_fewer_microbatches(problem)
         self._small_bound = lower_bound(self._small)
-        self._known: list[Solution] = []
+        self._solutions: list[Solution] = []
         self._tried = 0  # recipes
         self._used: list[Plan] = []
         safe = pace_rules(problem, pace=0.25, wait_forward=1, wait_weight=0.5, reserve=0)
@@ -118,22 +107,22 @@ class Solver:
         self._use_best(budget)
 
     def _add(self, solution: Solution) -> None:
-        self._known.append(solution)
+        self._solutions.append(solution)
         if self._small is self.problem and solution.objective < self.best.objective:
             self.best = solution
 
     def _climbers(self, budget: Budget) -> list[Solution]:
         """Returns the best rules that are followed to the letter, and the best that are not."""
         climbers = []
-        for known in sorted(self._known, key=_objective):
-            plan = known.plan
+        for solution in sorted(self._solutions, key=_objective):
+            plan = solution.plan
             if not isinstance(plan, Rules):
-                plan = _rules(self._small, plan, known)
-                known = _best_of(self._small, plan, budget)
-            if known is not None and isinstance(known.plan, Rules):
+                plan = _rules(self._small, plan, solution)
+                solution = _best_of(self._small, plan, budget)
+            if solution is not None and isinstance(solution.plan, Rules):
                 kinds = [other.plan.strict for other in climbers]
-                if kinds.count(known.plan.strict) < (1 if known.plan.strict else 2):
-                    climbers.append(known)
+                if kinds.count(solution.plan.strict) < (1 if solution.plan.strict else 2):
+                    climbers.append(solution)
             if len(climbers) == _STARTS:
                 break
         return climbers
@@ -143,15 +132,15 @@ class Solver:
         if self._small is self.problem:
             return
         objectives = set()
-        for known in sorted(self._known, key=_objective):
+        for small_solution in sorted(self._solutions, key=_objective):
             if self.is_done or budget.left <= 0 or len(objectives) == _USED:
                 return
-            if known.objective in objectives:
+            if small_solution.objective in objectives:
                 continue
-            objectives.add(known.objective)
-            if known.plan not in self._used:
-                self._used.append(known.plan)
-                solution = _best_of(self.problem, known.plan, budget)
+            objectives.add(small_solution.objective)
+            if small_solution.plan not in self._used:
+                self._used.append(small_solution.plan)
+                solution = _best_of(self.problem, small_solution.plan, budget)
                 if solution is not None and solution.objective < self.best.objective:
                     self.best = solution
 
