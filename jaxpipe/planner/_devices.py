@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-from ..devices import HARDWARE, Hardware, find_hardware, generation_of
-from ..train.estimate import host_bytes
+from ..devices import HARDWARE, Hardware, find_hardware, generation_of, host_bytes
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,13 @@ class Devices:
         if row.link_domain == row.devices_per_host:
             return self.shape[-1]
         return min(row.link_domain, self.num_devices)
+
+    @property
+    def platform(self) -> str:
+        """Returns "tpu", "gpu" or "cpu"."""
+        if self.generation == "cpu":
+            return "cpu"
+        return "gpu" if self.is_gpu else "tpu"
 
     @property
     def topology(self) -> str:

@@ -8,7 +8,7 @@ from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import gathered_parameters, stored_parameters
 from .._request import Request
-from ..memory import expert_chunks, stage_residual_bytes, wgrad_bytes
+from ..memory import expert_chunks, step_sizes
 
 _SUM_BYTES = 30.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
@@ -36,8 +36,8 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     if candidate.engine.pipelines:
         return sums
     stacks = 0.0
-    if request.own is None:  # what a model of one's own writes is counted by its equations
-        kept = stage_residual_bytes(request.model, candidate, _tokens(candidate, request))
+    if not request.source.is_own:  # what a model of one's own writes is counted by its equations
+        kept = step_sizes(request.model, candidate, _tokens(candidate, request)).residuals
         stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
     stacks += _window_seconds(candidate, request)
     return sums + stacks
@@ -58,9 +58,8 @@ def _tokens(candidate: StepLayout, request: Request) -> float:
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds in which residuals are written to buffers and read there."""
     tokens, visits = _tokens(candidate, request), candidate.microbatches * candidate.chunks
-    kept = stage_residual_bytes(request.model, candidate, tokens)
-    if splits_backward(candidate):
-        kept += wgrad_bytes(request.model, candidate, tokens)
+    sizes = step_sizes(request.model, candidate, tokens)
+    kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
     return visits * _STACK_BYTES * kept / _memory_rate(request)
 
 
