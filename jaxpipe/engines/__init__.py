@@ -12,12 +12,11 @@ from ._engine import When as When
 from ._kinds import with_kinds as _with_kinds
 from ._memory import Buffers as Buffers
 from ._memory import PeakMemory as PeakMemory
-from ._memory import Shards as Shards
+from ._memory import Sharded as Sharded
 from ._memory import StepCounts as StepCounts
 from ._memory import StepSizes as StepSizes
 from ._mpmd import MPMD as _MPMD
 from ._scheduled import SCHEDULED as _SCHEDULED
-from ._scheduled import num_copies as num_copies
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
 from ._vocab_parallel import loss_on_ranks as loss_on_ranks
 

@@ -34,7 +34,7 @@ def gradient_accumulation(
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
         num_steps: A, the number of calls.
-        reshard: Shards the sums after every call. By default they stay as `f` returns them.
+        reshard: Sharded the sums after every call. By default they stay as `f` returns them.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].

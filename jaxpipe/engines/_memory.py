@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
     num_slices: int = 1
 
 
-class Shards(NamedTuple):
+class Sharded(NamedTuple):
     """Bytes on a device of arrays as they are stored, and gathered."""
 
     stored: float
@@ -89,10 +89,10 @@ class StepSizes(NamedTuple):
 
     weights: float
     optimizer: float
-    grads: Shards
-    reads: Shards
-    casts: Shards
-    boundary_grads: Shards
+    grads: Sharded
+    reads: Sharded
+    casts: Sharded
+    boundary_grads: Sharded
     boundary_read: float
     boundary_cast: float
     head_grads: float

@@ -88,16 +88,10 @@ def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tupl
     """Returns the bytes of weights on a device of every rank, with copies of others' stages."""
     assert plan.schedule is not None
     stages = _stacked.rank_bytes(plan, {"stages": weights["stages"]}, tied)
-    stored, copies = _stacked.rank_bytes(plan, weights, tied), num_copies(plan.schedule)
+    stored, copies = _stacked.rank_bytes(plan, weights, tied), language.num_copies(plan.schedule)
     return tuple(
         a + b * copies // plan.layout.num_repeats for a, b in zip(stored, stages, strict=True)
     )
-
-
-def num_copies(schedule: Schedule) -> int:
-    """Returns the most stages that a rank runs and another one stores."""
-    ranks = enumerate(language.stored_stages(schedule))
-    return max(len(language.stages_of_rank(schedule, rank)) - len(own) for rank, own in ranks)
 
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
@@ -130,7 +124,7 @@ def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
     return Buffers(
         facts.most_live(S, M, v),
         wgrad_residuals=min(M * v, S) if facts.splits_backward else 0,
-        activations=2 * M - S + 2 if facts.is_breadth_first else 3,
+        activations=facts.most_waiting(S, M) + 1,
     )
 
 

@@ -8,7 +8,6 @@ from ._answer import Plans as Plans
 from ._candidates import EngineOptions as EngineOptions
 from ._candidates import Space as Space
 from ._candidates import StepLayout as StepLayout
-from ._candidates import engine_named as engine_named
 from ._devices import Devices as Devices
 from ._devices import parse_devices as parse_devices
 from ._model import Axes as Axes
@@ -17,13 +16,9 @@ from ._model import RoutedExperts as RoutedExperts
 from ._model import Tensor as Tensor
 from ._model import WeightBytes as WeightBytes
 from ._model import WeightGroup as WeightGroup
-from ._plan import plan_own as plan_own
+from ._own_model import own_request as own_request
 from ._plan import plan_request as plan_request
 from ._request import PreparedPipeline as PreparedPipeline
 from ._request import Request as Request
 from ._request import Values as Values
-from ._request import usable_bytes as usable_bytes
 from ._verify import VerifiedPlan as VerifiedPlan
-from .memory import peak_memory as peak_memory
-from .memory import step_counts as step_counts
-from .memory import step_sizes as step_sizes

@@ -14,6 +14,9 @@ import jax
 
 from ..devices import HARDWARE, Hardware, find_hardware, generation_of, host_bytes
 
+_USABLE = 0.95
+"""The share of a device's memory that is planned with; the rest is for what is not foreseen."""
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -58,6 +61,10 @@ class Devices:
             return self.shape[-1]
         return min(row.link_domain, self.num_devices)
 
+    def usable_bytes(self, memory_gb: float | None) -> float:
+        """Returns the bytes of memory that a plan may use on a device."""
+        return memory_gb * 1e9 if memory_gb else _USABLE * self.memory_bytes
+
     @property
     def platform(self) -> str:
         """Returns "tpu", "gpu" or "cpu"."""
@@ -78,6 +85,9 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
         name: An accelerator of Google's (`v5p-64`, `v6e-16`), chips of a torus (`v6e:4x4`), GPUs
             (`h100:8`, `h100:2x8`), or `here`.
         num_slices: The number of such slices, joined by the data centre's network.
+
+    Returns:
+        The devices.
 
     Raises:
         ValueError: If the name is none of these.

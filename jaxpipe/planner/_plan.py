@@ -1,73 +1,34 @@
-"""Plans a training step: from a request, or a model of plain functions, to the fastest layouts."""
+"""Plans a training step: from a request to the fastest layouts that fit."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
-import jax
-from jaxtyping import PyTree
-
-from ..api import Model
 from ..engines import PeakMemory
 from ._answer import Plans, describe, unit_of_bytes
-from ._devices import parse_devices
-from ._own_model import NOT_CHOSEN, fix_space, own_request
-from ._request import Request, usable_bytes
+from ._own_model import NOT_CHOSEN
+from ._request import Request
 from ._search import BestPlans, search
 
 _GB = 1e9
 
 
 def plan_request(request: Request, num_plans: int) -> Plans:
-    """Returns the fastest plans of a request; raises a `ValueError` if no layout fits."""
+    """Searches the layouts of a request.
+
+    Args:
+        request: The model, the devices, and what of a layout is given.
+        num_plans: How many plans to return at most.
+
+    Returns:
+        The plans, the fastest first.
+
+    Raises:
+        ValueError: If no layout fits; it says what is short by how much.
+    """
     started = time.perf_counter()
     best = search(request, num_plans)
     if not best.plans:
         raise ValueError(_nothing_fits(request, best))
     return Plans(request, best, time.perf_counter() - started)
-
-
-def plan_own(
-    model: Model,
-    devices: str,
-    params: PyTree,
-    example: PyTree,
-    *,
-    batch: int | None = None,
-    num_slices: int = 1,
-    memory_gb: float | None = None,
-    max_stages: int | None = None,
-    schedule: str | None = None,
-    num_plans: int = 5,
-    mesh: Mapping[str, int] | None = None,
-    **fixed: Any,
-) -> Plans:
-    """Returns the fastest plans of a model of plain functions, as `jaxpipe.plan` does.
-
-    Raises:
-        ValueError: If a value is wrong, or no layout fits.
-    """
-    spread = parse_devices(devices, num_slices)
-    counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
-    _check_own(params, example, **fixed)
-    rows = batch or jax.tree.leaves(example)[0].shape[0]
-    limit = usable_bytes(spread, memory_gb)
-    request = own_request(model, params, example, spread, rows, limit)
-    request = fix_space(request, max_stages=max_stages, schedule=schedule, mesh=mesh, counts=counts)
-    return plan_request(request, num_plans)
-
-
-def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
-    """Checks the arguments that a model of the user's own needs, and those that it has not."""
-    if params is None or example is None:
-        raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
-    unread = [f"`{name}`" for name, value in others.items() if value is not None]
-    if unread:
-        raise ValueError(
-            f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
-            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
-            "given."
-        )
 
 
 def _nothing_fits(request: Request, best: BestPlans) -> str:

@@ -17,9 +17,6 @@ from ._model import PlannedModel
 
 Values = dict[str, Any]
 
-_USABLE = 0.95
-"""The share of a device's memory that is planned with; the rest is for what is not foreseen."""
-
 
 class PreparedPipeline(NamedTuple):
     """A pipeline as its engine runs it.
@@ -85,8 +82,3 @@ class Request:
     space: Space
     before: int
     after: int
-
-
-def usable_bytes(devices: Devices, memory_gb: float | None) -> float:
-    """Returns the bytes of memory that a plan may use on a device."""
-    return memory_gb * 1e9 if memory_gb else _USABLE * devices.memory_bytes

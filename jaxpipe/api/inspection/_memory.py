@@ -18,7 +18,7 @@ from ...autodiff import keep
 from ...autodiff.backward import floating, pullback, split_backward
 from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
-from ...engines import PeakMemory, PipelinePlan, Shards, StepCounts, StepSizes, num_copies
+from ...engines import PeakMemory, PipelinePlan, Sharded, StepCounts, StepSizes
 from ...engines.fsdp import (
     cast_params,
     gathered_plan,
@@ -130,7 +130,7 @@ def _step_sizes(
 
 def _num_stages(plan: PipelinePlan) -> int:
     """Returns the stages that each rank runs."""
-    copies = num_copies(plan.schedule) if plan.schedule else 0
+    copies = language.num_copies(plan.schedule) if plan.schedule else 0
     return plan.layout.num_repeats + copies
 
 
@@ -147,8 +147,8 @@ def _weight_sizes(
     def of(plan: PipelinePlan, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
         return count(plan, tree, tied)
 
-    def shards(plan: PipelinePlan, tree: dict[str, Any]) -> list[Shards]:
-        return [Shards(*pair) for pair in zip(of(plan, tree), of(whole, tree), strict=True)]
+    def shards(plan: PipelinePlan, tree: dict[str, Any]) -> list[Sharded]:
+        return [Sharded(*pair) for pair in zip(of(plan, tree), of(whole, tree), strict=True)]
 
     stages, boundary = partial(_part, of_stages=True), partial(_part, of_stages=False)
     columns = {

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...engines import Buffers, PeakMemory, Shards, StepCounts, StepSizes
+from ...engines import Buffers, PeakMemory, Sharded, StepCounts, StepSizes
 from .._candidates import StepLayout
 from .._model import (
     PlannedModel,
@@ -157,10 +157,10 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     return StepSizes(
         weights=weights,
         optimizer=_MOMENTS * (weights - copies) / replicas,
-        grads=Shards(of.gradient * stored / replicas, of.gradient * whole),
-        reads=Shards(of.read * stored, of.read * whole),
-        casts=Shards(of.cast * stored * is_cast, of.cast * whole),
-        boundary_grads=Shards(
+        grads=Sharded(of.gradient * stored / replicas, of.gradient * whole),
+        reads=Sharded(of.read * stored, of.read * whole),
+        casts=Sharded(of.cast * stored * is_cast, of.cast * whole),
+        boundary_grads=Sharded(
             of_boundary.gradient * on_mesh.stored_boundary, of_boundary.gradient * on_mesh.boundary
         ),
         boundary_read=of_boundary.read * on_mesh.boundary,

@@ -6,8 +6,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ...engines import PeakMemory, Shards, StepSizes, num_copies
-from ...planner import EngineOptions, StepLayout, step_counts, step_sizes
+from ...engines import PeakMemory, Sharded, StepSizes
+from ...planner import EngineOptions, StepLayout
+from ...planner.memory import step_counts, step_sizes
+from ...schedules import language
 from ...sharding import AXES
 from ..plan._model import RematPlan
 from ..plan._setup import StepPlan
@@ -61,7 +63,7 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         pipeline.gather,
         model.num_vocab_tiling,
         EngineOptions(pipeline.forwarding_delay, pipeline.zero1, pipeline.vocab_parallel),
-        0 if pipeline.schedule is None else num_copies(pipeline.schedule),
+        0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
     )
 
 
@@ -91,7 +93,7 @@ def _sizes(plan: StepPlan, layout: StepLayout) -> StepSizes:
     return step_sizes(model, layout, tokens)
 
 
-def _all_grads(plan: StepPlan, sizes: StepSizes) -> list[dict[str, Shards | float]]:
+def _all_grads(plan: StepPlan, sizes: StepSizes) -> list[dict[str, Sharded | float]]:
     """Returns the gradients of every rank; of programs of ranks by their shardings."""
     engine, tied = plan.engine, plan.state.weights.tied
     if not engine.program_per_rank:
@@ -101,9 +103,9 @@ def _all_grads(plan: StepPlan, sizes: StepSizes) -> list[dict[str, Shards | floa
     sums, of_a_call = (
         engine.step_bytes(of_gradients(plan), tree, tied) for tree in (in_float32, groups)
     )
-    nothing = Shards(0.0, 0.0)
+    nothing = Sharded(0.0, 0.0)
     return [
-        {"grads": Shards(size, size), "boundary_grads": nothing, "call_grads": one}
+        {"grads": Sharded(size, size), "boundary_grads": nothing, "call_grads": one}
         for size, one in zip(sums, of_a_call, strict=True)
     ]
 

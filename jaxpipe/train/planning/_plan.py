@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ...api import Model
-from ...planner import Plans, parse_devices, plan_own, plan_request
+from ...planner import Plans, own_request, parse_devices, plan_request
 from ._request import make_request
 
 
@@ -59,27 +59,13 @@ def plan(
         >>> plans.best.settings["per_device_batch_size"], len(plans.plans)
         (8.0, 2)
     """
-    if not isinstance(model, str | Mapping):
-        given = {"batch": batch, "sequence": sequence, "memory_gb": memory_gb} | fixed
-        return plan_own(
-            model,
-            devices,
-            params,
-            example,
-            num_slices=num_slices,
-            max_stages=max_stages,
-            schedule=schedule,
-            num_plans=num_plans,
-            **given,
-        )
-    values = {"model_name": model} if isinstance(model, str) else dict(model)
-    request = make_request(
-        values | fixed,
-        parse_devices(devices, num_slices),
-        batch=batch,
-        sequence=sequence,
-        memory_gb=memory_gb,
-        max_stages=max_stages,
-        schedule=schedule,
-    )
+    target = parse_devices(devices, num_slices)
+    given: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
+    given |= {"max_stages": max_stages, "schedule": schedule}
+    if isinstance(model, str | Mapping):
+        values = {"model_name": model} if isinstance(model, str) else dict(model)
+        request = make_request(values | fixed, target, sequence=sequence, **given)
+    else:
+        fixed |= {"sequence": sequence}
+        request = own_request(model, params, example, target, fixed, **given)
     return plan_request(request, num_plans)

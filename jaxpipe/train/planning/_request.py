@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ...autodiff.backward import TENSORS, saved_names
 from ...cost.work import Experts, LatentAttention, ModelWork, transformer
-from ...engines import usual_engine
+from ...engines import CONFIG_ENGINES, usual_engine
 from ...models import PRESETS, DeepseekConfig
 from ...planner import (
     Devices,
@@ -20,8 +20,6 @@ from ...planner import (
     Request,
     Space,
     Values,
-    engine_named,
-    usable_bytes,
 )
 from ...sharding.layout import parse_layout
 from ..config._config import Config, engines_that_read
@@ -77,7 +75,7 @@ def make_request(
     elif schedule:
         settings["pipeline_schedule"] = schedule
         name = settings.get("pipeline_engine", usual_engine(None).config_name)
-        if not engine_named(name).runs_schedules:
+        if name in CONFIG_ENGINES and not CONFIG_ENGINES[name].runs_schedules:
             settings["pipeline_engine"] = usual_engine(schedule).config_name
     fixed, chosen = _fixed(settings)
     values = {key: value for key, value in settings.items() if key not in chosen}
@@ -110,7 +108,7 @@ def make_request(
         devices,
         rows,
         sequence,
-        usable_bytes(devices, memory_gb),
+        devices.usable_bytes(memory_gb),
         planned_model(
             config.model_name,
             sizes,
