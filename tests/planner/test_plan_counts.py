@@ -125,7 +125,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[bool, bool]]] = {
     "delay": (_CIRCULAR, {"pipeline_delay_activation_forwarding": True}, (True, True)),
     "ZeRO-1": (_CIRCULAR, {"shard_optimizer_over_data": True}, (True, False)),
     "ZeRO-1 without a pipeline": (
-        {"pipeline_engine": "none", "ici_pipeline_parallelism": 1, "ici_fsdp_parallelism": 2},
+        {"pipeline_engine": "none", "ici_pipeline_parallelism": 1, "ici_fsdp_parallelism": 2}
+        | {"num_pipeline_microbatches": 4},
         {"shard_optimizer_over_data": True},
         (True, False),
     ),
