@@ -7,6 +7,13 @@ model. Constants that are the compiler's are named. S ranks, v stages on each, M
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
+LIVE = 0.8
+"""What of the residuals of a layer exists at a time while XLA computes its backward."""
+
+LOGITS = 1.25
+"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
+part never stored."""
+
 
 class StepCounts(NamedTuple):
     """Counts of a pipeline.

@@ -82,3 +82,8 @@ class Request:
     space: Space
     before: int
     after: int
+
+    def tokens(self, candidate: StepLayout) -> float:
+        """Returns the tokens of a microbatch on a device."""
+        rows = self.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
+        return rows * self.sequence / candidate.sizes["context"]

@@ -70,8 +70,7 @@ def search(request: Request, num_plans: int) -> BestPlans:
         count += 1
         counts = step_counts(candidate)
         buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
-        tokens = microbatch_tokens(candidate, request)
-        needed = peak_memory(request.model, candidate, tokens, buffers)
+        needed = peak_memory(request.model, candidate, request.tokens(candidate), buffers)
         if leanest is None or needed.total < leanest[1].total:
             leanest = candidate, needed
         seconds = rough_seconds(candidate, request)
@@ -81,12 +80,6 @@ def search(request: Request, num_plans: int) -> BestPlans:
             beyond = seconds, needed
     plans, refused = _finals(fitting, request, max(num_plans, _FINALISTS))
     return BestPlans(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
-
-
-def microbatch_tokens(candidate: StepLayout, request: Request) -> float:
-    """Returns the tokens of a microbatch on a device."""
-    rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
-    return rows * request.sequence / candidate.sizes["context"]
 
 
 def _finals(
@@ -106,7 +99,7 @@ def _finals(
         except ValueError as error:
             refused.append(str(error))
             continue
-        tokens = microbatch_tokens(candidate, request)
+        tokens = request.tokens(candidate)
         needed = max(
             (
                 peak_memory(request.model, candidate, tokens, buffers)

@@ -18,7 +18,7 @@ from ...autodiff import keep
 from ...autodiff.backward import floating, pullback, split_backward
 from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
-from ...engines import PeakMemory, PipelinePlan, Sharded, StepCounts, StepSizes
+from ...engines import LIVE, LOGITS, PeakMemory, PipelinePlan, Sharded, StepCounts, StepSizes
 from ...engines.fsdp import (
     cast_params,
     gathered_plan,
@@ -31,13 +31,6 @@ from .._frozen import unmark
 from .._params import weights_of
 
 _KINDS = tuple(kind.name for kind in fields(PeakMemory))
-
-LIVE = 0.8
-"""What of the residuals of a layer exists at a time while XLA computes its backward."""
-
-LOGITS = 1.25
-"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
-part never stored."""
 
 
 @dataclass(frozen=True, repr=False)

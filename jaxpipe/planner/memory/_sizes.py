@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...engines import Buffers, PeakMemory, Sharded, StepCounts, StepSizes
+from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
 from .._candidates import StepLayout
 from .._model import (
     PlannedModel,
@@ -18,19 +18,12 @@ from ._experts import gathered_token_bytes, routed_bytes, work_with_experts
 _FLOAT32 = 4
 _MOMENTS = 2
 
-_LIVE = 0.8
-"""What of the tensors of a layer exists at a time while its backward runs."""
-
 _LIVE_ON_CPU = 1.15
-"""The same of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
+"""`LIVE` of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
 
 _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
 over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
-
-_LOGITS = 1.25
-"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
-part never stored."""
 
 
 class _OnMesh(NamedTuple):
@@ -107,7 +100,7 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     sizes = mesh_sizes(mesh)
     itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
     every = token_bytes(model.own_rows("none"), sizes, itemsize)
-    share = _LIVE_ON_CPU if model.on_cpu else _LIVE
+    share = _LIVE_ON_CPU if model.on_cpu else LIVE
     expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
     return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
 
@@ -173,7 +166,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         residuals=_residuals(model, candidate, tokens, activation, kept),
         wgrad_residuals=n * tokens * _wgrad_bytes(model, mesh),
         work=_work(model, candidate, tokens, activation),
-        loss=_LOGITS * logits,
+        loss=LOGITS * logits,
         past=past,
         past_cotangent=past * max(1.0, _FLOAT32 / model.activation_bytes),
         outer_read=of_boundary.read * outer,
