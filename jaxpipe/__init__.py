@@ -23,8 +23,8 @@ if typing.TYPE_CHECKING:
     from .api import pipeline as pipeline
     from .api import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from .cli import emulate_devices as emulate_devices
-    from .planner import plan as plan
     from .sharding import make_mesh as make_mesh
+    from .train.planning import plan as plan
 else:
     _get, __dir__, _ = _lazy.names(__name__)
 

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import accum_dtype, fold_in_microbatch
 from ._engine import Engine, PipelinePlan
+from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from .fsdp import over_data
 
 Reshard = Callable[[PyTree], PyTree]
@@ -33,7 +34,7 @@ def gradient_accumulation(
     Args:
         f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
         num_steps: A, the number of calls.
-        reshard: Shards the sums after every call. By default they stay as `f` returns them.
+        reshard: Sharded the sums after every call. By default they stay as `f` returns them.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...].
@@ -114,8 +115,17 @@ def with_calls(engine: Engine) -> Engine:
 
         return run_calls
 
+    def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
+        peak, sums = engine.memory(counts, buffers, sizes), sizes.grad_sums
+        others = counts.num_calls - 1
+        # Programs of ranks add gradients that are not float32 after the last loop only.
+        adds_late = engine.per_stage_state and sizes.call_grads < sums
+        earlier = others * sizes.call_grads if adds_late else min(others, 1) * sums
+        return replace(peak, gradients=peak.gradients + earlier)
+
     return replace(
         engine,
         value=of_calls(engine.value, has_grads=False),
         value_and_grad=of_calls(engine.value_and_grad, has_grads=True),
+        memory=memory,
     )

@@ -14,10 +14,14 @@ from ..spmd import circular_engine
 from . import _stacked
 from ._engine import Engine, OwnSchedule, PipelinePlan
 from ._jit import jit
+from ._memory import Buffers, PeakMemory, StepCounts, StepSizes, boundary_memory
 from ._memory_cap import check_cap
 from .fsdp import weight_gathers
 
-_OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1, num_ticks=circular_ticks)
+_OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1)
+
+_STREAM = 4
+"""Copies of a rank's microbatches that XLA holds: inputs, stream, results and their cotangents."""
 
 
 def _prepare(
@@ -38,7 +42,7 @@ def _prepare(
             "`schedule` is not the circular one, and `engine` is 'circular', which runs no other. "
             "Give `engine='scheduled'`, which runs any schedule in one program, or leave it out."
         )
-    stored = own.num_ticks(num_ranks, chunks, num_microbatches) / chunks
+    stored = circular_ticks(num_ranks, chunks, num_microbatches) / chunks
     check_cap(
         memory_cap,
         stored,
@@ -125,9 +129,65 @@ def _num_ticks(plan: PipelinePlan) -> int:
     return circular_ticks(*counts, _handover(plan))
 
 
-def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
-    """Returns the ticks: the loop keeps the stage input of each, also of those in a bubble."""
-    return (_num_ticks(plan),) * plan.layout.num_ranks
+def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+    S = plan.layout.num_ranks
+    counts = StepCounts(S, plan.layout.num_repeats, plan.num_microbatches, None)
+    counts = counts._replace(forwarding_delay=plan.forwarding_delay)
+    return (_expected_buffers(None, counts),) * S
+
+
+def _expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
+    """Returns entries for all ticks, also those in which a rank is in a bubble."""
+    del family
+    S, v, M, delay = counts.num_ranks, counts.chunks, counts.num_microbatches, 1
+    delay += counts.forwarding_delay
+    first, second = circular_engine.num_entries(circular_engine.PipelineShape(S, v, M, delay))
+    return Buffers(first + second, first, activations=_STREAM * max(1, M // S) + delay - 1)
+
+
+def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
+    v, grads = counts.chunks, sizes.grads
+    every = kept = buffers.residuals * sizes.residuals
+    gradients = grads.stored
+    if buffers.first_half:  # the later half is freed before gradients of the earlier half exist
+        later, first = grads.stored * (v - v // 2) / v, buffers.first_half * sizes.residuals
+        kept, gradients = max((kept, later), (first, gradients), key=sum)
+    gathered = _gathered(counts, sizes)
+    gradients += 2 * (grads.stored if counts.gather == "tick" else grads.whole) / v
+    work, logits = sizes.work, 0.0
+    boundary_grads, boundary = boundary_memory(counts, sizes)
+    head = sizes.head_grads or boundary_grads
+    embed = boundary_grads - head  # whose gradient is computed after the last tick
+    if grads.stored + embed > kept + gradients + work:
+        kept, gradients, work = 0.0, grads.stored + embed, 0.0
+    if every + sizes.loss > kept + gradients + work:  # the loss is computed before any of these
+        kept, gradients, work, logits = every, 0.0, 0.0, sizes.loss
+        gathered += boundary  # which are freed after it
+    return PeakMemory(
+        sizes.weights,
+        sizes.optimizer,
+        gradients + head,
+        gathered,
+        kept + buffers.activations * sizes.activation,
+        logits,
+        work,
+    )
+
+
+def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
+    """Returns the bytes of gathered or cast weights of a rank, and of windows of a stage's."""
+    reads, v = sizes.reads, counts.chunks
+    match counts.gather:
+        case None:
+            return reads.whole / v
+        case "once":
+            return reads.whole + reads.whole / v
+        case "repeat":
+            return 3 * reads.whole / v
+        case "tick":  # beside the window a tick's weights, and a gradient before it is a sum
+            return reads.stored / v + reads.whole / v + sizes.largest_grad
+        case "layer":
+            return sizes.casts.stored + 2 * sizes.layer_read
 
 
 def _may_divide(plan: PipelinePlan) -> bool:
@@ -171,7 +231,9 @@ CIRCULAR = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
-    kept_inputs=_kept_inputs,
+    buffers=_buffers,
+    expected_buffers=_expected_buffers,
+    memory=_memory,
     may_divide=_may_divide,
     own_schedule=_OWN_SCHEDULE,
 )

@@ -17,6 +17,7 @@ from ..schedules.language import stored_stages
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import When as WhenOfStage
+from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 
 When = Literal[WhenOfStage, "layer"]
 """When parameters that are sharded over `fsdp` are gathered."""
@@ -94,12 +95,10 @@ class OwnSchedule(NamedTuple):
     Attributes:
         family: Its name among `schedules.FAMILIES`.
         default_chunks: Stages per rank, unless the caller gives them.
-        num_ticks: `(S, v, M) -> ticks` of its forward loop; the backward loop has as many.
     """
 
     family: str
     default_chunks: int
-    num_ticks: Callable[[int, int, int], int]
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,11 @@ class Engine:
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
-        kept_inputs: `(plan) -> [S]` the stage inputs that a rank keeps for backwards at a time.
+        buffers: `(plan) -> [S]` the entries of the buffers of every rank.
+        expected_buffers: `(family or None, counts) -> Buffers` of the fullest rank, by closed
+            forms: `buffers` without the tables of a schedule.
+        memory: `(counts, buffers, sizes) -> PeakMemory` of a rank during `value_and_grad` and an
+            update: what its buffers hold, and what exists beside them at the peak.
         may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where a
             rank runs functions in a branch that others do not take, it may not: XLA's partitioner
             may move rows by a collective permute, for which devices of all ranks wait.
@@ -215,7 +218,9 @@ class Engine:
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelinePlan, Costs], Timeline]
-    kept_inputs: Callable[[PipelinePlan], tuple[int, ...]]
+    buffers: Callable[[PipelinePlan], tuple[Buffers, ...]]
+    expected_buffers: Callable[[str | None, StepCounts], Buffers]
+    memory: Callable[[StepCounts, Buffers, StepSizes], PeakMemory]
     may_divide: Callable[[PipelinePlan], bool]
     sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None
     own_schedule: OwnSchedule | None = None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -14,11 +15,13 @@ from .. import mpmd, schedules
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import run_layers, run_sliced_layers
 from ..mpmd import api as mpmd_api
-from ..schedules import Costs, Schedule, Timeline, check, language
+from ..schedules import Costs, Op, Schedule, Timeline, check, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
+from ._memory import Buffers
 from ._memory_cap import activation_cap
+from ._scheduled import expected_buffers, memory
 from .fsdp import param_spec_tree
 
 
@@ -250,9 +253,27 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return schedules.simulate(plan.schedule, costs)
 
 
-def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
+def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+    """Returns the buffers of every rank by the order of its actions; of slices as in ticks."""
     assert plan.schedule is not None
-    return tuple(schedules.peak_activations(plan.schedule))
+    past, num_slices = {}, language.num_slices(plan.schedule)
+    if num_slices > 1:
+        slots = lock_step.tick_tables(lock_step.to_lock_step(plan.schedule)).num_slots
+        past = {name: slots[name] for name in ("past", "past_cotangents")}
+        past |= {"num_slices": num_slices}
+    peaks = schedules.peak_activations(plan.schedule)
+    rows = zip(peaks, plan.schedule.programs, strict=True)
+    return tuple(
+        Buffers(peak, wgrad_residuals=_most_deferred(row), activations=3, **past)
+        for peak, row in rows
+    )
+
+
+def _most_deferred(program: tuple[language.ScheduleStep, ...]) -> int:
+    """Returns the most microbatches of stages whose I has run and whose W has not."""
+    changes = {Op.I: 1, Op.W: -1}
+    actions = (action for step in program for action in language.actions_of(step))
+    return max(accumulate(changes.get(action.op, 0) for action in actions), default=0)
 
 
 MPMD = Engine(
@@ -288,7 +309,9 @@ MPMD = Engine(
     gather=_gather,
     jit=_jit,
     timeline=_timeline,
-    kept_inputs=_kept_inputs,
+    buffers=_buffers,
+    expected_buffers=expected_buffers,
+    memory=memory,
     may_divide=lambda plan: True,
     sliced_stage=_sliced_stage,
 )

@@ -7,14 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import schedules
 from ..autodiff import StagedModel
-from ..schedules import Costs, Schedule, Timeline, language, lock_step
+from ..schedules import FAMILIES, Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
 from ._engine import Engine, PipelinePlan
 from ._jit import jit
+from ._memory import (
+    Buffers,
+    PeakMemory,
+    StepCounts,
+    StepSizes,
+    boundary_memory,
+    stored_activations,
+)
 from ._memory_cap import activation_cap
 from .fsdp import weight_gathers
 
@@ -80,11 +87,11 @@ def _value_and_grad(
 def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, with copies of others' stages."""
     assert plan.schedule is not None
-    num_run = len(language.stages_of_rank(plan.schedule, 0))  # as many on every rank
     stages = _stacked.rank_bytes(plan, {"stages": weights["stages"]}, tied)
-    copied = [size * (num_run - plan.layout.num_repeats) for size in stages]
-    stored = _stacked.rank_bytes(plan, weights, tied)
-    return tuple(a + b // plan.layout.num_repeats for a, b in zip(stored, copied, strict=True))
+    stored, copies = _stacked.rank_bytes(plan, weights, tied), language.num_copies(plan.schedule)
+    return tuple(
+        a + b * copies // plan.layout.num_repeats for a, b in zip(stored, stages, strict=True)
+    )
 
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
@@ -92,11 +99,61 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return lock_step.simulate_ticks(plan.ticks, costs)
 
 
-def _kept_inputs(plan: PipelinePlan) -> tuple[int, ...]:
-    """Returns what the fullest rank keeps, as buffers of all ranks are equally large."""
-    assert plan.schedule is not None
-    peaks = schedules.peak_activations(plan.schedule)
-    return (max(peaks),) * len(peaks)
+def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+    """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
+    assert plan.ticks is not None
+    tables = lock_step.tick_tables(plan.ticks)
+    slots = tables.num_slots
+    on_rank = Buffers(
+        max(slots["residuals_for_backward"], slots["residuals_for_weight"]),
+        wgrad_residuals=slots["wgrad_residuals"],
+        activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
+        past=slots["past"],
+        past_cotangents=slots["past_cotangents"],
+        num_slices=tables.num_slices,
+    )
+    return (on_rank,) * plan.layout.num_ranks
+
+
+def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
+    """Returns the buffers by closed forms of the family; a schedule of none is taken for 1F1B."""
+    S, v, M = counts.num_ranks, counts.chunks, counts.num_microbatches
+    if family not in FAMILIES:
+        return Buffers(min(M * v, 2 * S - 1), activations=3)
+    facts = FAMILIES[family]
+    return Buffers(
+        facts.most_live(S, M, v),
+        wgrad_residuals=min(M * v, S) if facts.splits_backward else 0,
+        activations=facts.most_waiting(S, M) + 1,
+    )
+
+
+def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
+    """Returns the peak: buffers, gradients and gathered weights all exist during every tick."""
+    v, grads, reads = counts.chunks, sizes.grads, sizes.reads
+    match counts.gather:
+        case None:
+            gathered, gradients = sizes.casts.whole, grads.whole
+        case "once":
+            gathered, gradients = reads.whole, grads.whole
+        case "repeat":
+            gathered, gradients = 2 * reads.whole / v, grads.stored + grads.whole / v
+        case "layer":  # sums are divided as weights are, also with ZeRO-1
+            gathered, gradients = sizes.layer_read, grads.whole * reads.stored / reads.whole
+        case "tick":
+            gathered = sizes.casts.stored + 2 * reads.whole / v
+            gradients = grads.stored + grads.whole / v
+    boundary_grads, boundary = boundary_memory(counts, sizes)
+    work, loss = sizes.work / buffers.num_slices, sizes.loss / buffers.num_slices
+    return PeakMemory(
+        sizes.weights,
+        sizes.optimizer,
+        gradients + boundary_grads,
+        gathered + boundary,
+        stored_activations(buffers, sizes),
+        loss if loss > work else 0.0,
+        0.0 if loss > work else work,
+    )
 
 
 @jax.custom_jvp
@@ -159,7 +216,9 @@ SCHEDULED = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
-    kept_inputs=_kept_inputs,
+    buffers=_buffers,
+    expected_buffers=expected_buffers,
+    memory=memory,
     may_divide=lambda plan: False,
     sliced_stage=_stacked.sliced_stage,
 )

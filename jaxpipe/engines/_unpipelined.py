@@ -19,6 +19,7 @@ from ..spmd.weight_gather import as_stored_on_gpus, constrain_by
 from . import _stacked
 from ._engine import Engine, PipelinePlan
 from ._jit import jit
+from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from ._memory_cap import check_cap
 from .fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
 
@@ -125,6 +126,23 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return schedules.simulate(one, costs)
 
 
+def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
+    """Returns the peak, which is in the backward of a layer or in the loss."""
+    cast, late = sizes.casts.stored + sizes.boundary_cast, sizes.grad_sums
+    gradients = late if counts.num_microbatches > 1 else 0.0
+    gathers = 0.0
+    if counts.gather:
+        gathers, late = sizes.kept_read or sizes.layer_read, late + sizes.tiled_head_grads
+        cast += sizes.outer_read
+    activations = buffers.residuals * sizes.residuals + sizes.outer_residuals
+    work = sizes.work + sizes.largest_grad
+    if late + gathers + work >= sizes.loss:
+        gradients, cast, logits = gradients + late, cast + gathers, 0.0
+    else:
+        work, logits = 0.0, sizes.loss
+    return PeakMemory(sizes.weights, sizes.optimizer, gradients, cast, activations, logits, work)
+
+
 UNPIPELINED = Engine(
     name="unpipelined",
     config_name="none",
@@ -158,6 +176,8 @@ UNPIPELINED = Engine(
     gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
-    kept_inputs=lambda plan: (plan.layout.num_layers,) * plan.mesh.shape["stage"],
+    buffers=lambda plan: (Buffers(1),) * plan.mesh.shape["stage"],
+    expected_buffers=lambda family, counts: Buffers(1),
+    memory=_memory,
     may_divide=lambda plan: True,
 )

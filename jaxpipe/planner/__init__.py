@@ -1,9 +1,24 @@
 """Plans a training step: the fastest layouts of a model over devices that fit their memory.
 
-`plan` answers in seconds, by arithmetic on shapes; nothing is compiled. `jaxpipe plan` is the
-command.
+Plans are made in seconds, by arithmetic on shapes; nothing is compiled. `jaxpipe.plan` takes the
+keys of a run too, and `jaxpipe plan` is the command.
 """
 
 from ._answer import Plans as Plans
-from ._plan import plan as plan
+from ._candidates import EngineOptions as EngineOptions
+from ._candidates import Space as Space
+from ._candidates import StepLayout as StepLayout
+from ._devices import Devices as Devices
+from ._devices import parse_devices as parse_devices
+from ._model import Axes as Axes
+from ._model import PlannedModel as PlannedModel
+from ._model import RoutedExperts as RoutedExperts
+from ._model import Tensor as Tensor
+from ._model import WeightBytes as WeightBytes
+from ._model import WeightGroup as WeightGroup
+from ._own_model import own_request as own_request
+from ._plan import plan_request as plan_request
+from ._request import PreparedPipeline as PreparedPipeline
+from ._request import Request as Request
+from ._request import Values as Values
 from ._verify import VerifiedPlan as VerifiedPlan

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from ..api import PipelinedModel
+from ..engines import PeakMemory
 from ..sharding import AXES
 from ._candidates import StepLayout
 from ._request import Request
 from ._search import BestPlans, Plan
-from ._verify import VerifiedPlan, own_pipeline, verify
-from .memory import PeakMemory
+from ._verify import VerifiedPlan, verify
 
 _GB = 1e9
 _NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
@@ -49,7 +49,7 @@ class Plans:
         Raises:
             ValueError: If the model is not the trainer's.
         """
-        if self.request.own is not None:
+        if self.request.source.is_own:
             raise ValueError(
                 "The model is your own, which the trainer does not have. `pipeline` returns the "
                 "pipeline of a plan."
@@ -78,18 +78,14 @@ class Plans:
             ValueError: If the model is the trainer's, too few devices are here, or
                 `jaxpipe.pipeline` refuses the settings.
         """
-        if self.request.own is None:
-            raise ValueError(
-                f"The model is {self.request.model.name}, which `jaxpipe train` runs. `yaml` "
-                "returns the keys of a plan; `jaxpipe.train` takes them too."
-            )
         target, devices = self.request.devices, jax.devices()
         if len(devices) < target.num_devices:
             raise ValueError(
                 f"The plan is for {target.name}, {target.num_devices} devices, and {len(devices)} "
                 "are here. Plan for 'here', or run where these devices are."
             )
-        return own_pipeline(self.plans[index], self.request.own, devices[: target.num_devices])
+        mine = devices[: target.num_devices]
+        return self.request.source.pipeline(self.plans[index].settings, mine)
 
     def verify(self, index: int = 0) -> VerifiedPlan:
         """Compiles the train step of a plan, which may take minutes; no device is needed.

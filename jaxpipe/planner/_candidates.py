@@ -24,6 +24,23 @@ _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 _POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 
 
+class EngineOptions(NamedTuple):
+    """Options of engines that no planner chooses, by their names in `Engine.options`.
+
+    Attributes:
+        forwarding_delay: Whether activations are handed over one tick late.
+        zero1: Whether gradients and the optimizer's state are divided over `data` too.
+        vocab_parallel: Whether all ranks compute the loss together.
+    """
+
+    forwarding_delay: bool = False
+    zero1: bool = False
+    vocab_parallel: bool = False
+
+
+NO_OPTIONS = EngineOptions()
+
+
 @dataclass(frozen=True)
 class StepLayout:
     """A way to spread a training step over devices and time.
@@ -41,6 +58,8 @@ class StepLayout:
         scope: Whether it is applied to the stage of a tick, to each layer, or to both.
         gather: When weights are gathered.
         vocab_tiling: Parts in which logits are computed.
+        options: Options of the engine.
+        copies: The stages that each rank runs and another one stores.
     """
 
     mesh: tuple[int, ...]
@@ -55,6 +74,8 @@ class StepLayout:
     scope: RematScope
     gather: GatherMode
     vocab_tiling: int
+    options: EngineOptions = NO_OPTIONS
+    copies: int = 0
 
     @property
     def engine(self) -> Engine:
@@ -93,20 +114,6 @@ class StepLayout:
         return row_shards(self.sizes)
 
 
-class Live(NamedTuple):
-    """Numbers of microbatches that a rank stores at a time.
-
-    Attributes:
-        residuals: Microbatches whose residuals for a backward are stored.
-        wgrad_residuals: Microbatches whose residuals from I to W are stored.
-        waiting: Microbatches whose activations or cotangents wait for their action.
-    """
-
-    residuals: int
-    wgrad_residuals: int
-    waiting: int
-
-
 def engine_named(name: str) -> Engine:
     """Returns the engine of a name in configs.
 
@@ -119,17 +126,6 @@ def engine_named(name: str) -> Engine:
 def splits_backward(candidate: StepLayout) -> bool:
     """Returns whether the schedule of a layout has backwards in two halves."""
     return candidate.schedule in FAMILIES and FAMILIES[candidate.schedule].splits_backward
-
-
-def live_at_most(candidate: StepLayout) -> Live:
-    """Returns the counts by closed forms, near those of the schedule's tables."""
-    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
-    family = FAMILIES.get(candidate.schedule)
-    if family is None:  # a file, whose order is taken for that of 1F1B
-        return Live(min(M * v, 2 * S - 1), 0, 2)
-    waiting = 2 * M - S + 1 if family.is_breadth_first else 2
-    deferred = min(M * v, S) if family.splits_backward else 0
-    return Live(family.most_live(S, M, v), deferred, waiting)
 
 
 def row_shards(sizes: Sizes) -> int:
@@ -153,6 +149,8 @@ class Space:
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
+        engines: Names of engines in configs that may run it; None for all.
+        options: Options of the engine, which has to have them.
     """
 
     devices: Devices
@@ -166,6 +164,8 @@ class Space:
     fixed: dict[str, Any] = field(default_factory=dict)
     policies: tuple[str, ...] = _POLICIES
     without: tuple[str, ...] = ()
+    engines: tuple[str, ...] | None = None
+    options: EngineOptions = NO_OPTIONS
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
@@ -191,6 +191,8 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     "layer",
                     "tick",
                     _vocab_tiling(space, rows // microbatches, sizes),
+                    space.options,
+                    chunks if _is_on_two_ranks(schedule) else 0,
                 )
                 yield from _variants(first, space)
 
@@ -257,6 +259,8 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
     ]
     for name in _choices(fixed, "engine", usual):
         engine = engine_named(name)
+        if space.engines is not None and name not in space.engines:
+            continue
         if not engine.pipelines:
             if ranks == 1 and not fixed.get("schedule") and "counts" not in fixed:
                 yield name, "", 1, (layers,)
@@ -273,6 +277,11 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
                 for chunks in _chunks_of(schedule, fixed, layers, ranks):
                     if counts := _counts(space, ranks * chunks):
                         yield name, schedule, chunks, counts
+
+
+def _is_on_two_ranks(schedule: str) -> bool:
+    """Returns whether every stage of a schedule is on two ranks."""
+    return schedule in FAMILIES and FAMILIES[schedule].placement == "both_ways"
 
 
 def _schedules(ranks: int) -> tuple[str, ...]:
@@ -300,11 +309,12 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
     If none are given they differ by at most one, and the first and last stages have fewer.
     """
     layers = space.num_layers
-    if requested := space.fixed.get("counts"):
-        return requested if len(requested) == stages else ()
-    if stages > layers:
-        return ()
+    if counts := space.fixed.get("counts"):
+        return counts if len(counts) == stages else ()
     each, more = divmod(layers, stages)
+    requested = space.fixed.get("layers_per_stage")
+    if not each or (requested and (each, more) != (requested, 0)):
+        return ()
     if not more:
         return (each,) * stages
     # The ends also have the embedding and the head.
@@ -322,7 +332,8 @@ def _microbatches(space: Space, rows: int, ranks: int, engine: Engine) -> Sequen
         return fitting
     own = engine.own_schedule
     in_rounds = own is not None and FAMILIES[own.family].ranks_divide_microbatches
-    enough = [m for m in fitting if m >= ranks and (m % ranks == 0 or not in_rounds)]
+    least = ranks * (1 + space.options.forwarding_delay)
+    enough = [m for m in fitting if m >= least and (m % ranks == 0 or not in_rounds)]
     most = ranks * _MICROBATCHES_PER_RANK[-1]
     return [m for m in enough if m <= most] or enough[:1]
 
@@ -358,4 +369,6 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
     for policy in _choices(fixed, "policy", space.policies):
         for scope in _choices(fixed, "scope", scopes):
             for gather in _choices(fixed, "gather", gathers):
+                if not first.engine.pipelines and policy != "none":
+                    scope = "layer"  # without a pipeline there is no tick
                 yield replace(first, policy=policy, scope=scope, gather=gather)

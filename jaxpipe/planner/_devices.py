@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 
-from ..devices import HARDWARE, Hardware, find_hardware, generation_of
-from ..train.estimate import host_bytes
+from ..devices import HARDWARE, Hardware, find_hardware, generation_of, host_bytes
+
+_USABLE = 0.95
+"""The share of a device's memory that is planned with; the rest is for what is not foreseen."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,17 @@ class Devices:
             return self.shape[-1]
         return min(row.link_domain, self.num_devices)
 
+    def usable_bytes(self, memory_gb: float | None) -> float:
+        """Returns the bytes of memory that a plan may use on a device."""
+        return memory_gb * 1e9 if memory_gb else _USABLE * self.memory_bytes
+
+    @property
+    def platform(self) -> str:
+        """Returns "tpu", "gpu" or "cpu"."""
+        if self.generation == "cpu":
+            return "cpu"
+        return "gpu" if self.is_gpu else "tpu"
+
     @property
     def topology(self) -> str:
         """Returns the name by which compilers know a slice, such as `v5p:4x4x2`."""
@@ -72,6 +85,9 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
         name: An accelerator of Google's (`v5p-64`, `v6e-16`), chips of a torus (`v6e:4x4`), GPUs
             (`h100:8`, `h100:2x8`), or `here`.
         num_slices: The number of such slices, joined by the data centre's network.
+
+    Returns:
+        The devices.
 
     Raises:
         ValueError: If the name is none of these.

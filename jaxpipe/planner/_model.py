@@ -1,31 +1,19 @@
 """A model as a planner sees it: how its weights are split over devices, and what a layer keeps.
 
-D embed, H query heads, K key and value heads, C channels of a head, F width of an MLP, V vocab.
+D embed, F width of an expert, V vocab.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import PyTree
+from typing import NamedTuple
 
 from ..autodiff.backward import saved_names
-from ..models import DeepseekConfig, LlamaConfig
-from ..models.weights import is_weight
-from ..sharding import AXES, DEFAULT_RULES, Rules, gathered_rules, partition_spec
-from ..sharding.specs import axes_of_dim
-from ..train.plan import MODEL_FAMILIES, ModelConfig
+from ..sharding import AXES
 
-_FLOAT32 = 4
 _UNREAD = frozenset(("mlpwo",))
 """Tensors that policies name and no backward reads, as they are only added to others: compilers
 store none of them."""
-
-_SCORES = 2
-"""Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -73,11 +61,14 @@ class RoutedExperts(NamedTuple):
         num: How many there are.
         chosen: How many of them a token chooses.
         width: F, the width of one.
+        chunk_rows: Rows of each expert, on average, in a chunk of tokens, where backwards compute
+            experts again.
     """
 
     num: int
     chosen: int
     width: int
+    chunk_rows: int
 
 
 class WeightBytes(NamedTuple):
@@ -125,6 +116,8 @@ class PlannedModel:
         on_cpu: Whether XLA:CPU compiles it.
         hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
+        locations: The location of each tensor, for the policy `custom`.
+        wgrad: What I stores of a token for W; None: the named tensors, and half of the others.
     """
 
     name: str
@@ -148,6 +141,8 @@ class PlannedModel:
     on_cpu: bool
     hoists_gathers: bool
     hoists_casts: bool
+    locations: tuple[tuple[str, str], ...] = ()
+    wgrad: Tensor | None = None
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:
@@ -163,19 +158,20 @@ class PlannedModel:
         """Returns those of `saved` that a device has of its own tokens alone."""
         return tuple(tensor for tensor in self.saved(policy) if not tensor.all_rows)
 
+    def saved_names(self, policy: str) -> tuple[str, ...]:
+        """Returns the names of tensors that a policy saves on the device; () for `none`."""
+        return saved_names(policy, dict(self.locations))[0]
+
     def saved(self, policy: str) -> tuple[Tensor, ...]:
         """Returns the tensors that a layer keeps for its backward beside its input."""
         if policy == "none":
             return (*(tensor for _, tensor in self.tensors), *self.unnamed)
-        names, _ = saved_names(policy)
+        names = self.saved_names(policy)
         return tuple(tensor for name, tensor in self.read if name in names)
 
     def passed_on(self, policy: str) -> tuple[Tensor, ...]:
         """Returns the tensors that a layer keeps, beside `saved`, to recompute the next one."""
-        if policy == "none":
-            return ()
-        names, _ = saved_names(policy)
-        unread = _UNREAD.intersection(names)
+        unread = _UNREAD.intersection(self.saved_names(policy))
         return tuple(tensor for name, tensor in self.tensors if name in unread)
 
     @property
@@ -215,136 +211,3 @@ def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int) -> float
         tensor.channels / split(tensor.axes, sizes) * (sizes["expert"] if tensor.all_rows else 1)
         for tensor in tensors
     )
-
-
-def planned_model(
-    name: str,
-    block: str,
-    sizes: ModelConfig,
-    num_pipelined: int,
-    *,
-    dtypes: tuple[str, str],
-    scores_length: int,
-    on_cpu: bool,
-    on_gpu: bool,
-    grouped_kernel: bool,
-) -> PlannedModel:
-    """Returns a model of the trainer as a planner sees it.
-
-    Args:
-        scores_length: Tokens of a sequence if attention stores its scores; 0 if it does not.
-    """
-    uniform = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
-    tree = MODEL_FAMILIES[block].weights(sizes, layers_after=uniform - num_pipelined)
-    on_tpu = not (on_cpu or on_gpu)
-    named, unnamed = _tensors(sizes, _LANES if on_tpu else 1)
-    outer = [tree[name].get("layers", {}) for name in ("embed", "head")]
-    stored, read = (jnp.dtype(dtype).itemsize for dtype in dtypes)
-    weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
-    scores = _SCORES * scores_length * sizes.base_num_query_heads
-    return PlannedModel(
-        name,
-        _groups(tree["layer"], DEFAULT_RULES),
-        _groups(tree["embed"], DEFAULT_RULES),
-        _groups(tree["head"], DEFAULT_RULES),
-        _groups(outer, DEFAULT_RULES),
-        sizes.base_num_decoder_layers - num_pipelined,
-        num_pipelined,
-        sizes.base_emb_dim,
-        sizes.vocab_size,
-        tuple(named.items()),
-        unnamed,
-        (Tensor(scores, _SPLIT),) if scores else (),
-        _routed(sizes),
-        _expanded(sizes) if on_gpu and not grouped_kernel else (),
-        weight_bytes,
-        weight_bytes,
-        read,
-        read,
-        on_cpu,
-        hoists_gathers=on_tpu,
-        hoists_casts=not on_gpu,
-    )
-
-
-def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
-    """Returns the weights of a tree, those together that the same axes split."""
-    sizes_by_axes: dict[tuple[Axes, Axes], list[int]] = {}
-    for weight in jax.tree.leaves(tree, is_leaf=is_weight):
-        stored, gathered = (
-            _spec_axes(weight.axes, axis_rules) for axis_rules in (rules, gathered_rules(rules))
-        )
-        sizes_by_axes.setdefault((stored, gathered), []).append(math.prod(weight.shape))
-    return tuple(
-        WeightGroup(sum(sizes), stored, gathered, max(sizes))
-        for (stored, gathered), sizes in sizes_by_axes.items()
-    )
-
-
-def _spec_axes(axes: Any, rules: Rules) -> Axes:
-    return tuple(axis for dim in partition_spec(axes, rules) for axis in axes_of_dim(dim))
-
-
-_SPLIT = ("tensor",)
-
-_LANES = 128
-"""Elements of the last dim of an array that a TPU stores together: dims are padded to a multiple.
-Kernels of attention want the channels of a head there."""
-
-
-def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Returns the tensors that a layer makes for every token: by name, and those without one.
-
-    Channels of a head are padded to a multiple of `lanes`.
-    """
-
-    def padded(channels: int) -> int:
-        return -(-channels // lanes) * lanes
-
-    D, F = sizes.base_emb_dim, sizes.base_mlp_dim
-    named = {"out_proj": Tensor(D)}
-    match sizes:
-        case LlamaConfig():
-            _, H, K, C = sizes.attention
-            C = padded(C)
-            named |= _heads(H * C, K * C, K * C, H * C)
-            named |= _mlp(D, F)
-            return named, (Tensor(4 * D), Tensor(2 * F, _SPLIT))
-        case DeepseekConfig():
-            at, moe = sizes.attention, sizes.moe
-            H = at.num_heads
-            keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
-            named |= _heads(keys, keys, values, values)
-            named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
-            if moe.shared_experts:
-                named |= _mlp(D, moe.shared_experts * moe.expert_dim)
-            k, F = moe.router.num_chosen, moe.expert_dim
-            for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
-                named[name] = Tensor(k * F, _SPLIT, all_rows=True)
-            named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
-            return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
-
-
-def _routed(sizes: ModelConfig) -> RoutedExperts | None:
-    if not isinstance(sizes, DeepseekConfig):
-        return None
-    moe = sizes.moe
-    return RoutedExperts(moe.num_experts, moe.router.num_chosen, moe.expert_dim)
-
-
-def _expanded(sizes: ModelConfig) -> tuple[Tensor, ...]:
-    """Returns the rows that XLA:GPU makes of a token's: one of each choice for every expert."""
-    if not isinstance(sizes, DeepseekConfig):
-        return ()
-    moe = sizes.moe
-    return (Tensor(moe.num_experts * moe.router.num_chosen * sizes.base_emb_dim),)
-
-
-def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:
-    names = ("query_proj", "key_proj", "value_proj", "context")
-    sizes = (queries, keys, values, context)
-    return {name: Tensor(size, _SPLIT) for name, size in zip(names, sizes, strict=True)}
-
-
-def _mlp(D: int, F: int) -> dict[str, Tensor]:
-    return {"mlpwi_0": Tensor(F, _SPLIT), "mlpwi_1": Tensor(F, _SPLIT), "mlpwo": Tensor(D)}

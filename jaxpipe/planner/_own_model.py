@@ -5,36 +5,27 @@ L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from .. import schedules, sharding
+from .. import sharding
+from ..api import Model, PipelinedModel, pipeline
+from ..api.inspection import residual_bytes, wgrad_residual_bytes
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import Engine, PipelinePlan, engine_of_any_schedule
+from ..engines import engine_of_any_schedule
+from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
 from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
-from ._request import OwnInputs, OwnModel, Request, Values
-from ._trace import bytes_as_read, residual_bytes, trace
+from ._request import PreparedPipeline, Request, Values
+from ._trace import bytes_as_read, trace
 
 _FLOAT32 = 4
 _AXES = ("data", "stage", "fsdp")
-
-
-class PreparedPipeline(NamedTuple):
-    """A pipeline as its engine runs it.
-
-    Attributes:
-        engine: The engine that runs it.
-        pipeline: The pipeline as the engine is told it.
-    """
-
-    engine: Engine
-    pipeline: PipelinePlan
 
 
 NOT_CHOSEN: Values = {
@@ -48,29 +39,129 @@ NOT_CHOSEN: Values = {
 """What plans for a model of the user's own have in common: nobody gives it."""
 
 
+@dataclass(frozen=True)
+class OwnSource:
+    """A model of plain functions: layouts are arguments of `jaxpipe.pipeline`.
+
+    Attributes:
+        model: The model.
+        params: Its parameters, or their shapes.
+        example: A batch, or its shapes.
+    """
+
+    model: Model
+    params: PyTree
+    example: PyTree
+    is_own = True
+
+    def settings(self, candidate: StepLayout) -> Values:
+        """Returns arguments by name; `mesh` has sizes, and `remat` the name of a policy."""
+        engine = candidate.engine
+        settings: Values = {
+            "mesh": {
+                axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
+            },
+            "schedule": candidate.family_name or None,
+            "microbatches": candidate.microbatches,
+            "remat": candidate.policy if engine.pipelines else "none",
+        }
+        if not engine.pipelines:
+            settings["layer_remat"] = candidate.policy
+        if candidate.chunks > 1:
+            settings["chunks"] = candidate.chunks
+        if engine.runs_schedules:
+            settings |= {"engine": engine.name, "layers_per_stage": candidate.counts}
+        return settings
+
+    def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
+        """Returns the pipeline as its engine would run it."""
+        pipe = self.pipeline(self.settings(candidate), devices)
+        return PreparedPipeline(pipe.engine, pipe.plan(sum(candidate.counts)))
+
+    def compile(self, settings: Values, num_rows: int, devices: Sequence[Any]) -> CompileReport:
+        """Compiles a train step with AdamW."""
+        import optax
+
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        pipe = self.pipeline(settings, devices)
+        return pipe.compile(params, _rows(self.example, num_rows), optimizer=optax.adamw(1e-3))
+
+    def pipeline(self, settings: Values, devices: Sequence[Any]) -> PipelinedModel:
+        """Returns what `jaxpipe.pipeline` returns for the settings."""
+        arguments: dict[str, Any] = {name: settings[name] for name in settings if name != "mesh"}
+        mesh = sharding.make_mesh(settings["mesh"], devices=devices)
+        return pipeline(self.model, mesh=mesh, **arguments)
+
+
 def own_request(
-    model: OwnModel, params: PyTree, example: PyTree, devices: Devices, batch: int, limit: float
+    model: Model,
+    params: PyTree,
+    example: PyTree,
+    devices: Devices,
+    fixed: Mapping[str, Any],
+    *,
+    batch: int | None = None,
+    memory_gb: float | None = None,
+    max_stages: int | None = None,
+    schedule: str | None = None,
 ) -> Request:
     """Returns a request for a model of plain functions.
 
+    Args:
+        model: The model.
+        params: Its parameters, or their shapes.
+        example: A batch of it, of any number of rows, or its shapes.
+        devices: The devices of the step.
+        fixed: Arguments of `jaxpipe.pipeline` that plans must have: `mesh`, the sizes of its axes,
+            `microbatches` and `chunks`.
+        batch: Rows of a step. Default: those of `example`.
+        memory_gb: The memory of a device that may be used, in 1e9 bytes.
+        max_stages: The most ranks of a pipeline.
+        schedule: The schedule that plans must have.
+
+    Returns:
+        The request.
+
     Raises:
-        ValueError: If its layers are of several kinds.
+        ValueError: If an argument is missing or is none of a model of one's own, layers are of
+            several kinds, or the mesh has other devices or axes.
     """
-    if not callable(model.layer):
-        raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
+    fixed = dict(fixed)
+    mesh = fixed.pop("mesh", None)
+    counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
+    _check_own(model, params, example, **fixed)
     groups = model.to_groups(params)
     planned, work, tokens = _planned(model, groups, example, devices)
+    rows = batch or jax.tree.leaves(example)[0].shape[0]
+    if schedule:
+        counts |= {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
     space = Space(
-        *(devices, batch, tokens, planned.num_layers, 0, 1, planned.vocab, devices.num_devices),
-        NOT_CHOSEN,
+        *(devices, rows, tokens, planned.num_layers, 0, 1, planned.vocab),
+        max_stages or devices.num_devices,
+        NOT_CHOSEN | counts | _fixed_axes(mesh, devices),
         policies=("full", "none"),
     )
-    own = OwnInputs(model, params, example)
-    return Request(devices, batch, tokens, limit, planned, work, {}, space, 0, 0, own)
+    source, limit = OwnSource(model, params, example), devices.usable_bytes(memory_gb)
+    return Request(devices, rows, tokens, limit, planned, work, source, space, 0, 0)
+
+
+def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:
+    """Checks the arguments that a model of the user's own needs, and those that it has not."""
+    if params is None or example is None:
+        raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
+    unread = [f"`{name}`" for name, value in others.items() if value is not None]
+    if unread:
+        raise ValueError(
+            f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
+            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
+            "given."
+        )
+    if not callable(model.layer):
+        raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
 
 
 def _planned(
-    model: OwnModel, groups: dict[str, PyTree], example: PyTree, devices: Devices
+    model: Model, groups: dict[str, PyTree], example: PyTree, devices: Devices
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row."""
     row, two = (_rows(example, count) for count in (1, 2))
@@ -78,6 +169,7 @@ def _planned(
     layer, num_layers = _one_layer(groups["layers"])
     x, x_of_two = (jax.eval_shape(model.embed, groups["embed"], rows, key) for rows in (row, two))
     tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))
+    assert callable(model.layer)
     run_layer = _without_aux(model.layer, x)
     read = {"layer": layer, "shared": groups["shared"]} if model.shared else layer
     traced = trace(run_layer, tokens, read, x, row, key)
@@ -87,8 +179,10 @@ def _planned(
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     # What a second row adds: casts of weights are no work or memory of rows.
     moved = trace(run_layer, tokens, read, x_of_two, two, key).moved_bytes - traced.moved_bytes
-    kept = residual_bytes(run_layer, read, x_of_two, two, key)
-    kept = (kept - residual_bytes(run_layer, read, x, row, key)) / tokens
+    kept, wgrad = (
+        (count(run_layer, read, x_of_two, two, key) - count(run_layer, read, x, row, key)) / tokens
+        for count in (residual_bytes, wgrad_residual_bytes)
+    )
     shared = groups.get("shared", ())
     gathered_bytes = bytes_as_read(run_layer, read, layer, x, row, key)
     own = LayerWork(
@@ -129,89 +223,28 @@ def _planned(
         on_cpu=devices.generation == "cpu",
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
+        wgrad=Tensor(round(wgrad / itemsize)),
     )
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
 
 
-def fix_space(
-    request: Request,
-    *,
-    max_stages: int | None,
-    schedule: str | None,
-    mesh: Mapping[str, int] | None,
-    counts: Mapping[str, int],
-) -> Request:
-    """Returns a request whose plans have at most so many ranks, and what is given.
-
-    Args:
-        mesh: The sizes of its axes; axes that are left out have one device. None for any mesh.
-
-    Raises:
-        ValueError: If the mesh has another number of devices, or an axis over which the planner
-            divides no model of one's own.
-    """
-    space, devices = request.space, request.devices
-    fixed: Values = {}
-    if schedule:
-        fixed = {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
-    fixed |= counts
-    if mesh is not None:
-        unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
-        if unknown:
-            raise ValueError(
-                f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
-                f"{', '.join(_AXES)}. Give these, without {', '.join(unknown)}."
-            )
-        if (size := math.prod(mesh.values())) != devices.num_devices:
-            raise ValueError(
-                f"`mesh` is {dict(mesh)}, of {size} devices, and {devices.name} has "
-                f"{devices.num_devices}. Give sizes whose product is that."
-            )
-        fixed |= {axis: mesh.get(axis, 1) for axis in _AXES}
-    space = replace(space, max_stages=max_stages or space.max_stages, fixed=space.fixed | fixed)
-    return replace(request, space=space)
-
-
-def own_settings(candidate: StepLayout) -> Values:
-    """Returns the arguments of `jaxpipe.pipeline` for a layout.
-
-    Returns:
-        Arguments by name; `mesh` has the sizes of `jaxpipe.make_mesh`, and `remat` says whether the
-        backward computes a stage again.
-    """
-    engine = candidate.engine
-    settings: Values = {
-        "mesh": {
-            axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
-        },
-        "schedule": candidate.family_name or None,
-        "microbatches": candidate.microbatches,
-        "remat": candidate.policy,
-    }
-    if candidate.chunks > 1:
-        settings["chunks"] = candidate.chunks
-    if engine.runs_schedules:
-        settings |= {"engine": engine.name, "layers_per_stage": candidate.counts}
-    return settings
-
-
-def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
-    """Returns the pipeline of a layout as its engine would run it.
-
-    Raises:
-        ValueError: If the engine cannot run it.
-    """
-    engine = candidate.engine
-    S, M, schedule = candidate.num_ranks, candidate.microbatches, None
-    if name := candidate.family_name:
-        takes = schedules.FAMILIES[name].takes if name in schedules.FAMILIES else ()
-        chunks = candidate.chunks if "chunks" in takes else None
-        schedule = schedules.build(name, ranks=S, microbatches=M, chunks=chunks)
-    as_run, ticks = engine.prepare(schedule, S, M, None, None)
-    layout = engine.layout(as_run, S, candidate.counts)
-    mesh = sharding.make_mesh(candidate.sizes, devices=devices)
-    return PreparedPipeline(engine, PipelinePlan(mesh, layout, M, as_run, ticks))
+def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:
+    """Returns the sizes of the axes of a mesh, of which those left out have one device."""
+    if mesh is None:
+        return {}
+    unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
+    if unknown:
+        raise ValueError(
+            f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
+            f"{', '.join(_AXES)}. Give these, without {', '.join(unknown)}."
+        )
+    if (size := math.prod(mesh.values())) != devices.num_devices:
+        raise ValueError(
+            f"`mesh` is {dict(mesh)}, of {size} devices, and {devices.name} has "
+            f"{devices.num_devices}. Give sizes whose product is that."
+        )
+    return {axis: mesh.get(axis, 1) for axis in _AXES}
 
 
 def _rows(example: PyTree, count: int) -> PyTree:

@@ -8,13 +8,11 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..schedules import lock_step
-from ._candidates import Live, StepLayout, candidates, live_at_most
+from ..engines import PeakMemory
+from ._candidates import StepLayout, candidates
 from ._devices import absent_devices
-from ._keys import checked_run, keys
-from ._own_model import PreparedPipeline
 from ._request import Request, Values
-from .memory import PeakMemory, memory
+from .memory import peak_memory, step_counts
 from .time import PredictedTime, rough_seconds, step_time
 
 _FINALISTS = 24
@@ -70,9 +68,9 @@ def search(request: Request, num_plans: int) -> BestPlans:
     count, leanest, beyond, fitting = 0, None, None, []
     for candidate in candidates(request.space):
         count += 1
-        needed = memory(
-            request.model, candidate, microbatch_tokens(candidate, request), live_at_most(candidate)
-        )
+        counts = step_counts(candidate)
+        buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
+        needed = peak_memory(request.model, candidate, request.tokens(candidate), buffers)
         if leanest is None or needed.total < leanest[1].total:
             leanest = candidate, needed
         seconds = rough_seconds(candidate, request)
@@ -82,12 +80,6 @@ def search(request: Request, num_plans: int) -> BestPlans:
             beyond = seconds, needed
     plans, refused = _finals(fitting, request, max(num_plans, _FINALISTS))
     return BestPlans(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
-
-
-def microbatch_tokens(candidate: StepLayout, request: Request) -> float:
-    """Returns the tokens of a microbatch on a device."""
-    rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
-    return rows * request.sequence / candidate.sizes["context"]
 
 
 def _finals(
@@ -103,18 +95,22 @@ def _finals(
         if enough or len(plans) >= most or len(refused) >= 4 * most:
             break
         try:
-            run = checked_run(candidate, request, devices)
+            run = request.source.prepare(candidate, devices)
         except ValueError as error:
             refused.append(str(error))
             continue
-        needed = memory(
-            *(request.model, candidate, microbatch_tokens(candidate, request)),
-            live_exactly(candidate, run),
+        tokens = request.tokens(candidate)
+        needed = max(
+            (
+                peak_memory(request.model, candidate, tokens, buffers)
+                for buffers in run.engine.buffers(run.pipeline)
+            ),
+            key=lambda peak: peak.total,
         )
         if needed.total <= request.limit:
             actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
             time = step_time(candidate, request, run)
-            plans.append(Plan(candidate, keys(candidate, request), needed, time))
+            plans.append(Plan(candidate, request.source.settings(candidate), needed, time))
     return sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.total)), refused
 
 
@@ -144,13 +140,3 @@ def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
         seen[like] = seen.get(like, 0) + 1
         if seen[like] <= _PER_MESH:
             yield candidate
-
-
-def live_exactly(candidate: StepLayout, run: PreparedPipeline) -> Live:
-    """Returns the microbatches that a rank stores at a time, by the tables of its schedule."""
-    if run.pipeline.ticks is None:
-        return live_at_most(candidate)
-    slots = lock_step.tick_tables(run.pipeline.ticks).num_slots
-    residuals = max(slots["residuals_for_backward"], slots["residuals_for_weight"])
-    waiting = slots["inputs"] + slots["cotangents"]
-    return Live(residuals, slots["wgrad_residuals"], waiting)

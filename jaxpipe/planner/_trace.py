@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Var
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import PyTree
 
-from ..autodiff.backward import floating
 from ..cost.work import Product
 
 
@@ -105,55 +102,3 @@ def _jaxprs(value: Any) -> list[Any]:
     values = value if isinstance(value, tuple | list) else (value,)
     opened = [getattr(item, "jaxpr", item) for item in values]
     return [item for item in opened if hasattr(item, "eqns")]
-
-
-def residual_bytes(layer: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
-    """Returns the bytes that the forward of a layer stores for its backward beside its input.
-
-    This is without rematerialization. Compilers do not store what the backward does not read, nor
-    what depends on neither weights nor x, such as the mask of attention, which all layers share.
-    """
-
-    def run(weights: PyTree, x: PyTree) -> PyTree:
-        return floating(layer(weights, x, *others))
-
-    def residuals(weights: PyTree, x: PyTree, others: PyTree) -> list[Any]:
-        _, pullback = jax.vjp(lambda w, x: floating(layer(w, x, *others)), weights, x)
-        return jax.tree.leaves(pullback)
-
-    closed = jax.make_jaxpr(residuals)(weights, x, others)
-    _, pullback = jax.eval_shape(partial(jax.vjp, run), weights, x)
-    is_read = _is_read(pullback, jax.eval_shape(run, weights, x))
-    per_layer = closed.jaxpr.invars[: len(jax.tree.leaves((weights, x)))]
-    changing = _dependent(closed.jaxpr, set(per_layer))
-    stored = {
-        v
-        for v, read in zip(closed.jaxpr.outvars, is_read, strict=True)
-        if read and isinstance(v, Var) and v in changing and v not in per_layer
-    }
-    avals: list[Any] = [v.aval for v in stored]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals)
-
-
-def _is_read(pullback: PyTree, y: PyTree) -> list[bool]:
-    """Returns for each array that a pullback holds whether its results depend on it."""
-    leaves, tree = jax.tree.flatten(pullback)
-    jaxpr = jax.make_jaxpr(lambda leaves, dy: jax.tree.unflatten(tree, leaves)(dy))(leaves, y).jaxpr
-    _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return is_read[: len(leaves)]
-
-
-def _dependent(jaxpr: Any, inputs: set[Var]) -> set[Var]:
-    """Returns the variables that depend on these inputs, with the inputs."""
-    dependent = set(inputs)
-    for eqn in jaxpr.eqns:
-        depend = [isinstance(v, Var) and v in dependent for v in eqn.invars]
-        if eqn.primitive.name == "jit":
-            inner = eqn.params["jaxpr"].jaxpr
-            reached = {v for v, does in zip(inner.invars, depend, strict=True) if does}
-            reached = _dependent(inner, reached)
-            pairs = zip(eqn.outvars, inner.outvars, strict=True)
-            dependent |= {v for v, of in pairs if isinstance(of, Var) and of in reached}
-        elif any(depend):
-            dependent |= set(eqn.outvars)
-    return dependent

@@ -1,20 +1,13 @@
 """What a compiler says of the program of a plan, beside what is predicted."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ..api import PipelinedModel, pipeline
-from ..autodiff import remat_by_name
-from ..sharding import make_mesh
-from ..train.step import check_single_program, report_train_step
 from ..xla import compile_only_devices
-from ..xla.compile_report import CompileReport
-from ._keys import checked_setup
-from ._request import OwnInputs, Request
+from ._request import Request
 from ._search import Plan
 
 _GB = 1e9
@@ -67,12 +60,7 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
     devices = jax.devices()
     if not target.are_here:
         devices = compile_only_devices(target.topology, target.num_slices)
-    if request.own is None:
-        setup = checked_setup(plan.settings, devices)
-        check_single_program(setup.step.engine)
-        report, _ = report_train_step(setup.step)
-    else:
-        report = _own_report(plan, request.own, request.batch, devices)
+    report = request.source.compile(plan.settings, request.batch, devices)
     compiled_time = report.step_time
     return VerifiedPlan(
         plan,
@@ -81,29 +69,3 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
         None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
         time.perf_counter() - started,
     )
-
-
-def own_pipeline(plan: Plan, own: OwnInputs, devices: Sequence[Any]) -> PipelinedModel:
-    """Returns the pipeline of a plan for a model of plain functions.
-
-    Raises:
-        ValueError: If `jaxpipe.pipeline` refuses the settings.
-    """
-    settings: dict[str, Any] = dict(plan.settings)
-    return pipeline(
-        own.model,  # pyright: ignore[reportArgumentType]
-        mesh=make_mesh(settings.pop("mesh"), devices=devices),
-        remat=remat_by_name(settings.pop("remat")),
-        **settings,
-    )
-
-
-def _own_report(plan: Plan, own: OwnInputs, num_rows: int, devices: Sequence[Any]) -> CompileReport:
-    """Compiles a train step with AdamW of a model of plain functions."""
-    import optax
-
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), own.example
-    )
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own.params)
-    return own_pipeline(plan, own, devices).compile(params, batch, optimizer=optax.adamw(1e-3))

@@ -1,7 +1,8 @@
 """Tabulates the memory of a step on a device: by arithmetic of shapes, and as compiled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from ..engines import PeakMemory
 from ..train.estimate import estimate_memory
 from ..train.plan import StepPlan
 from ..xla.compile_report import Memory
@@ -38,46 +39,25 @@ class StepMemory:
     totals: list[int]  # [columns] sums of bytes
 
 
-_NAMES = {
-    "weights": "Weights",
-    "gradients": "Gradients",
-    "gradient_sums": "Sums of gradients",
-    "optimizer": "Optimizer state",
-    "stage_inputs": "Stage inputs kept",
-}
-
-
 def memory_table(plan: StepPlan) -> StepMemory:
     """Computes the memory of a step from shapes."""
     estimates = estimate_memory(plan)
-    totals = [each.total for each in estimates]
+    totals = [round(each.total) for each in estimates]
     largest = max(totals)
     parts = []
-    for attribute, name in _NAMES.items():
-        sizes = [getattr(each, attribute) for each in estimates]
+    for kind in fields(PeakMemory):
+        sizes = [round(getattr(each, kind.name)) for each in estimates]
         if any(sizes):
-            parts.append(MemoryRow(name, sizes, [size / largest for size in sizes]))
+            shares = [size / largest for size in sizes]
+            parts.append(MemoryRow(kind.name.capitalize(), sizes, shares))
     alike = len(estimates) == 1
     columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(estimates))]
     return StepMemory(columns, parts, totals)
 
 
 def remarks(plan: StepPlan) -> list[str]:
-    """Returns sentences about memory that the arithmetic leaves out."""
-    remat = plan.model.remat
-    notes = [
-        "By arithmetic of shapes: the least a step needs. What runs inside a stage, logits, "
-        "gathered weights and the compiler's buffers come on top."
-    ]
-    if remat.policy != "full" or not (remat.on_ticks or not plan.engine.pipelines):
-        notes.append(
-            f"With remat_policy {remat.policy} a stage keeps more than its input, which is "
-            "not counted."
-        )
-    if plan.pipeline.gather in ("once", "repeat") or not plan.engine.pipelines:
-        notes.append(
-            "Weights and gradients that are whole while they are gathered are not counted."
-        )
+    """Returns sentences about what the arithmetic leaves out."""
+    notes = ["By arithmetic of shapes, as `jaxpipe plan` predicts it: compilers differ by some 5%."]
     if plan.engine.program_per_rank:
         notes.append("A device of each rank; what programs leave for each other is not counted.")
     return notes

@@ -35,7 +35,8 @@ def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)
-    held = sorted({*plan.engine.kept_inputs(plan.pipeline)})[::-1]
+    buffers = plan.engine.buffers(plan.pipeline)
+    stored = sorted({on_rank.residuals for on_rank in buffers})[::-1]
     lock_step = not plan.engine.program_per_rank
     return [
         ("Schedule", name),
@@ -45,7 +46,7 @@ def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
         ("Bubble", f"{schedules.bubble_fraction(timeline):.1%}"),
         ("Parallelogram bubble", f"{analysis.parallelogram_bubble(timeline) / end:.1%}"),
         ("Runs", "in ticks of all ranks" if lock_step else "each rank as soon as it can"),
-        ("Stage inputs held", " ".join(map(str, held)) + (" by rank" if len(held) > 1 else "")),
+        ("Residuals stored", " ".join(map(str, stored)) + " by rank" * (len(stored) > 1)),
     ]
 
 

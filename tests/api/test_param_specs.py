@@ -331,5 +331,5 @@ def test_shared_and_frozen_parameters_and_those_of_kinds_have_specs_too(schedule
     true["layers"]["second"]["up"] = None
     close((float(value), pipe.unshard(grads)), (wanted, true))
     whole = dataclasses.replace(pipe, param_specs=None)
-    less, more = (p.memory(params, batch()).parameters[1] for p in (pipe, whole))
+    less, more = (p.memory(params, batch()).ranks[1].weights for p in (pipe, whole))
     assert less < 0.7 * more

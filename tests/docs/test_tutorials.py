@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxpipe import plan
 from jaxpipe.models import PRESETS
-from jaxpipe.planner import plan
 from jaxpipe.train import load_config
 
 ROOT = Path(__file__).parents[2]

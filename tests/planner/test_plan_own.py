@@ -216,7 +216,7 @@ def test_a_plan_of_a_preset_refuses_to_make_a_pipeline():
 
 
 def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
-    """Beside its input a token has tanh and its derivative; casts of weights are not of tokens."""
+    """A token has x, tanh and its derivative; casts of weights are not of tokens."""
 
     def layer(w, x, batch):
         del batch
@@ -235,7 +235,7 @@ def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
     given = {"params": params, "example": EXAMPLE, "num_plans": 1}
     plans = jp.plan(model, "v5p-8", 64, **given, mesh={"fsdp": 4}, microbatches=1)
     (stored,) = plans.request.model.saved("none")
-    assert stored.channels == 2 * F
+    assert stored.channels == D + 2 * F
 
 
 def test_a_plan_is_verified_with_its_optimizer():

@@ -1,11 +1,20 @@
 """What a pipeline says about itself: whether it is exact, and what it needs."""
 
-from ._check import Reference as Reference
-from ._check import compared as compared
-from ._check import reference_result as reference_result
-from ._check import require as require
-from ._check import run as run
-from ._comparison import TOLERANCE as TOLERANCE
-from ._comparison import Comparison as Comparison
-from ._inspected import InspectedModel as InspectedModel
-from ._memory import MemoryTable as MemoryTable
+import typing
+
+from ... import _lazy
+
+if typing.TYPE_CHECKING:
+    from ._check import Reference as Reference
+    from ._check import compared as compared
+    from ._check import reference_result as reference_result
+    from ._check import require as require
+    from ._check import run as run
+    from ._comparison import TOLERANCE as TOLERANCE
+    from ._comparison import Comparison as Comparison
+    from ._inspected import InspectedModel as InspectedModel
+    from ._memory import MemoryTable as MemoryTable
+    from ._memory import residual_bytes as residual_bytes
+    from ._memory import wgrad_residual_bytes as wgrad_residual_bytes
+else:
+    __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -1,53 +1,58 @@
 """The memory of a pipeline by arithmetic on shapes: nothing is allocated or compiled.
 
-S ranks.
+Sizes are those of the model and its shardings; its engine says what a step makes of them. S ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
-from ...autodiff.backward import floating
-from ...autodiff.staged_model import Past
+from ...autodiff import keep
+from ...autodiff.backward import floating, pullback, split_backward
+from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
-from ...engines import PipelinePlan
-from ...schedules import activation_bytes, language, lock_step
+from ...engines import LIVE, LOGITS, PeakMemory, PipelinePlan, Sharded, StepCounts, StepSizes
+from ...engines.fsdp import (
+    cast_params,
+    gathered_plan,
+    gathered_size,
+    num_row_shards,
+    over_data,
+)
+from ...schedules import language
+from .._frozen import unmark
+from .._params import weights_of
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations")
+_KINDS = tuple(kind.name for kind in fields(PeakMemory))
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryTable:
-    """Bytes on one device of every rank. Prints as a table.
+    """Bytes on one device of every rank at the peak of a step. Prints as a table.
 
-    It is a lower bound: what a stage computes with, logits, gathered parameters and buffers of the
-    compiler are not counted. `PipelinedModel.compile` has them.
+    It is what `jaxpipe.plan` predicts. `PipelinedModel.compile` has what a compiler says.
 
     Attributes:
         device: The generation of the devices.
         device_bytes: The memory of a device.
-        parameters: [S] bytes of parameters during a step. If the schedule has a stage on several
-            ranks, all of them count.
-        gradients: [S] bytes of gradients, likewise.
-        optimizer: [S] bytes of the optimizer's moments, each on one rank.
-        activations: [S] bytes of what forwards store for backwards, at the peak of the schedule.
+        ranks: [S] the memory of a device of every rank, by kind.
     """
 
     device: str
     device_bytes: int
-    parameters: tuple[int, ...]
-    gradients: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    activations: tuple[int, ...]
+    ranks: tuple[PeakMemory, ...]
 
     @property
-    def totals(self) -> tuple[int, ...]:
-        """[S] the bytes of all of these."""
-        return tuple(map(sum, zip(*(getattr(self, name) for name in _COLUMNS), strict=True)))
+    def totals(self) -> tuple[float, ...]:
+        """[S] the bytes of all kinds."""
+        return tuple(rank.total for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
@@ -56,135 +61,258 @@ class MemoryTable:
 
     def __repr__(self) -> str:
         name, unit = ("kB", 1e3) if max(self.totals) < 1e7 else ("MB", 1e6)
-        lines = [f"{name} per device {''.join(f'{name:>14}' for name in _COLUMNS)}         total"]
-        for rank, total in enumerate(self.totals):
-            sizes = (*(getattr(self, name)[rank] for name in _COLUMNS), total)
-            lines.append(f"rank {rank:<8} " + "".join(f"{size / unit:>14,.1f}" for size in sizes))
+        lines = [f"{name} per device{''.join(f'{kind:>13}' for kind in _KINDS)}        total"]
+        for rank, peak in enumerate(self.ranks):
+            sizes = (*(getattr(peak, kind) for kind in _KINDS), peak.total)
+            lines.append(f"rank {rank:<8}" + "".join(f"{size / unit:>13,.1f}" for size in sizes))
         share = max(self.totals) / self.device_bytes
         verdict = "fits" if self.fits else "does not fit"
         lines.append(
-            f"{verdict}: at least {share:.1%} of the {self.device_bytes / 1e9:.1f} GB of a "
+            f"{verdict}: about {share:.1%} of the {self.device_bytes / 1e9:.1f} GB of a "
             f"{self.device}"
         )
         return "\n".join(lines)
 
 
 def memory_table(
-    device: str,
-    parameters: Sequence[int],
-    gradients: Sequence[int],
-    trainable: Sequence[int],
-    activations: Sequence[int],
-    num_moments: int,
+    pipe: Any, params: PyTree, batch: PyTree, key: Any, device: str, num_moments: int
 ) -> MemoryTable:
-    """Makes the table.
-
-    Args:
-        parameters: [S] bytes of parameters.
-        gradients: [S] bytes of gradients.
-        trainable: [S] bytes of the stored parameters that have gradients.
-        activations: [S] bytes of stored activations.
-
-    Raises:
-        ValueError: If the device is unknown.
-    """
+    """Returns the memory of a train step; raises a `ValueError` if the device is unknown."""
+    stored = pipe.shapes(params)
+    plan = pipe.plan(stored["layers"].num_layers, stored["layers"].specs)
+    engine = pipe.engine
+    is_gathered = gathered_size(plan.mesh, plan.param_specs) > 1
+    counts = StepCounts(
+        plan.mesh.shape["stage"],
+        _num_stages(plan),
+        plan.num_microbatches,
+        plan.gather if is_gathered else None,
+        plan.num_calls,
+        plan.forwarding_delay,
+    )
+    memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
+    splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)
+    row = _traced_sizes(pipe, stored, batch, key, splits=splits)
+    gathers_once = not hardware(device).is_gpu and plan.num_microbatches > 1
+    ranks = zip(buffers_by_rank, _weight_sizes(pipe, plan, stored, num_moments), strict=True)
     return MemoryTable(
         device,
-        hardware(device).memory_bytes,
-        tuple(parameters),
-        tuple(gradients),
-        tuple(num_moments * size for size in trainable),
-        tuple(activations),
+        memory_bytes,
+        tuple(
+            engine.memory(counts, buffers, _step_sizes(pipe, plan, sizes, row, gathers_once))
+            for buffers, sizes in ranks
+        ),
     )
 
 
-def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
-    """Returns the bytes that each stage stores for a microbatch, on one device.
-
-    Returns:
-        [num_stages] bytes, in forward order; those of all slices, if sequences are sliced.
-    """
-    sizes: list[int] = []
-
-    def measure(*given: PyTree) -> None:
-        plan, model, weights, inputs, keys = arguments(*given)
-        first = jax.tree.map(lambda leaf: leaf[0, :1], inputs)  # one piece of the first microbatch
-        x = model.embed(weights["embed"], first)
-        stage = plan.remat(model.stage)
-        stages = weights["stages"]
-        slices = 1 if plan.schedule is None else language.num_slices(plan.schedule)
-        if isinstance(stages, list):
-            each_keys = keys if keys else [()] * len(stages)
-            pairs = zip(stages, each_keys, strict=True)
-            sizes.extend(slices * _residual_bytes(stage, w, x, first, keys) for w, keys in pairs)
-        else:  # [v, S, ...] leaves: padded stages are alike
-            w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))
-            num_stages = 1 if plan.schedule is None else plan.schedule.num_stages
-            sizes.extend([slices * _residual_bytes(stage, w, x, first, keys)] * num_stages)
-
-    jax.eval_shape(measure, *given)
-    return sizes
+def _step_sizes(
+    pipe: Any, plan: PipelinePlan, weights: dict[str, Any], row: dict[str, Any], gathers_once: bool
+) -> StepSizes:
+    """Returns the sizes of a rank, from those of its weights and of a microbatch."""
+    layers = plan.layout.layers_per_stage * _num_stages(plan)
+    keeps_all = plan.remat is keep and plan.layer_remat is keep
+    return StepSizes(
+        **weights,
+        **row,
+        layer_read=weights["reads"].whole / layers,
+        head_grads=0.0 if pipe.model.tied else weights["boundary_grads"].whole,
+        outer_read=weights["boundary_read"] * gathers_once,
+        kept_read=weights["reads"].whole * keeps_all * (not pipe.engine.pipelines),
+    )
 
 
-def carried_bytes(arguments: Callable, *given: PyTree) -> int:
-    """Returns the bytes of state that slices of sequences carry at the peak of the schedule."""
-    sizes: list[int] = []
-
-    def measure(*given: PyTree) -> None:
-        plan, model, weights, inputs, keys = arguments(*given)
-        if model.sliced_stage is None:
-            return
-        slots = lock_step.tick_tables(plan.ticks or lock_step.to_lock_step(plan.schedule))
-        first = jax.tree.map(lambda leaf: leaf[0, :1], inputs)
-        x = model.embed(weights["embed"], first)
-        stages = weights["stages"]
-        if isinstance(stages, list):
-            pairs = list(zip(stages, keys if keys else [()] * len(stages), strict=True))
-        else:  # padded stages are alike
-            pairs = [jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))]
-        for w, key in pairs:
-            past = Past(num_slices=slots.num_slices)
-            state = model.sliced_stage(w, x, first, key, past)[2].earlier
-            leaves = jax.tree.leaves(floating(state))
-            sums = sum(x.size * max(4, x.dtype.itemsize) for x in leaves)  # at least float32
-            states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-            counts = slots.num_slots["past"], slots.num_slots["past_cotangents"]
-            sizes.append(counts[0] * states + counts[1] * sums)
-
-    jax.eval_shape(measure, *given)
-    return max(sizes, default=0)
+def _num_stages(plan: PipelinePlan) -> int:
+    """Returns the stages that each rank runs."""
+    copies = language.num_copies(plan.schedule) if plan.schedule else 0
+    return plan.layout.num_repeats + copies
 
 
-def rank_residual_bytes(plan: PipelinePlan, sizes: Sequence[int], differ: bool) -> tuple[int, ...]:
-    """Returns the bytes that each rank stores at the peak of the schedule, on one device.
+def _weight_sizes(
+    pipe: Any, plan: PipelinePlan, stored: dict[str, Any], num_moments: int
+) -> list[dict[str, Any]]:
+    """Returns the bytes of weights and gradients on every rank, by the fields of `StepSizes`."""
+    engine, tied = pipe.engine, pipe.model.tied
+    weights, trainable = weights_of(unmark(stored)), weights_of(pipe.partition(stored)[0])
+    divided, whole = over_data(plan, trainable), gathered_plan(plan, weights)
+    grads, reads = jax.tree.map(_in_accum_dtype, trainable), _as_read(plan, weights)
+    casts = jax.tree.map(lambda x, y: y if x.dtype != y.dtype else None, weights, reads)
+
+    def of(plan: PipelinePlan, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
+        return count(plan, tree, tied)
+
+    def shards(plan: PipelinePlan, tree: dict[str, Any]) -> list[Sharded]:
+        return [Sharded(*pair) for pair in zip(of(plan, tree), of(whole, tree), strict=True)]
+
+    stages, boundary = partial(_part, of_stages=True), partial(_part, of_stages=False)
+    columns = {
+        "weights": of(plan, weights),
+        "optimizer": [num_moments * x for x in of(divided, trainable, engine.rank_bytes)],
+        "grads": shards(divided, stages(grads)),
+        "reads": shards(plan, stages(reads)),
+        "casts": shards(plan, stages(casts)),
+        "boundary_grads": shards(divided, boundary(grads)),
+        "boundary_read": of(whole, boundary(reads)),
+        "boundary_cast": of(plan, boundary(casts)),
+        "call_grads": of(divided, trainable),
+        "largest_grad": [_largest_grad(weights["stages"])] * plan.mesh.shape["stage"],
+    }
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _in_accum_dtype(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, accum_dtype(x.dtype))
+
+
+def _part(weights: dict[str, Any], *, of_stages: bool) -> dict[str, Any]:
+    """Returns groups of weights with None in place of the leaves of stages, or of all others."""
+    return {
+        group: tree if (group == "stages") == of_stages else jax.tree.map(lambda _: None, tree)
+        for group, tree in weights.items()
+    }
+
+
+def _as_read(plan: PipelinePlan, weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns the shapes of weights in the dtypes to which the engine casts them."""
+
+    def cast(group: str, tree: PyTree) -> PyTree:
+        if isinstance(tree, list):
+            return [cast(group, stage) for stage in tree]
+        return jax.eval_shape(partial(cast_params, plan, group), tree)
+
+    return {group: cast(group, tree) for group, tree in weights.items()}
+
+
+def _largest_grad(stages: PyTree) -> int:
+    """Returns the bytes of the gradient of the largest weight of a layer; 0 for trees of stages."""
+    if isinstance(stages, list):
+        return 0
+    leaves = map(_in_accum_dtype, jax.tree.leaves(stages))
+    return max((math.prod(x.shape[3:]) * x.dtype.itemsize for x in leaves), default=0)
+
+
+def _traced_sizes(
+    pipe: Any, stored: PyTree, batch: PyTree, key: Any, *, splits: bool
+) -> dict[str, Any]:
+    """Returns the bytes of a microbatch on a device, by the fields of `StepSizes`.
+
+    Of stages that differ, those of the largest one.
 
     Args:
-        sizes: [num_stages] bytes that a stage stores for a microbatch.
+        splits: Whether the backward runs in two halves.
+    """
+    traced = _trace(pipe, stored, batch, key, splits=splits)
+    plan = traced.pop("plan")
+    unwrapped = _trace(pipe, stored, batch, key, splits=False, layer_remat=keep)
+    work = LIVE * unwrapped["kept"] / plan.layout.layers_per_stage
+    again = traced.pop("kept") - traced["residuals"]
+    if plan.layout.layers_per_stage > 1:  # what is computed again for all layers at once
+        work += again * (LIVE if plan.layer_remat is keep else 1.0)
+    loss = traced.pop("loss") / (plan.mesh.shape["stage"] if plan.vocab_parallel else 1)
+    return traced | {"work": work, "loss": loss}
+
+
+def _trace(
+    pipe: Any, stored: PyTree, batch: PyTree, key: Any, *, splits: bool, **options: Any
+) -> dict[str, Any]:
+    """Traces the functions of a pipeline that is told other options.
 
     Returns:
-        [S] bytes.
+        The plan, and bytes of one microbatch on a device: what the largest stage is given, stores
+        with its rematerialization and without that of ticks ("kept"), and what the loss makes.
     """
-    if plan.schedule is None:
-        return (sizes[0],) * plan.mesh.shape["stage"]
-    found = activation_bytes(plan.schedule, sizes)
-    return found if differ else (max(found),) * len(found)
+    pipe = replace(pipe, told=replace(pipe.told, gather="tick", **options))
+    traced: dict[str, Any] = dict.fromkeys(
+        ("kept", "residuals", "wgrad_residuals", "past", "past_cotangent"), 0
+    )
+
+    def measure(*given: PyTree) -> None:
+        plan, model, weights, inputs, keys = pipe._arguments(*given)
+        rows = [jax.tree.map(partial(_first_piece, times=n), inputs) for n in (1, 2)]
+        xs = [model.embed(weights["embed"], row) for row in rows]
+
+        def of_a_row(count: Callable, stage: Callable, w: PyTree, key: PyTree) -> int:
+            one, two = (count(stage, w, x, row, key) for x, row in zip(xs, rows, strict=True))
+            return two - one  # what two rows store once is no residual of a row
+
+        for w, key in _stages(weights["stages"], keys):
+            run = plan.remat(model.stage)
+            of_stage = {
+                "kept": of_a_row(residual_bytes, model.stage, w, key),
+                "residuals": of_a_row(residual_bytes, run, w, key),
+            }
+            if splits:
+                of_stage["wgrad_residuals"] = of_a_row(wgrad_residual_bytes, run, w, key)
+            if model.sliced_stage is not None:
+                of_stage |= _past_bytes(model, plan, w, xs[0], rows[0], key)
+            traced.update({name: max(size, traced[name]) for name, size in of_stage.items()})
+        loss = jax.make_jaxpr(model.loss)(model.boundary(weights), xs[0], rows[0])
+        traced["activation"] = _bytes(xs[0])
+        traced["loss"] = LOGITS * 4 * _largest_product(loss.jaxpr)
+        shards = num_row_shards(plan.mesh) if plan.whole_microbatches else 1
+        for name in traced:  # of a slice, but for the state that slices carry
+            traced[name] *= (1 if "past" in name else pipe.num_slices) / shards
+        traced["plan"] = plan
+
+    jax.eval_shape(measure, stored, batch, key)
+    return traced
 
 
-def _residual_bytes(stage: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
-    """Returns the bytes that the forward of a stage stores for its backward.
+def _first_piece(leaf: Any, *, times: int) -> Any:
+    """Returns the rows of one device in the first microbatch, repeated along dim 0."""
+    return jnp.repeat(leaf[0, :1], times, axis=0)
 
-    Args:
-        stage: `(weights, x, *others) -> (x, aux)`.
-        *others: Its other arguments, or their shapes; they are not counted.
-    """
 
-    def residuals(weights: PyTree, others: PyTree, x: PyTree) -> list[Any]:
-        _, pullback = jax.vjp(lambda weights, x: stage(weights, x, *others), weights, x)
-        return jax.tree.leaves(pullback)
+def _stages(stages: Any, keys: Any) -> list[tuple[Any, Any]]:
+    """Returns weights and keys of stages; of [v, S, ...] leaves one, as padded stages are alike."""
+    if isinstance(stages, list):
+        return list(zip(stages, keys if keys else [()] * len(stages), strict=True))
+    return [jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))]
 
-    closed = jax.make_jaxpr(residuals)(weights, others, x)
-    count = len(jax.tree.leaves((weights, others)))
-    skipped = {*closed.jaxpr.invars[:count], *closed.jaxpr.constvars}
-    stored = {v for v in closed.jaxpr.outvars if isinstance(v, Var) and v not in skipped}
-    avals: list[Any] = [v.aval for v in stored]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals)
+
+def _past_bytes(
+    model: Any, plan: PipelinePlan, w: PyTree, x: PyTree, row: PyTree, key: PyTree
+) -> dict[str, int]:
+    """Returns the bytes of the state that the slices of a sequence carry, and of its cotangent."""
+    assert plan.schedule is not None
+    past = Past(num_slices=language.num_slices(plan.schedule))
+    state = model.sliced_stage(w, x, row, key, past)[2].earlier
+    sums = jax.tree.map(_in_accum_dtype, floating(state))
+    return {"past": _bytes(state), "past_cotangent": _bytes(sums)}
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _largest_product(jaxpr: Any) -> int:
+    """Returns the elements of the largest result of a matrix product."""
+    sizes = [
+        math.prod(e.outvars[0].aval.shape) for e in jaxpr.eqns if e.primitive.name == "dot_general"
+    ]
+    inner = [sub for e in jaxpr.eqns for sub in jaxprs_in_params(e.params)]
+    return max([*sizes, *map(_largest_product, inner)], default=0)
+
+
+def residual_bytes(
+    function: Callable, weights: PyTree, x: PyTree, inputs: PyTree, key: PyTree
+) -> int:
+    """Returns the bytes that a forward stores on the device for its backward, x among them."""
+    pulled = pullback(function, weights, x, inputs, key)
+    closed = jax.make_jaxpr(lambda *given: pulled.forward(*given)[1])(weights, x, inputs, key)
+    return _device_bytes(closed.out_avals)
+
+
+def wgrad_residual_bytes(
+    function: Callable, weights: PyTree, x: PyTree, inputs: PyTree, key: PyTree
+) -> int:
+    """Returns the bytes that the I of a stage stores for its W."""
+    split = split_backward(function, weights, x, inputs, key)
+    out, residuals = jax.eval_shape(split.forward, weights, x, inputs, key)
+    examples = weights, inputs, key, residuals, floating(out)
+    return _device_bytes(jax.make_jaxpr(lambda *given: split.input(*given)[2])(*examples).out_avals)
+
+
+def _device_bytes(avals: Any) -> int:
+    stored = (aval for aval in avals if aval.memory_space != jax.memory.Space.Host)
+    return sum(aval.size * aval.dtype.itemsize for aval in stored)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans, and prints a table."""
     if args.devices != "here":
         leave_devices_alone()
-    from ...planner import plan
+    from ...train.planning import plan
 
     values = _read_values(args.settings)
     if args.devices == "here" and values.get("emulate_devices"):

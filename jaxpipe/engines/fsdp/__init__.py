@@ -6,6 +6,7 @@ from ._gathers import weight_gathers as weight_gathers
 from ._params import ROW_AXES as ROW_AXES
 from ._params import cast_group as cast_group
 from ._params import cast_params as cast_params
+from ._params import gathered_plan as gathered_plan
 from ._params import gathered_size as gathered_size
 from ._params import is_rule as is_rule
 from ._params import layer_specs as layer_specs

@@ -173,15 +173,24 @@ def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
     Returns:
         The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
-    if not plan.zero1:
-        return plan
+    return _with_specs(plan, weights, _over_data) if plan.zero1 else plan
+
+
+def gathered_plan(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+    """Returns the plan of weights that are gathered over `fsdp`, with a spec for every leaf."""
+    return _with_specs(plan, weights, lambda spec, shape, mesh: read_spec_tree(spec))
+
+
+def _with_specs(
+    plan: PipelinePlan, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
+) -> PipelinePlan:
     num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)
         shape = jnp.shape(leaf)[num_stacked if name.startswith("['stages']") else 0 :]
         of_shape = jax.ShapeDtypeStruct(shape, leaf.dtype)
         spec = param_spec(name, of_shape, plan.mesh, plan.param_specs)
-        specs.append((name, _over_data(spec, shape, plan.mesh)))
+        specs.append((name, change(spec, shape, plan.mesh)))
     return replace(plan, param_specs=tuple(specs))
 
 

@@ -1,7 +1,6 @@
-"""The memory of a device during a step, by kind, by arithmetic."""
+"""The sizes of a model on a device, in bytes, of which engines say the memory of a step."""
 
-from ._engine_memory import PeakMemory as PeakMemory
-from ._engine_memory import memory as memory
-from ._engine_memory import stage_residual_bytes as stage_residual_bytes
-from ._engine_memory import wgrad_bytes as wgrad_bytes
 from ._experts import expert_chunks as expert_chunks
+from ._sizes import peak_memory as peak_memory
+from ._sizes import step_counts as step_counts
+from ._sizes import step_sizes as step_sizes

@@ -6,9 +6,9 @@ multiply the rows of their own experts. Where backwards compute experts again, t
 D embed, F width of an expert, k experts of a token, t tokens of a microbatch on a device.
 """
 
-from ...autodiff.backward import saved_names
+from collections.abc import Collection
+
 from ...models.layers import num_chunks
-from ...train.plan import CHUNK_ROWS
 from .._model import PlannedModel, Sizes, gathered_parameters
 
 _IN_ACTIVATION, _IN_WEIGHTS = (5, 3), (3, 1)
@@ -21,13 +21,13 @@ _TOKENS = 3
 _NAMES = frozenset(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"))
 
 
-def work_with_experts(own: float, routed: float, policy: str) -> float:
+def work_with_experts(own: float, routed: float, saved: Collection[str]) -> float:
     """Returns the bytes that exist at a time while the backward of a layer runs.
 
     Returns:
         The larger of both where attention is not computed again before the experts, else the sum.
     """
-    if routed and policy != "none" and "out_proj" in saved_names(policy)[0]:
+    if routed and "out_proj" in saved:
         return max(own, routed)
     return own + routed
 
@@ -61,7 +61,7 @@ def expert_chunks(model: PlannedModel, sizes: Sizes, policy: str, tokens: float)
     """Returns the chunks in which the experts of a layer run the tokens that devices gather."""
     if model.routed is None:
         return 1
-    if policy == "none" or not _NAMES.isdisjoint(saved_names(policy)[0]):
+    if policy == "none" or not _NAMES.isdisjoint(model.saved_names(policy)):
         return 1
-    gathered, (num, chosen, _) = int(tokens * sizes["expert"]), model.routed
-    return num_chunks(gathered, gathered * chosen // (num * CHUNK_ROWS))
+    gathered, routed = int(tokens * sizes["expert"]), model.routed
+    return num_chunks(gathered, gathered * routed.chosen // (routed.num * routed.chunk_rows))

@@ -8,7 +8,7 @@ from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import gathered_parameters, stored_parameters
 from .._request import Request
-from ..memory import expert_chunks, stage_residual_bytes, wgrad_bytes
+from ..memory import expert_chunks, step_sizes
 
 _SUM_BYTES = 30.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
@@ -36,8 +36,8 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     if candidate.engine.pipelines:
         return sums
     stacks = 0.0
-    if request.own is None:  # what a model of one's own writes is counted by its equations
-        kept = stage_residual_bytes(request.model, candidate, _tokens(candidate, request))
+    if not request.source.is_own:  # what a model of one's own writes is counted by its equations
+        kept = step_sizes(request.model, candidate, request.tokens(candidate)).residuals
         stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
     stacks += _window_seconds(candidate, request)
     return sums + stacks
@@ -49,18 +49,11 @@ def _memory_rate(request: Request) -> float:
     return kind.memory_bandwidth * efficiency(kind, "bf16").memory
 
 
-def _tokens(candidate: StepLayout, request: Request) -> float:
-    """Returns the tokens of a microbatch on a device."""
-    rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
-    return rows * request.sequence / candidate.sizes["context"]
-
-
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds in which residuals are written to buffers and read there."""
-    tokens, visits = _tokens(candidate, request), candidate.microbatches * candidate.chunks
-    kept = stage_residual_bytes(request.model, candidate, tokens)
-    if splits_backward(candidate):
-        kept += wgrad_bytes(request.model, candidate, tokens)
+    tokens, visits = request.tokens(candidate), candidate.microbatches * candidate.chunks
+    sizes = step_sizes(request.model, candidate, tokens)
+    kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
     return visits * _STACK_BYTES * kept / _memory_rate(request)
 
 
@@ -69,7 +62,7 @@ def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
 
     Each chunk reads a sum and what is added, and writes the sum.
     """
-    model, tokens = request.model, _tokens(candidate, request)
+    model, tokens = request.model, request.tokens(candidate)
     chunks = expert_chunks(model, candidate.sizes, candidate.policy, tokens)
     if chunks == 1:
         return 0.0
@@ -109,7 +102,7 @@ def _window_seconds(candidate: StepLayout, request: Request) -> float:
             if product.split != "expert" and hidden in (product.k, product.n):
                 other = product.n if product.k == hidden else product.k
                 columns += layer.count * other * product.copies / candidate.sizes["tensor"]
-    size = request.model.activation_bytes * columns * _tokens(candidate, request)
+    size = request.model.activation_bytes * columns * request.tokens(candidate)
     count = candidate.microbatches * shards / 2
     return count * _WINDOW_PASSES * size / _memory_rate(request)
 

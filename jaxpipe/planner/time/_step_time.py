@@ -13,8 +13,7 @@ from ...schedules import Costs, makespan
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
 from .._model import PlannedModel, mesh_sizes
-from .._own_model import PreparedPipeline
-from .._request import Request
+from .._request import PreparedPipeline, Request
 from ._engine_time import data_reduction_seconds, engine_seconds, expert_reduction_seconds
 
 _COMMUNICATION = (
@@ -82,7 +81,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     sums *= candidate.accumulation
     if not candidate.engine.pipelines:
         return seconds + sums
-    waiting = (S - 1) / (M * v)
+    waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
     if splits_backward(candidate):
         waiting *= 0.6
     padded = max(candidate.counts) * len(candidate.counts) / sum(candidate.counts)
@@ -109,7 +108,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
             chunks=candidate.chunks,
             layers_per_stage=counts,
             # A share of the microbatches takes a rank as long as a share of the vocabulary.
-            vocab_parallel=candidate.engine.shares_loss,
+            vocab_parallel=candidate.engine.shares_loss or candidate.options.vocab_parallel,
         )
     kind = device_hardware(request.devices)
     step = predict(request.work, layout, kind)
@@ -123,7 +122,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if not candidate.engine.pipelines and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
-    ticks = _tick_seconds(candidate, run, step)
+    ticks = _tick_seconds(run, step)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     for name in parts:
@@ -148,17 +147,13 @@ def _schedule_seconds(step: Prediction, candidate: StepLayout) -> float:
     return step.seconds - after
 
 
-def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, step: Prediction) -> float | None:
+def _tick_seconds(run: PreparedPipeline, step: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
-    own_schedule = candidate.engine.own_schedule
-    if own_schedule is not None:
-        counts = candidate.num_ranks, candidate.chunks, candidate.microbatches
-        both = map(sum, zip(step.input, step.weight, strict=True))
-        return own_schedule.num_ticks(*counts) * (max(step.forward) + max(both))
-    if candidate.engine.runs_ticks:
-        costs = Costs(step.forward, step.input, step.weight, step.transfer)
-        return float(makespan(run.engine.timeline(run.pipeline, costs)))
-    return None
+    engine = run.engine
+    if not engine.pipelines or engine.program_per_rank:
+        return None
+    costs = Costs(step.forward, step.input, step.weight, step.transfer)
+    return float(makespan(engine.timeline(run.pipeline, costs)))
 
 
 def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:

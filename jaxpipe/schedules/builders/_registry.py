@@ -92,6 +92,17 @@ class Family:
         """
         return min(microbatches * chunks, self.live(ranks, microbatches, chunks))
 
+    def most_waiting(self, ranks: int, microbatches: int) -> int:
+        """Returns about how many inputs and cotangents of stages wait on a rank in lock-step.
+
+        Example:
+            >>> FAMILIES["1f1b"].most_waiting(4, 8), FAMILIES["gpipe"].most_waiting(4, 8)
+            (2, 9)
+        """
+        if self.is_breadth_first:
+            return 2 * microbatches - ranks + 1
+        return microbatches + 1 if self.live is _live_of_all else 2
+
 
 def _half(num_ranks: int, num_microbatches: int) -> int:
     return (num_ranks + 1) // 2

@@ -8,6 +8,7 @@ from ._dependencies import dependencies as dependencies
 from ._dependencies import outputs as outputs
 from ._dependencies import topological_order as topological_order
 from ._owners import check_carried_state as check_carried_state
+from ._owners import num_copies as num_copies
 from ._owners import owners as owners
 from ._owners import rank_by_microbatch as rank_by_microbatch
 from ._owners import stored_stages as stored_stages

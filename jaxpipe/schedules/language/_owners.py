@@ -7,7 +7,7 @@ the stage.
 
 from itertools import count
 
-from ._schedule import Schedule, enumerate_actions, num_ranks, ranks_by_stage
+from ._schedule import Schedule, enumerate_actions, num_ranks, ranks_by_stage, stages_of_rank
 
 
 def owners(schedule: Schedule) -> dict[int, int]:
@@ -29,6 +29,12 @@ def stored_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     owner = owners(schedule)
     ranks = range(num_ranks(schedule))
     return tuple(tuple(s for s in sorted(owner) if owner[s] == rank) for rank in ranks)
+
+
+def num_copies(schedule: Schedule) -> int:
+    """Returns the most stages that a rank runs and another one owns."""
+    ranks = enumerate(stored_stages(schedule))
+    return max(len(stages_of_rank(schedule, rank)) - len(own) for rank, own in ranks)
 
 
 def _assign(candidates: dict[int, tuple[int, ...]], most: int) -> dict[int, int] | None:

@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from ._loop_phases import LoopPhase as LoopPhase
     from ._loop_phases import run_repeats as run_repeats
     from ._loop_phases import run_ticks as run_ticks
+    from ._residuals import num_entries as num_entries
     from ._shape import PipelineShape as PipelineShape
     from ._shape import State as State
     from ._shape import StreamMove as StreamMove

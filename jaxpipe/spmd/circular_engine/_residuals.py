@@ -43,14 +43,18 @@ def middle_repeat(shape: PipelineShape) -> int:
     return shape.num_repeats // 2 if shape.num_repeats >= 8 else 0
 
 
+def num_entries(shape: PipelineShape) -> tuple[int, int]:
+    """Returns the entries of the buffers of the first and the second half; one more of two each."""
+    cut = _first_tick_of_second_half(shape)
+    return (cut + 1, shape.num_ticks - cut + 1) if cut else (0, shape.num_ticks)
+
+
 def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
     """Allocates a buffer for each abstract value of a residual, in its memory space."""
-    cut = _first_tick_of_second_half(shape)
     first_half, second_half = (
-        [allocate_buffer(x, ticks + bool(cut)) for x in avals]
-        for ticks in (cut, shape.num_ticks - cut)
+        [allocate_buffer(x, entries) for x in avals if entries] for entries in num_entries(shape)
     )
-    return Residuals(first_half if cut else [], second_half)
+    return Residuals(first_half, second_half)
 
 
 def store(residuals: Residuals, new: Buffers, t: TickIndex, shape: PipelineShape) -> Residuals:

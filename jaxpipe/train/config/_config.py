@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import model_validator
 
@@ -61,6 +61,13 @@ _ENGINES_BY_KEY = {
     for key, is_read_by in _IS_READ_BY.items()
 }
 """Keys that some engines do not read, with the engines that do."""
+
+
+def engines_that_read(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the engines that read all keys whose value is not the default."""
+    keys = [k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default]
+    return tuple(name for name in CONFIG_ENGINES if all(name in _ENGINES_BY_KEY[k] for k in keys))
+
 
 _FILES = get_args(SourceType)
 _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {

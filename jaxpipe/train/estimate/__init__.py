@@ -3,8 +3,6 @@
 from ._device_flops import peak_tflops as peak_tflops
 from ._device_flops import speed_metrics as speed_metrics
 from ._device_flops import step_work as step_work
-from ._fits import host_bytes as host_bytes
-from ._memory_estimate import MemoryEstimate as MemoryEstimate
 from ._memory_estimate import estimate_memory as estimate_memory
 from ._peak_memory import memory_metrics as memory_metrics
 from ._timeline import predicted_timeline as predicted_timeline

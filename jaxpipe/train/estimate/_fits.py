@@ -1,50 +1,38 @@
 """Checks by arithmetic, before anything is allocated, that the devices can hold a run."""
 
-import os
-import resource
-from pathlib import Path
-
 import jax
 
 from ..._input import shorten
+from ...devices import host_bytes
+from ...engines import PeakMemory
 from ..plan._devices import BatchPlan
 from ..plan._family import ModelConfig
 from ..plan._setup import StepPlan
-from ._memory_estimate import MemoryEstimate, estimate_memory
+from ._memory_estimate import estimate_memory
 
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_SURE = 0.85
+"""The least share of its estimate that a step may need (docs/plan.md)."""
 
 
 def check_fits(plan: StepPlan) -> None:
     """Checks that the devices of this process have the memory that a run needs.
 
-    The estimate leaves out activations inside a stage, so a run that passes may still be too large.
+    A run is refused only if it needs more even where the estimate is too high.
 
     Raises:
         ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """
     devices = plan.pipeline.mesh.local_devices
-    found = max(estimate_memory(plan), key=lambda footprint: footprint.total)
+    peak = max(estimate_memory(plan), key=lambda peak: peak.total)
     batch = sum(array.size * array.dtype.itemsize for array in plan.batch.shapes.values())
     on_host = devices[0].platform == "cpu"
     # Emulated devices share the memory of the host, where batches are made too.
-    needed = found.total * len(devices) + batch if on_host else found.total
+    needed = peak.total * len(devices) + batch if on_host else peak.total
     most = host_bytes() if on_host else (devices[0].memory_stats() or {}).get("bytes_limit", 0)
-    if most and needed > most:
+    if most and _SURE * needed > most:
         keys = _deciding_values(plan.state.weights.sizes, plan.batch)
         where = "this host" if on_host else "a device"
-        raise ValueError(_message(keys, found, f"{needed / 1e9:.3g} GB, and {where} has", most))
-
-
-def host_bytes() -> int:
-    """Returns the bytes of memory that this process may use at most."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        limits.append(soft)
-    if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdigit():
-        limits.append(int(text))
-    return min(limits)
+        raise ValueError(_message(keys, peak, f"{needed / 1e9:.3g} GB, and {where} has", most))
 
 
 def _deciding_values(sizes: ModelConfig, batch: BatchPlan) -> str:
@@ -59,12 +47,10 @@ def _deciding_values(sizes: ModelConfig, batch: BatchPlan) -> str:
     return ", ".join(f"`{key}` {value}" for key, value in values.items())
 
 
-def _message(keys: str, found: MemoryEstimate, needed: str, most: int) -> str:
+def _message(keys: str, peak: PeakMemory, needed: str, most: int) -> str:
+    kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in vars(peak).items())
     return (
-        f"The run needs at least {needed} {most / 1e9:.3g} GB. On "
-        f"each device weights take {found.weights / 1e9:.3g} GB, gradients "
-        f"{(found.gradients + found.gradient_sums) / 1e9:.3g} GB, the optimizer "
-        f"{found.optimizer / 1e9:.3g} GB and stage inputs {found.stage_inputs / 1e9:.3g} GB. These "
+        f"The run needs about {needed} {most / 1e9:.3g} GB. On each device in GB: {kinds}. These "
         f"keys decide it: {shorten(keys, 500)}. Make them smaller, or use more devices "
         f"(`ici_fsdp_parallelism`, `ici_pipeline_parallelism`; now {jax.device_count()})."
     )

@@ -25,7 +25,7 @@ from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
 from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
-from ._family import MODEL_FAMILIES, layer_bytes, model_config
+from ._family import MODEL_FAMILIES, ModelConfig, layer_bytes, model_config
 from ._layout import LayerSettings, circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
 from ._schedule_selection import ScheduleRequest, ScheduleSelection
@@ -103,9 +103,7 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
     )
     explicit = config.shard_mode == "explicit"
     mesh = sharding.make_mesh(ici, dcn, devices=devices, explicit=explicit)
-    rules = sharding.override_rules(
-        tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
-    )
+    rules = axis_rules(config)
     missing = {axis for axis in ROW_AXES if axis not in dict(rules)["activation_batch"]}
     if divided := [axis for axis in sorted(missing) if mesh.shape[axis] > 1]:
         raise ValueError(
@@ -113,6 +111,13 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
             f"has {mesh.shape[divided[0]]} of that axis, each with rows of its own. Add the axis."
         )
     return DeviceLayout(mesh, rules)
+
+
+def axis_rules(config: Config) -> sharding.Rules:
+    """Returns the logical axis rules of a run."""
+    return sharding.override_rules(
+        tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
+    )
 
 
 def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -196,7 +201,8 @@ def _step_plan(
     batch: BatchPlan,
     selection: ScheduleSelection | None,
 ) -> StepPlan:
-    model, mesh = _model_plan(config, weights), weights.devices.mesh
+    devices, mesh = weights.devices, weights.devices.mesh
+    model = model_plan(config, weights.sizes, devices.platform, mesh.shape["context"])
     dtype, exact = jnp.dtype(config.dtype), weights.exact
     options = {
         "gather": _when_gathered(config),
@@ -252,20 +258,22 @@ def _when_gathered(config: Config) -> When:
     return "once" if config.pipeline_fsdp_ag_once else "tick"
 
 
-def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
-    devices = weights.devices
+def model_plan(
+    config: Config, sizes: ModelConfig, platform: str, context_size: int = 1
+) -> ModelPlan:
+    """Returns how the functions of a run's model compute on a platform such as "tpu"."""
     return ModelPlan(
         dtype=config.dtype,
         attention=AttentionPlan(
             config.attention,
-            devices.platform,
+            platform,
             config.max_target_length,
             packed=config.packing and config.dataset_type != "synthetic",
             dtype=config.dtype,
-            head_dim=weights.sizes.attention.head_dim,
-            context_size=devices.mesh.shape["context"],
+            head_dim=sizes.attention.head_dim,
+            context_size=context_size,
         ),
-        grouped_matmul=select_grouped_matmul(config.megablox, devices.platform),
+        grouped_matmul=select_grouped_matmul(config.megablox, platform),
         quantization=config.quantization,
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
         num_vocab_tiling=config.num_vocab_tiling,

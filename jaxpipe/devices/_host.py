@@ -1,0 +1,18 @@
+"""The memory of the host that this process may use."""
+
+import os
+import resource
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_bytes() -> int:
+    """Returns the bytes of memory that this process may use at most."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdigit():
+        limits.append(int(text))
+    return min(limits)

@@ -1,0 +1,176 @@
+"""The records in which engines say the memory of a step: entries of buffers, sizes, and a peak.
+
+An engine knows what its buffers hold and what lives beside them at the peak; sizes are those of a
+model. Constants that are the compiler's are named. S ranks, v stages on each, M microbatches.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+LIVE = 0.8
+"""What of the residuals of a layer exists at a time while XLA computes its backward."""
+
+LOGITS = 1.25
+"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
+part never stored."""
+
+
+class StepCounts(NamedTuple):
+    """Counts of a pipeline.
+
+    Attributes:
+        num_ranks: S.
+        chunks: v, the stages on each rank.
+        num_microbatches: M, those of a call.
+        gather: When weights are gathered; None if they are sharded over no axis that is gathered.
+        num_calls: A, the calls of the engine in a step.
+        forwarding_delay: Whether activations are handed over one tick late.
+    """
+
+    num_ranks: int
+    chunks: int
+    num_microbatches: int
+    gather: Literal["tick", "once", "repeat", "layer"] | None
+    num_calls: int = 1
+    forwarding_delay: bool = False
+
+
+class Buffers(NamedTuple):
+    """Entries of the buffers of a rank: of a stage and a microbatch, or a slice of it, each.
+
+    Attributes:
+        residuals: Entries that hold what a backward reads.
+        first_half: Those of `residuals` that are freed after all others, of two sets of buffers; 0
+            if there is one set.
+        wgrad_residuals: Entries that hold what W reads, from I on.
+        activations: Entries of activations and cotangents on their way.
+        past: Entries of the state that slices of sequences carry.
+        past_cotangents: Entries of its cotangents.
+        num_slices: Slices of each microbatch.
+    """
+
+    residuals: int
+    first_half: int = 0
+    wgrad_residuals: int = 0
+    activations: int = 0
+    past: int = 0
+    past_cotangents: int = 0
+    num_slices: int = 1
+
+
+class Sharded(NamedTuple):
+    """Bytes on a device of arrays as they are stored, and gathered."""
+
+    stored: float
+    whole: float
+
+
+class StepSizes(NamedTuple):
+    """Bytes on a device of what a step is made of.
+
+    Attributes:
+        weights: Weights as they are stored, with copies of stages that other ranks store.
+        optimizer: The state of the optimizer.
+        grads: Sums of gradients of the layers of a rank.
+        reads: These layers in the dtype in which they are read.
+        casts: Copies of them in that dtype, if it is another than they are stored in.
+        boundary_grads: Sums of gradients of embedding and head.
+        boundary_read: These, gathered, in the dtype in which they are read.
+        boundary_cast: Copies of them as they are stored, in that dtype, if it is another.
+        head_grads: Sums of gradients of the head, gathered; 0 if the embedding has its weights.
+        call_grads: All gradients in the dtype in which a call of the engine returns them.
+        layer_read: One layer, gathered.
+        largest_grad: The gradient of the largest weight of a layer, gathered.
+        activation: What a stage is given: one microbatch.
+        residuals: What a stage stores of a microbatch for its backward.
+        wgrad_residuals: What I stores of a microbatch for W.
+        work: What the backward of a stage computes with, beside `residuals`.
+        loss: What the loss of a microbatch computes with.
+        past: The state that slices of a sequence carry; its cotangents are in float32 at least.
+        past_cotangent: These cotangents.
+        outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
+        outer_residuals: Without a pipeline: what layers of embedding and head store.
+        tiled_head_grads: Without a pipeline: sums of the head's gradient over parts of the logits.
+        kept_read: Without a pipeline: gathered weights that forwards store for backwards.
+    """
+
+    weights: float
+    optimizer: float
+    grads: Sharded
+    reads: Sharded
+    casts: Sharded
+    boundary_grads: Sharded
+    boundary_read: float
+    boundary_cast: float
+    head_grads: float
+    call_grads: float
+    layer_read: float
+    largest_grad: float
+    activation: float
+    residuals: float
+    wgrad_residuals: float
+    work: float
+    loss: float
+    past: float = 0.0
+    past_cotangent: float = 0.0
+    outer_read: float = 0.0
+    outer_residuals: float = 0.0
+    tiled_head_grads: float = 0.0
+    kept_read: float = 0.0
+
+    @property
+    def grad_sums(self) -> float:
+        """Returns the bytes of the sums of all gradients, as these are stored."""
+        return self.grads.stored + self.boundary_grads.stored
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes on a device at the peak of a step, by kind.
+
+    Attributes:
+        weights: Weights as they are stored between steps, and copies of stages that a rank runs and
+            another one stores.
+        optimizer: The state of the optimizer.
+        gradients: Gradients of all weights, summed over microbatches.
+        gathered: Weights as layers read them, and casts of them.
+        activations: Residuals from forwards to backwards, and microbatches between ranks.
+        logits: Logits and their cotangents, if the peak is in the loss.
+        buffers: Temporaries of a layer, and buffers of engines and compilers.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    gathered: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Returns the sum."""
+        return sum(getattr(self, kind.name) for kind in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """Returns the kind that needs most."""
+        return max((kind.name for kind in fields(self)), key=lambda name: getattr(self, name))
+
+
+def boundary_memory(counts: StepCounts, sizes: StepSizes) -> tuple[float, float]:
+    """Returns the bytes of sums of gradients of embedding and head, and of these as read."""
+    if counts.gather:
+        return sizes.boundary_grads.whole, sizes.boundary_read
+    return sizes.boundary_grads.stored, sizes.boundary_cast
+
+
+def stored_activations(buffers: Buffers, sizes: StepSizes) -> float:
+    """Returns the bytes of residuals, activations on their way and states of slices."""
+    of_slices = (
+        buffers.residuals * sizes.residuals
+        + buffers.wgrad_residuals * sizes.wgrad_residuals
+        + buffers.activations * sizes.activation
+    )
+    past = buffers.past * sizes.past + buffers.past_cotangents * sizes.past_cotangent
+    return of_slices / buffers.num_slices + past

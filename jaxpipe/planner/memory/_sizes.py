@@ -1,0 +1,224 @@
+"""The sizes on a device of which engines make the memory of a step, by arithmetic on a model."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
+from .._candidates import StepLayout
+from .._model import (
+    PlannedModel,
+    gathered_parameters,
+    largest_weight,
+    mesh_sizes,
+    stored_parameters,
+    token_bytes,
+)
+from ._experts import gathered_token_bytes, routed_bytes, work_with_experts
+
+_FLOAT32 = 4
+_MOMENTS = 2
+
+_LIVE_ON_CPU = 1.15
+"""`LIVE` of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
+
+_EXPANDED = 3.1
+"""Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
+over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
+
+
+class _OnMesh(NamedTuple):
+    """Parameters of a device on a mesh: of one layer and of embedding and head.
+
+    Each as stored and as read, with the largest weight of the layer.
+    """
+
+    stored_layer: float
+    layer: float
+    largest: float
+    stored_boundary: float
+    boundary: float
+    head: float
+    outer: float
+
+
+@lru_cache(maxsize=10_000)
+def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
+    sizes, ends = mesh_sizes(mesh), (*model.embed, *model.head)
+    return _OnMesh(
+        stored_parameters(model.layer, sizes),
+        gathered_parameters(model.layer, sizes),
+        largest_weight(model.dense, sizes),
+        stored_parameters(ends, sizes),
+        gathered_parameters(ends, sizes),
+        gathered_parameters(model.head, sizes),
+        gathered_parameters(model.outer, sizes),
+    )
+
+
+@lru_cache(maxsize=10_000)
+def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
+    """Returns the bytes of a token that a layer keeps beside its input."""
+    sizes = mesh_sizes(mesh)
+    scores = token_bytes(model.scores, sizes, _FLOAT32) if policy == "none" else 0.0
+    return token_bytes(model.saved(policy), sizes, model.activation_bytes) + scores
+
+
+@lru_cache(maxsize=10_000)
+def _passed_on_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
+    """Returns the bytes of a token that a layer keeps for the next one to be computed again."""
+    return token_bytes(model.passed_on(policy), mesh_sizes(mesh), model.activation_bytes)
+
+
+@lru_cache(maxsize=10_000)
+def _kept_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token in all tensors of a layer but scores."""
+    return token_bytes(model.saved("none"), mesh_sizes(mesh), model.activation_bytes)
+
+
+def _wgrad_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token in the inputs of a layer's products and in their cotangents.
+
+    A tensor with a name is what a product with weights makes, or reads. Of those without a name
+    products read half: of a norm and what is normalized, of an activation and its product.
+    """
+    if model.wgrad is not None:
+        return token_bytes((model.wgrad,), mesh_sizes(mesh), model.activation_bytes)
+    unnamed = token_bytes(model.unnamed, mesh_sizes(mesh), model.activation_bytes)
+    return _kept_bytes(model, mesh) - unnamed / 2
+
+
+@lru_cache(maxsize=10_000)
+def _past_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token in keys and values, which later slices of a sequence read."""
+    tensors = [tensor for name, tensor in model.tensors if name in ("key_proj", "value_proj")]
+    return token_bytes(tensors, mesh_sizes(mesh), model.activation_bytes)
+
+
+@lru_cache(maxsize=10_000)
+def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
+    sizes = mesh_sizes(mesh)
+    itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
+    every = token_bytes(model.own_rows("none"), sizes, itemsize)
+    share = _LIVE_ON_CPU if model.on_cpu else LIVE
+    expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
+    return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
+
+
+def step_counts(candidate: StepLayout) -> StepCounts:
+    """Returns the counts of a layout."""
+    return StepCounts(
+        candidate.num_ranks,
+        candidate.chunks + candidate.copies,
+        candidate.microbatches,
+        candidate.gather if candidate.gathers else None,
+        candidate.accumulation,
+        candidate.options.forwarding_delay,
+    )
+
+
+def peak_memory(
+    model: PlannedModel, candidate: StepLayout, tokens: float, buffers: Buffers
+) -> PeakMemory:
+    """Returns the memory of a device, as the engine of a layout says it."""
+    sizes = step_sizes(model, candidate, tokens)
+    return candidate.engine.memory(step_counts(candidate), buffers, sizes)
+
+
+def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> StepSizes:
+    """Returns the bytes of which the memory of a layout is made."""
+    mesh, on_mesh, policy = candidate.mesh, _on_mesh(model, candidate.mesh), candidate.policy
+    n = candidate.layers_per_stage
+    layers = n * (candidate.chunks + candidate.copies)
+    stored, whole = layers * on_mesh.stored_layer, layers * on_mesh.layer
+    of, of_boundary, pipelines = model.of_layers, model.of_boundary, candidate.engine.pipelines
+    weights = of.weight * stored + of_boundary.weight * on_mesh.stored_boundary
+    copies = of.weight * n * candidate.copies * on_mesh.stored_layer
+    replicas = candidate.sizes["data"] if candidate.options.zero1 else 1
+    activation = model.activation_bytes * model.hidden * tokens
+    kept = tokens * _token_bytes(model, mesh, policy)
+    logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
+    if candidate.options.vocab_parallel:
+        logits /= candidate.num_ranks
+    is_cast = pipelines or model.hoists_casts
+    # XLA:TPU gathers all weights of embedding and head once for all microbatches.
+    for_all = model.hoists_gathers and candidate.microbatches > 1
+    outer = on_mesh.boundary if for_all else on_mesh.outer
+    keeps_gathered = policy == "none" and not pipelines
+    head_grads = of_boundary.gradient * on_mesh.head
+    past = tokens * n * _past_bytes(model, mesh)
+    return StepSizes(
+        weights=weights,
+        optimizer=_MOMENTS * (weights - copies) / replicas,
+        grads=Sharded(of.gradient * stored / replicas, of.gradient * whole),
+        reads=Sharded(of.read * stored, of.read * whole),
+        casts=Sharded(of.cast * stored * is_cast, of.cast * whole),
+        boundary_grads=Sharded(
+            of_boundary.gradient * on_mesh.stored_boundary, of_boundary.gradient * on_mesh.boundary
+        ),
+        boundary_read=of_boundary.read * on_mesh.boundary,
+        boundary_cast=of_boundary.cast * on_mesh.stored_boundary,
+        head_grads=head_grads,
+        call_grads=weights,
+        layer_read=of.read * on_mesh.layer,
+        largest_grad=of.gradient * on_mesh.largest,
+        activation=activation,
+        residuals=_residuals(model, candidate, tokens, activation, kept),
+        wgrad_residuals=n * tokens * _wgrad_bytes(model, mesh),
+        work=_work(model, candidate, tokens, activation),
+        loss=LOGITS * logits,
+        past=past,
+        past_cotangent=past * max(1.0, _FLOAT32 / model.activation_bytes),
+        outer_read=of_boundary.read * outer,
+        outer_residuals=model.num_outer * (activation + kept),
+        tiled_head_grads=head_grads * (candidate.vocab_tiling > 1),
+        kept_read=model.gathered_bytes * whole * keeps_gathered,
+    )
+
+
+def _residuals(
+    model: PlannedModel, candidate: StepLayout, tokens: float, activation: float, kept: float
+) -> float:
+    """Returns the bytes that a stage stores of a microbatch for its backward."""
+    n = candidate.layers_per_stage
+    masked = _masked_weights(model, candidate)
+    if candidate.scope == "layer":
+        return n * (activation + kept) + masked
+    passed_on = tokens * _passed_on_bytes(model, candidate.mesh, candidate.policy)
+    return activation + n * kept + (n - 1) * passed_on + masked
+
+
+def _masked_weights(model: PlannedModel, candidate: StepLayout) -> float:
+    """Returns the bytes of weights that a visit keeps: those of layers that a mask may skip.
+
+    With rematerialization they are read again.
+    """
+    if len(set(candidate.counts)) == 1 or candidate.policy != "none":
+        return 0.0
+    on_mesh, n = _on_mesh(model, candidate.mesh), candidate.layers_per_stage
+    if candidate.gather == "layer" and candidate.gathers:
+        return model.of_layers.weight * n * on_mesh.stored_layer
+    return model.of_layers.read * n * on_mesh.layer
+
+
+def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation: float) -> float:
+    """Returns the bytes that the backward of a stage computes with and computes again.
+
+    The mask of a layer returns the weights that its backward reads.
+    """
+    mesh, n, policy = candidate.mesh, candidate.layers_per_stage, candidate.policy
+    itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
+    live = tokens * _live_bytes(model, mesh)
+    routed = routed_bytes(model, candidate.sizes, policy, tokens, itemsize)
+    work = work_with_experts(live, routed, model.saved_names(policy))
+    if policy == "none":
+        return work
+    layers = n if candidate.scope == "tick" else 1
+    if len(set(candidate.counts)) > 1:
+        work += layers * model.of_layers.weight * _on_mesh(model, mesh).layer
+    if n == 1 or candidate.scope == "layer":
+        return work
+    if candidate.scope == "both":
+        return work + n * activation
+    tokens_of_all = gathered_token_bytes(model, candidate.sizes, tokens, itemsize)
+    return work + (n - 1) * (live + tokens_of_all)

@@ -1,0 +1,158 @@
+"""A model of the trainer as a planner sees it: its weights, and the tensors of a layer.
+
+D embed, H query heads, K key and value heads, C channels of a head, F width of an MLP.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ...models import DeepseekConfig, LlamaConfig
+from ...models.layers import ragged_dot
+from ...models.weights import is_weight
+from ...planner import Axes, PlannedModel, RoutedExperts, Tensor, WeightBytes, WeightGroup
+from ...sharding import Rules, gathered_rules, partition_spec
+from ...sharding.specs import axes_of_dim
+from ..plan._family import ModelConfig
+from ..plan._model import CHUNK_ROWS, ModelPlan
+
+_FLOAT32 = 4
+
+_SCORES = 2
+"""Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
+
+
+def planned_model(
+    name: str,
+    sizes: ModelConfig,
+    num_pipelined: int,
+    weights: dict[str, Any],
+    model: ModelPlan,
+    *,
+    weight_dtype: str,
+    rules: Rules,
+    stores_scores: bool,
+) -> PlannedModel:
+    """Returns a model of the trainer as a planner sees it.
+
+    Args:
+        weights: Abstract weights of `embed`, of one `layer` and of `head`.
+        stores_scores: Whether attention has no kernel, so that it stores its scores.
+    """
+    platform = model.attention.platform
+    named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1)
+    outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
+    stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))
+    weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
+    scores = _SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
+    expands = platform == "gpu" and model.grouped_matmul is ragged_dot
+    return PlannedModel(
+        name,
+        _groups(weights["layer"], rules),
+        _groups(weights["embed"], rules),
+        _groups(weights["head"], rules),
+        _groups(outer, rules),
+        sizes.base_num_decoder_layers - num_pipelined,
+        num_pipelined,
+        sizes.base_emb_dim,
+        sizes.vocab_size,
+        tuple(named.items()),
+        unnamed,
+        (Tensor(scores, _SPLIT),) if scores else (),
+        _routed(sizes),
+        _expanded(sizes) if expands else (),
+        weight_bytes,
+        weight_bytes,
+        read,
+        read,
+        on_cpu=platform == "cpu",
+        hoists_gathers=platform == "tpu",
+        hoists_casts=platform != "gpu",
+        locations=tuple(model.remat.locations.items()),
+    )
+
+
+def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
+    """Returns the weights of a tree, those together that the same axes split."""
+    sizes_by_axes: dict[tuple[Axes, Axes], list[int]] = {}
+    for weight in jax.tree.leaves(tree, is_leaf=is_weight):
+        stored, gathered = (
+            _spec_axes(weight.axes, axis_rules) for axis_rules in (rules, gathered_rules(rules))
+        )
+        sizes_by_axes.setdefault((stored, gathered), []).append(math.prod(weight.shape))
+    return tuple(
+        WeightGroup(sum(sizes), stored, gathered, max(sizes))
+        for (stored, gathered), sizes in sizes_by_axes.items()
+    )
+
+
+def _spec_axes(axes: Any, rules: Rules) -> Axes:
+    return tuple(axis for dim in partition_spec(axes, rules) for axis in axes_of_dim(dim))
+
+
+_SPLIT = ("tensor",)
+
+_LANES = 128
+"""Elements of the last dim of an array that a TPU stores together: dims are padded to a multiple.
+Kernels of attention want the channels of a head there."""
+
+
+def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Returns the tensors that a layer makes for every token: by name, and those without one.
+
+    Channels of a head are padded to a multiple of `lanes`.
+    """
+
+    def padded(channels: int) -> int:
+        return -(-channels // lanes) * lanes
+
+    D, F = sizes.base_emb_dim, sizes.base_mlp_dim
+    named = {"out_proj": Tensor(D)}
+    match sizes:
+        case LlamaConfig():
+            _, H, K, C = sizes.attention
+            C = padded(C)
+            named |= _heads(H * C, K * C, K * C, H * C)
+            named |= _mlp(D, F)
+            return named, (Tensor(4 * D), Tensor(2 * F, _SPLIT))
+        case DeepseekConfig():
+            at, moe = sizes.attention, sizes.moe
+            H = at.num_heads
+            keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
+            named |= _heads(keys, keys, values, values)
+            named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
+            if moe.shared_experts:
+                named |= _mlp(D, moe.shared_experts * moe.expert_dim)
+            k, F = moe.router.num_chosen, moe.expert_dim
+            for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
+                named[name] = Tensor(k * F, _SPLIT, all_rows=True)
+            named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
+            return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
+
+
+def _routed(sizes: ModelConfig) -> RoutedExperts | None:
+    if not isinstance(sizes, DeepseekConfig):
+        return None
+    moe = sizes.moe
+    return RoutedExperts(moe.num_experts, moe.router.num_chosen, moe.expert_dim, CHUNK_ROWS)
+
+
+def _expanded(sizes: ModelConfig) -> tuple[Tensor, ...]:
+    """Returns the rows that XLA:GPU makes of a token's: one of each choice for every expert."""
+    if not isinstance(sizes, DeepseekConfig):
+        return ()
+    moe = sizes.moe
+    return (Tensor(moe.num_experts * moe.router.num_chosen * sizes.base_emb_dim),)
+
+
+def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:
+    names = ("query_proj", "key_proj", "value_proj", "context")
+    sizes = (queries, keys, values, context)
+    return {name: Tensor(size, _SPLIT) for name, size in zip(names, sizes, strict=True)}
+
+
+def _mlp(D: int, F: int) -> dict[str, Tensor]:
+    return {"mlpwi_0": Tensor(F, _SPLIT), "mlpwi_1": Tensor(F, _SPLIT), "mlpwo": Tensor(D)}

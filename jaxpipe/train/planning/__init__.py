@@ -1,0 +1,3 @@
+"""Plans the train step of a run: keys to a planner's request, and its layouts to keys."""
+
+from ._plan import plan as plan

@@ -1,0 +1,71 @@
+"""Plans a training step: of a preset, of the keys of a run, or of a model of the user's own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ...api import Model
+from ...planner import Plans, own_request, parse_devices, plan_request
+from ._request import make_request
+
+
+def plan(
+    model: str | Mapping[str, Any] | Model,
+    devices: str,
+    batch: int | None = None,
+    sequence: int | None = None,
+    *,
+    num_slices: int = 1,
+    memory_gb: float | int | None = None,
+    max_stages: int | None = None,
+    schedule: str | None = None,
+    num_plans: int = 5,
+    params: PyTree = None,
+    example: PyTree = None,
+    **fixed: Any,
+) -> Plans:
+    """Plans a training step: how to spread it over devices so that it fits and takes least time.
+
+    Nothing is compiled or allocated, and no device is needed. Mesh, engine, schedule, microbatches,
+    layers per stage, rematerialization and the gathers of weights are chosen; what is given is
+    kept.
+
+    Args:
+        model: The name of a preset, the values of keys of a run, or a `Model` of your own, whose
+            layer is traced and counted.
+        devices: The devices: `v5p-64`, `v6e:4x4`, `h100:2x8`, or `here`.
+        batch: Sequences of a step. Default: `per_device_batch_size` times the devices.
+        sequence: Tokens of a sequence. Default: `max_target_length`.
+        num_slices: The number of slices of TPUs.
+        memory_gb: The memory of a device that may be used, in 1e9 bytes. Default: 95% of it.
+        max_stages: The most ranks of a pipeline.
+        schedule: The schedule that plans must have.
+        num_plans: How many plans to return at most.
+        params: The parameters of a model of your own, or their shapes.
+        example: A batch of it, of any number of rows, or its shapes.
+        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. For a model
+            of your own those of `jaxpipe.pipeline`: `mesh`, the sizes of its axes by name,
+            `microbatches` and `chunks`.
+
+    Returns:
+        The plans, the fastest first. They print as a table.
+
+    Raises:
+        ValueError: If a value is wrong, or no layout fits; it says what is short by how much.
+
+    Example:
+        >>> plans = plan("llama-tiny", "v5p-8", batch=32, sequence=128, num_plans=2)
+        >>> plans.best.settings["per_device_batch_size"], len(plans.plans)
+        (8.0, 2)
+    """
+    target = parse_devices(devices, num_slices)
+    given: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
+    given |= {"max_stages": max_stages, "schedule": schedule}
+    if isinstance(model, str | Mapping):
+        values = {"model_name": model} if isinstance(model, str) else dict(model)
+        request = make_request(values | fixed, target, sequence=sequence, **given)
+    else:
+        fixed |= {"sequence": sequence}
+        request = own_request(model, params, example, target, fixed, **given)
+    return plan_request(request, num_plans)

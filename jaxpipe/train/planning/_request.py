@@ -1,0 +1,247 @@
+"""Reads keys of a run for a planner: those that it chooses are free until they are given.
+
+All other keys are passed on to the run.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...autodiff.backward import TENSORS, saved_names
+from ...cost.work import Experts, LatentAttention, ModelWork, transformer
+from ...engines import CONFIG_ENGINES, usual_engine
+from ...models import PRESETS, DeepseekConfig
+from ...planner import (
+    Devices,
+    EngineOptions,
+    Request,
+    Space,
+    Values,
+)
+from ...sharding.layout import parse_layout
+from ..config._config import Config, engines_that_read
+from ..config._load import load_config
+from ..estimate._planned_model import planned_model
+from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
+from ..plan._from_config import axis_rules, model_plan
+from ._source import AXIS_KEYS, GATHER_KEYS, TrainerSource
+
+_LAYERS_KEY = "num_layers_per_pipeline_stage"
+_FIXED = {
+    "pipeline_engine": "engine",
+    "pipeline_schedule": "schedule",
+    "num_pipeline_repeats": "chunks",
+    "num_pipeline_microbatches": "microbatches",
+    "remat_policy": "policy",
+    "num_vocab_tiling": "vocab_tiling",
+    "gradient_accumulation_steps": "accumulation",
+    _LAYERS_KEY: "layers_per_stage",
+}
+"""Keys that fix a field of a candidate, and the field."""
+
+_FREE = {
+    "num_pipeline_repeats": -1,
+    "num_pipeline_microbatches": -1,
+    "pipeline_schedule": "auto",
+    _LAYERS_KEY: 1,
+}
+"""Values of these keys that leave them free."""
+
+_SCOPE_KEYS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
+_CHOSEN = (*_FIXED, *GATHER_KEYS.values(), *_SCOPE_KEYS, "pipeline_layout")
+
+
+def make_request(
+    settings: Mapping[str, Any],
+    devices: Devices,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    memory_gb: float | int | None = None,
+    max_stages: int | None = None,
+    schedule: str | None = None,
+) -> Request:
+    """Reads what a plan is for.
+
+    Raises:
+        ValueError: If a value is wrong.
+    """
+    settings = dict(settings)
+    if schedule and not usual_engine(schedule).runs_schedules:
+        settings["pipeline_engine"] = usual_engine(schedule).config_name
+    elif schedule:
+        settings["pipeline_schedule"] = schedule
+        name = settings.get("pipeline_engine", usual_engine(None).config_name)
+        if name in CONFIG_ENGINES and not CONFIG_ENGINES[name].runs_schedules:
+            settings["pipeline_engine"] = usual_engine(schedule).config_name
+    fixed, chosen = _fixed(settings)
+    values = {key: value for key, value in settings.items() if key not in chosen}
+    layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
+    engines = engines_that_read(values | layers)
+    config = _checked(
+        values | ({"max_target_length": sequence} if sequence else {}), fixed, engines
+    )
+    accumulation = fixed.get("accumulation", 1)
+    rows = batch or round(config.per_device_batch_size * devices.num_devices * accumulation)
+    sequence = config.max_target_length
+    _check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
+    values |= {
+        "max_target_length": sequence,
+        "per_device_batch_size": rows / devices.num_devices / accumulation,
+    }
+    sizes = model_config(config)
+    before = getattr(sizes, "first_num_dense_layers", 0)
+    uniform = sizes.base_num_decoder_layers - before
+    pipelined = uniform
+    if config.pipeline_parallel_layers != -1:
+        pipelined = config.pipeline_parallel_layers
+    counts = fixed.get("counts", (pipelined,))
+    if sum(counts) != pipelined:
+        raise ValueError(
+            f"`pipeline_layout` has {sum(counts)} layers, and the model's pipeline {pipelined}. "
+            "Give a layout of as many."
+        )
+    return Request(
+        devices,
+        rows,
+        sequence,
+        devices.usable_bytes(memory_gb),
+        planned_model(
+            config.model_name,
+            sizes,
+            pipelined,
+            MODEL_FAMILIES[config.decoder_block].weights(sizes, layers_after=uniform - pipelined),
+            model_plan(config, sizes, devices.platform),
+            weight_dtype=config.weight_dtype,
+            rules=axis_rules(config),
+            # Not by the version of jax that plans, which may be another than that of the run.
+            stores_scores=config.attention == "dot_product" or devices.platform == "cpu",
+        ),
+        _work(sizes, config.dtype),
+        TrainerSource(values, devices.num_slices),
+        Space(
+            devices,
+            rows,
+            sequence,
+            pipelined,
+            getattr(sizes, "num_experts", 0),
+            getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
+            sizes.vocab_size,
+            max_stages or devices.num_devices,
+            fixed,
+            without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
+            engines=engines,
+            options=EngineOptions(
+                config.pipeline_delay_activation_forwarding,
+                config.shard_optimizer_over_data,
+                config.pipeline_vocab_parallel,
+            ),
+        ),
+        before,
+        uniform - pipelined,
+    )
+
+
+def _check_positive(**values: float | int) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"`{name}` is {value:g}. Give a number above 0.")
+
+
+def _checked(values: Values, fixed: Values, engines: tuple[str, ...]) -> Config:
+    """Returns the config of keys that a planner does not choose, after the checks of a run."""
+    values = dict(values)
+    num_pipelined = values.pop("pipeline_parallel_layers", -1)
+    if usual_engine(None).config_name not in engines and engines:
+        values["pipeline_engine"] = engines[0]
+    values["remat_policy"] = fixed.get("policy", "full")
+    pairs = [f"{key}={_yaml(value)}" for key, value in values.items()]
+    config = load_config([], pairs, presets=PRESETS)
+    _check_planned(config)
+    return config.model_copy(update={"pipeline_parallel_layers": num_pipelined})
+
+
+def _check_planned(config: Config) -> None:
+    """Refuses keys that change a step in a way that the planner cannot count."""
+    places = {tensor: getattr(config, tensor) for tensor in TENSORS}
+    if offloaded := saved_names(config.remat_policy, places)[1]:
+        raise ValueError(
+            f"`remat_policy` is {config.remat_policy!r}, which offloads {', '.join(offloaded)} to "
+            "the host, and the planner knows no bandwidth between devices and hosts. Plan with a "
+            "policy that keeps tensors on the device, or compare by `jaxpipe compile`."
+        )
+    if config.quantization:
+        raise ValueError(
+            f"`quantization` is {config.quantization!r}, and the planner knows neither time nor "
+            "memory of its products. Plan without it, or compare by `jaxpipe compile`."
+        )
+
+
+def _yaml(value: Any) -> str:
+    """Returns a value as YAML on one line."""
+    return json.dumps(value)
+
+
+def _fixed(settings: Mapping[str, Any]) -> tuple[Values, set[str]]:
+    """Returns the fields of candidates that are given, and the keys that give them."""
+    fixed: Values = {}
+    chosen = {key for key in settings if key in _CHOSEN}
+    for key, name in _FIXED.items():
+        if key in settings and settings[key] != _FREE.get(key):
+            fixed[name] = settings[key]
+    for axis, name in AXIS_KEYS.items():
+        ici, dcn = (settings.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
+        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(settings)
+        if ici not in (None, -1):
+            fixed[axis] = int(ici) * int(dcn or 1)
+        if dcn not in (None, 1):
+            fixed["across"] = axis
+    gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
+    if gathers:
+        fixed["gather"] = gathers[0]
+    ticks, layers = (settings.get(key) for key in _SCOPE_KEYS)
+    if ticks is not None or layers is not None:
+        fixed["scope"] = {(True, True): "both", (False, True): "layer"}.get(
+            (ticks is not False, bool(layers)), "tick"
+        )
+    if settings.get("pipeline_layout"):
+        fixed["counts"] = parse_layout(settings["pipeline_layout"])
+    return fixed, chosen
+
+
+def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
+    """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
+    latent = experts = None
+    if isinstance(sizes, DeepseekConfig):
+        at, moe = sizes.attention, sizes.moe
+        latent = LatentAttention(
+            at.q_lora_rank, at.kv_lora_rank, at.qk_nope_head_dim, at.qk_rope_head_dim, at.v_head_dim
+        )
+        experts = Experts(
+            moe.num_experts,
+            moe.router.num_chosen,
+            moe.expert_dim,
+            moe.shared_experts,
+            sizes.first_num_dense_layers,
+        )
+    work = transformer(
+        layers=sizes.base_num_decoder_layers,
+        hidden=sizes.base_emb_dim,
+        heads=sizes.base_num_query_heads,
+        vocab=sizes.vocab_size,
+        mlp=sizes.base_mlp_dim,
+        kv_heads=getattr(sizes, "base_num_kv_heads", None),
+        head_channels=getattr(sizes, "head_dim", None),
+        tied=getattr(sizes, "logits_via_embedding", False),
+        latent=latent,
+        experts=experts,
+    )
+    itemsize = float(jnp.dtype(dtype).itemsize)
+    layers = (
+        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
+        for layer in work.layers
+    )
+    return replace(work, layers=tuple(layers))

@@ -1,0 +1,194 @@
+"""What plans count is what programs have: ticks, buffers, and keys that change them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import jaxpipe as jp
+from jaxpipe.engines import StepCounts
+from jaxpipe.schedules import FAMILIES, Costs, lock_step, makespan
+
+D, ROWS, RANKS, MICROBATCHES = 8, 3, 4, 8
+MODEL = jp.Model(
+    embed=lambda w, batch: batch @ w,
+    layer=lambda w, x, batch: x + jnp.tanh(x @ w),
+    loss=lambda w, x, batch: jnp.mean(x @ w),
+)
+# A schedule with slices needs a layer with `past`: tests/api/test_slices.py counts its buffers.
+WHOLE = [name for name, family in FAMILIES.items() if "slices" not in family.takes]
+
+
+def pipeline(name: str | None, **options: Any) -> tuple[Any, Any]:
+    """A pipeline of stages of one layer, and what its engine is told."""
+    mesh = jp.make_mesh({"stage": RANKS}, devices=jax.devices()[:RANKS])
+    pipe = jp.pipeline(MODEL, schedule=name, mesh=mesh, microbatches=MICROBATCHES, **options)
+    return pipe, pipe.plan(1 if pipe.schedule is None else pipe.schedule.num_stages)
+
+
+def loops(pipe: Any, num_layers: int) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """The iterations of every loop of `value_and_grad`, and the shapes of what it is given."""
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "embed": shape((D, D), jnp.float32),
+        "layers": shape((num_layers, D, D), jnp.float32),
+        "head": shape((D,), jnp.float32),
+    }
+    batch = shape((MICROBATCHES * ROWS, D), jnp.float32)
+    closed = jax.make_jaxpr(pipe.value_and_grad)(pipe.shapes(params), batch)
+
+    def scans(jaxpr: Any) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                yield eqn.params["length"], [v.aval.shape for v in eqn.invars]
+            for inner in jaxprs_in_params(eqn.params):
+                yield from scans(inner)
+
+    return list(scans(closed.jaxpr))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_engine_counts_the_entries_and_ticks_that_its_program_has(name: str):
+    pipe, plan = pipeline(name)
+    buffers = pipe.engine.buffers(plan)
+    assert len(buffers) == RANKS and len({*buffers}) == 1
+    scans = loops(pipe, pipe.schedule.num_stages)
+    shapes = {shape for _, shapes in scans for shape in shapes if shape[-2:] == (ROWS, D)}
+    # A stage stores its input, of one piece of rows; I leaves W the cotangent of a product.
+    assert (buffers[0].residuals, 1, ROWS, D) in shapes
+    if FAMILIES[name].splits_backward:
+        assert (buffers[0].wgrad_residuals, ROWS, D) in shapes
+    lengths = [length for length, _ in scans]
+    if pipe.ticks is not None:
+        assert lock_step.num_ticks(pipe.ticks) in lengths
+    else:
+        both = makespan(pipe.engine.timeline(plan, Costs(1.0, 0.5, 0.5)))
+        assert lengths.count(round(both / 2)) == 2  # of forwards, and of backwards
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_closed_forms_are_near_what_programs_have(name: str):
+    family = FAMILIES[name]
+    pipe, plan = pipeline(name)
+    exact = pipe.engine.buffers(plan)[0]
+    counts = StepCounts(RANKS, plan.layout.num_repeats, MICROBATCHES, None)
+    closed = pipe.engine.expected_buffers(name, counts)
+    if family.is_live_exact or pipe.engine.own_schedule:
+        assert closed.residuals == exact.residuals
+    else:
+        assert closed.residuals >= exact.residuals
+    assert abs(closed.activations - exact.activations) <= 2
+    assert (closed.wgrad_residuals > 0) == (exact.wgrad_residuals > 0)
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_a_delay_costs_entries_and_ticks_and_many_repeats_two_sets_of_buffers(chunks: int):
+    for delay in (False, True):
+        pipe, plan = pipeline("circular", chunks=chunks, forwarding_delay=delay)
+        entries = pipe.engine.buffers(plan)[0]
+        scans = loops(pipe, chunks * RANKS)
+        leads = {s[0] for _, shapes in scans for s in shapes if s[1:] == (1, ROWS, D)}
+        assert {entries.first_half, entries.residuals - entries.first_half} - {0} <= leads
+        ticks = MICROBATCHES * chunks + (1 + delay) * (RANKS - 1)
+        assert entries.residuals == ticks + (2 if chunks >= 8 else 0)
+        both = makespan(pipe.engine.timeline(plan, Costs(1.0, 0.5, 0.5)))
+        assert both == 2 * ticks
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "gpipe"])
+def test_programs_of_ranks_store_at_most_what_ticks_store(name: str):
+    (pipe, plan), (ticked, plan_of_ticks) = pipeline(name, engine="mpmd"), pipeline(name)
+    in_ticks = ticked.engine.buffers(plan_of_ticks)[0]
+    by_rank = pipe.engine.buffers(plan)
+    assert all(buffers.residuals <= in_ticks.residuals for buffers in by_rank)
+    assert all(buffers.wgrad_residuals <= in_ticks.wgrad_residuals for buffers in by_rank)
+
+
+_GIVEN = {"model_name": "llama2-7b", "ici_pipeline_parallelism": 2, "ici_data_parallelism": 2}
+_GIVEN |= {"num_pipeline_microbatches": 8, "remat_policy": "full"}
+_1F1B = {"pipeline_engine": "scheduled", "pipeline_schedule": "interleaved_1f1b"}
+_1F1B |= {"num_pipeline_repeats": 4, "set_remat_policy_on_layers_per_stage": False}
+_CIRCULAR = {"pipeline_engine": "circular", "num_pipeline_repeats": 4}
+_SHARDED = {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 1}
+
+
+def answer(keys: dict[str, Any]) -> tuple[float, float]:
+    best = jp.plan(_GIVEN | keys, "v5p-8", 48, 2048).best
+    return best.memory.total, best.time.seconds
+
+
+# Of each key: the layout, the key, and whether memory and time of the plan change.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[bool, bool]]] = {
+    "delay": (_CIRCULAR, {"pipeline_delay_activation_forwarding": True}, (True, True)),
+    "ZeRO-1": (_CIRCULAR, {"shard_optimizer_over_data": True}, (True, False)),
+    "ZeRO-1 without a pipeline": (
+        {"pipeline_engine": "none", "ici_pipeline_parallelism": 1, "ici_fsdp_parallelism": 2}
+        | {"num_pipeline_microbatches": 4},
+        {"shard_optimizer_over_data": True},
+        (True, False),
+    ),
+    "vocabulary": (_1F1B, {"pipeline_vocab_parallel": True}, (False, True)),
+    "layers of a stage": (
+        {"pipeline_engine": "circular", "num_layers_per_pipeline_stage": 2},
+        {"num_layers_per_pipeline_stage": 4},
+        (True, True),
+    ),
+    "per repeat": (
+        _CIRCULAR | _SHARDED | {"pipeline_fsdp_ag_once": True},
+        {"pipeline_fsdp_ag_once": False, "pipeline_fsdp_ag_per_repeat": True},
+        (True, True),
+    ),
+    "custom": (_CIRCULAR, {"remat_policy": "custom", "out_proj": "device"}, (True, True)),
+    "calls": (_1F1B, {"gradient_accumulation_steps": 3}, (True, True)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_key_that_changes_the_program_changes_the_plan(name: str):
+    layout, key, changes = CHANGES[name]
+    before, after = answer(layout), answer(layout | key)
+    assert (before[0] != after[0], before[1] != after[1]) == changes
+
+
+@pytest.mark.parametrize("engine", ["circular", "scheduled"])
+def test_a_delay_is_planned_for_the_engine_that_has_it(engine: str):
+    key = {"pipeline_engine": engine, "pipeline_delay_activation_forwarding": True}
+    if engine == "circular":
+        assert answer(key) != answer({"pipeline_engine": engine})
+    else:
+        with pytest.raises(ValueError, match="No layout"):
+            answer(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ({"remat_policy": "minimal_offloaded"}, "offloads query_proj, .* no bandwidth"),
+        ({"remat_policy": "qkv_proj_offloaded"}, "offloads query_proj, key_proj, value_proj"),
+        ({"remat_policy": "custom", "mlpwi_0": "offload"}, "offloads mlpwi_0 to the host"),
+        ({"quantization": "fp8"}, "`quantization` is 'fp8', and the planner knows neither"),
+    ],
+)
+def test_keys_that_cannot_be_counted_are_refused(key: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        answer(key)
+
+
+# Keys that change a program and no plan, with the reason.
+UNCOUNTED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "scan_pipeline_iterations": (_CIRCULAR, False, "the same ticks and buffers, written out"),
+    "scan_pipeline_repeats": (_CIRCULAR, False, "the same ticks and buffers, written out"),
+    "scan_layers_per_stage": (_1F1B, False, "the same layers and residuals, written out"),
+    "z_loss_multiplier": ({}, 1e-4, "one more number of each token"),
+    "dropout_rate": ({}, 0.1, "masks are drawn again, or are 1 byte of 40 that policy none keeps"),
+}
+
+
+@pytest.mark.parametrize("key", UNCOUNTED)
+def test_keys_that_are_not_counted_have_a_reason(key: str):
+    layout, value, reason = UNCOUNTED[key]
+    layout = layout or _CIRCULAR
+    assert answer(layout) == answer(layout | {key: value}), reason
