@@ -1,5 +1,6 @@
 """The front door's model of an Equinox module: its call, cut at a list of layers."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -10,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model
+from ..api.cut import CutModule, LayerCall, cut_model, is_setting
 
 
 def model(
@@ -149,16 +150,39 @@ class _EquinoxHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static = jax.tree.flatten(eqx.filter(self._layer, eqx.is_inexact_array, inverse=True))
-        return self._hook(LayerCall(self._index, args, kwargs, self._run, static))
+        call = LayerCall(
+            self._index,
+            args,
+            kwargs,
+            self._run,
+            static,
+            attributes=lambda: {"class": type(self._layer).__name__, **_settings(self._layer)},
+        )
+        return self._hook(call)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return _with_values(self._layer, self._weights)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        value = getattr(self._layer, name)
+        if is_setting(value):
+            return value
         raise AttributeError(
             f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
-            "Only `layer(x, ...)` is."
+            "Only `layer(x, ...)` and settings that are no arrays are."
         )
+
+
+def _settings(module: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the settings of a module, and of those in its fields, by their paths."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name, None)
+        if isinstance(value, eqx.Module):
+            found |= _settings(value, f"{prefix}{field.name}.")
+        elif is_setting(value):
+            found[f"{prefix}{field.name}"] = value
+    return found
 
 
 def _by_name(tree: Any, skipped: Any = None) -> dict[str, Any]:

@@ -237,15 +237,18 @@ def _interceptor(
             return sown_losses(collections, factors)
 
         settings = _settings(context.module)
-        return hook(LayerCall(index, args, kwargs, run_layer, settings, sown))
+        static = list(settings.values())
+        return hook(LayerCall(index, args, kwargs, run_layer, static, sown, lambda: settings))
 
     return intercept
 
 
-def _settings(module: nn.Module) -> list[Any]:
-    """Returns the attributes of a layer, other than its name."""
-    names = [field.name for field in dataclasses.fields(module)]
-    return [type(module), *(getattr(module, n) for n in names if n not in ("parent", "name"))]
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Returns the class of a layer, and its attributes other than its name."""
+    names = [f.name for f in dataclasses.fields(module) if f.name not in ("parent", "name")]
+    return {"class": type(module).__name__, "": type(module)} | {
+        name: getattr(module, name) for name in names
+    }
 
 
 def _flat(tree: Any) -> dict[Path, Any]:

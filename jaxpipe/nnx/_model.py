@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model
+from ..api.cut import CutModule, LayerCall, cut_model, is_setting
 from ..compat.maxtext.nnx import check_unchanged, weights_of
 from ._stack import cut_stack
 from ._variables import Path, flat_params, name_of, refuse_state, shape_of, submodule, with_values
@@ -85,7 +85,8 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         state = with_values(outer_state, outer, key, constants)
         merged = nnx.merge(outer_graph, state)
         hooks = [
-            _NnxHook(i, hook, g, s, weights.get(i), key) for i, (g, s) in enumerate(split_layers)
+            _NnxHook(i, hook, layer_list[i], g, s, weights.get(i), key)
+            for i, (g, s) in enumerate(split_layers)
         ]
         vars(submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)
@@ -105,12 +106,22 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
 class _NnxHook:
     """Stands for a layer in the list of layers."""
 
-    def __init__(self, index: int, hook: Callable, graph: Any, state: Any, weights: Any, key: Any):
-        self._index, self._hook, self._key = index, hook, key
+    def __init__(
+        self, index: int, hook: Callable, layer: Any, graph: Any, state: Any, weights: Any, key: Any
+    ):
+        self._index, self._hook, self._layer, self._key = index, hook, layer, key
         self._graph, self._state, self._weights = graph, state, weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(LayerCall(self._index, args, kwargs, self._run, self._graph))
+        call = LayerCall(
+            self._index,
+            args,
+            kwargs,
+            self._run,
+            self._graph,
+            attributes=lambda: _attributes(self._layer),
+        )
+        return self._hook(call)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         state = with_values(self._state, self._weights, self._key, {})
@@ -121,10 +132,24 @@ class _NnxHook:
         return y
 
     def __getattr__(self, name: str) -> Any:
+        value = getattr(self._layer, name)
+        if is_setting(value):
+            return value
         raise AttributeError(
             f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
-            "Only `layer(x, ...)` is."
+            "Only `layer(x, ...)` and settings that are no arrays are."
         )
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Returns the class of a layer, and its settings by their paths."""
+    found = {"class": type(layer).__name__}
+    for path, node in nnx.iter_graph(layer):
+        if isinstance(node, nnx.Module):
+            prefix = "".join(f"{part}." for part in path)
+            own = {n: v for n, v in vars(node).items() if not n.startswith("_") and is_setting(v)}
+            found |= {f"{prefix}{name}": value for name, value in own.items()}
+    return found
 
 
 def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Callable]:

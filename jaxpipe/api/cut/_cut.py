@@ -11,8 +11,10 @@ is in `_parts`, and layers that run in a `lax.scan` are in `_scan`.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,13 @@ from jaxtyping import PyTree
 
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
-from ._layer_calls import LayerArguments, LayerCall, arguments_of, check_chain
+from ._layer_calls import (
+    LayerArguments,
+    LayerCall,
+    arguments_of,
+    check_chain,
+    check_same_arguments,
+)
 from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
 from ._scan import ScanParts
 
@@ -40,25 +48,33 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     Args:
         loss: `(output of the module, batch) -> loss` of `Model.loss`.
         batch: An example of a batch, arrays or shapes. With it parameters outside of layers are
-            divided into those of the embedding and those of the loss, and everything is checked
-            at once; without it both parts have all of them, and the first batch is checked.
+            divided into those of the embedding and those of the loss, kinds of layers are found,
+            and everything is checked at once; without it both parts have all of them, layers are
+            of one kind, and the first batch is checked.
 
     Raises:
-        ValueError: If layers do not form a chain of equal programs.
+        ValueError: If layers do not form a chain.
     """
-    parts = (ScanParts if stacked else _HookParts)(cut, loss)
+    parts: Any = (ScanParts if stacked else _HookParts)(cut, loss)
     embedded, headed = set(cut.outer), set(cut.outer)
-    keyed = [cut.takes_key] * 3
+    keyed, names = [cut.takes_key] * 3, ["layer"]
     if batch is not None:
-        embedded, headed, keyed = parts.uses(jax.tree.map(shape_of, batch))
+        batch = jax.tree.map(shape_of, batch)
+        if not stacked:
+            parts = replace(parts, kinds=parts.kinds_of_layers(batch))
+            names = kind_names(parts.kinds, [call.attributes() for call in parts.calls(batch)])
+        embedded, headed, keyed = parts.uses(batch)
     tied = bool(embedded & headed)
     in_head = set() if tied and batch is None else headed - embedded
 
     def embed(w: Any, batch: PyTree, key: Any) -> Any:
         return parts.embed(w, batch, key)
 
-    def layer(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
-        return parts.layer(w, x, batch, key)
+    def layer(kind: int) -> ModelFunction:
+        def run(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
+            return parts.layer(w, x, batch, key, kind)
+
+        return ModelFunction(run, keyed[1 + kind])
 
     def loss_of(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
         return parts.loss_of(w["embed"] | w["head"] if tied else w, x, batch, key)
@@ -72,38 +88,83 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     def from_groups(groups: dict[str, PyTree]) -> PyTree:
         return cut.join(groups["embed"] | groups["head"], groups["layers"])
 
-    first, middle, last = map(ModelFunction, (embed, layer, loss_of), keyed)
-    return Model(first, middle, last, tied, to_groups, from_groups)
+    has_kinds = len(names) > 1
+    return Model(
+        ModelFunction(embed, keyed[0]),
+        {name: layer(kind) for kind, name in enumerate(names)} if has_kinds else layer(0),
+        ModelFunction(loss_of, keyed[-1]),
+        tied,
+        to_groups,
+        from_groups,
+        order=[names[kind] for kind in parts.kinds] if has_kinds else None,
+    )
 
 
+class _Carried(NamedTuple):
+    """Arguments of layers that travel with x.
+
+    Attributes:
+        sources: The kind, and the index of the argument, that each array is taken from.
+        slots: For every kind the arrays that its arguments are, by the index of the argument.
+    """
+
+    sources: tuple[tuple[int, int], ...]
+    slots: tuple[dict[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
 class _HookParts(Parts):
-    """The parts of a module whose layers are a list: each is called once, by the module's call."""
+    """The parts of a module whose layers are a list: each is called once, by the module's call.
+
+    Attributes:
+        kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
+    """
+
+    kinds: tuple[int, ...] = ()
 
     @property
-    def first_layer(self) -> PyTree:
-        return self.cut.layers[0]
+    def num_kinds(self) -> int:
+        return 1 + max(self.kinds, default=0)
+
+    @property
+    def _first(self) -> list[int]:
+        """The first layer of every kind."""
+        return [self.kinds.index(kind) for kind in range(self.num_kinds)] if self.kinds else [0]
+
+    def _kind(self, index: int) -> int:
+        return self.kinds[index] if self.kinds else 0
+
+    def layer_shapes(self, kind: int) -> PyTree:
+        return self.cut.layers[self._first[kind]]
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
-        carried = self.carried_ids(batch)
+        carried = self.carried(batch)
 
         def one(outer: Outer, batch: PyTree, key: Any) -> Any:
-            at = self.at_first_layer(outer, batch, key)
-            return packed(at.x, [at.leaves[i] for i in carried])
+            at = self.arguments_by_kind(outer, batch, key)
+            return packed(at[0].x, [at[kind].leaves[i] for kind, i in carried.sources])
 
         return self.read(self.over_rows(one, 1), outer, batch, or_none(key))[0]
 
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, index: int = 0
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
-        carried = self.carried_ids(batch)
+        return self.run_layer(self._first[kind], w, x, batch, key)
+
+    def run_layer(
+        self, index: int, w: PyTree, x: PyTree, batch: PyTree, key: Any
+    ) -> tuple[PyTree, list[Any], dict[str, Any]]:
+        """Runs the layer of this index on other arguments than those of the module's call."""
+        carried = self.carried(batch)
 
         def one(outer: Outer, w: PyTree, batch: PyTree, x: PyTree, key: Any) -> Any:
-            y, others = unpacked(x, carried)
+            y, others = unpacked(x, carried.sources)
 
             def hook(call: LayerCall) -> Any:
                 if call.index < index:
-                    return self.returned(y, None, 0, batch)
-                given = dict(zip(carried, others, strict=True))
+                    return self.returned(y, None, call.index, batch)
+                slots = carried.slots[self._kind(index)]
+                given = {i: others[slot] for i, slot in slots.items()}
                 args, kwargs = arguments_of(call).replace(y, given, key)
                 raise _Stop((call.run(*args, **kwargs), call.sown()))
 
@@ -114,10 +175,10 @@ class _HookParts(Parts):
         return self.read(self.over_rows(one, 2), {}, w, batch, x, or_none(key))[0]
 
     def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
-        carried = self.carried_ids(batch)
+        carried = self.carried(batch)
 
         def one(outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> Any:
-            y, _ = unpacked(x, carried)
+            y, _ = unpacked(x, carried.sources)
 
             def hook(call: LayerCall) -> Any:
                 return self.returned(y, extras, call.index, batch)
@@ -126,112 +187,229 @@ class _HookParts(Parts):
 
         return self.over_rows(one, 1)(outer, batch, x, extras, or_none(key))
 
-    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
-        shapes = jax.tree.leaves(self.extras_of_layer(self.row(batch)))
-        return self.with_layers_and_rows(shapes, batch)
+    def extras(self, batch: PyTree) -> list[list[jax.ShapeDtypeStruct]]:
+        forms, kinds = self.extras_of_layers(self.row(batch)), self.kinds or (0,) * len(self.names)
+        return [
+            self.with_layers_and_rows(jax.tree.leaves(forms[first]), kinds.count(kind), batch)
+            for kind, first in enumerate(self._first)
+        ]
 
-    def extras_of_layer(self, row: PyTree) -> tuple[PyTree, ...]:
-        """Returns (shapes of what a layer returns besides x,), of one row; () if it returns x."""
+    @property
+    def names(self) -> list[str]:
+        """The names of layers."""
+        return self.cut.names
 
-        def find(row: PyTree) -> tuple[PyTree, ...]:
+    def extras_of_layers(self, row: PyTree) -> list[tuple[PyTree, ...]]:
+        """Returns (shapes of what a layer returns besides x,) of one row, or (), for each layer.
+
+        Layers with equal settings and parameters are run once.
+        """
+
+        def find(row: PyTree) -> list[tuple[PyTree, ...]]:
+            seen: list[tuple[Any, Any, tuple[PyTree, ...]]] = []
+            forms: list[tuple[PyTree, ...]] = []
+
             def hook(call: LayerCall) -> Any:
-                raise _Stop((call.run(*call.args, **call.kwargs), arguments_of(call).x))
+                x, shapes = arguments_of(call).x, self.cut.layers[call.index]
+                form = next(
+                    (f for s, w, f in seen if w == shapes and _is_equal(s, call.static)), None
+                )
+                if form is None:
+                    result = call.run(*call.args, **call.kwargs)
+                    form = _taken_apart(result, x)[1]
+                    form = jax.tree.map(lambda leaf: shape_of(leaf), form)
+                    seen.append((call.static, shapes, form))
+                forms.append(form)
+                if len(forms) == len(self.names):
+                    raise _Stop(None)
+                zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
+                return (x, *zeros) if form else x
 
-            def run(outer: Outer, w: PyTree, batch: PyTree, key: Any) -> tuple[PyTree, ...]:
-                layers = dict.fromkeys(range(len(self.cut.names)), w)
-                return _taken_apart(*_stopped(self.cut.run, outer, layers, batch, key, hook))[1]
+            def run(outer: Outer, layers: list[PyTree], batch: PyTree, key: Any) -> None:
+                with suppress(_Stop):
+                    self.cut.run(outer, dict(enumerate(layers)), batch, key, hook)
 
             key = shape_of_key(self.cut.takes_key)
-            return jax.eval_shape(run, self.cut.outer, self.first_layer, row, key)
+            jax.eval_shape(run, self.cut.outer, self.cut.layers, row, key)
+            return forms
 
         return self.of_form("extras", row, find)
 
     def returned(self, y: PyTree, extras: list[Any] | None, index: int, row: PyTree) -> Any:
-        """Returns what a layer returns: x, or x with extras, which are given for all layers."""
-        shapes = self.extras_of_layer(row)
-        if not shapes:
+        """Returns what a layer returns: x, or x with its extras, out of those of all layers."""
+        forms = self.extras_of_layers(row)
+        if index >= len(forms) or not forms[index]:
             return y
-        leaves, tree = jax.tree.flatten(shapes[0])
+        leaves, tree = jax.tree.flatten(forms[index][0])
         if extras is None:
             return y, tree.unflatten([jnp.zeros(s.shape, s.dtype) for s in leaves])
-        return y, tree.unflatten([extra[index] for extra in extras])
+        kind = self._kind(index)
+        first = sum(len(jax.tree.leaves(forms[i])) for i in self._first[:kind])
+        at = self.kinds[:index].count(kind) if self.kinds else index
+        return y, tree.unflatten([extra[at] for extra in extras[first : first + len(leaves)]])
 
-    def carried_ids(self, batch: PyTree) -> tuple[int, ...]:
+    def carried(self, batch: PyTree) -> _Carried:
         """Checks a module on a batch of new form, and finds the arguments that travel with x."""
 
-        def find(batch: PyTree) -> tuple[tuple[int, ...], list[list[int]]]:
-            self.extras_of_layer(self.row(batch))  # not inside of the call that is recorded
+        def find(batch: PyTree) -> tuple[_Carried, list[bool]]:
             calls = self.recorded_calls(self.row(batch))
-            first = calls[0][0].static
-            others = [call.index for call, _, _ in calls if not _is_equal(call.static, first)]
-            return self.influenced_ids(self.row(batch), calls[0][1].array_ids), [others]
+            check_chain(calls, self.names)
+            for call, at, _ in calls:
+                first = self._first[self._kind(call.index)]
+                check_same_arguments(calls[first][1], at, self.names[first], self.names[call.index])
+            return self.influenced(self.row(batch), calls), [not self.kinds]
 
-        ids, unchecked = self.of_form("carried", batch, find)
-        if unchecked:
-            self.check_layers(jax.tree.map(shape_of, batch), unchecked.pop())
-        return ids
+        carried, unchecked = self.of_form("carried", batch, find)
+        if unchecked and unchecked.pop():
+            kinds = self.kinds_of_layers(jax.tree.map(shape_of, batch))
+            if any(kinds):
+                self._refuse_kinds(kinds, batch)
+        return carried
+
+    def _refuse_kinds(self, kinds: tuple[int, ...], batch: PyTree) -> None:
+        attributes = [call.attributes() for call in self.calls(batch)]
+        first = kinds.index(1)
+        names = kind_names(kinds, attributes)
+        raise ValueError(
+            f"`{self.names[first]}` computes something else than `{self.names[0]}`: they are "
+            f"layers of the kinds {names[1]!r} and {names[0]!r}. Give `batch=`, an example of a "
+            "batch, by which the kinds of layers are found."
+        )
+
+    def calls(self, batch: PyTree) -> list[LayerCall]:
+        """Returns the calls of all layers."""
+        return [call for call, _, _ in self.recorded_calls(self.row(batch))]
 
     def recorded_calls(self, batch: PyTree) -> list[tuple[LayerCall, LayerArguments, PyTree]]:
-        """Returns the calls of all layers, which form a chain."""
+        """Returns the calls of all layers, their arguments, and the x that each has returned."""
+        self.extras_of_layers(batch)  # not inside of the call that is recorded
         calls: list[tuple[LayerCall, LayerArguments, PyTree]] = []
 
         def hook(call: LayerCall) -> Any:
             at = arguments_of(call)
             calls.append((call, at, jax.lax.optimization_barrier(at.x)))
-            return self.returned(calls[-1][2], None, 0, batch)
+            return self.returned(calls[-1][2], None, len(calls) - 1, batch)
 
         def run(outer: Outer, batch: PyTree, key: Any) -> None:
             self.cut.run(outer, {}, batch, key, hook)
-            check_chain(calls, self.cut.names)
 
         jax.eval_shape(run, self.cut.outer, batch, shape_of_key(self.cut.takes_key))
         return calls
 
-    def influenced_ids(self, batch: PyTree, ids: list[int]) -> tuple[int, ...]:
+    def influenced(
+        self, batch: PyTree, calls: list[tuple[LayerCall, LayerArguments, PyTree]]
+    ) -> _Carried:
         """Returns those arguments of layers that parameters or a dropout key influence."""
+        first = [calls[i][1] for i in self._first]
+        pairs = [(kind, i) for kind, at in enumerate(first) for i in at.array_ids]
 
         def others(outer: Outer, batch: PyTree, key: Any) -> Any:
-            at = self.at_first_layer(outer, batch, key)
-            return [at.leaves[i] for i in ids]
+            at = self.arguments_by_kind(outer, batch, key)
+            return [at[kind].leaves[i] for kind, i in pairs]
 
         key = shape_of_key(self.cut.takes_key)
-        found, _ = dependent_inputs(others, self.cut.outer, batch, key)
-        influenced = [any(jax.tree.leaves((used[0], used[2]))) for used in found]
-        return tuple(i for i, is_influenced in zip(ids, influenced, strict=True) if is_influenced)
+        sources, _ = dependent_inputs(others, self.cut.outer, batch, key)
+        travelling: list[tuple[int, int]] = []
+        slots: list[dict[int, int]] = [{} for _ in first]
+        for (kind, i), used in zip(pairs, sources, strict=True):
+            if not any(jax.tree.leaves((used[0], used[2]))):
+                continue
+            same = [first[k].leaves[j] is first[kind].leaves[i] for k, j in travelling]
+            if True not in same:
+                same.append(True)
+                travelling.append((kind, i))
+            slots[kind][i] = same.index(True)
+        return _Carried(tuple(travelling), tuple(slots))
 
-    def at_first_layer(self, outer: Outer, batch: PyTree, key: Any) -> LayerArguments:
-        """Returns the arguments of the first layer."""
+    def arguments_by_kind(self, outer: Outer, batch: PyTree, key: Any) -> list[LayerArguments]:
+        """Returns the arguments of the first layer of every kind; x is that of layer 0."""
+        first, arguments = self._first, []
 
         def hook(call: LayerCall) -> Any:
-            raise _Stop(arguments_of(call))
+            at = arguments_of(call)
+            if call.index in first:
+                arguments.append(at)
+            if call.index == first[-1]:
+                raise _Stop(arguments)
+            return self.returned(at.x, None, call.index, batch)
 
         return _stopped(self.cut.run, outer, {}, batch, key, hook)
 
-    def check_layers(self, batch: PyTree, others: list[int]) -> None:
-        """Checks that layers return what they take, and that `others` compute what layer 0 does."""
+    def kinds_of_layers(self, batch: PyTree) -> tuple[int, ...]:
+        """Checks that layers return what they take; returns the kind of each: equal programs."""
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
-        x = jax.eval_shape(lambda *given: self.embed(*given), cut.outer, batch, key)
-        carried = self.carried_ids(batch)
-        programs = []
-        for index in [0, *others]:
+        calls = self.recorded_calls(self.row(batch))
+        check_chain(calls, self.names)
+        alone = replace(self, kinds=tuple(range(len(self.names))), forms={})
+        x = jax.eval_shape(lambda *given: alone.embed(*given), cut.outer, batch, key)
+        sources = alone.carried(batch).sources
+        programs: dict[int, Any] = {}
 
-            def run(w: PyTree, x: PyTree, batch: PyTree, key: Any, index: int = index) -> Any:
-                return self.layer_and_extras(w, x, batch, key, index)
+        def program(index: int) -> Any:
+            if index in programs:
+                return programs[index]
+
+            def run(w: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+                return alone.run_layer(index, w, x, batch, key)
 
             traced = jax.make_jaxpr(run, return_shape=True)
-            program, (y, *_) = traced(cut.layers[index], x, batch, key)
-            forms = [jax.tree.map(_form, unpacked(tree, carried)[0]) for tree in (y, x)]
+            closed, (y, *_) = traced(cut.layers[index], x, batch, key)
+            forms = [jax.tree.map(_form, unpacked(tree, sources)[0]) for tree in (y, x)]
             if forms[0] != forms[1]:
                 raise ValueError(
-                    f"`{cut.names[index]}` returns {forms[0]} and is given {forms[1]}. A layer "
+                    f"`{self.names[index]}` returns {forms[0]} and is given {forms[1]}. A layer "
                     "must return what it takes."
                 )
-            programs.append((re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr)), program.consts))
-            if not _is_equal(programs[-1], programs[0]):
-                raise ValueError(
-                    f"`{cut.names[index]}` computes something else than `{cut.names[0]}`: they "
-                    "differ in more than parameters. Layers of one pipeline must be alike."
+            text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+            programs[index] = text, closed.consts
+            return programs[index]
+
+        first, kinds = [], []
+        for call, at, _ in calls:
+            index = call.index
+            alike = (
+                kind
+                for kind, other in enumerate(first)
+                if cut.layers[other] == cut.layers[index]
+                and _is_same(calls[other][1], at)
+                and (
+                    _is_equal(calls[other][0].static, call.static)
+                    or _is_equal(program(other), program(index))
                 )
+            )
+            kind = next(alike, len(first))
+            if kind == len(first):
+                program(index)  # which checks it
+                first.append(index)
+            kinds.append(kind)
+        return tuple(kinds)
+
+
+def kind_names(kinds: Sequence[int], attributes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a name for every kind: its class, or the settings by which it differs from others."""
+    num_kinds = 1 + max(kinds, default=0)
+    by_kind = [
+        [a for a, k in zip(attributes, kinds, strict=True) if k == n] for n in range(num_kinds)
+    ]
+    keys = [key for key in by_kind[0][0] if key != "class"]
+
+    def values(key: str) -> list[str] | None:
+        """Returns the value of a setting for each kind, unless layers of a kind differ in it."""
+        found = [{repr(layer.get(key)) for layer in layers} for layers in by_kind]
+        return [value for (value,) in found] if all(len(one) == 1 for one in found) else None
+
+    classes = values("class") or [""] * num_kinds
+    telling = [(key, v) for key in keys if (v := values(key)) and len(set(v)) > 1]
+    names = []
+    for kind in range(num_kinds):
+        name = classes[kind].strip("'")
+        if classes.count(classes[kind]) > 1:
+            same = [k for k in range(num_kinds) if classes[k] == classes[kind]]
+            here = [(key, v) for key, v in telling if len({v[k] for k in same}) > 1]
+            settings = ", ".join(f"{key}={v[kind]}" for key, v in here[:3])
+            name = f"{name}({settings})" if settings else name
+        names.append(name)
+    return [f"{name} {n}" if names.count(name) > 1 else name for n, name in enumerate(names)]
 
 
 def _stopped(run: Callable, *arguments: Any) -> Any:
@@ -250,6 +428,15 @@ def _taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
     if jax.tree.structure(result) != tree and is_pair and jax.tree.structure(result[0]) == tree:
         return result[0], result[1:]
     return result, ()
+
+
+def _is_same(a: LayerArguments, b: LayerArguments) -> bool:
+    """Returns whether two layers are given the same arguments besides x."""
+    try:
+        check_same_arguments(a, b, "", "")
+    except ValueError:
+        return False
+    return True
 
 
 def _form(leaf: Any) -> str:

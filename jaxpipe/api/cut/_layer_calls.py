@@ -25,6 +25,7 @@ class LayerCall:
         run: Runs the layer on other arguments of the same form.
         static: What the layer is besides its parameters: equal for layers of equal programs.
         sown: Auxiliary losses and metrics of the last `run` that the layer did not return.
+        attributes: The layer's class and its settings by name, which name the kind of the layer.
     """
 
     index: int
@@ -33,6 +34,7 @@ class LayerCall:
     run: Callable[..., Any]
     static: Any = None
     sown: Callable[[], dict[str, Any]] = dict
+    attributes: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,21 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
+def is_setting(value: Any) -> bool:
+    """Returns whether an attribute of a layer is a plain value, such as a window or a name."""
+    if isinstance(value, tuple):
+        return all(map(is_setting, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def check_chain(
     calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
 ) -> None:
-    """Checks that layers run one after the other on equal arguments.
+    """Checks that layers run one after the other.
 
     Raises:
-        ValueError: If a layer is not called exactly once and in order, if something runs between
-            two layers, or if two layers are given different arguments besides x.
+        ValueError: If a layer is not called exactly once and in order, or something runs between
+            two layers.
     """
     order = [call.index for call, _, _ in calls]
     if order != list(range(len(names))):
@@ -116,10 +125,10 @@ def check_chain(
                 "something runs between them. Move it into the layer, before the first layer or "
                 "behind the last."
             )
-        _check_same_arguments(calls[0][1], now, names[0], names[call.index])
 
 
-def _check_same_arguments(a: LayerArguments, b: LayerArguments, first: str, name: str) -> None:
+def check_same_arguments(a: LayerArguments, b: LayerArguments, first: str, name: str) -> None:
+    """Raises a `ValueError` if two layers are given different arguments besides x."""
     if a.tree != b.tree:
         raise ValueError(f"`{name}` is called with other arguments than `{first}`.")
     for i, (left, right) in enumerate(zip(a.leaves, b.leaves, strict=True)):
@@ -129,8 +138,8 @@ def _check_same_arguments(a: LayerArguments, b: LayerArguments, first: str, name
             same = _is_array(left) or left is right or bool(left == right)
         if not same:
             raise ValueError(
-                f"The argument {a.names[i]} of `{name}` is not that of `{first}`. All layers must "
-                "be given the same: compute it once, before the first layer."
+                f"The argument {a.names[i]} of `{name}` is not that of `{first}`. Layers of one "
+                "kind must be given the same: compute it once, before the first layer."
             )
 
 

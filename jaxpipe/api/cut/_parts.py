@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -65,8 +66,12 @@ class Parts:
     forms: dict[Any, Any] = field(default_factory=dict)
 
     @property
+    def num_kinds(self) -> int:
+        """Returns the number of kinds of layers."""
+        return 1
+
     @abstractmethod
-    def first_layer(self) -> PyTree:
+    def layer_shapes(self, kind: int) -> PyTree:
         """Returns the shapes and dtypes of the parameters of a layer."""
 
     @abstractmethod
@@ -75,31 +80,34 @@ class Parts:
 
     @abstractmethod
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
         """Returns what leaves a layer, its extras, and auxiliary losses that it has itself."""
 
     @abstractmethod
-    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of extras of all layers, [L, ...]; [rows, L, ...] for rows."""
+    def extras(self, batch: PyTree) -> list[list[jax.ShapeDtypeStruct]]:
+        """Returns the shapes of extras of all n layers of each kind, [n, ...] or [rows, n, ...]."""
 
     @abstractmethod
     def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
-        """Returns the output of the module, from what left the last layer."""
+        """Returns the output of the module, from what left the last layer and all extras."""
 
-    def layer(self, w: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+    def layer(self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0) -> Any:
         """Returns what leaves a layer; as (x, aux) if there are auxiliary losses or metrics."""
-        x, extras, aux = self.layer_and_extras(w, x, batch, key)
+        x, extras, aux = self.layer_and_extras(w, x, batch, key, kind)
+        counts = [len(of_kind) for of_kind in self.extras(batch)]
+        first = sum(counts[:kind])
         for name, weights in self.weights(batch).items():
-            pairs = zip(weights, extras, strict=True)
-            term = sum(jnp.sum(c * extra) for c, extra in pairs if c is not None)
-            aux = aux | {name: term + aux.get(name, 0.0)}
+            pairs = zip(weights[first : first + counts[kind]], extras, strict=True)
+            terms = [jnp.sum(c * extra) for c, extra in pairs if c is not None]
+            if terms or counts[kind]:
+                aux = aux | {name: sum(terms) + aux.get(name, 0.0)}
         return (x, aux) if aux else x
 
     def loss_of(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
         """Returns the loss, from what left the last layer, without the terms of layers."""
         weights = self.weights(batch)
-        zeros = [jnp.zeros(s.shape, s.dtype) for s in self.extras(batch)]
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in chain(*self.extras(batch))]
 
         def with_loss(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
             parts = loss_parts(self.loss(self.output(outer, batch, x, zeros, key), batch))
@@ -115,7 +123,7 @@ class Parts:
         return self.of_form("weights", batch, self._weights)
 
     def _weights(self, batch: PyTree) -> Weights:
-        batch, shapes = jax.tree.map(shape_of, batch), self.extras(batch)
+        batch, shapes = jax.tree.map(shape_of, batch), [*chain(*self.extras(batch))]
         if not shapes:
             return {}
         key = shape_of_key(self.cut.takes_key)
@@ -154,21 +162,23 @@ class Parts:
     def uses(self, batch: PyTree) -> tuple[set[str], set[str], list[bool]]:
         """Returns the parameters of embedding and loss, and which functions read a key."""
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
-        found = []
+        used: list[tuple[set[str], bool]] = []
 
         def call(function: Callable, *arguments: PyTree) -> Any:
-            part, used = pruned(function, *arguments)
-            names = {n for n, tree in used[0].items() if any(jax.tree.leaves(tree))}
-            found.append((names, any(jax.tree.leaves(used[-1]))))
+            part, is_used = pruned(function, *arguments)
+            names = {n for n, tree in is_used[0].items() if any(jax.tree.leaves(tree))}
+            used.append((names, any(jax.tree.leaves(is_used[-1]))))
             return jax.eval_shape(part, *arguments)
 
-        def layer(w: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
-            return self.layer_and_extras(w["0"], x, batch, key)[0]
-
         x = call(self.embed, cut.outer, batch, key)
-        call(layer, {"0": self.first_layer}, x, batch, key)
+        for kind in range(self.num_kinds):
+
+            def layer(w: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = kind) -> Any:
+                return self.layer_and_extras(w["0"], x, batch, key, kind)[0]
+
+            call(layer, {"0": self.layer_shapes(kind)}, x, batch, key)
         call(self.loss_of, cut.outer, x, batch, key)
-        return found[0][0], found[2][0], [reads_key for _, reads_key in found]
+        return used[0][0], used[-1][0], [reads_key for _, reads_key in used]
 
     def over_rows(self, function: Callable, num_shared: int) -> Callable:
         """Returns a function of all rows, whose last argument is a key."""
@@ -189,10 +199,10 @@ class Parts:
         return jax.tree.map(partial(shape_of, skipped=int(self.cut.by_row)), batch)
 
     def with_layers_and_rows(
-        self, shapes: Sequence[Any], batch: PyTree
+        self, shapes: Sequence[Any], num_layers: int, batch: PyTree
     ) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of extras of all layers, from those of one layer and row."""
-        lead = (len(self.cut.names),)
+        """Returns the shapes of extras of some layers, from those of one layer and row."""
+        lead = (num_layers,)
         if self.cut.by_row:
             lead = jnp.shape(jax.tree.leaves(batch)[0])[0], *lead
         return [jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for s in shapes]

@@ -101,8 +101,8 @@ class _ScannedCall:
 class ScanParts(Parts):
     """The parts of a module that runs its layers in a scan; `cut.layers` is their stack."""
 
-    @property
-    def first_layer(self) -> PyTree:
+    def layer_shapes(self, kind: int) -> PyTree:
+        del kind  # there is one
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), self.cut.layers)
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
@@ -116,8 +116,10 @@ class ScanParts(Parts):
         return self.read(self.over_rows(one, 2), outer, self.cut.layers, batch, or_none(key))[0]
 
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
+        del kind  # there is one
+
         def one(outer: Any, stack: Any, w: Any, batch: Any, x: Any, key: Any) -> Any:
             call, given, w, x = self.call(outer, stack, batch, key, w, x)
             carry, carried = unpacked(x, call.carried)
@@ -140,12 +142,12 @@ class ScanParts(Parts):
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cut.layers)
         return run(outer, zeros, batch, x, extras, or_none(key))
 
-    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
+    def extras(self, batch: PyTree) -> list[list[jax.ShapeDtypeStruct]]:
         key = shape_of_key(self.cut.takes_key)
         given = self.cut.outer, self.cut.layers, self.row(batch), key
         call = self.call_of_form(frozenset(), given)
         shapes = [v.aval for v in call.body.jaxpr.outvars[call.num_carry :]]
-        return self.with_layers_and_rows(shapes, batch)
+        return [self.with_layers_and_rows(shapes, len(self.cut.names), batch)]
 
     def call(
         self, outer: Any, stack: Any, batch: PyTree, key: Any, *others: PyTree
