@@ -189,10 +189,9 @@ def _interleaved(
 
 
 def _group_size(num_ranks: int, num_microbatches: int) -> int:
-    """Returns the number of microbatches of a group: about p, as in JaxPP, for any M.
+    """Returns the microbatches of a group: about p, as in JaxPP, for any M.
 
-    The last group has the rest. If the rest is fewer than p, there are fewer groups, down to one.
-    JaxPP instead keeps M // p groups and distributes the rest over the first groups.
+    JaxPP keeps M // p groups and spreads the rest over the first; here the last group has the rest.
     """
     for num_groups in range(max(1, num_microbatches // num_ranks), 1, -1):
         group_size = -(-num_microbatches // num_groups)

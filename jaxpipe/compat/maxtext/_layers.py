@@ -40,10 +40,7 @@ class ActivationInFlight(NamedTuple):
 
 
 def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
-    """Returns [R, S, L] keys: `key` folded with the index of each layer.
-
-    The index counts layers in forward order, so the keys of a layer do not depend on the layout.
-    """
+    """Returns [R, S, L] keys: `key` folded with each layer's index, whatever the layout."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(math.prod(dims)))
@@ -51,10 +48,7 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
 
 def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
-    """Splits [batch, ...] leaves into [M, batch / M, ...] leaves.
-
-    `batch_size` is the number of rows that every leaf must have; None allows any multiple of M.
-    """
+    """Splits [batch, ...] leaves, which must have `batch_size` rows if it is given, into M."""
 
     def split(path, leaf):
         rows, name = leaf.shape[0], jax.tree_util.keystr(path, simple=True, separator=".")
@@ -96,11 +90,7 @@ def from_microbatches(x: PyTree) -> PyTree:
 
 
 def outputs_of(y: PyTree, x: PyTree) -> PyTree:
-    """Returns the outputs of a layer's result `y` for the input `x`.
-
-    A layer that is made for scans returns (outputs, None); then this is the first entry. Otherwise,
-    and if `x` has that structure too, it is `y`.
-    """
+    """Returns the outputs of `y`, a layer's result, which may be (outputs, None) as for scans."""
     is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
 
@@ -158,7 +148,7 @@ def pipeline_layers(
     settings: PipelineSettings,
     mesh: Mesh | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Runs every microbatch through all layers, and returns outputs and [R, S, L, M, ...] records.
+    """Runs microbatches through all layers; returns outputs and [R, S, L, M, ...] records.
 
     Records that p devices compute from their own rows are summed.
     """

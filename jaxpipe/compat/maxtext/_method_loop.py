@@ -72,11 +72,7 @@ def check_methods_can_run(
 def loop_of_methods(
     pipeline: Any, state: LoopState, names: PyTree, options: tuple[Any, Any]
 ) -> Callable:
-    """Returns an engine, with the contract of `spmd.circular`, that calls the methods.
-
-    It ignores the stage and the keys: the methods make their own. It returns ([M, ...] outputs, no
-    aux).
-    """
+    """Returns an engine, as `spmd.circular`, that calls the methods; it ignores stage and keys."""
     has_window = isinstance(pipeline, WindowMethods)
 
     def engine(stage, weights, inputs, batch_inputs, keys):

@@ -46,10 +46,7 @@ class PipelineAttributes:
 
     @property
     def forwarding_delay(self) -> int:
-        """Returns the number of iterations that a hand-over to the next rank takes.
-
-        It is 2 with `pipeline_delay_activation_forwarding`, else 1.
-        """
+        """Returns the iterations of a hand-over: 2 if it is delayed, else 1."""
         return self.settings.pipeline_shape.forwarding_delay
 
     @property
@@ -280,11 +277,7 @@ class LoopMethods(PipelineMethods):
         repeat_dim_in_weights,
         stages_dim_in_weights,
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
-
-        The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
-        gathered over fsdp, context and expert.
-        """
+        """Returns the weights of repeat `repeat_ids[r]` from each rank r; with specs, gathered."""
         dims = repeat_dim_in_weights, stages_dim_in_weights
         taken = stepwise.take_repeats(weights, repeat_ids, *dims, self.mesh)
         stages_dim = stages_dim_in_weights - (repeat_dim_in_weights < stages_dim_in_weights)
@@ -360,27 +353,17 @@ class LoopMethods(PipelineMethods):
 
 
 class WindowMethods(PipelineMethods):
-    """Methods of `CircularPipeline`, which keeps gathered weights of two repeats in a window.
-
-    The window is called `bsw`, as in MaxText.
-    """
+    """Methods of `CircularPipeline`, which keeps weights of two repeats in a window, `bsw`."""
 
     def init_states(self, inputs, weights=None) -> stepwise.LoopState:
-        """Returns the loop state before iteration 0, with an empty window `bsw`.
-
-        The leaves of the window are [2, S, ...]. `weights` are the [R, S, ...] leaves of all
-        layers, by default the module's own.
-        """
+        """Returns the loop state before iteration 0, with an empty window [2, S, ...] `bsw`."""
         weights = self.layer_variables() if weights is None else weights
         return super().init_states(inputs) | {"bsw": stepwise.empty_window(weights)}
 
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
-
-        The dim of repeats, `repeat_dim_in_weights`, is removed.
-        """
+        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r."""
         return stepwise.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
@@ -433,11 +416,7 @@ class WindowMethods(PipelineMethods):
         axes_to_gather=GATHERED_AXES,
         use_shardmap=False,
     ) -> Any:
-        """Returns one half of a window: the [S, ...] weights of a repeat, gathered.
-
-        They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
-        otherwise by a sharding constraint.
-        """
+        """Returns one half of a window: a repeat's [S, ...] weights, over `axes_to_gather`."""
         return weight_sharding.unshard_arrays(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
@@ -463,10 +442,7 @@ class WindowMethods(PipelineMethods):
         model_mode="train",
         logical_partition_spec=None,
     ) -> stepwise.LoopState:
-        """Runs every rank on its current microbatch and sends the outputs to the next ranks.
-
-        The weights come from the window `bsw`.
-        """
+        """Runs every rank once, with weights of `bsw`, and sends outputs to the next ranks."""
         return self._run_iteration(
             loop_state,
             self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"]),

@@ -36,11 +36,7 @@ def slotted_weights(plain: PyTree, slots: PyTree) -> dict[str, PyTree]:
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """Broadcasts [R, S, L, ...] weights to [R, S, L, M * p, ...] slots.
-
-    The gradient of a weight is the largest slot that a microbatch has set, or else the weight
-    itself.
-    """
+    """Broadcasts [R, S, L, ...] weights to slots [R, S, L, M * p, ...], whose largest is kept."""
     return jax.tree.map(lambda w: _broadcast_to_slots(w, num_slots), overwritten)
 
 
@@ -56,11 +52,7 @@ def layer_with_slots(layer: Layer) -> Layer:
 
 
 def _slot(microbatch: jax.Array) -> jax.Array:
-    """Returns the index of this device's slot for `microbatch` [1].
-
-    The one entry is the microbatch's index. Its dim is that of rows, which is sharded over the
-    devices.
-    """
+    """Returns the index of this device's slot for `microbatch` [1], sharded as rows are."""
     axes = manual_batch_axes()
     if not axes:
         return microbatch[0]

@@ -72,10 +72,7 @@ class PipelineKeys:
 
 
 def read_keys(config: Any) -> PipelineKeys:
-    """Returns the keys of a pipeline in `config`, with the types that they must have.
-
-    Values may be Enums; for the policy "custom" the tensors of `autodiff.TENSORS` are read too.
-    """
+    """Returns the keys of a pipeline in `config`, with the types that they must have."""
     if isinstance(config, Mapping):
         raise ValueError(
             f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
@@ -311,10 +308,7 @@ def _remat(name: str, locations: Mapping[str, Any], mesh: Mesh | None, policy: A
 
 
 def _policy(remat: Remat, *, is_custom: bool) -> Callable:
-    """Returns the `jax.checkpoint` policy of `remat`.
-
-    Unless the config's policy is "custom", it also saves the inputs that MaxText names.
-    """
+    """Returns the policy of `remat`; unless custom, it also saves the inputs that MaxText names."""
     policies = jax.checkpoint_policies
     base_policy: Callable = policies.everything_saveable
     if isinstance(remat, partial):
@@ -358,10 +352,7 @@ def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...])
 
 
 def axis_rules(rules: Iterable) -> AxisRules:
-    """Returns the rules with the mesh axes of each as a tuple.
-
-    In `rules` they may also be one name or None.
-    """
+    """Returns the rules with the mesh axes of each as a tuple; they may be one name or None."""
 
     def as_tuple(axes: Any) -> tuple[str, ...]:
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

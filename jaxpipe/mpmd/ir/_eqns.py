@@ -83,7 +83,7 @@ def prints(node: Eqn | PipelinedLoop) -> bool:
 
 
 def substitute_inputs(eqns: Iterable[N], replacements: Mapping[Var, Atom]) -> list[N]:
-    """Returns the nodes with each input that is a key of `known` replaced by its value."""
+    """Returns the nodes with each input that is a key of `replacements` replaced by its value."""
     return [
         replace(eqn, inputs=tuple(_substitute(atom, replacements) for atom in eqn.inputs))
         for eqn in eqns
@@ -91,7 +91,7 @@ def substitute_inputs(eqns: Iterable[N], replacements: Mapping[Var, Atom]) -> li
 
 
 def with_outputs(graph: G, eqns: Iterable[Any], replacements: Mapping[Var, Atom]) -> G:
-    """Returns the graph with other nodes, and with its outputs replaced as in `known`."""
+    """Returns the graph with other nodes, and with its outputs replaced as in `replacements`."""
     outputs = tuple(_substitute(atom, replacements) for atom in graph.outputs)
     return replace(graph, eqns=tuple(eqns), outputs=outputs)
 

@@ -32,11 +32,7 @@ _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has the
 def first_state(
     plan: StepPlan, init_from: str = "", *, allow_unverified: bool = False
 ) -> TrainState:
-    """Returns the state before step 1, with weights of `init_from`, or of the seed if it is "".
-
-    `init_from` is the folder of a run, or the result of a conversion; it is checked before anything
-    is compiled.
-    """
+    """Returns the state before step 1, with weights of the folder `init_from`, or of the seed."""
     if not init_from:
         return init_state(plan)
     folder, weights = checkpoints_folder(Path(init_from)), plan.state.weights
@@ -126,10 +122,7 @@ def check_same_sizes(
     *,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Checks that the sizes of a checkpoint are those of a run.
-
-    A size that was no key yet when the checkpoint was saved counts as its default.
-    """
+    """Checks that sizes of a checkpoint are those of a run; new keys count as their defaults."""
     fields = dataclasses.fields(sizes)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     saved_sizes = defaults | dict(saved)

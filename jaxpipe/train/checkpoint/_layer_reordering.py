@@ -18,10 +18,7 @@ from ..plan._weight_plan import WeightPlan
 
 @runtime_checkable
 class LayerReordering(Protocol):
-    """Converts a stack on ranks, such as [R, S, layers, ...], to [L, ...] and back.
-
-    The arguments are deleted.
-    """
+    """Converts a stack on ranks, [R, S, layers, ...], to [L, ...] and back, and deletes it."""
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         """Returns the layers [L, ...] in forward order."""

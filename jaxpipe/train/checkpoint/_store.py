@@ -134,10 +134,7 @@ def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
 def best_loss_tracker(
     checkpoints: ocp.CheckpointManager | None, keep_best: int
 ) -> Callable[[float], bool]:
-    """Returns a function that tells whether an `eval_loss` is among the `keep_best` best so far.
-
-    The function is collective: every process must call it and receives the same answer.
-    """
+    """Returns a collective function: is an `eval_loss` among the `keep_best` best so far?"""
     if checkpoints is None or not keep_best:
         return lambda loss: False
     losses = [*_eval_losses(checkpoints).values()]
@@ -223,10 +220,7 @@ def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, An
 def restore_checkpoint(
     checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
-    """Restores the state of a step with shardings that may differ from the saved ones.
-
-    Names, shapes and dtypes are compared before any array is read.
-    """
+    """Restores a step with any shardings; compares names, shapes and dtypes before it reads."""
     saved = saved_leaf_specs(checkpoints, step)
     check_same_leaves(saved, leaf_specs(abstract_state), f"{checkpoints.directory} step {step}")
     try:

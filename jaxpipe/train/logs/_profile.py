@@ -13,10 +13,7 @@ BeforeStep = Callable[[int, Any], None]
 
 @contextmanager
 def profiler(steps: range, folder: Path) -> Iterator[BeforeStep]:
-    """Yields a function that starts and ends the profile when it is called before every step.
-
-    Profiles, one per process, are written to `profile` in the run's `folder`.
-    """
+    """Yields a function that starts and ends the profile, in `profile` of the run's `folder`."""
     running = False
     process = (f"process_{jax.process_index()}",) if jax.process_count() > 1 else ()
 

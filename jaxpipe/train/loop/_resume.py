@@ -176,10 +176,7 @@ def clean_up(point: ResumePoint) -> list[str]:
 
 
 def truncate_metrics(point: ResumePoint) -> None:
-    """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
-
-    A power loss may leave anything after that place.
-    """
+    """Drops from `metrics.jsonl` what is behind the checkpoint, if that recorded where it ends."""
     if data := _metrics_up_to_checkpoint(point):
         write_file(point.folder / METRICS_FILE, data)
 
@@ -214,10 +211,7 @@ def _metadata_of(step: Path) -> dict[str, Any] | None:
 
 
 def _evidence_of_checkpoints(folder: Path, corrupt: list[Path]) -> str:
-    """Returns the evidence that a run without a sound checkpoint once had one; "" if there is none.
-
-    For a run that was killed before its first checkpoint `saved.json` records that it has none.
-    """
+    """Returns the evidence that a run without a sound checkpoint once had one, or ""."""
     if corrupt:
         return f"{len(corrupt)} that are corrupt"
     if newest := read_saved(folder):

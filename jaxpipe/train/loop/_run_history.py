@@ -64,10 +64,7 @@ def record_saved(folder: Path, step: int) -> None:
 
 
 def read_saved(folder: Path) -> int | None:
-    """Returns the newest step of which a checkpoint was ever complete, 0 for none.
-
-    Returns None if `saved.json` does not exist or does not hold a step.
-    """
+    """Returns the newest step that was ever saved, 0 for none; None if `saved.json` holds none."""
     data = read_file(folder / SAVED_FILE) or b"null"
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(data)["newest_step"])

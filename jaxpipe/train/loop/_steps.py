@@ -33,7 +33,7 @@ Compiling = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The steps of a run, and the periods, in steps, of checkpoints and evaluations (0 for none).
+    """The steps of a run, and periods, in steps, of checkpoints and evaluations (0 for none).
 
     Attributes:
         traced_step: The step that is traced by ranks that run programs of their own; 0 for none.

@@ -23,10 +23,7 @@ def any_process(flag: bool) -> bool:
 
 
 def max_over_processes(value: int) -> int:
-    """Returns the largest of the numbers that the processes give.
-
-    Collective: every process must call it and receives the same answer.
-    """
+    """Returns the largest number of all processes, which must all call it."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.process_allgather(np.int32(value)).max())

@@ -25,10 +25,7 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def locked_run_folder(path: Path) -> Iterator[None]:
-    """Makes the folder of a run and keeps other runs out of it until this one ends.
-
-    The first of several processes does so; if it cannot, all of them raise.
-    """
+    """Makes the folder of a run, and keeps other runs out; if it cannot, all processes raise."""
     held = on_first_process(lambda: _lock(path), f"cannot have {str(path)!r} for this run")
     try:
         yield

@@ -56,10 +56,7 @@ class StopRequests:
         self._before.clear()
 
     def start_clock(self, max_minutes: float) -> None:
-        """Starts the clock that limits the time of the run from now on; 0 for no limit.
-
-        With several processes each sends itself SIGTERM at the end.
-        """
+        """Starts the clock that ends the run after `max_minutes`; 0 for no limit."""
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
     def _install_handlers(self, *signums: int) -> None:
@@ -88,10 +85,7 @@ class StopRequests:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def cause(self) -> int:
-        """Returns the signal that has ended the run, or 0 if a clock has.
-
-        Collective: every process must call it and receives the same answer.
-        """
+        """Returns the signal that has ended the run, or 0 for a clock. Collective."""
         if any_process(self._is_over):
             return 0
         return (

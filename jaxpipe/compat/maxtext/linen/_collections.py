@@ -18,10 +18,7 @@ SOWN = ("intermediates", "metrics")
 
 
 def is_sown(name: str, collection: Any) -> bool:
-    """Returns whether a layer has only sown into a collection.
-
-    A collection counts as sown if its name is one of `SOWN` or if all its variables are tuples.
-    """
+    """Returns whether a layer has only sown into a collection: `SOWN`, or tuples alone."""
     return name in SOWN or not jax.tree.leaves(_without_tuples(collection))
 
 

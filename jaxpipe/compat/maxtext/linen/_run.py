@@ -59,11 +59,7 @@ def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *opt
 
 
 def init_of(layer: nn.Module, rules: AxisRules | None) -> Callable:
-    """Returns the layer's `init` as a function of keys and a call's arguments.
-
-    The arguments are `(keys, inputs, segment_ids, positions, deterministic, model_mode)`. The
-    function returns the variables without sown collections.
-    """
+    """Returns the layer's `init` of keys and a call's arguments, without sown collections."""
     layer = layer.clone(parent=None, name=None)
 
     def init(keys, *arguments):

@@ -63,10 +63,7 @@ def reshard_variables(variables: Any, reshard: Callable) -> Any:
 
 
 def without_boxes(variables: Any) -> Any:
-    """Returns the arrays without their boxes.
-
-    `meta.unbox` would constrain them by rules that may not contain "stage".
-    """
+    """Returns the arrays; `meta.unbox` would constrain them by rules that may lack "stage"."""
 
     def value(leaf):
         return jax.tree.leaves(leaf)[0] if meta.is_axis_metadata(leaf) else leaf

@@ -92,10 +92,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
-    """Returns [R, S, L] keys of all random streams of all layers, or () if they have none.
-
-    With `advance` the streams' counts grow, so that the next call draws other keys.
-    """
+    """Returns [R, S, L] keys of all random streams, or (); `advance` increments their counts."""
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     counts_by_name = weights_of(counts)
     drawn = [

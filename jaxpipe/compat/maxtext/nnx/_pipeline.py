@@ -21,10 +21,7 @@ from ._sown import store, without_sown
 
 
 class _Given:
-    """Hashable wrapper of a config, because attributes of a module must be hashable.
-
-    All instances are equal: modules are compared by the settings that are read from the config.
-    """
+    """Hashable wrapper of a config; all are equal: settings tell modules apart."""
 
     def __init__(self, config: Any):
         self.config = config

@@ -88,8 +88,8 @@ def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
 def _drop_invariant_results(loop: PipelinedLoop, replacements: dict[Var, Atom]) -> PipelinedLoop:
     """Returns the loop without the results that its only microbatch returns unchanged.
 
-    `known` maps these results to the inputs of the loop, so that they stay on the groups that
-    hold them.
+    `replacements` maps these results to the inputs of the loop, so that they stay on the groups
+    that hold them.
     """
     kept = []
     for i, (result, output) in enumerate(zip(loop.outputs, loop.body.outputs, strict=True)):

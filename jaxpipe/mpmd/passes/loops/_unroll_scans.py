@@ -41,7 +41,7 @@ def unroll_scans(graph: MpmdGraph) -> MpmdGraph:
 
 
 def _unroll_scan(eqn: Eqn, replacements: dict[Var, Atom]) -> list[Eqn]:
-    """Returns the equations that replace `eqn`, and maps its outputs to theirs in `known`."""
+    """Returns the equations that replace `eqn`, and adds its outputs to `replacements`."""
     caller = next(find_eqns(eqn, LOOP), None)
     if not isinstance(eqn.operation, Scan) or caller is None:
         return [eqn]
