@@ -1,18 +1,20 @@
-"""Checks the arguments of a compiled function: static arguments, trees, shapes and dtypes.
+"""The arguments of a compiled function: checks, their way to the groups, and their donation.
 
 Error messages name paths such as `args[0]['w']` and shapes. They never show the contents of arrays.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from ..._input import shorten
+from ..ir._program import MpmdProgram, Send
 from ._array import MpmdArray
 from ._mesh import MpmdSharding
 
@@ -203,3 +205,101 @@ def _describe(x: Any) -> str:
     keys = [key for key, _ in children]
     more = ", ..." if len(keys) > 8 else ""
     return f"a {type(x).__name__} of {len(keys)} ({', '.join(keys[:8])}{more})"
+
+
+class ArgumentSlot(NamedTuple):
+    """The index of an argument in the arrays of a rank, and the sharding of its array."""
+
+    rank: int
+    slot: int
+    sharding: NamedSharding
+
+
+class _Move(NamedTuple):
+    """An array that has another sharding than its slot asks for."""
+
+    array: Any
+    slot: int
+    sharding: NamedSharding
+
+
+def assign_arguments(
+    leaves: Sequence[Any], targets: Sequence[Sequence[ArgumentSlot]], slots: list[Any]
+) -> None:
+    """Stores every argument in its slots. Moves an array only if its sharding is another one."""
+    moving: list[_Move] = []
+    for leaf, of_leaf in zip(leaves, targets, strict=True):
+        if isinstance(leaf, MpmdArray):
+            _assign_mpmd_array(leaf, of_leaf, slots, moving)
+            continue
+        for _, slot, sharding in of_leaf:
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+                slots[slot] = leaf
+            else:
+                moving.append(_Move(leaf, slot, sharding))
+    if moving:
+        moved = jax.device_put([m.array for m in moving], [m.sharding for m in moving])
+        for move, array in zip(moving, moved, strict=True):
+            slots[move.slot] = array
+
+
+def _assign_mpmd_array(
+    array: MpmdArray, targets: Sequence[ArgumentSlot], slots: list[Any], moving: list[_Move]
+) -> None:
+    array.check_not_deleted()
+    for rank, slot, sharding in targets:
+        local_array = array.on_rank(rank)
+        if local_array is not None and (
+            local_array.sharding is sharding or local_array.sharding == sharding
+        ):
+            slots[slot] = local_array
+        else:
+            local_array = array.first_local_array() if local_array is None else local_array
+            moving.append(_Move(local_array, slot, sharding))
+
+
+DeletedArguments = dict[int, tuple[int, ...]]
+"""Maps the index of each deleted argument among all leaves to the ranks that keep its array."""
+
+
+def deleted_arguments(
+    program: MpmdProgram, donated: frozenset[int], *, crosses: bool
+) -> DeletedArguments:
+    """Returns the arguments that a call deletes.
+
+    As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype. Each
+    result accounts for one argument: arguments that are returned unchanged are matched first. An
+    argument that a rank returns unchanged, or sends to another rank while there are several
+    processes, shares its memory with the result or the transfer. That rank keeps its array.
+    """
+    results = Counter(_type(buffer.value.aval) for buffer, _ in program.outputs)
+    shared: dict[Any, set[int]] = {}
+    for buffer, ranks in program.outputs:
+        shared.setdefault(buffer, set()).update(ranks)
+    for instruction in program.instructions if crosses else ():
+        if isinstance(instruction, Send):
+            for buffer in instruction.buffers:
+                shared.setdefault(buffer, set()).add(instruction.rank)
+    returned = {buffer for buffer, _ in program.outputs}
+    deleted: DeletedArguments = {}
+    for i in sorted(donated, key=lambda i: (program.inputs[i][0] not in returned, i)):
+        buffer, _ = program.inputs[i]
+        kind = _type(buffer.value.aval)
+        if results[kind]:
+            results[kind] -= 1
+            deleted[i] = tuple(shared.get(buffer, ()))
+    return deleted
+
+
+def delete_arguments(leaves: Sequence[Any], deleted: DeletedArguments) -> None:
+    """Deletes the donated arguments of a call after all its programs have been started."""
+    for i, ranks in deleted.items():
+        leaf = leaves[i]
+        if isinstance(leaf, MpmdArray):
+            leaf.delete_except(ranks)
+        elif isinstance(leaf, jax.Array) and not ranks and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _type(aval: Any) -> Any:
+    return aval.shape, aval.dtype

@@ -25,12 +25,19 @@ from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
 from ..runtime._session import CompileHandshake, Session, open_session
 from ..runtime._watchdog import report_failure, wait
-from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
+from ._arguments import (
+    ArgumentSlot,
+    StaticArguments,
+    assign_arguments,
+    check_given_once,
+    check_types,
+    delete_arguments,
+    deleted_arguments,
+    leaves_like,
+)
 from ._array import MpmdArray
-from ._assign_arguments import ArgumentSlot, assign_arguments
 from ._base_schedule import as_schedule
 from ._closed_jaxpr import ClosedJaxpr
-from ._donate import delete_arguments, deleted_arguments
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
 
