@@ -302,13 +302,21 @@ class _HookParts(Parts):
         """Returns those arguments of layers that parameters or a dropout key influence."""
         first = [calls[i][1] for i in self._first]
         pairs = [(kind, i) for kind, at in enumerate(first) for i in at.array_ids]
+        x = jax.tree.map(shape_of, calls[0][1].x)
 
-        def others(outer: Outer, batch: PyTree, key: Any) -> Any:
-            at = self.arguments_by_kind(outer, batch, key)
+        def others(outer: Outer, batch: PyTree, key: Any, xs: list[PyTree]) -> Any:
+            at = self.arguments_by_kind(outer, batch, key, xs)
             return [at[kind].leaves[i] for kind, i in pairs]
 
-        key = shape_of_key(self.cut.takes_key)
-        sources, _ = dependent_inputs(others, self.cut.outer, batch, key)
+        key, xs = shape_of_key(self.cut.takes_key), [x] * self._first[-1]
+        sources, _ = dependent_inputs(others, self.cut.outer, batch, key, xs)
+        for (kind, i), used in zip(pairs, sources, strict=True):
+            if any(jax.tree.leaves(used[3])):
+                raise ValueError(
+                    f"The argument {first[kind].names[i]} of `{self.names[self._first[kind]]}` "
+                    "depends on what layers before it return. In a pipeline x alone leaves a "
+                    "layer: make what later layers read a part of x."
+                )
         travelling: list[tuple[int, int]] = []
         slots: list[dict[int, int]] = [{} for _ in first]
         for (kind, i), used in zip(pairs, sources, strict=True):
@@ -321,8 +329,10 @@ class _HookParts(Parts):
             slots[kind][i] = same.index(True)
         return _Carried(tuple(travelling), tuple(slots))
 
-    def arguments_by_kind(self, outer: Outer, batch: PyTree, key: Any) -> list[LayerArguments]:
-        """Returns the arguments of the first layer of every kind; x is that of layer 0."""
+    def arguments_by_kind(
+        self, outer: Outer, batch: PyTree, key: Any, xs: list[PyTree] | None = None
+    ) -> list[LayerArguments]:
+        """Returns the arguments of the first layer of every kind, if layers return x or `xs`."""
         first, arguments = self._first, []
 
         def hook(call: LayerCall) -> Any:
@@ -331,7 +341,8 @@ class _HookParts(Parts):
                 arguments.append(at)
             if call.index == first[-1]:
                 raise _Stop(arguments)
-            return self.returned(at.x, None, call.index, batch)
+            y = at.x if xs is None else xs[call.index]
+            return self.returned(y, None, call.index, batch)
 
         return _stopped(self.cut.run, outer, {}, batch, key, hook)
 
