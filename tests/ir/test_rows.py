@@ -196,6 +196,15 @@ def _(primals: Any, tangents: Any) -> Any:
     return primals[0] * 2.0, tangents[0] - jnp.mean(tangents[0])
 
 
+@jax.custom_jvp
+def exponential(x: Any) -> Any:
+    return jnp.exp(x)
+
+
+# The rule reads the result, so the derivative calls the function itself.
+exponential.defjvps(lambda g, ans, x: g * ans)
+
+
 @jax.custom_vjp
 def zeros_with_mixing_gradient(x: Any) -> Any:
     return jnp.zeros_like(x)
@@ -394,6 +403,9 @@ CASES: dict[str, tuple[Function, str]] = {
         "rows",
     ),
     "a checkpoint": (lambda w, r, k: jax.checkpoint(jnp.sin)(r["x"] @ w["square"]), "rows"),
+    "relu": (lambda w, r, k: jax.nn.relu(r["x"] @ w["square"]), "rows"),
+    "relu6 and a leak": (lambda w, r, k: jax.nn.relu6(r["x"]) + jax.nn.leaky_relu(r["x"]), "rows"),
+    "a tangent of the result": (lambda w, r, k: exponential(r["x"]), "rows"),
     "a clipped cotangent": (lambda w, r, k: clips_by_row(r["x"]), "rows"),
     "logsumexp": (lambda w, r, k: jax.nn.logsumexp(r["x"], -1), "rows"),
     "a convolution": (

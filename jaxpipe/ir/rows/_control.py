@@ -167,7 +167,9 @@ def _custom_jvp(
         return results
     tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     required = [r for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
-    derivatives = walk.of_jaxprs(_jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents])
+    derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
+        _jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents]
+    )
     return _if_within(derivatives, required, results, "the rule of a `custom_jvp` mixes rows")
 
 
@@ -179,7 +181,7 @@ def _custom_vjp(
         return results
     cotangents = [dual(r) for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
     required = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
-    derivatives = walk.of_jaxprs(
+    derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
         _vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents]
     )
     return _if_within(derivatives, required, results, "the backward of a `custom_vjp` mixes rows")
@@ -279,6 +281,9 @@ CONTROL: dict[str, ControlRule] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }
+
+# A derivative is not differentiated again, and may call its function, as that of `jax.nn.relu`.
+_IN_DERIVATIVES: dict[str, ControlRule] = {"custom_jvp_call": _call, "custom_vjp_call": _call}
 
 
 def compare(

@@ -63,6 +63,10 @@ class Walk:
         control = {k: f for k, f in self._control.items() if k != name}
         return Walk(self.num_blocks, control, self._draws)
 
+    def with_rules(self, rules: Mapping[str, Callable[..., list[Relation]]]) -> "Walk":
+        """Returns a walk with other rules for some primitives."""
+        return Walk(self.num_blocks, {**self._control, **rules}, self._draws)
+
     def of_jaxprs(
         self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
     ) -> list[Relation]:
