@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ... import sharding
 from ..optim._router_bias import drop_router_biases
 from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
@@ -46,8 +47,13 @@ def make_stacked_train_step(
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
     shardings = state_shardings(plan)
+    weight_shardings = drop_router_biases(shardings["weights"])
     return jax.jit(
-        make_optimizer_step(plan.state, make_value_and_grad(plan)),
+        make_optimizer_step(
+            plan.state,
+            make_value_and_grad(plan),
+            gather_updates=lambda updates: sharding.reshard(updates, weight_shardings),
+        ),
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, None),
         donate_argnums=0,
