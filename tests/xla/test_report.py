@@ -105,6 +105,22 @@ def test_memory_is_what_xla_says_and_on_a_cpu_the_peak_is_a_sum():
     assert found.peak_bytes == found.output_bytes + found.temp_bytes
 
 
+def test_the_host_does_not_count_as_the_memory_of_a_device():
+    """XLA:TPU's peak of a program that offloads 17 GB: arguments and results are 9 GB."""
+
+    class Stats:
+        argument_size_in_bytes, output_size_in_bytes = 5_000, 4_000
+        alias_size_in_bytes, temp_size_in_bytes = 0, 12_000
+        host_temp_size_in_bytes, peak_memory_in_bytes = 17_000, 26_000
+
+    class Compiled:
+        def memory_analysis(self):
+            return Stats
+
+    found = memory(Compiled(), "tpu")
+    assert (found.peak_bytes, found.host_bytes) == (21_000, 17_000)
+
+
 def test_a_backend_that_does_not_tell_its_memory_is_refused():
     class Silent:
         def memory_analysis(self):

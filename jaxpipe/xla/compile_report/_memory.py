@@ -13,6 +13,7 @@ class Memory:
     alias_bytes: int  # the part of the results that reuses the buffers of donated arguments
     temp_bytes: int
     peak_bytes: int  # the most that is allocated at one time
+    host_bytes: int = 0  # what the device keeps in its host's memory
 
 
 def memory(compiled: Any, platform: str) -> Memory:
@@ -41,6 +42,13 @@ def memory(compiled: Any, platform: str) -> Memory:
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     alias, temp = stats.alias_size_in_bytes, stats.temp_size_in_bytes
     peak = getattr(stats, "peak_memory_in_bytes", 0)
+    host = sum(getattr(stats, f"host_{part}_size_in_bytes", 0) for part in _HOST_PARTS)
+    allocated = argument + output - alias + temp
     if platform == "cpu" or not peak:  # the peak of XLA:CPU leaves out temporary buffers
-        peak = argument + output - alias + temp
-    return Memory(argument, output, alias, temp, peak)
+        peak = allocated
+    elif host:  # that of XLA:TPU counts the host's memory too (libtpu 0.0.48.1)
+        peak = min(peak, allocated)
+    return Memory(argument, output, alias, temp, peak, host)
+
+
+_HOST_PARTS = "argument", "output", "temp"

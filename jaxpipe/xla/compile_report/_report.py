@@ -145,6 +145,8 @@ def _heading(report: CompileReport) -> Iterator[str]:
 def _memory(report: CompileReport) -> Iterator[str]:
     yield "memory per device      MB"
     for name, size in dataclasses.asdict(report.memory).items():
+        if name == "host_bytes" and not size:
+            continue
         yield f"  {name.removesuffix('_bytes'):<10} {size / 1e6:>12,.1f}"
     capacity = _capacity(report.platform)
     if capacity:
