@@ -7,8 +7,8 @@ for. Stages of one pattern skip none. Programs of ranks run the layers of their 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import groupby
+from functools import lru_cache, reduce
+from itertools import groupby, islice, permutations
 
 import jax
 from jaxtyping import PyTree
@@ -45,14 +45,23 @@ def layer_runs(sequence: Sequence[str]) -> Runs:
 def common_sequence(patterns: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Returns a short sequence of kinds of which every pattern is a part, in order.
 
-    It is shortest for two different patterns. For more it is found pair by pair.
+    It is shortest for two different patterns. More are joined pair by pair, in several orders.
 
     Example:
-        >>> "".join(common_sequence(["LLG", "LGL", "LLG"]))
-        'LLGL'
+        >>> "".join(common_sequence(["LL", "GL", "LG", "LL"]))
+        'LGL'
     """
-    distinct = sorted({tuple(pattern) for pattern in patterns}, key=lambda p: (-len(p), p))
-    return reduce(_shortest_common, distinct)
+    return _common_sequence(tuple(sorted({tuple(pattern) for pattern in patterns})))
+
+
+@lru_cache
+def _common_sequence(patterns: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    several = islice(permutations(patterns), _MAX_ORDERS)
+    return min((reduce(_shortest_common, order) for order in several), key=len)
+
+
+_MAX_ORDERS = 120
+"""All orders of up to five patterns."""
 
 
 def _shortest_common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
@@ -60,8 +69,10 @@ def _shortest_common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
     length = [[len(a) - i + len(b) - j for j in range(len(b) + 1)] for i in range(len(a) + 1)]
     for i in reversed(range(len(a))):
         for j in reversed(range(len(b))):
-            both = 1 + length[i + 1][j + 1] if a[i] == b[j] else len(a) + len(b)
-            length[i][j] = min(both, 1 + length[i + 1][j], 1 + length[i][j + 1])
+            is_same = a[i] == b[j]
+            length[i][j] = 1 + (
+                length[i + 1][j + 1] if is_same else min(length[i + 1][j], length[i][j + 1])
+            )
     i = j = 0
     sequence: list[str] = []
     while i < len(a) and j < len(b):

@@ -276,3 +276,6 @@ def test_kinds_are_named_by_what_differs():
     assert [name.count("None") for name in model.order] == [0, 0, 0, 0, 0, 1, 0, 0]
     model, *_ = stack_nnx("wd wd ad")
     assert set(model.layer) == {"Block(mixer.window=2)", "Block(mixer.window=None)"}
+    mesh = jp.make_mesh({"stage": 1}, devices=jax.devices()[:1])
+    pipe = jp.pipeline(model, schedule=None, mesh=mesh, microbatches=2)
+    assert "; layers 2 Block(mixer.window=2), 1 Block(mixer.window=None)" in repr(pipe)

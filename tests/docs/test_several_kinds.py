@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "several-kinds.md"
 
 def blocks() -> dict[str, str]:
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = ["model", "plain", "pipelined", "vision", "mtp", "layout"]
+    names = ["model", "plain", "pipelined", "vision", "mtp", "layout", "order", "modules"]
     return dict(zip(names, found, strict=True))
 
 
@@ -98,3 +98,29 @@ def check(model: Any, pipe: Any, params: Any, batch: Any) -> None:
     got, metrics = pipe.jit(pipe.value)(pipe.shard(params), batch)
     wanted = wanted if isinstance(wanted, tuple) else (wanted, {})
     close(jax.tree.map(float, (got, metrics)), wanted, 1e-5)
+
+
+def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
+    names: dict[str, Any] = {}
+    for block in ("model", "order", "modules"):
+        run(block, names)
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    batch = {"tokens": jax.random.randint(jax.random.key(3), (8, 7), 0, names["V"])}
+    keys = iter(jax.random.split(jax.random.key(4), 16))
+    D, V = names["D"], names["V"]
+
+    def matrix(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) / D**0.5
+
+    layers = [matrix(D, D), matrix(D, D), {"value": matrix(D, D), "out": matrix(D, D)}] * 2
+    params = {"embed": matrix(V, D), "layers": layers, "head": matrix(D, V)}
+    pipe = jp.pipeline(names["alternating"], schedule="1f1b", mesh=mesh, microbatches=4)
+    x = params["embed"][batch["tokens"][:, :-1]]
+    for i, w in enumerate(layers):
+        x = names["global_layer" if i % 3 == 2 else "local_layer"](w, x, batch)
+    wanted = names["next_token_loss"](params["head"], x, batch)
+    close(pipe.value(pipe.shard(params), batch)[0], wanted, 1e-5)
+
+    pipe = jp.pipeline(names["found"], schedule="circular", mesh=mesh, microbatches=4)
+    wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), names["module"](batch), batch)
+    close(pipe.value(pipe.shard(names["module_params"]), batch)[0], wanted, 1e-5)

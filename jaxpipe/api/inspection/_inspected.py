@@ -1,5 +1,6 @@
 """What a pipelined model says about itself."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -209,9 +210,10 @@ class InspectedModel:
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
         rows = self.last_rows[0].summary if self.last_rows else self._said_of_rows
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(self.model.order or ()).items())
         return (
             f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'}"
-            f"{rows and '; '}{rows})"
+            f"{kinds and '; layers '}{kinds}{rows and '; '}{rows})"
         )
 
     @property
