@@ -72,14 +72,14 @@ def with_kinds(engine: Engine) -> Engine:
         return _in_order(_common_runs(engine, plan), of_run)
 
     def sliced_stage(plan: PipelinePlan, layers: Any) -> Callable:
-        assert engine.sliced_stage is not None
+        sliced = engine.sliced_stage
+        assert sliced is not None
         if not plan.kinds:
-            return engine.sliced_stage(plan, layers)
+            return sliced(plan, layers)
         plans = _plans(engine, plan)
 
         def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
-            of_kind = _plan_of_run(plans[kind], num_layers, is_all)
-            return engine.sliced_stage(of_kind, layers[kind])
+            return sliced(_plan_of_run(plans[kind], num_layers, is_all), layers[kind])
 
         return _slices_in_order(_common_runs(engine, plan), of_run)
 

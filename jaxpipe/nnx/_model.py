@@ -9,9 +9,17 @@ from jaxtyping import PyTree
 
 from ..api import Model
 from ..api.cut import CutModule, LayerCall, cut_model, is_setting
-from ..compat.maxtext.nnx import check_unchanged, weights_of
+from ..compat.maxtext.nnx import check_unchanged
 from ._stack import cut_stack
-from ._variables import Path, flat_params, name_of, refuse_state, shape_of, submodule, with_values
+from ._variables import (
+    Path,
+    flat_params,
+    name_of,
+    shape_of,
+    submodule,
+    values_by_name,
+    with_values,
+)
 
 
 def model(
@@ -73,25 +81,31 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     delattr(owner, str(name))
     outer_graph, outer_state = nnx.split(template)
     prefix = (*owner_path, name)
-    _check_variables(dict(nnx.to_flat_state(outer_state)), split_layers, names, params, prefix)
+    _check_own_parameters(split_layers, names, params, prefix)
     kept = dict(nnx.to_flat_state(state))
-    constants = {
-        path: kept[path]
-        for path, variable in nnx.to_flat_state(outer_state)
-        if not isinstance(variable, nnx.Param | nnx.RngState)
-    }
+
+    def constants_of(state: Any, prefix: Path) -> dict[Path, Any]:
+        """Returns the variables that are only read, such as caches for decoding and tables."""
+        return {
+            path: kept[(*prefix, *path)]
+            for path, variable in nnx.to_flat_state(state)
+            if not isinstance(variable, nnx.Param | nnx.RngState)
+        }
+
+    constants = constants_of(outer_state, ())
+    layer_constants = [constants_of(s, (*prefix, i)) for i, (_, s) in enumerate(split_layers)]
 
     def run(outer: Any, weights: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         state = with_values(outer_state, outer, key, constants)
+        before = values_by_name(state)
         merged = nnx.merge(outer_graph, state)
         hooks = [
-            _NnxHook(i, hook, layer_list[i], g, s, weights.get(i), key)
+            _NnxHook(i, hook, layer_list[i], g, s, layer_constants[i], weights.get(i), key)
             for i, (g, s) in enumerate(split_layers)
         ]
         vars(submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)
-        after = weights_of(nnx.state(merged, nnx.Not(nnx.RngState)))
-        check_unchanged(weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState))), after)
+        check_unchanged(before, values_by_name(nnx.state(merged)))
         return output
 
     split, join = _groups(params, prefix, len(layer_list))
@@ -107,10 +121,19 @@ class _NnxHook:
     """Stands for a layer in the list of layers."""
 
     def __init__(
-        self, index: int, hook: Callable, layer: Any, graph: Any, state: Any, weights: Any, key: Any
+        self,
+        index: int,
+        hook: Callable,
+        layer: Any,
+        graph: Any,
+        state: Any,
+        constants: dict[Path, Any],
+        weights: Any,
+        key: Any,
     ):
         self._index, self._hook, self._layer, self._key = index, hook, layer, key
-        self._graph, self._state, self._weights = graph, state, weights
+        self._graph, self._state, self._constants = graph, state, constants
+        self._weights = weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = LayerCall(
@@ -118,17 +141,18 @@ class _NnxHook:
             args,
             kwargs,
             self._run,
-            self._graph,
+            [self._graph, *(v.get_value() for v in self._constants.values())],
             attributes=lambda: _attributes(self._layer),
         )
         return self._hook(call)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        state = with_values(self._state, self._weights, self._key, {})
+        state = with_values(self._state, self._weights, self._key, self._constants)
+        # Read before the call: the variables of the layer are those of the state.
+        before = values_by_name(state)
         layer = nnx.merge(self._graph, state)
         y = layer(*args, **kwargs)
-        after = weights_of(nnx.state(layer, nnx.Not(nnx.RngState)))
-        check_unchanged(weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState))), after)
+        check_unchanged(before, values_by_name(nnx.state(layer)))
         return y
 
     def __getattr__(self, name: str) -> Any:
@@ -178,21 +202,15 @@ def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Calla
     return split, join
 
 
-def _check_variables(
-    outer: dict[Path, Any], layers: list[Any], names: list[str], params: Any, prefix: Path
-) -> None:
-    """Raises a `ValueError` if layers have state, or share parameters."""
-    state = nnx.BatchStat | nnx.Cache | nnx.Intermediate
-    stateful = [name_of(path) for path, v in outer.items() if isinstance(v, state)]
+def _check_own_parameters(layers: list[Any], names: list[str], params: Any, prefix: Path) -> None:
+    """Raises a `ValueError` if layers share parameters."""
     size, owned = len(prefix), {path for path, _ in nnx.to_flat_state(params)}
-    shared = []
-    for i, (_, layer) in enumerate(layers):
-        for path, v in nnx.to_flat_state(layer):
-            if not isinstance(v, nnx.Param | nnx.RngState):
-                stateful.append(f"{names[i]}.{name_of(path)} ({type(v).__name__})")
-            if isinstance(v, nnx.Param) and (*prefix, i, *path) not in owned:
-                shared.append(f"{names[i]}.{name_of(path)}")
-    refuse_state(stateful)
+    shared = [
+        f"{names[i]}.{name_of(path)}"
+        for i, (_, layer) in enumerate(layers)
+        for path, variable in nnx.to_flat_state(layer)
+        if isinstance(variable, nnx.Param) and (*prefix, i, *path) not in owned
+    ]
     own = {path[size] for path in owned if path[:size] == prefix}
     if shared or len(own) != len(layers):
         raise ValueError(

@@ -8,8 +8,16 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..api.cut import CutModule
-from ..compat.maxtext.nnx import check_unchanged, weights_of
-from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with_values
+from ..compat.maxtext.nnx import check_unchanged
+from ._variables import (
+    Path,
+    flat_params,
+    name_of,
+    refuse_state,
+    shape_of,
+    values_by_name,
+    with_values,
+)
 
 
 def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
@@ -32,9 +40,11 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
         values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
         filled = with_values(state, values, key, constants)
+        # Read before the call: the variables of the module are those of the state.
+        before = values_by_name(filled)
         merged = nnx.merge(graph, filled)
         output = call(merged, batch)
-        _check_unchanged(filled, nnx.state(merged), f"{layers}.")
+        _check_unchanged(before, values_by_name(nnx.state(merged)), f"{layers}.")
         return output
 
     has_streams = any(isinstance(v, nnx.RngKey) for v in kept.values())
@@ -42,13 +52,11 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     return CutModule(run, split, join, outer, stack, names, has_streams)
 
 
-def _check_unchanged(before: Any, after: Any, stack: str) -> None:
+def _check_unchanged(before: dict[str, Any], after: dict[str, Any], stack: str) -> None:
     """Raises a `ValueError` if a call changes variables other than those that the scan returns."""
-    states = [nnx.filter_state(s, nnx.Not(nnx.RngState)) for s in (before, after)]
-    named = [weights_of(state) for state in states]
-    old = {name: leaf for name, leaf in named[0].items() if not name.startswith(stack)}
-    stack_names = {name for name in named[0] if name.startswith(stack)}
-    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in stack_names})
+    old = {name: leaf for name, leaf in before.items() if not name.startswith(stack)}
+    new = {n: leaf for n, leaf in after.items() if n in old or n not in before}
+    check_unchanged(old, new)
 
 
 def _num_layers(stack: dict[str, Any], layers: str) -> int:

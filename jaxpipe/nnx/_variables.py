@@ -38,6 +38,12 @@ def with_values(state: Any, values: Any, key: Any, constants: dict[Path, Any]) -
     return nnx.from_flat_state(flat)
 
 
+def values_by_name(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a state by name, without those of random streams."""
+    flat = nnx.to_flat_state(nnx.filter_state(state, nnx.Not(nnx.RngState)))
+    return {name_of(path): variable.get_value() for path, variable in flat}
+
+
 def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
     """Returns the variables of the user's parameters, which are at `paths`."""
     flat = dict(nnx.to_flat_state(params)) if isinstance(params, nnx.State) else {}
