@@ -67,7 +67,7 @@ def mark_frozen(
     groups = to_groups(params)
     marks = flags if groups is params else _flags_of_groups(flags, params, to_groups)
     layers = marks["layers"]
-    for name, of_kind in ((f"['{k}']", layers[k]) for k in layers) if has_kinds else [("", layers)]:
+    for name, of_kind in ((f"[{k!r}]", layers[k]) for k in layers) if has_kinds else [("", layers)]:
         if isinstance(of_kind, list | tuple):
             _check_alike(of_kind, f"params['layers']{name}")
     return jax.tree.map(lambda mark, leaf: Frozen(leaf) if mark else leaf, marks, groups)

@@ -8,7 +8,7 @@ any pytree of arrays [B, ...].
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 from jaxtyping import PyTree
@@ -37,6 +37,11 @@ class ModelFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
+
+    @property
+    def __name__(self) -> str:
+        """The name of the function, which JAX shows."""
+        return getattr(self.call, "__name__", type(self.call).__name__)
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,12 @@ class Model:
         if self.order is None:
             return
         check_order(self.order, layer)
-        object.__setattr__(self, "order", tuple(self.order))
-        if not isinstance(self.to_groups, ByKind):
-            object.__setattr__(self, "to_groups", ByKind(tuple(self.order), self.to_groups))
-            object.__setattr__(self, "from_groups", InOrder(tuple(self.order), self.from_groups))
+        order, to_groups, from_groups = tuple(self.order), self.to_groups, self.from_groups
+        if isinstance(to_groups, ByKind):  # of a model that this one replaces
+            to_groups, from_groups = to_groups.to_groups, cast(InOrder, from_groups).from_groups
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "to_groups", ByKind(order, to_groups))
+        object.__setattr__(self, "from_groups", InOrder(order, from_groups))
 
     @property
     def has_kinds(self) -> bool:
@@ -215,6 +222,7 @@ def model_function(function: Callable, name: str, count: int) -> ModelFunction:
         raise ValueError(f"`{name}` is {function!r}. Give a function of {count} arguments.")
     takes_key = _takes_one_more(function, name, count)
 
+    @wraps(function)
     def call(*arguments: Any) -> Any:
         return function(*(arguments if takes_key else arguments[:count]))
 

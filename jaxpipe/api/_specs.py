@@ -51,7 +51,7 @@ def param_specs(
         if group != "layers":
             found |= _by_path(f"['{group}']", tree)
             continue
-        for prefix, layers in ((f"['{k}']", tree[k]) for k in tree) if has_kinds else [("", tree)]:
+        for prefix, layers in ((f"[{k!r}]", tree[k]) for k in tree) if has_kinds else [("", tree)]:
             one = _of_one_layer(layers, f"params['layers']{prefix}")
             _check_stage(one, f"params['layers']{prefix}")
             found |= _by_path(f"['stages']{prefix}", one)

@@ -66,7 +66,7 @@ def with_kinds(engine: Engine) -> Engine:
 
         def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
             return with_aux(
-                engine.stage(_plan_of_run(plans[kind], num_layers, is_all), layers[kind])
+                engine.stage(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
             )
 
         return _in_order(_common_runs(engine, plan), of_run)
@@ -79,7 +79,7 @@ def with_kinds(engine: Engine) -> Engine:
         plans = _plans(engine, plan)
 
         def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
-            return sliced(_plan_of_run(plans[kind], num_layers, is_all), layers[kind])
+            return sliced(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
 
         return _slices_in_order(_common_runs(engine, plan), of_run)
 
@@ -136,10 +136,12 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
     return plans
 
 
-def _plan_of_run(plan: PipelinePlan, num_layers: int, is_all: bool) -> PipelinePlan:
+def _plan_of_run(engine: Engine, plan: PipelinePlan, num_layers: int, is_all: bool) -> PipelinePlan:
     """Returns the plan of some layers of a kind, which are written out unless they are all."""
     scan = plan.scan_layers
-    layout = replace(plan.layout, layers_per_stage=num_layers, slots=None)
+    # In one program `counts` says that some slots are skipped.
+    counts = None if engine.per_stage_state else plan.layout.counts
+    layout = replace(plan.layout, layers_per_stage=num_layers, counts=counts, slots=None)
     # A loop over a part of a stack would copy the part in every tick.
     return replace(plan, layout=layout, scan_layers=scan if is_all or scan is not None else False)
 
@@ -148,12 +150,12 @@ def _dtype_of_kind(dtype: Any, kind: str) -> Any:
     """Returns the rule of dtypes by paths of a model that has no other kind."""
     if not is_rule(dtype):
         return dtype
-    return lambda path: dtype(path.replace("['layers']", f"['layers']['{kind}']", 1))
+    return lambda path: dtype(path.replace("['layers']", f"['layers'][{kind!r}]", 1))
 
 
 def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:
     """Returns the specs of layers of a kind, by paths of a model that has no other."""
-    start = f"['stages']['{kind}']"
+    start = f"['stages'][{kind!r}]"
     return tuple(
         (f"['stages']{name.removeprefix(start)}", spec)
         for name, spec in specs
@@ -192,8 +194,9 @@ def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
     def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
         sums: Aux = {}
         runs, keys = _runs_and_keys(common, keys)
+        counts = _counts(runs)
         for kind, first, last in runs:
-            part = _part_of(weights[kind], keys[kind], first, last)
+            part = _Part(first, last, last - first == counts[kind])
             run = stage_of_run(kind, last - first, part.is_all)
             x, aux = run(part.take(weights[kind]), x, inputs_m, part.take(keys[kind]))
             sums = _sum_by_name(sums, aux)
@@ -211,8 +214,9 @@ def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
         sums: Aux = {}
         earlier, new = defaultdict(list), defaultdict(list)
         runs, keys = _runs_and_keys(common, keys)
+        counts = _counts(runs)
         for kind, first, last in runs:
-            part = _part_of(weights[kind], keys[kind], first, last)
+            part = _Part(first, last, last - first == counts[kind])
             of_kind = None if past.earlier is None else part.take(past.earlier[kind])
             run = stage_of_run(kind, last - first, part.is_all)
             x, aux, made = run(
@@ -225,7 +229,7 @@ def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
             sums = _sum_by_name(sums, aux)
             earlier[kind].append(made.earlier)
             new[kind].append(made.new)
-        return x, sums, replace(past, earlier=_joined(earlier), new=_joined(new))
+        return x, sums, replace(past, earlier=_concatenated(earlier), new=_concatenated(new))
 
     return stage
 
@@ -249,12 +253,12 @@ class _Part(NamedTuple):
         return tree if self.is_all else jax.tree.map(lambda x: x[self.first : self.last], tree)
 
 
-def _part_of(weights: PyTree, keys: PyTree, first: int, last: int) -> _Part:
-    counts = {len(leaf) for leaf in jax.tree.leaves((weights, keys))}
-    return _Part(first, last, not counts or counts == {last - first})
+def _counts(runs: Runs) -> dict[str, int]:
+    """Returns the number of layers, or slots, of each kind in a stage."""
+    return {kind: last for kind, _, last in runs}
 
 
-def _joined(parts: Mapping[str, list[PyTree]]) -> dict[str, PyTree]:
+def _concatenated(parts: Mapping[str, list[PyTree]]) -> dict[str, PyTree]:
     """Returns the layers of every kind, from those of its runs."""
     return {
         kind: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)

@@ -87,11 +87,17 @@ def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    return partial(run_layers, plan.layer_remat(layer), scan=plan.scan_layers)
+    return partial(run_layers, plan.layer_remat(layer), **_loop(plan))
 
 
 def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
-    return partial(run_sliced_layers, plan.layer_remat(layer), scan=plan.scan_layers)
+    return partial(run_sliced_layers, plan.layer_remat(layer), **_loop(plan))
+
+
+def _loop(plan: PipelinePlan) -> dict[str, Any]:
+    """Returns the layers of a stage, which may have no arrays that say so, and how they run."""
+    num_layers = None if plan.layout.counts else plan.layout.layers_per_stage
+    return {"num_layers": num_layers, "scan": plan.scan_layers}
 
 
 def _check_call(name: str) -> None:

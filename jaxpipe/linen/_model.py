@@ -15,7 +15,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model, sown_losses, with_sown_losses
+from ..api.cut import (
+    CutModule,
+    LayerCall,
+    cut_model,
+    named_value,
+    sown_losses,
+    with_sown_losses,
+)
 
 Path = tuple[str, ...]
 
@@ -238,7 +245,9 @@ def _interceptor(
 
         settings = _settings(context.module)
         static = list(settings.values())
-        return hook(LayerCall(index, args, kwargs, run_layer, static, sown, lambda: settings))
+        static = [*static, context.module.name]  # which a layer may read
+        named = {name: named_value(value) for name, value in settings.items() if name}
+        return hook(LayerCall(index, args, kwargs, run_layer, static, sown, lambda: named))
 
     return intercept
 

@@ -212,7 +212,8 @@ def _check_own_parameters(layers: list[Any], names: list[str], params: Any, pref
         if isinstance(variable, nnx.Param) and (*prefix, i, *path) not in owned
     ]
     own = {path[size] for path in owned if path[:size] == prefix}
-    if shared or len(own) != len(layers):
+    have_parameters = [nnx.state(layer, nnx.Param) for _, layer in layers]
+    if shared or len(own) != sum(bool(nnx.to_flat_state(params)) for params in have_parameters):
         raise ValueError(
             f"Layers share the parameters {', '.join(shared[:8])} with another layer or another "
             "part of the module. Layers of one pipeline have parameters of their own; what they "

@@ -1,6 +1,7 @@
 """Modules whose layers differ, as their authors wrote them, in a pipeline."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -340,3 +341,106 @@ def test_kinds_are_named_by_what_differs():
     mesh = jp.make_mesh({"stage": 1}, devices=jax.devices()[:1])
     pipe = jp.pipeline(model, schedule=None, mesh=mesh, microbatches=2)
     assert "; layers 2 Block(mixer.window=2), 1 Block(mixer.window=None)" in repr(pipe)
+
+
+@partial(jax.jit, static_argnames="window")
+def near(x: Any, window: int) -> Any:
+    """Reads a constant that no program outside of it has."""
+    distance = np.abs(np.arange(T)[:, None] - np.arange(T))
+    return (distance < window).astype(np.float32) @ x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled_gradient(x: Any, scale: float) -> Any:
+    return x
+
+
+scaled_gradient.defvjp(lambda x, scale: (x, None), lambda scale, _, g: (g * scale,))
+
+
+class Differing(nnx.Module):
+    """Layers that differ where their programs print alike, or for long sequences alone."""
+
+    def __init__(self, how: str, window: int, rngs: nnx.Rngs):
+        self.how, self.window, self.linear = how, window, nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x: Any, key: Any = None) -> Any:
+        h = x
+        if self.how == "constant":
+            h = near(x, self.window)
+        elif self.how == "gradient":
+            h = scaled_gradient(x, float(self.window))
+        elif self.how == "length" and x.shape[1] > self.window:
+            h = jnp.roll(x, self.window, axis=1)
+        elif self.how == "key":
+            h = x * key
+        return x + jax.nn.relu(self.linear(h))
+
+
+class Differ(nnx.Module):
+    def __init__(self, how: str, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.blocks = nnx.List([Differing(how, 2 + 2 * (i // 2), rngs) for i in range(4)])
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        keys = [jnp.sin(tokens.astype(x.dtype) * n)[..., None] for n in (1, 2)]
+        for i, block in enumerate(self.blocks):
+            x = block(x, key=keys[i % 2])
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("how", ["constant", "gradient", "key", "alike"])
+def test_layers_that_only_look_alike_are_of_several_kinds(how: str):
+    module = Differ(how, nnx.Rngs(0))
+    graph, _ = nnx.split(module)
+
+    def plain(params: Any, batch: Any) -> Any:
+        return loss(nnx.merge(graph, params)(batch), batch)
+
+    model, params = jp_nnx.model(module, loss=loss, batch=tokens())
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=4)
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
+    wanted, plain_grads = jax.value_and_grad(plain)(params, tokens())
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for a, b in zip(
+        jax.tree.leaves(pipe.unshard(grads)), jax.tree.leaves(plain_grads), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(np.abs(b).max(), 1e-6))
+
+
+def test_kinds_that_an_example_does_not_show_are_refused():
+    module, example = Differ("length", nnx.Rngs(0)), jnp.zeros((B, 2), jnp.int32)
+    model, params = jp_nnx.model(module, loss=loss, batch=example)
+    mesh = jp.make_mesh({"stage": 1}, devices=jax.devices()[:1])
+    pipe = jp.pipeline(model, schedule=None, mesh=mesh, microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"`blocks\[2\]` computes something else than `blocks\[0\]`"
+    ):
+        pipe.value(pipe.shard(params), tokens())
+
+
+class Named(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + jnp.tanh(nn.Dense(D)(x)) / (1.0 + int(str(self.name)[-1]))
+
+
+class NamedStack(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = nn.Embed(V, D)(tokens)
+        for i in range(4):
+            x = Named(name=f"layer_{i}")(x)
+        return nn.Dense(V)(x)
+
+
+def test_a_linen_layer_may_read_its_name():
+    module = NamedStack()
+    variables = module.init(jax.random.key(0), tokens())
+    model, params = jp_linen.model(module, variables, layers="layer", loss=loss, batch=tokens())
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    pipe = jp.pipeline(model, schedule="1f1b", engine="mpmd", mesh=mesh, microbatches=4)
+    value, _ = pipe.jit(pipe.value)(pipe.shard(params), tokens())
+    np.testing.assert_allclose(value, loss(module.apply(variables, tokens()), tokens()), rtol=1e-5)

@@ -1,5 +1,6 @@
 """Layers of several kinds in any order are those of the plain program, in every engine."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -105,3 +106,18 @@ def test_the_numbers_are_those_of_the_plain_program(name: str):
         plain_grads,
     )
     pipe.check(params, batch(), optimizer=optax.adamw(1e-3, eps=1e-4), steps=2)
+
+
+@pytest.mark.parametrize("engine", ["circular", "mpmd"])
+def test_a_kind_may_have_no_parameters(engine: str):
+    def rolled(w: Any, x: Any, batch: Any) -> Any:
+        return 1.1 * jnp.roll(x, 1, -1)
+
+    own, params = model("LLLL")
+    layers = {"local": local, "none": rolled}
+    own = dataclasses.replace(own, layer=layers, order=["local", "none", "none", "local"])
+    params["layers"] = [params["layers"][0], {}, {}, params["layers"][3]]
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    schedule = "circular" if engine == "circular" else "1f1b"
+    pipe = jp.pipeline(own, schedule=schedule, engine=engine, mesh=mesh, microbatches=4)
+    pipe.check(params, batch())

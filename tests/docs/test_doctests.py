@@ -41,7 +41,8 @@ def test_examples_print_what_they_show_in(file):
 
 def test_sixty_exported_names_have_an_example():
     packages = [init.parent.name for init in (ROOT / "jaxpipe").glob("*/__init__.py")]
-    exported = [vars(importlib.import_module(f"jaxpipe.{package}")) for package in packages]
-    named = {id(x): x for names in exported for n, x in names.items() if not n.startswith("_")}
+    modules = [importlib.import_module(f"jaxpipe.{package}") for package in packages]
+    exported = [getattr(m, name) for m in modules for name in dir(m) if not name.startswith("_")]
+    named = {id(x): x for x in exported}
     with_example = [x for x in named.values() if callable(x) and ">>>" in (x.__doc__ or "")]
     assert len(with_example) >= 60

@@ -8,7 +8,6 @@ from harness.contract import ENGINES, Row, check_row, parameters
 
 ROWS = [
     Row("circular", "mlp", 3, 2, 6, delay=True, tied=True, dropout=0.1),
-    Row("circular", "llama", 2, 2, 4, axes=(("fsdp", 2),), vocab_parallel=True, packed=True),
     Row("scheduled", "mlp", 2, 2, 4, schedule="zbv", tied=True, dropout=0.1),
     Row("mpmd", "mlp", 2, 1, 4, axes=(), schedule="1f1b", tied=True, dropout=0.1),
     Row("linen", "llama", 2, 1, 2, packed=True),

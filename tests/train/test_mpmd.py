@@ -225,7 +225,7 @@ def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
     [
         (
             {"pipeline_vocab_parallel": True},
-            "`pipeline_vocab_parallel` is True, .* `pipeline_engine=sched",
+            "`pipeline_vocab_parallel` is True, .* `pipeline_engine=circular` or `sched",
         ),
         ({"pipeline_delay_activation_forwarding": True}, "'mpmd' and `pipeline_delay_activation"),
         ({"scan_pipeline_repeats": False}, "'mpmd' and `scan_pipeline_repeats` is False"),

@@ -10,7 +10,6 @@ every layer; those that parameters or dropout influence travel with x. What laye
 is in `_parts`, and layers that run in a `lax.scan` are in `_scan`.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ...ir.rows import same_programs
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
 from ._layer_calls import (
@@ -118,9 +118,11 @@ class _HookParts(Parts):
 
     Attributes:
         kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
+        is_alone: Whether every layer is a kind of its own, to be compared with others.
     """
 
     kinds: tuple[int, ...] = ()
+    is_alone: bool = False
 
     @property
     def num_kinds(self) -> int:
@@ -257,23 +259,26 @@ class _HookParts(Parts):
             for call, at, _ in calls:
                 first = self._first[self._kind(call.index)]
                 check_same_arguments(calls[first][1], at, self.names[first], self.names[call.index])
-            return self.influenced(self.row(batch), calls), [not self.kinds]
+            return self.influenced(self.row(batch), calls), [True]
 
         carried, unchecked = self.of_form("carried", batch, find)
-        if unchecked and unchecked.pop():
+        if unchecked and unchecked.pop() and not self.is_alone:
             kinds = self.kinds_of_layers(jax.tree.map(shape_of, batch))
-            if any(kinds):
+            if len({*zip(kinds, self.kinds or (0,) * len(kinds), strict=True)}) > self.num_kinds:
                 self._refuse_kinds(kinds, batch)
         return carried
 
     def _refuse_kinds(self, kinds: tuple[int, ...], batch: PyTree) -> None:
         attributes = [call.attributes() for call in self.calls(batch)]
-        first = kinds.index(1)
+        pairs = [(i, self.kinds.index(k) if self.kinds else 0) for i, k in enumerate(self.kinds)]
+        pairs = pairs or [(i, 0) for i in range(len(kinds))]
+        index, first = next((i, j) for i, j in pairs if kinds[i] != kinds[j])
         names = kind_names(kinds, attributes)
         raise ValueError(
-            f"`{self.names[first]}` computes something else than `{self.names[0]}`: they are "
-            f"layers of the kinds {names[1]!r} and {names[0]!r}. Give `batch=`, an example of a "
-            "batch, by which the kinds of layers are found."
+            f"`{self.names[index]}` computes something else than `{self.names[first]}`: they are "
+            f"layers of the kinds {names[kinds[index]]!r} and {names[kinds[first]]!r}. Give "
+            "`batch=`, an example of a batch of the same form, by which the kinds of layers are "
+            "found."
         )
 
     def calls(self, batch: PyTree) -> list[LayerCall]:
@@ -351,7 +356,8 @@ class _HookParts(Parts):
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
         calls = self.recorded_calls(self.row(batch))
         check_chain(calls, self.names)
-        alone = replace(self, kinds=tuple(range(len(self.names))), forms={})
+        every = tuple(range(len(self.names)))
+        alone = replace(self, kinds=every, is_alone=True, forms={})
         x = jax.eval_shape(lambda *given: alone.embed(*given), cut.outer, batch, key)
         sources = alone.carried(batch).sources
         programs: dict[int, Any] = {}
@@ -371,9 +377,8 @@ class _HookParts(Parts):
                     f"`{self.names[index]}` returns {forms[0]} and is given {forms[1]}. A layer "
                     "must return what it takes."
                 )
-            text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
-            programs[index] = text, closed.consts
-            return programs[index]
+            programs[index] = closed
+            return closed
 
         first, kinds = [], []
         for call, at, _ in calls:
@@ -385,7 +390,7 @@ class _HookParts(Parts):
                 and _is_same(calls[other][1], at)
                 and (
                     _is_equal(calls[other][0].static, call.static)
-                    or _is_equal(program(other), program(index))
+                    or same_programs(program(other), program(index))
                 )
             )
             kind = next(alike, len(first))
@@ -458,6 +463,8 @@ def _is_equal(a: Any, b: Any) -> bool:
     """Returns whether objects are equal; arrays in lists and tuples by their elements."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):
+        return a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
     try:
         return a is b or bool(np.all(np.asarray(a == b)))
     except Exception:  # objects that cannot be compared

@@ -71,7 +71,10 @@ class LayerArguments:
         leaf = self.leaves[index]
         if not _is_array(leaf):
             return False
-        return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or "['key']" in (self.names[index])
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return True
+        is_raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,))
+        return is_raw and "['key']" in self.names[index]
 
 
 def arguments_of(call: LayerCall) -> LayerArguments:
@@ -100,6 +103,11 @@ def is_setting(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_setting, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def named_value(value: Any) -> Any:
+    """Returns a setting as it is named: functions and classes without their addresses."""
+    return value if is_setting(value) else getattr(value, "__name__", type(value).__name__)
 
 
 def check_chain(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ...engines import Engine, PipelinePlan
@@ -52,11 +53,15 @@ def shard_state(
     nodes, outer = jax.tree.flatten(like, is_leaf=is_tree_of_state)
 
     def stored(node: Any, part: Any) -> Any:
-        if not is_tree_of_state(node):
-            return part
+        if not is_tree_of_state(node):  # such as the number of steps
+            return jax.device_put(part, node.sharding) if _has_values(node) else part
         return _stored_node(engine, plan_of(node), node, node.structure.flatten_up_to(part), tied)
 
     return outer.unflatten(map(stored, nodes, outer.flatten_up_to(state)))
+
+
+def _has_values(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _stored_node(

@@ -168,7 +168,7 @@ def _custom_jvp(
     tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     required = [r for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
     derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
-        _jvp_of(a), _jvp_of(b), [*_of_variables(a, relations), *tangents]
+        jvp_of(a), jvp_of(b), [*_of_variables(a, relations), *tangents]
     )
     return _if_within(derivatives, required, results, "the rule of a `custom_jvp` mixes rows")
 
@@ -182,7 +182,7 @@ def _custom_vjp(
     cotangents = [dual(r) for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
     required = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
-        _vjp_of(a), _vjp_of(b), [*_of_variables(a, relations), *cotangents]
+        vjp_of(a), vjp_of(b), [*_of_variables(a, relations), *cotangents]
     )
     return _if_within(derivatives, required, results, "the backward of a `custom_vjp` mixes rows")
 
@@ -244,7 +244,7 @@ def _differentiable(equation: JaxprEqn) -> tuple[Callable, list[Any], list[int]]
     return of_inexact, shapes, at
 
 
-def _jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
+def jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
     of_inexact, shapes, at = _differentiable(equation)
 
     def jvp(*arguments: Any) -> list[Any]:
@@ -255,7 +255,7 @@ def _jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
     return jax.make_jaxpr(jvp)(*shapes, *(shapes[i] for i in at))
 
 
-def _vjp_of(equation: JaxprEqn) -> ClosedJaxpr:
+def vjp_of(equation: JaxprEqn) -> ClosedJaxpr:
     of_inexact, shapes, at = _differentiable(equation)
 
     def vjp(*arguments: Any) -> Sequence[Any]:

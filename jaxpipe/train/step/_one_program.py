@@ -16,7 +16,7 @@ from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
-from ._state import TrainState, make_optimizer, state_shardings
+from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings
 
 
 def init_stacked_state(plan: StepPlan) -> TrainState:
@@ -47,11 +47,14 @@ def make_stacked_train_step(
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
     shardings = state_shardings(plan)
-    weight_shardings = drop_router_biases(shardings["weights"])
+    weight_shardings, update_shardings = map(
+        drop_router_biases, (shardings["weights"], gradient_shardings(plan))
+    )
     return jax.jit(
         make_optimizer_step(
             plan.state,
             make_value_and_grad(plan),
+            shard=lambda weights: sharding.reshard(weights, update_shardings),
             gather_updates=lambda updates: sharding.reshard(updates, weight_shardings),
         ),
         in_shardings=(shardings, plan.batch.shardings),

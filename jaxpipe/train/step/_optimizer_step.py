@@ -12,12 +12,15 @@ from ..optim._router_bias import drop_router_biases, update_router_biases
 from ..plan._state_plan import StatePlan
 from ._state import TrainState, make_optimizer
 
+Reshard = Callable[[PyTree], PyTree]
+
 
 def make_optimizer_step(
     plan: StatePlan,
     value_and_grad: Callable,
     *,
-    gather_updates: Callable[[PyTree], PyTree] = lambda updates: updates,
+    shard: Reshard = lambda weights: weights,
+    gather_updates: Reshard = lambda updates: updates,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Builds a train step from a function of gradients; the caller compiles it.
 
@@ -38,7 +41,9 @@ def make_optimizer_step(
         trained_grads = clip_by_norm(
             trained_grads, norm, threshold=wanted.gradient_clipping_threshold
         )
-        updates, optimizer_state = optimizer.update(trained_grads, state["optimizer"], trained)
+        updates, optimizer_state = optimizer.update(
+            trained_grads, state["optimizer"], shard(trained)
+        )
         # XLA would add ZeRO-1's updates to a part of the weights and gather the sums, for which it
         # copies all weights: 7.0 of 32.2 GB of llama2-7b on v5p:2x2x2 with libtpu 0.0.48.1.
         trained = optax.apply_updates(trained, gather_updates(updates))

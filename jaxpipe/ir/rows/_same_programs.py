@@ -1,0 +1,98 @@
+"""Compares two programs: whether they compute the same of equal arguments, derivatives included."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from ._control import jvp_of, vjp_of
+
+_DERIVATIVES = {"custom_jvp_call": jvp_of, "custom_vjp_call": vjp_of}
+_RULES = ("jvp", "fwd", "bwd", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "out_trees")
+"""Parameters of custom derivatives that are functions, new in every trace."""
+
+
+def same_programs(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
+    """Returns whether two programs are the same, constants of inner programs included.
+
+    It is false where that is not known, such as for callbacks of different functions.
+    """
+    return _is_equal(a, b, with_derivatives=True)
+
+
+def _is_equal(a: Any, b: Any, *, with_derivatives: bool) -> bool:
+    """Returns whether parameters of equations are the same."""
+
+    def same(x: Any, y: Any) -> bool:
+        return _is_equal(x, y, with_derivatives=with_derivatives)
+
+    if a is b:
+        return True
+    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
+        return same(tuple(a.consts), tuple(b.consts)) and same(a.jaxpr, b.jaxpr)
+    if isinstance(a, Jaxpr) and isinstance(b, Jaxpr):
+        return _equal_jaxprs(a, b, with_derivatives)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray | jax.Array):
+        return a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
+    try:
+        return bool(a == b)
+    except Exception:  # objects that cannot be compared
+        return False
+
+
+def _equal_jaxprs(a: Jaxpr, b: Jaxpr, with_derivatives: bool) -> bool:
+    partner: dict[Any, Any] = {}
+
+    def bind(xs: Any, ys: Any) -> bool:
+        partner.update(zip(xs, ys, strict=False))
+        return len(xs) == len(ys) and all(x.aval == y.aval for x, y in zip(xs, ys, strict=True))
+
+    def read(xs: Any, ys: Any) -> bool:
+        return len(xs) == len(ys) and all(
+            isinstance(y, Literal) and x.aval == y.aval and _equal_values(x.val, y.val)
+            if isinstance(x, Literal)
+            else partner.get(x) is y
+            for x, y in zip(xs, ys, strict=True)
+        )
+
+    def equations(e: JaxprEqn, f: JaxprEqn) -> bool:
+        return (
+            e.primitive is f.primitive
+            and read(e.invars, f.invars)
+            and _equal_parameters(e, f, with_derivatives)
+            and bind(e.outvars, f.outvars)
+        )
+
+    return (
+        bind(a.constvars, b.constvars)
+        and bind(a.invars, b.invars)
+        and len(a.eqns) == len(b.eqns)
+        and all(map(equations, a.eqns, b.eqns))
+        and read(a.outvars, b.outvars)
+    )
+
+
+def _equal_parameters(e: JaxprEqn, f: JaxprEqn, with_derivatives: bool) -> bool:
+    derivative = _DERIVATIVES.get(e.primitive.name)
+    parameters = [
+        {name: x for name, x in equation.params.items() if not derivative or name not in _RULES}
+        for equation in (e, f)
+    ]
+    if not _is_equal(*parameters, with_derivatives=with_derivatives):
+        return False
+    if derivative is None or not with_derivatives:
+        return True
+    # A derivative may call its function, and is not differentiated again.
+    return _is_equal(derivative(e), derivative(f), with_derivatives=False)
+
+
+def _equal_values(x: Any, y: Any) -> bool:
+    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.asarray(x).dtype.kind == "f")
