@@ -312,7 +312,7 @@ class Counting(Decoder):
 def test_layers_read_variables_of_their_own_that_no_call_writes(engine: str):
     module = Decoder(False, nnx.Rngs(0))
     model, params = jp_nnx.model(module, loss=loss, batch=tokens())
-    assert [int(name[-1]) for name in model.order] == [0, 1, 0, 1]  # by their tables
+    assert [int(name[-1]) for name in model.order or ()] == [0, 1, 0, 1]  # by their tables
     mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
     pipe = jp.pipeline(model, schedule="1f1b", engine=engine, mesh=mesh, microbatches=4)
     (value, _), _ = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
@@ -365,7 +365,7 @@ class Differing(nnx.Module):
         self.how, self.window, self.linear = how, window, nnx.Linear(D, D, rngs=rngs)
 
     def __call__(self, x: Any, key: Any = None) -> Any:
-        h = x
+        h: Any = x
         if self.how == "constant":
             h = near(x, self.window)
         elif self.how == "gradient":
