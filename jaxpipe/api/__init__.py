@@ -2,7 +2,6 @@
 
 from ._losses import Weighted as Weighted
 from ._model import Model as Model
-from ._model import ModelFunction as ModelFunction
 from ._pipeline import pipeline as pipeline
 from ._pipelined_model import PipelinedModel as PipelinedModel
 from ._vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

@@ -1,5 +1,6 @@
 """Models of libraries: the call of a module, cut at its layers."""
 
+from .._model import ModelFunction as ModelFunction
 from ._cut import cut_model as cut_model
 from ._layer_calls import LayerCall as LayerCall
 from ._layer_calls import is_setting as is_setting

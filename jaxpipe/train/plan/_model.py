@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import autodiff, models, sharding
-from ...api import Model, ModelFunction
+from ...api import Model
+from ...api.cut import ModelFunction
 from ...autodiff.backward import saved_names
 from ...autodiff.staged_model import Past
 from ...models.layers import (
