@@ -153,6 +153,7 @@ def _application(
         return output, {name: changed.get(name, {}) for name, f in sown.items() if f is not None}
 
     apply.sown = sown  # pyright: ignore[reportFunctionMemberAccess]
+    apply.rngs = rngs  # pyright: ignore[reportFunctionMemberAccess]
     return apply
 
 
@@ -172,11 +173,12 @@ def _run_with_hooks(apply: Callable, params_of: Callable, paths: list[Path]) -> 
     """Returns the call of a module, with hooks in place of layers at these paths."""
     ids = {path: i for i, path in enumerate(paths)}
     factors: dict[str, float | None] = getattr(apply, "sown")  # noqa: B009
+    has_streams = bool(getattr(apply, "rngs"))  # noqa: B009
 
     def run(
         outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable
     ) -> Any:
-        with nn.intercept_methods(_interceptor(ids, factors, hook)):
+        with nn.intercept_methods(_interceptor(ids, factors, hook, has_streams)):
             output, sown = apply(params_of(outer, layer_params), batch, key)
         names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
         if names:
@@ -221,7 +223,7 @@ def _cut_at_scan(
 
 
 def _interceptor(
-    ids: dict[Path, int], factors: Mapping[str, float | None], hook: Callable
+    ids: dict[Path, int], factors: Mapping[str, float | None], hook: Callable, has_streams: bool
 ) -> Callable:
     running: list[int] = []
 
@@ -245,7 +247,8 @@ def _interceptor(
 
         settings = _settings(context.module)
         static = list(settings.values())
-        static = [*static, context.module.name]  # which a layer may read
+        # A layer may read its name. Flax folds it into random streams, which have layers' own keys.
+        static += [] if has_streams else [context.module.name]
         named = {name: named_value(value) for name, value in settings.items() if name}
         return hook(LayerCall(index, args, kwargs, run_layer, static, sown, lambda: named))
 
