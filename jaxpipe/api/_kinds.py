@@ -37,9 +37,9 @@ class ByKind:
         layers = groups.get("layers") if isinstance(groups, dict) else None
         if not isinstance(layers, list | tuple) or len(layers) != len(self.order):
             is_list = isinstance(layers, list | tuple)
-            found = f"{len(layers)} layers" if is_list else f"`{type(layers).__name__}`"
+            described = f"{len(layers)} layers" if is_list else f"`{type(layers).__name__}`"
             raise ValueError(
-                f"`Model.order` has {len(self.order)} layers and `params['layers']` is {found}. "
+                f"`Model.order` has {len(self.order)} layers, `params['layers']` is {described}. "
                 "Give a list of all layers, in the order in which they run."
             )
         by_kind: dict[str, list[PyTree]] = {kind: [] for kind in self.order}

@@ -40,7 +40,7 @@ class ModelFunction:
 
     @property
     def __name__(self) -> str:
-        """The name of the function, which JAX shows."""
+        """Returns the name of the function, which JAX shows."""
         return getattr(self.call, "__name__", type(self.call).__name__)
 
 
@@ -167,7 +167,7 @@ class Model:
 
     @property
     def takes_key(self) -> bool:
-        """Whether a function of the model takes a dropout key."""
+        """Returns whether a function of the model takes a dropout key."""
         return any(function.takes_key for function in self.functions)
 
 

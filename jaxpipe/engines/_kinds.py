@@ -7,7 +7,7 @@ that it runs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -194,10 +194,8 @@ def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
     def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
         sums: Aux = {}
         runs, keys = _runs_and_keys(common, keys)
-        counts = _counts(runs)
-        for kind, first, last in runs:
-            part = _Part(first, last, last - first == counts[kind])
-            run = stage_of_run(kind, last - first, part.is_all)
+        for kind, part in _parts(runs):
+            run = stage_of_run(kind, part.last - part.first, part.is_all)
             x, aux = run(part.take(weights[kind]), x, inputs_m, part.take(keys[kind]))
             sums = _sum_by_name(sums, aux)
         return x, sums
@@ -214,11 +212,9 @@ def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
         sums: Aux = {}
         earlier, new = defaultdict(list), defaultdict(list)
         runs, keys = _runs_and_keys(common, keys)
-        counts = _counts(runs)
-        for kind, first, last in runs:
-            part = _Part(first, last, last - first == counts[kind])
+        for kind, part in _parts(runs):
             of_kind = None if past.earlier is None else part.take(past.earlier[kind])
-            run = stage_of_run(kind, last - first, part.is_all)
+            run = stage_of_run(kind, part.last - part.first, part.is_all)
             x, aux, made = run(
                 part.take(weights[kind]),
                 x,
@@ -253,9 +249,11 @@ class _Part(NamedTuple):
         return tree if self.is_all else jax.tree.map(lambda x: x[self.first : self.last], tree)
 
 
-def _counts(runs: Runs) -> dict[str, int]:
-    """Returns the number of layers, or slots, of each kind in a stage."""
-    return {kind: last for kind, _, last in runs}
+def _parts(runs: Runs) -> Iterator[tuple[str, _Part]]:
+    """Yields the kind and the layers of every run."""
+    counts = {kind: last for kind, _, last in runs}  # slots of each kind
+    for kind, first, last in runs:
+        yield kind, _Part(first, last, is_all=last - first == counts[kind])
 
 
 def _concatenated(parts: Mapping[str, list[PyTree]]) -> dict[str, PyTree]:

@@ -94,10 +94,10 @@ def slots_by_kind(sequence: Sequence[str], pattern: Sequence[str]) -> dict[str, 
     """
     slots: dict[str, list[int]] = {kind: [] for kind in sequence}
     passed, layers = dict.fromkeys(sequence, 0), iter(pattern)
-    wanted = next(layers, None)
+    next_kind = next(layers, None)
     for kind in sequence:
-        if kind == wanted:
+        if kind == next_kind:
             slots[kind].append(passed[kind])
-            wanted = next(layers, None)
+            next_kind = next(layers, None)
         passed[kind] += 1
     return {kind: tuple(of_kind) for kind, of_kind in slots.items()}

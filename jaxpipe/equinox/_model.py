@@ -11,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model, is_setting
+from ..api.cut import CutModule, LayerCall, cut_model, is_setting, read_setting
 
 
 def model(
@@ -164,25 +164,19 @@ class _EquinoxHook:
         return _with_values(self._layer, self._weights)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._layer, name)
-        if is_setting(value):
-            return value
-        raise AttributeError(
-            f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
-            "Only `layer(x, ...)` and settings that are no arrays are."
-        )
+        return read_setting(self._layer, name)
 
 
 def _settings(module: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the settings of a module, and of those in its fields, by their paths."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field in dataclasses.fields(module):
         value = getattr(module, field.name, None)
         if isinstance(value, eqx.Module):
-            found |= _settings(value, f"{prefix}{field.name}.")
+            settings |= _settings(value, f"{prefix}{field.name}.")
         elif is_setting(value):
-            found[f"{prefix}{field.name}"] = value
-    return found
+            settings[f"{prefix}{field.name}"] = value
+    return settings
 
 
 def _by_name(tree: Any, skipped: Any = None) -> dict[str, Any]:

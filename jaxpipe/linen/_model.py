@@ -83,7 +83,8 @@ def model(
         is_frozen, variables = isinstance(variables, FrozenDict), {"params": variables["params"]}
         variables = freeze(variables) if is_frozen else variables
     flat = _flat(variables["params"] if is_variables else variables)
-    apply = _application(module, call, tuple(rngs), dict(sown or {}))
+    factors = dict(sown or {})
+    apply = _application(module, call, tuple(rngs), factors)
     stack = _stack_path(flat, layers)
     paths = [stack] if stack else _layer_paths(flat, layers)
     split, join, params_of = _groups(flat, paths, variables, is_variables)
@@ -91,10 +92,10 @@ def model(
     if stack:
         cut = _cut_at_scan(apply, split, join, params_of, layer_params[0], "/".join(stack))
         cut = replace(cut, outer=outer, takes_key=bool(rngs))
-        loss = with_sown_losses(loss, dict(sown or {}))
+        loss = with_sown_losses(loss, factors)
         return cut_model(cut, loss, batch, stacked=True), variables
     names = ["/".join(path) for path in paths]
-    run = _run_with_hooks(apply, params_of, paths)
+    run = _run_with_hooks(apply, params_of, paths, factors, bool(rngs))
     cut = CutModule(run, split, join, outer, layer_params, names, bool(rngs))
     return cut_model(cut, loss, batch), variables
 
@@ -152,8 +153,6 @@ def _application(
         _check_sown(changed, sown)
         return output, {name: changed.get(name, {}) for name, f in sown.items() if f is not None}
 
-    apply.sown = sown  # pyright: ignore[reportFunctionMemberAccess]
-    apply.rngs = rngs  # pyright: ignore[reportFunctionMemberAccess]
     return apply
 
 
@@ -169,11 +168,15 @@ def _check_sown(changed: Mapping[str, Any], sown: Mapping[str, Any]) -> None:
         )
 
 
-def _run_with_hooks(apply: Callable, params_of: Callable, paths: list[Path]) -> Callable:
+def _run_with_hooks(
+    apply: Callable,
+    params_of: Callable,
+    paths: list[Path],
+    factors: dict[str, float | None],
+    has_streams: bool,
+) -> Callable:
     """Returns the call of a module, with hooks in place of layers at these paths."""
     ids = {path: i for i, path in enumerate(paths)}
-    factors: dict[str, float | None] = getattr(apply, "sown")  # noqa: B009
-    has_streams = bool(getattr(apply, "rngs"))  # noqa: B009
 
     def run(
         outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable

@@ -1,14 +1,14 @@
 """The front door's model of an NNX module: its call, cut at a list of layers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model, is_setting
+from ..api.cut import CutModule, LayerCall, cut_model, is_setting, read_setting
 from ..compat.maxtext.nnx import check_unchanged
 from ._stack import cut_stack
 from ._variables import (
@@ -93,15 +93,17 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         }
 
     constants = constants_of(outer_state, ())
-    layer_constants = [constants_of(s, (*prefix, i)) for i, (_, s) in enumerate(split_layers)]
+    split_modules = [
+        _Layer(layer, graph, state, constants_of(state, (*prefix, i)))
+        for i, (layer, (graph, state)) in enumerate(zip(layer_list, split_layers, strict=True))
+    ]
 
     def run(outer: Any, weights: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         state = with_values(outer_state, outer, key, constants)
         before = values_by_name(state)
         merged = nnx.merge(outer_graph, state)
         hooks = [
-            _NnxHook(i, hook, layer_list[i], g, s, layer_constants[i], weights.get(i), key)
-            for i, (g, s) in enumerate(split_layers)
+            _NnxHook(i, hook, layer, weights.get(i), key) for i, layer in enumerate(split_modules)
         ]
         vars(submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)
@@ -117,63 +119,56 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     return CutModule(run, split, join, of_outer, of_layers, names, any(has_streams))
 
 
+class _Layer(NamedTuple):
+    """A layer in its parts: what `nnx.split` returned of it, and variables that are only read."""
+
+    module: Any
+    graph: Any
+    state: Any
+    constants: dict[Path, Any]
+
+
 class _NnxHook:
     """Stands for a layer in the list of layers."""
 
-    def __init__(
-        self,
-        index: int,
-        hook: Callable,
-        layer: Any,
-        graph: Any,
-        state: Any,
-        constants: dict[Path, Any],
-        weights: Any,
-        key: Any,
-    ):
-        self._index, self._hook, self._layer, self._key = index, hook, layer, key
-        self._graph, self._state, self._constants = graph, state, constants
-        self._weights = weights
+    def __init__(self, index: int, hook: Callable, layer: _Layer, weights: Any, key: Any):
+        self._index, self._hook, self._layer = index, hook, layer
+        self._weights, self._key = weights, key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
         call = LayerCall(
             self._index,
             args,
             kwargs,
             self._run,
-            [self._graph, *(v.get_value() for v in self._constants.values())],
-            attributes=lambda: _attributes(self._layer),
+            [layer.graph, *(variable.get_value() for variable in layer.constants.values())],
+            attributes=lambda: _attributes(layer.module),
         )
         return self._hook(call)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        state = with_values(self._state, self._weights, self._key, self._constants)
+        state = with_values(self._layer.state, self._weights, self._key, self._layer.constants)
         # Read before the call: the variables of the layer are those of the state.
         before = values_by_name(state)
-        layer = nnx.merge(self._graph, state)
+        layer = nnx.merge(self._layer.graph, state)
         y = layer(*args, **kwargs)
         check_unchanged(before, values_by_name(nnx.state(layer)))
         return y
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._layer, name)
-        if is_setting(value):
-            return value
-        raise AttributeError(
-            f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
-            "Only `layer(x, ...)` and settings that are no arrays are."
-        )
+        return read_setting(self._layer.module, name)
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
     """Returns the class of a layer, and its settings by their paths."""
-    found = {"class": type(layer).__name__}
+    settings = {"class": type(layer).__name__}
     for path, node in nnx.iter_graph(layer):
         if isinstance(node, nnx.Module):
             prefix = "".join(f"{part}." for part in path)
             own = {n: v for n, v in vars(node).items() if not n.startswith("_") and is_setting(v)}
-            found |= {f"{prefix}{name}": value for name, value in own.items()}
-    return found
+            settings |= {f"{prefix}{name}": value for name, value in own.items()}
+    return settings
 
 
 def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Callable]:

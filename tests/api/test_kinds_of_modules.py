@@ -257,6 +257,11 @@ QUICK = {("gemma, linen", "scheduled"), ("jamba, nnx", "circular"), ("jamba, nnx
 def test_the_numbers_are_those_of_the_module(name: str, engine: str):
     model, params, plain = MODELS[name]()
     sizes, options = ENGINES[engine]
+    compare(model, params, plain, sizes, **options)
+
+
+def compare(model: Any, params: Any, plain: Any, sizes: dict[str, int], **options: Any) -> None:
+    """Compares loss and every gradient of a pipeline with those of the plain program."""
     mesh = jp.make_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
     pipe = jp.pipeline(model, mesh=mesh, microbatches=4, **options)
     (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
@@ -399,15 +404,7 @@ def test_layers_that_only_look_alike_are_of_several_kinds(how: str):
         return loss(nnx.merge(graph, params)(batch), batch)
 
     model, params = jp_nnx.model(module, loss=loss, batch=tokens())
-    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
-    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=4)
-    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
-    wanted, plain_grads = jax.value_and_grad(plain)(params, tokens())
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for a, b in zip(
-        jax.tree.leaves(pipe.unshard(grads)), jax.tree.leaves(plain_grads), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(np.abs(b).max(), 1e-6))
+    compare(model, params, plain, {"stage": 2}, schedule="1f1b")
 
 
 def test_kinds_that_an_example_does_not_show_are_refused():

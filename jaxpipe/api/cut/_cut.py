@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
-from ...ir.rows import same_programs
+from ...ir.rows import is_same
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
 from ._layer_calls import (
@@ -55,14 +54,12 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     Raises:
         ValueError: If layers do not form a chain.
     """
-    parts: Any = (ScanParts if stacked else _HookParts)(cut, loss)
+    parts: Parts = ScanParts(cut, loss) if stacked else _HookParts(cut, loss)
     embedded, headed = set(cut.outer), set(cut.outer)
     keyed, names = [cut.takes_key] * 3, ["layer"]
     if batch is not None:
         batch = jax.tree.map(shape_of, batch)
-        if not stacked:
-            parts = replace(parts, kinds=parts.kinds_of_layers(batch))
-            names = kind_names(parts.kinds, [call.attributes() for call in parts.calls(batch)])
+        parts, names = parts.with_kinds(batch)
         embedded, headed, keyed = parts.uses(batch)
     tied = bool(embedded & headed)
     in_head = set() if tied and batch is None else headed - embedded
@@ -117,20 +114,18 @@ class _HookParts(Parts):
     """The parts of a module whose layers are a list: each is called once, by the module's call.
 
     Attributes:
-        kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
         is_alone: Whether every layer is a kind of its own, to be compared with others.
     """
 
-    kinds: tuple[int, ...] = ()
     is_alone: bool = False
 
-    @property
-    def num_kinds(self) -> int:
-        return 1 + max(self.kinds, default=0)
+    def with_kinds(self, batch: PyTree) -> tuple["_HookParts", list[str]]:
+        kinds = self.kinds_of_layers(batch)
+        return replace(self, kinds=kinds), self.kind_names(kinds, batch)
 
     @property
     def _first(self) -> list[int]:
-        """The first layer of every kind."""
+        """Returns the first layer of every kind."""
         return [self.kinds.index(kind) for kind in range(self.num_kinds)] if self.kinds else [0]
 
     def _kind(self, index: int) -> int:
@@ -198,7 +193,7 @@ class _HookParts(Parts):
 
     @property
     def names(self) -> list[str]:
-        """The names of layers."""
+        """Returns the names of layers."""
         return self.cut.names
 
     def extras_of_layers(self, row: PyTree) -> list[tuple[PyTree, ...]]:
@@ -214,7 +209,7 @@ class _HookParts(Parts):
             def hook(call: LayerCall) -> Any:
                 x, shapes = arguments_of(call).x, self.cut.layers[call.index]
                 form = next(
-                    (f for s, w, f in seen if w == shapes and _is_equal(s, call.static)), None
+                    (f for s, w, f in seen if w == shapes and is_same(s, call.static)), None
                 )
                 if form is None:
                     result = call.run(*call.args, **call.kwargs)
@@ -253,37 +248,38 @@ class _HookParts(Parts):
     def carried(self, batch: PyTree) -> _Carried:
         """Checks a module on a batch of new form, and finds the arguments that travel with x."""
 
-        def find(batch: PyTree) -> tuple[_Carried, list[bool]]:
+        def find(batch: PyTree) -> _Carried:
             calls = self.recorded_calls(self.row(batch))
             check_chain(calls, self.names)
             for call, at, _ in calls:
                 first = self._first[self._kind(call.index)]
                 check_same_arguments(calls[first][1], at, self.names[first], self.names[call.index])
-            return self.influenced(self.row(batch), calls), [True]
+            return self.influenced(self.row(batch), calls)
 
-        carried, unchecked = self.of_form("carried", batch, find)
-        if unchecked and unchecked.pop() and not self.is_alone:
-            kinds = self.kinds_of_layers(jax.tree.map(shape_of, batch))
-            if len({*zip(kinds, self.kinds or (0,) * len(kinds), strict=True)}) > self.num_kinds:
-                self._refuse_kinds(kinds, batch)
+        carried = self.of_form("carried", batch, find)
+        if not self.is_alone:
+            self._check_kinds(jax.tree.map(shape_of, batch))
         return carried
 
-    def _refuse_kinds(self, kinds: tuple[int, ...], batch: PyTree) -> None:
-        attributes = [call.attributes() for call in self.calls(batch)]
-        pairs = [(i, self.kinds.index(k) if self.kinds else 0) for i, k in enumerate(self.kinds)]
-        pairs = pairs or [(i, 0) for i in range(len(kinds))]
-        index, first = next((i, j) for i, j in pairs if kinds[i] != kinds[j])
-        names = kind_names(kinds, attributes)
-        raise ValueError(
-            f"`{self.names[index]}` computes something else than `{self.names[first]}`: they are "
-            f"layers of the kinds {names[kinds[index]]!r} and {names[kinds[first]]!r}. Give "
-            "`batch=`, an example of a batch of the same form, by which the kinds of layers are "
-            "found."
-        )
+    def _check_kinds(self, batch: PyTree) -> None:
+        """Raises a `ValueError` if layers of one kind compute something else on this batch."""
+        kinds = self.kinds_of_layers(batch)
+        for index, kind in enumerate(kinds):
+            first = self._first[self._kind(index)]
+            if kind == kinds[first]:
+                continue
+            names = self.kind_names(kinds, batch)
+            raise ValueError(
+                f"`{self.names[index]}` computes something else than `{self.names[first]}`: they "
+                f"are layers of the kinds {names[kind]!r} and {names[kinds[first]]!r}. Give "
+                "`batch=`, an example of a batch of the same form, by which the kinds of layers "
+                "are found."
+            )
 
-    def calls(self, batch: PyTree) -> list[LayerCall]:
-        """Returns the calls of all layers."""
-        return [call for call, _, _ in self.recorded_calls(self.row(batch))]
+    def kind_names(self, kinds: Sequence[int], batch: PyTree) -> list[str]:
+        """Returns a name for every kind."""
+        calls = self.recorded_calls(self.row(batch))
+        return _kind_names(kinds, [call.attributes() for call, _, _ in calls])
 
     def recorded_calls(self, batch: PyTree) -> list[tuple[LayerCall, LayerArguments, PyTree]]:
         """Returns the calls of all layers, their arguments, and the x that each has returned."""
@@ -353,6 +349,9 @@ class _HookParts(Parts):
 
     def kinds_of_layers(self, batch: PyTree) -> tuple[int, ...]:
         """Checks that layers return what they take; returns the kind of each: equal programs."""
+        return self.of_form("kinds", batch, self._find_kinds)
+
+    def _find_kinds(self, batch: PyTree) -> tuple[int, ...]:
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
         calls = self.recorded_calls(self.row(batch))
         check_chain(calls, self.names)
@@ -387,10 +386,10 @@ class _HookParts(Parts):
                 kind
                 for kind, other in enumerate(first)
                 if cut.layers[other] == cut.layers[index]
-                and _is_same(calls[other][1], at)
+                and _given_the_same(calls[other][1], at)
                 and (
-                    _is_equal(calls[other][0].static, call.static)
-                    or same_programs(program(other), program(index))
+                    is_same(calls[other][0].static, call.static)
+                    or is_same(program(other), program(index))
                 )
             )
             kind = next(alike, len(first))
@@ -401,7 +400,7 @@ class _HookParts(Parts):
         return tuple(kinds)
 
 
-def kind_names(kinds: Sequence[int], attributes: Sequence[Mapping[str, Any]]) -> list[str]:
+def _kind_names(kinds: Sequence[int], attributes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a name for every kind: its class, or the settings by which it differs from others."""
     num_kinds = 1 + max(kinds, default=0)
     by_kind = [
@@ -411,8 +410,8 @@ def kind_names(kinds: Sequence[int], attributes: Sequence[Mapping[str, Any]]) ->
 
     def values(key: str) -> list[str] | None:
         """Returns the value of a setting for each kind, unless layers of a kind differ in it."""
-        found = [{repr(layer.get(key)) for layer in layers} for layers in by_kind]
-        return [value for (value,) in found] if all(len(one) == 1 for one in found) else None
+        texts = [{repr(layer.get(key)) for layer in layers} for layers in by_kind]
+        return [text for (text,) in texts] if all(len(of_kind) == 1 for of_kind in texts) else None
 
     classes = values("class") or [""] * num_kinds
     telling = [(key, v) for key in keys if (v := values(key)) and len(set(v)) > 1]
@@ -446,7 +445,7 @@ def _taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
     return result, ()
 
 
-def _is_same(a: LayerArguments, b: LayerArguments) -> bool:
+def _given_the_same(a: LayerArguments, b: LayerArguments) -> bool:
     """Returns whether two layers are given the same arguments besides x."""
     try:
         check_same_arguments(a, b, "", "")
@@ -457,15 +456,3 @@ def _is_same(a: LayerArguments, b: LayerArguments) -> bool:
 
 def _form(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Returns whether objects are equal; arrays in lists and tuples by their elements."""
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):
-        return a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
-    try:
-        return a is b or bool(np.all(np.asarray(a == b)))
-    except Exception:  # objects that cannot be compared
-        return False

@@ -105,6 +105,21 @@ def is_setting(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def read_setting(layer: Any, name: str) -> Any:
+    """Returns a setting of a layer that the call of its module reads.
+
+    Raises:
+        AttributeError: If it is none: parameters and methods of a layer are not there.
+    """
+    value = getattr(layer, name)
+    if is_setting(value):
+        return value
+    raise AttributeError(
+        f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
+        "Only `layer(x, ...)` and settings that are no arrays are."
+    )
+
+
 def named_value(value: Any) -> Any:
     """Returns a setting as it is named: functions and classes without their addresses."""
     return value if is_setting(value) else getattr(value, "__name__", type(value).__name__)

@@ -59,16 +59,23 @@ class Parts:
         cut: The module.
         loss: The user's loss.
         forms: What was found out about batches of every form that were seen.
+        kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
     """
 
     cut: CutModule
     loss: Callable
     forms: dict[Any, Any] = field(default_factory=dict)
+    kinds: tuple[int, ...] = ()
+
+    def with_kinds(self, batch: PyTree) -> tuple["Parts", list[str]]:
+        """Finds the kinds of layers on a batch; returns parts that have them, and their names."""
+        del batch  # a scan runs one kind
+        return self, ["layer"]
 
     @property
     def num_kinds(self) -> int:
         """Returns the number of kinds of layers."""
-        return 1
+        return 1 + max(self.kinds, default=0)
 
     @abstractmethod
     def layer_shapes(self, kind: int) -> PyTree:

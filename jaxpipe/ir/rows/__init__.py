@@ -18,5 +18,5 @@ from ._relations import Zero as Zero
 from ._relations import is_within as is_within
 from ._relations import join as join
 from ._relations import row_dim as row_dim
-from ._same_programs import same_programs as same_programs
+from ._same_programs import is_same as is_same
 from ._walk import relations_of as relations_of

@@ -1,4 +1,4 @@
-"""Compares two programs: whether they compute the same of equal arguments, derivatives included."""
+"""Compares programs and values: whether they are the same, derivatives of programs included."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,11 @@ _RULES = ("jvp", "fwd", "bwd", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "out_trees")
 """Parameters of custom derivatives that are functions, new in every trace."""
 
 
-def same_programs(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
-    """Returns whether two programs are the same, constants of inner programs included.
+def is_same(a: Any, b: Any) -> bool:
+    """Returns whether two values are the same: programs, arrays, trees of these, other objects.
 
-    It is false where that is not known, such as for callbacks of different functions.
+    Programs are the same if they compute the same of equal arguments, constants of inner programs
+    included. It is false where that is not known, such as for callbacks of different functions.
     """
     return _is_equal(a, b, with_derivatives=True)
 
