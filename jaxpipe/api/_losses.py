@@ -51,17 +51,17 @@ class LossParts(NamedTuple):
     Attributes:
         total: The loss, a scalar; or the sum that is to be divided by the weight of the batch.
         weight: The weight, a scalar, of the microbatch, or None if the loss is a mean.
-        metrics: Scalars by name.
+        metrics: Scalars by name, and arrays [rows, ...].
     """
 
     total: Any
     weight: Any
-    metrics: dict[str, Scalar]
+    metrics: dict[str, Any]
 
 
 _FORMS = (
     "Return a scalar, the mean over the rows of the microbatch, or `jp.Weighted(total, weight)`; "
-    "with a dict of scalars as `(loss, metrics)`."
+    "with metrics as `(loss, {name: a scalar or an array [rows, ...]})`."
 )
 
 
@@ -90,15 +90,15 @@ def loss_parts(returned: Any) -> LossParts:
                 f"`loss` returned {_described(returned)}. A loss is real, as gradients are of real "
                 "numbers: return `jnp.real(loss)` or `jnp.abs(loss)`."
             )
-    check_metrics(metrics, "loss")
+    check_metrics(metrics, "loss", may_have_rows=True)
     return LossParts(parts[0], parts[1] if len(parts) == 2 else None, metrics)
 
 
-def check_metrics(metrics: dict[str, Any], function: str) -> None:
-    """Checks that metrics are scalars.
+def check_metrics(metrics: dict[str, Any], function: str, *, may_have_rows: bool = False) -> None:
+    """Checks that metrics are scalars, or arrays if a function may return one entry for each row.
 
     Raises:
-        ValueError: If one is a tree, an array with dims, or no number. It names the metric.
+        ValueError: If one is a tree, an array that may not be one, or no number. It names it.
     """
     for name, value in metrics.items():
         if isinstance(value, dict):
@@ -107,6 +107,8 @@ def check_metrics(metrics: dict[str, Any], function: str) -> None:
                 f"`{function}` returned a dict as the metric {name!r}. Metrics are scalars by "
                 f"name: return {{{flat}}} in its place."
             )
+        if may_have_rows and _is_scalar(value, any_shape=True):
+            continue
         if not _is_scalar(value):
             raise ValueError(
                 f"`{function}` returned {_described(value)} as the metric {name!r}. Metrics are "
@@ -114,8 +116,25 @@ def check_metrics(metrics: dict[str, Any], function: str) -> None:
             )
 
 
-def _is_scalar(x: Any) -> bool:
-    if isinstance(x, Weighted | tuple | list | dict) or x is None or jnp.shape(x) != ():
+def check_has_rows(metrics: dict[str, Any], num_rows: int) -> None:
+    """Checks that metrics of the loss that are arrays have an entry for each row of a microbatch.
+
+    Raises:
+        ValueError: If one has none. It names the metric.
+    """
+    for name, value in metrics.items():
+        if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
+            raise ValueError(
+                f"`loss` returned {_described(value)} as the metric {name!r}, of a microbatch of "
+                f"{num_rows} rows. A metric is one number for the microbatch, such as "
+                f"`jnp.mean(value)`, or an array [{num_rows}, ...] with an entry for each row."
+            )
+
+
+def _is_scalar(x: Any, any_shape: bool = False) -> bool:
+    if isinstance(x, Weighted | tuple | list | dict) or x is None:
+        return False
+    if jnp.shape(x) != () and not any_shape:
         return False
     return not jnp.issubdtype(getattr(x, "dtype", jnp.float32), jax.dtypes.extended)
 

@@ -34,6 +34,7 @@ class ModelFunction:
     call: Callable[..., Any]
     takes_key: bool = False
     takes_past: bool = False
+    is_output: bool = False  # in place of a loss, whether it computes what `apply` returns
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
@@ -68,8 +69,9 @@ class Model:
             those of all slices so far, and the `past` to return.
         loss: `(params["head"], x, batch) -> loss`. The loss is a scalar, the mean over rows that
             count equally; or `jp.Weighted(total, weight)`, and the loss of the batch is the sum of
-            totals divided by the sum of weights. `(loss, metrics)` with a dict of scalars is
-            accepted for both; metrics are averaged over microbatches.
+            totals divided by the sum of weights. `(loss, metrics)` with a dict is accepted for
+            both. Metrics are scalars, which are averaged over microbatches, or arrays [b, ...],
+            which are returned for all rows of the batch, [B, ...].
         tied: Whether `loss` also reads the parameters of the embedding. Its first argument is then
             `{"head": params["head"], "embed": params["embed"]}`.
         to_groups: From the user's tree of parameters to `{"embed", "layers", "head"}`. The default
@@ -99,6 +101,9 @@ class Model:
         order: The kind of every layer in the order in which they run, such as `("local", "local",
             "global") * 8`, if kinds do not run one after the other. `params["layers"]` is then a
             list of all layers in this order.
+        output: `(first argument of loss, x, batch) -> arrays [b, ...]`, any pytree, such as logits:
+            what `PipelinedModel.apply` returns for every row. Default: x, what leaves the last
+            layer.
 
     Example:
         >>> model = Model(
@@ -121,6 +126,7 @@ class Model:
     vocab_parallel_loss: Callable[..., Any] | None = None
     contributions: bool = False
     order: Sequence[str] | None = None
+    output: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         layer = self.layer
@@ -128,6 +134,8 @@ class Model:
             "embed": model_function(self.embed, "embed", 2),
             "loss": model_function(self.loss, "loss", 3),
         }
+        if self.output is not None:
+            keyed["output"] = model_function(self.output, "output", 3)
         if isinstance(layer, Mapping):
             keyed["layer"] = {
                 kind: layer_function(f, f"layer[{kind!r}]") for kind, f in layer.items()
@@ -164,6 +172,11 @@ class Model:
         """Returns embedding, layers and loss."""
         embed, loss = cast(Any, self.embed), cast(Any, self.loss)
         return embed, *self.layer_functions, loss
+
+    @property
+    def loss_name(self) -> str:
+        """Returns what users call the function `loss`: "output" if it computes that instead."""
+        return "output" if self.functions[-1].is_output else "loss"
 
     @property
     def takes_key(self) -> bool:
@@ -366,4 +379,5 @@ def cast_model(model: Model, dtype: Any) -> Model:
         layer=layers,
         loss=of_loss(model.loss),
         vocab_parallel_loss=model.vocab_parallel_loss and of_loss(model.vocab_parallel_loss),
+        output=model.output and of_loss(model.output),
     )

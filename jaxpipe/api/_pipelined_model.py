@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import slice_sequences
+from ..autodiff.staged_model import slice_sequences, split_metrics
 from ..engines import Engine, PipelinePlan
 from ..engines.fsdp import gathered_size, layer_specs, num_row_shards
 from ..schedules import language
@@ -28,7 +29,9 @@ from ._frozen import (
 )
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
+from ._losses import loss_parts
 from ._model import Model, check_means
+from ._outputs import from_metrics, merge_pieces, returning_outputs, sharded
 from ._params import (
     GRADIENTS,
     InList,
@@ -44,6 +47,7 @@ from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
     PieceInputs,
     contributing_model,
+    loss_arguments,
     make_inputs,
     on_all_rows,
     piece_shapes,
@@ -335,7 +339,7 @@ class PipelinedModel(InspectedModel):
 
     def value(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
-    ) -> tuple[Scalar, dict[str, Scalar]]:
+    ) -> tuple[Scalar, dict[str, Array]]:
         """Computes loss and metrics of a batch, forwards only.
 
         Args:
@@ -351,11 +355,76 @@ class PipelinedModel(InspectedModel):
                 not divide into microbatches, or a key is missing.
         """
         self.engine.check_call("value")
-        return self.engine.value(*self._arguments(params, batch, key))
+        loss, metrics = self.engine.value(*self._arguments(params, batch, key))
+        return loss, self._with_rows(metrics, params, batch, key)
+
+    def apply(
+        self,
+        params: StoredParams,
+        batch: PyTree,
+        key: Array | None = None,
+        *,
+        spec: PyTree[PartitionSpec] | None = None,
+    ) -> PyTree:
+        """Computes the output of the model for every row of a batch, forwards only.
+
+        Args:
+            params: Parameters from `shard`.
+            batch: [B, ...] leaves.
+            key: The dropout key of the step. None if no function of the model takes one.
+            spec: How outputs are sharded: a spec of [B, ...] arrays, or a tree of specs that is a
+                prefix of the output. Default: rows over `data` and `fsdp`.
+
+        Returns:
+            What `Model.output` returns, of all rows in their order, [B, ...] leaves; for a model of
+            a library's module what the module returns. With a program for each rank the rank of the
+            last stage has them.
+
+        Raises:
+            ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
+                not divide into microbatches, a key is missing, an output has no dim of rows, or
+                `spec` names no axis of the mesh.
+
+        Example:
+            >>> logits = pipe.jit(pipe.apply)(params, batch)  # doctest: +SKIP
+        """
+        check_means(self.model, "apply")
+        self.engine.check_call("apply")
+        told = replace(self.told, vocab_parallel=False)  # as all ranks would compute all outputs
+        pipe = replace(self, model=returning_outputs(self.model), told=told)
+        _, metrics = pipe.value(params, batch, key)
+        outputs = from_metrics(metrics, self.model, *self._loss_arguments(params, batch, key))
+        if spec is None:
+            return outputs
+        return sharded(outputs, spec, self.mesh, has_stages=not self.engine.program_per_rank)
+
+    def _loss_arguments(self, params: StoredParams, batch: PyTree, key: Array | None) -> Any:
+        """Returns the shapes of what `loss` and `output` are given of a whole microbatch."""
+        num_shards = num_row_shards(self.mesh)
+        rows = piece_shapes(self.model, batch, self.num_pieces, num_shards, 1)
+        key_or_none = () if key is None or not self.takes_key else key
+        return loss_arguments(self.model, unmark(weights_of(params)), rows, key_or_none)
+
+    def _with_rows(
+        self, metrics: dict[str, Any], params: StoredParams, batch: PyTree, key: Array | None
+    ) -> dict[str, Any]:
+        """Returns metrics with arrays [B, ...] in place of those that an engine returns."""
+        _, arrays = split_metrics(metrics)
+        if not arrays or self.model.contributions:
+            return metrics
+        shapes = {name: x.shape[2:] for name, x in arrays.items()}
+        if self.num_slices > 1:
+            arguments = self._loss_arguments(params, batch, key)
+            whole = jax.eval_shape(lambda *a: loss_parts(self.model.loss(*a)).metrics, *arguments)
+            shapes = {name: whole[name].shape for name in arrays}
+        return metrics | {
+            name: merge_pieces(name, x, shapes[name], self.num_slices, self.mesh)
+            for name, x in arrays.items()
+        }
 
     def value_and_grad(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
-    ) -> tuple[tuple[Scalar, dict[str, Scalar]], StoredParams]:
+    ) -> tuple[tuple[Scalar, dict[str, Array]], StoredParams]:
         """Computes loss, metrics and gradients of a batch.
 
         Args:
@@ -372,6 +441,7 @@ class PipelinedModel(InspectedModel):
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
+        value = value[0], self._with_rows(value[1], params, batch, key)
         if self.model.shared:
             plan = self.plan(params["layers"].num_layers)
             grads["stages"], grads["shared"] = self.engine.sum_shared(plan, grads["stages"])

@@ -172,12 +172,12 @@ class RowReport:
 def function_names(model: Model) -> tuple[str, ...]:
     """Returns the names of the functions of a model, in the order in which they run."""
     kinds = tuple(model.layer) if isinstance(model.layer, Mapping) else ("layer",)
-    return ("embed", *kinds, "loss")
+    return ("embed", *kinds, model.loss_name)
 
 
 def check_row_wise(row_wise: RowWise, model: Model) -> dict[str, bool]:
     """Checks `row_wise`, and returns it by name, for functions of which something is said."""
-    names = function_names(model)
+    names = (*function_names(model), "output")
     if row_wise is None:
         return {}
     if isinstance(row_wise, bool):
@@ -249,7 +249,7 @@ def row_report(
                 params = {"layer": params, "shared": weights["shared"]}
             x = judged(name, partial(_judge_layer, function, num_slices), params, x)
         head = {name: weights[name] for name in ("head", "embed")}
-        judged("loss", partial(_judge_loss, model), head if model.tied else weights["head"], x)
+        judged(names[-1], partial(_judge_loss, model), head if model.tied else weights["head"], x)
     except _UntracedError as error:
         reason = str(error)
         for name in names:
@@ -409,13 +409,19 @@ def _judge_loss(
     relations, results, draws = _compared(loss, weights, x, batches, key, num_blocks)
     _, weight, metrics = results[0]
     end = 1 + len(weight)
-    names = [f"metrics[{name!r}]" for name in sorted(metrics)]
+    named = list(zip(sorted(metrics), relations[end:], strict=True))
+    scalars = [(name, relation) for name, relation in named if not metrics[name].shape]
     reason = _reason_of_mixed(relations[:end])
     if reason is None and not weight:
         reason = _reason_of_means(["the loss"], relations[:1])
     elif reason is None and not _add_up_alike(relations[0], relations[1]):
         reason = "the total and the weight do not both add up over rows"
-    return reason or _reason_of_means(names, relations[end:]), draws, None
+    for name, relation in named:
+        if metrics[name].shape and not is_within(relation, Rows(0)):
+            why = str(relation) if isinstance(relation, Mixed) else described(relation)
+            reason = reason or f"metrics[{name!r}] has other than rows in dim 0: {why}"
+    names = [f"metrics[{name!r}]" for name, _ in scalars]
+    return reason or _reason_of_means(names, [r for _, r in scalars]), draws, None
 
 
 def _add_up_alike(total: Relation, weight: Relation) -> bool:

@@ -15,13 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Past, accum_dtype
+from ..autodiff.staged_model import Past, accum_dtype, split_metrics, total
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
-from ._losses import LossParts, batch_divisor, check_metrics, loss_parts
+from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, loss_parts
 from ._model import Model, ModelFunction
 from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
@@ -111,6 +111,16 @@ def piece_shapes(
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), pieces)
 
 
+def loss_arguments(
+    model: Model, weights: dict[str, Any], rows: PyTree, key: Any
+) -> tuple[PyTree, PyTree, PyTree, Any]:
+    """Returns the shapes of what `loss` and `output` are given, (head, x, rows, key)."""
+    shapes, key = jax.tree.map(shape_of, (weights, key))
+    boundary = boundary_model(model, 1).boundary(shapes)
+    x = jax.eval_shape(model.embed, shapes["embed"], rows, key)
+    return boundary if model.tied else boundary["head"], x, rows, key
+
+
 def _loss_scale(
     model: Model, weights: dict[str, Any], inputs: PieceInputs, shape: tuple[int, int]
 ) -> Array:
@@ -189,7 +199,9 @@ def on_all_rows(
         return own(model.embed(weights, gathered(batch), key))
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
-        return model.loss(weights, gather(x), gathered(batch), key)
+        returned = model.loss(weights, gather(x), gathered(batch), key)
+        scalars, arrays = split_metrics(loss_parts(returned).metrics)
+        return (returned[0], scalars | own_of(arrays)) if arrays else returned
 
     def of_layer(function: Callable) -> Callable:
         def layer(
@@ -236,7 +248,7 @@ def on_all_rows(
         model,
         embed=changed("embed", model.embed, embed),
         layer=layers,
-        loss=changed("loss", model.loss, loss),
+        loss=changed(model.loss_name, model.loss, loss),
     )
 
 
@@ -267,12 +279,14 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
     mean = 1 / num_pieces
 
     def loss(parts: Callable, boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
-        total, _, metrics = parts(boundary, x, inputs)
-        return jnp.asarray(total, inputs.scale.dtype) * inputs.scale, _shares(metrics, mean)
+        of_piece, _, metrics = parts(boundary, x, inputs)
+        check_has_rows(metrics, jnp.shape(jax.tree.leaves(inputs.batch)[0])[0])
+        scalars, arrays = split_metrics(metrics)
+        shares = _shares(scalars, mean)
+        return jnp.asarray(of_piece, inputs.scale.dtype) * inputs.scale, shares | arrays
 
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
-        of_piece = partial(loss, partial(_parts, model))
-        return sum_pieces(on_pieces(of_piece, 1, boundary, x, inputs))
+        return total(on_pieces(partial(loss, partial(_parts, model)), 1, boundary, x, inputs))
 
     def on_ranks(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs, axis: str) -> Any:
         def parts(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> LossParts:
@@ -287,7 +301,7 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
                 )
             return own
 
-        return sum_pieces(on_pieces(partial(loss, parts), 1, boundary, x, inputs))
+        return total(on_pieces(partial(loss, parts), 1, boundary, x, inputs))
 
     def embed(weights: Any, inputs: PieceInputs) -> PyTree:
         return divide(_embed(model, weights, inputs), inputs.batch)
@@ -329,8 +343,8 @@ def staged_model(
         function: Callable, weights: Any, constants: Any, x: PyTree, inputs: PieceInputs
     ) -> Any:
         key, frozen = constants
-        if has_key:
-            key = jax.random.fold_in(key, inputs.piece)
+        # Without dropout an engine may have put an empty array there, which says how many layers.
+        key = jax.random.fold_in(key, inputs.piece) if has_key else ()
         returned = function(join(weights, frozen), x, inputs.batch, key)
         y, aux = x_and_aux(returned, x)
         return divide(y, inputs.batch), _shares(aux, mean)

@@ -39,7 +39,7 @@ def value_and_grad(
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accum_dtype(w.dtype)), weights)
     grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(batch_inputs))
     grads = jax.tree.map(lambda sums, w: sums.astype(w.dtype), grads, weights)
-    return (jnp.sum(losses), total(metrics)), grads
+    return total((losses, metrics)), grads
 
 
 def value(
@@ -63,8 +63,7 @@ def value(
     def step(_, microbatch):
         return (), microbatch_loss(weights, *microbatch)
 
-    _, (losses, metrics) = jax.lax.scan(step, (), _microbatches(batch_inputs))
-    return jnp.sum(losses), total(metrics)
+    return total(jax.lax.scan(step, (), _microbatches(batch_inputs))[1])
 
 
 def _microbatch_loss(model: StagedModel, keys: PyTree) -> Callable:

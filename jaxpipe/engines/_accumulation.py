@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import accum_dtype, fold_in_microbatch
+from ..autodiff.staged_model import accum_dtype, fold_in_microbatch, split_metrics
 from ._engine import Engine, PipelinePlan
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from .fsdp import over_data
@@ -22,58 +22,55 @@ Reshard = Callable[[PyTree], PyTree]
 
 
 def gradient_accumulation(
-    f: Callable[[PyTree, PyTree, PyTree], PyTree],
+    f: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
     num_steps: int,
     *,
     reshard: Reshard = lambda sums: sums,
-) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
     Every call has its own dropout masks.
 
     Args:
-        f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        f: `(weights, batch_inputs, keys) -> (sums over microbatches, arrays [M, ...])`, with a
+            loss, metrics and gradients among the sums.
         num_steps: A, the number of calls.
         reshard: Sharded the sums after every call. By default they stay as `f` returns them.
 
     Returns:
-        The same function, of `batch_inputs` whose leaves are [A * M, ...].
+        The same function, of `batch_inputs` whose leaves are [A * M, ...]. Its arrays are
+        [A * M, ...] too.
     """
     if num_steps == 1:
         return f
 
-    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
-        def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, None]:
+    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
+        def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, PyTree]:
             index, part = call_inputs
-            results = f(weights, part, fold_in_microbatch(keys, index))
-            return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, results)), None
+            results, arrays = f(weights, part, fold_in_microbatch(keys, index))
+            sums = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, results)
+            return reshard(sums), arrays
 
         parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(f, weights, first, keys)
+        shapes, _ = jax.eval_shape(f, weights, first, keys)
         zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), shapes))
-        sums, _ = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
-        return jax.tree.map(lambda x, result: x.astype(result.dtype), sums, shapes)
+        sums, arrays = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
+        sums = jax.tree.map(lambda x, result: x.astype(result.dtype), sums, shapes)
+        return sums, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
 
     return run
 
 
 def unrolled_gradient_accumulation(
-    f: Callable[[PyTree, PyTree, PyTree], PyTree], num_steps: int
-) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Calls `f` on M microbatches at a time, unrolled, and sums its results.
+    f: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]], num_steps: int
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Does what `gradient_accumulation` does, unrolled.
 
     This is for MPMD, whose programs have no loops but those over microbatches.
-
-    Args:
-        f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
-        num_steps: A, the number of calls.
-
-    Returns:
-        The same function, of `batch_inputs` whose leaves are [A * M, ...].
     """
 
-    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
+    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
         size = jax.tree.leaves(batch_inputs)[0].shape[0] // num_steps
         parts = (
             jax.tree.map(lambda x: x[call * size : (call + 1) * size], batch_inputs)  # noqa: B023
@@ -82,7 +79,9 @@ def unrolled_gradient_accumulation(
         results = [
             f(weights, part, fold_in_microbatch(keys, call)) for call, part in enumerate(parts)
         ]
-        return jax.tree.map(sum_in_float32, *results)
+        sums, arrays = zip(*results, strict=True)
+        arrays = jax.tree.map(lambda *of_calls: jnp.concatenate(of_calls), *arrays)
+        return jax.tree.map(sum_in_float32, *sums), arrays
 
     def sum_in_float32(*terms: jax.Array) -> jax.Array:
         first, *others = (x.astype(accum_dtype(x)) for x in terms)
@@ -98,8 +97,11 @@ def with_calls(engine: Engine) -> Engine:
         def run_calls(
             plan: PipelinePlan, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
-            def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> Any:
-                return run(plan, model, weights, inputs, keys)
+            def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
+                result = run(plan, model, weights, inputs, keys)
+                (loss, metrics), grads = result if has_grads else (result, {})
+                scalars, arrays = split_metrics(metrics)
+                return ((loss, scalars), grads), arrays
 
             def as_stored(sums: PyTree) -> PyTree:
                 if not has_grads:
@@ -111,7 +113,9 @@ def with_calls(engine: Engine) -> Engine:
                 calls = unrolled_gradient_accumulation(call, plan.num_calls)
             else:
                 calls = gradient_accumulation(call, plan.num_calls, reshard=as_stored)
-            return calls(weights, inputs, keys)
+            ((loss, scalars), grads), arrays = calls(weights, inputs, keys)
+            value = loss, scalars | arrays
+            return (value, grads) if has_grads else value
 
         return run_calls
 

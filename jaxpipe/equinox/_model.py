@@ -11,17 +11,25 @@ import jax
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model, is_setting, read_setting
+from ..api.cut import (
+    CutModule,
+    LayerCall,
+    cut_model,
+    cut_stack_or_calls,
+    is_setting,
+    read_setting,
+)
 
 
 def model(
     module: Any,
     *,
-    layers: str | Callable[[Any], Sequence[Any]] = "blocks",
+    layers: str | Callable[[Any], Any] | Sequence[str | Callable[[Any], Any]] = "blocks",
     loss: Callable[..., Any],
     call: Callable[..., Any] | None = None,
     batch: PyTree = None,
     vmap: bool = True,
+    output: Callable[..., Any] | None = None,
 ) -> tuple[Model, Any]:
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
@@ -29,7 +37,9 @@ def model(
         module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
         layers: The attribute with the list or tuple of layers, such as "blocks" or
             "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`. Or a stack
-            of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`.
+            of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`; or one
+            module that is called several times, a layer in each call. Several of these, such as
+            ("blocks", "shared_block"), if layers are calls of the modules in all of them.
         loss: `(outputs of the module [rows, ...], batch) -> loss`: a scalar, the mean over rows, or
             `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
@@ -39,6 +49,8 @@ def model(
             them. Without it both have all of them, which costs an engine of several programs
             memory and a transfer.
         vmap: Whether `call` takes one row; otherwise it takes the batch.
+        output: `(outputs of the module [rows, ...], batch) -> arrays [rows, ...]`, which
+            `pipe.apply` returns. Default: all that the module returns.
 
     Returns:
         (the model, the module's parameters: `eqx.filter(module, eqx.is_inexact_array)`).
@@ -51,11 +63,26 @@ def model(
             them.
     """
     params = eqx.filter(module, eqx.is_inexact_array)
-    where = attrgetter(layers) if isinstance(layers, str) else layers
     call = call or (lambda module, row: module(row))
-    is_stack = isinstance(where(module), eqx.Module)
-    cut = (_cut_stack if is_stack else _cut)(module, params, where, call, vmap)
-    return cut_model(cut, loss, batch, stacked=is_stack), params
+    several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
+    places = [_named(one) for one in several or [layers]]
+
+    def of_calls() -> Model:
+        cut = _cut(module, params, places, call, vmap, by_calls=several is not None)
+        return cut_model(cut, loss, batch, output)
+
+    def of_stack() -> Model:
+        cut = _cut_stack(module, params, places[0], call, vmap)
+        return cut_model(cut, loss, batch, output, stacked=True)
+
+    if several or not isinstance(places[0](module), eqx.Module):
+        return of_calls(), params
+    return cut_stack_or_calls(of_stack, of_calls, batch), params
+
+
+def _named(layers: Any) -> Callable[[Any], Any]:
+    """Returns a function from the module to what `layers` names."""
+    return attrgetter(layers) if isinstance(layers, str) else layers
 
 
 def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
@@ -72,7 +99,7 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         )
 
     def split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _by_name(tree, where(tree)), _by_name(where(tree))
+        return _by_name(tree, [where(tree)]), _by_name(where(tree))
 
     def with_values(tree: Any, outer: dict[str, Any], stack: dict[str, Any]) -> Any:
         whole = _with_values(where(tree), stack)
@@ -90,56 +117,103 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
 
     ((count,),) = sizes
     names = [f"layers[{i}]" for i in range(count)]
-    outer = shapes_of(_by_name(params, where(params)))
+    outer = shapes_of(_by_name(params, [where(params)]))
     return CutModule(run, split, join, outer, shapes_of(stack), names, takes_key, vmap)
 
 
-def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
-    layer_list = where(module)
-    if not isinstance(layer_list, list | tuple) or not layer_list:
-        raise ValueError(
-            f"`layers` names {type(layer_list).__name__}. Give the attribute with the list or "
-            "tuple of layers, or a function from the module to it."
-        )
+def _cut(
+    module: Any,
+    params: Any,
+    places: list[Callable[[Any], Any]],
+    call: Callable,
+    vmap: bool,
+    *,
+    by_calls: bool,
+) -> CutModule:
+    for place in places:
+        found = place(module)
+        if not isinstance(found, eqx.Module) and not (isinstance(found, list | tuple) and found):
+            raise ValueError(
+                f"`layers` names {type(found).__name__}. Give the attribute with the list or tuple "
+                "of layers, or a function from the module to it."
+            )
     _check_no_state(module)
     takes_key = len(inspect.signature(call).parameters) == 3
-    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is layer_list)
-    names = _names(params, where)
+    targets = [place(module) for place in places]
+    is_module = [isinstance(target, eqx.Module) for target in targets]
+    modules = [layer for target in targets for layer in _as_list(target)]
+
+    def is_target(node: Any) -> bool:
+        return any(node is target for target in targets)
+
+    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_target)
+    names = _names(params, places)
 
     def split(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if _names(tree, where) != names:
+        if _names(tree, places) != names:
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
             )
-        layers = [_by_name(layer) for layer in where(tree)]
-        return _by_name(tree, where(tree)), layers
+        found = [place(tree) for place in places]
+        layers = [_by_name(layer) for target in found for layer in _as_list(target)]
+        return _by_name(tree, found), layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
-        whole = [_with_values(old, new) for old, new in zip(where(params), layers, strict=True)]
-        target = where(params)
-        flat, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda n: n is target)
-        new = [
-            type(target)(whole) if leaf is target else outer[jax.tree_util.keystr(path)]
-            for path, leaf in flat
-        ]
-        return jax.tree.unflatten(tree, new)
+        new, found = iter(layers), [place(params) for place in places]
+        whole = [[_with_values(old, next(new)) for old in _as_list(target)] for target in found]
+        flat, tree = jax.tree_util.tree_flatten_with_path(
+            params, is_leaf=lambda node: any(node is target for target in found)
+        )
+        leaves = []
+        for path, leaf in flat:
+            at = next((i for i, target in enumerate(found) if leaf is target), None)
+            if at is None:
+                leaves.append(outer[jax.tree_util.keystr(path)])
+            else:
+                leaves.append(whole[at][0] if is_module[at] else type(leaf)(whole[at]))
+        return jax.tree.unflatten(tree, leaves)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
-        hooks = [
-            _EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(layer_list)
-        ]
-        leaves = [
-            hooks if leaf is layer_list else outer.get(jax.tree_util.keystr(path), leaf)
-            for path, leaf in named[0]
-        ]
+        hooks = iter(
+            [_EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(modules)]
+        )
+        stand_ins = [[next(hooks) for _ in _as_list(target)] for target in targets]
+        leaves = []
+        for path, leaf in named[0]:
+            at = next((i for i, target in enumerate(targets) if leaf is target), None)
+            if at is None:
+                leaves.append(outer.get(jax.tree_util.keystr(path), leaf))
+            else:
+                leaves.append(stand_ins[at][0] if is_module[at] else stand_ins[at])
         with_hooks = jax.tree.unflatten(named[1], leaves)
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
     outer, layers = split(params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
     of_outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer)
-    layer_names = [f"layers[{i}]" for i in range(len(layer_list))]
-    return CutModule(run, split, join, of_outer, shapes, layer_names, takes_key, vmap)
+    layer_names, alone = [], set[int]()
+    for n, target in enumerate(targets):
+        name = "layers" if len(targets) == 1 else f"layers[{n}]"
+        if is_module[n]:
+            alone.add(len(layer_names))
+            layer_names.append(name)
+        else:
+            layer_names += [f"{name}[{i}]" for i in range(len(target))]
+    return CutModule(
+        run,
+        split,
+        join,
+        of_outer,
+        shapes,
+        layer_names,
+        takes_key,
+        vmap,
+        alone=frozenset(alone) if alone or by_calls else None,
+    )
+
+
+def _as_list(target: Any) -> Sequence[Any]:
+    return [target] if isinstance(target, eqx.Module) else target
 
 
 class _EquinoxHook:
@@ -179,10 +253,14 @@ def _settings(module: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
-def _by_name(tree: Any, skipped: Any = None) -> dict[str, Any]:
+def _by_name(tree: Any, skipped: Sequence[Any] = ()) -> dict[str, Any]:
     """Returns the inexact arrays of a tree by their paths, without those in `skipped`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is skipped)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in flat if leaf is not skipped}
+
+    def is_skipped(node: Any) -> bool:
+        return any(node is other for other in skipped)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_skipped)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat if not is_skipped(leaf)}
 
 
 def _with_values(tree: Any, values: dict[str, Any]) -> Any:
@@ -191,8 +269,10 @@ def _with_values(tree: Any, values: dict[str, Any]) -> Any:
     )
 
 
-def _names(params: Any, where: Callable) -> list[Any]:
-    return [list(_by_name(params, where(params))), *(list(_by_name(p)) for p in where(params))]
+def _names(params: Any, places: list[Callable[[Any], Any]]) -> list[Any]:
+    found = [place(params) for place in places]
+    layers = [list(_by_name(layer)) for target in found for layer in _as_list(target)]
+    return [list(_by_name(params, found)), *layers]
 
 
 def _check_no_state(module: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +20,7 @@ from ..api.cut import (
     CutModule,
     LayerCall,
     cut_model,
+    cut_stack_or_calls,
     named_value,
     sown_losses,
     with_sown_losses,
@@ -31,12 +33,13 @@ def model(
     module: nn.Module,
     variables: PyTree,
     *,
-    layers: str | Callable[[Path], int | None] = "block",
+    layers: str | Callable[[Path], int | None] | Sequence[str] = "block",
     loss: Callable[..., Any],
     call: Callable[..., Any] | None = None,
     batch: PyTree = None,
     rngs: Sequence[str] = (),
     sown: Mapping[str, float | None] | None = None,
+    output: Callable[..., Any] | None = None,
 ) -> tuple[Model, Any]:
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
@@ -47,7 +50,9 @@ def model(
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
             ...; with the path before it if there are several: "decoder/block". Or a function from
             the path of a submodule to the index of the layer, or None. Or the name of a submodule
-            that runs all layers by `nn.scan`, whose parameters are [L, ...].
+            that runs all layers by `nn.scan`, whose parameters are [L, ...]; or of one that is
+            called several times, a layer in each call. Several names, such as ("block",
+            "shared_block"), if layers are calls of the submodules of all of them.
         loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
             `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, batch) -> output`. Default: `module(batch)`.
@@ -60,6 +65,8 @@ def model(
         sown: Collections of scalars that layers sow, with the factor by which the sum of all is
             added to the loss, such as `{"losses": 0.01}`; the sum is also a metric of that name.
             None for values that are to be dropped, as `module.apply` without `mutable` drops them.
+        output: `(output of the module, batch) -> arrays [rows, ...]`, which `pipe.apply` returns.
+            Default: all that the module returns.
 
     Returns:
         (the model, `variables` with the parameters alone). A layer may return `(x, aux)`, if the
@@ -85,26 +92,70 @@ def model(
     flat = _flat(variables["params"] if is_variables else variables)
     factors = dict(sown or {})
     apply = _application(module, call, tuple(rngs), factors)
-    stack = _stack_path(flat, layers)
-    paths = [stack] if stack else _layer_paths(flat, layers)
+    several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
+    stack = None if several else _stack_path(flat, layers)
+    cut_of = partial(_cut, flat, apply, factors, bool(rngs), variables, is_variables)
+
+    def of_calls() -> Model:
+        paths, alone = _paths_by_calls(flat, several or [layers])
+        cut = replace(cut_of(paths), alone=frozenset(alone))
+        return cut_model(cut, loss, batch, output)
+
+    def of_stack() -> Model:
+        assert stack is not None
+        split, join, params_of = _groups(flat, [stack], variables, is_variables)
+        outer, (of_stack,) = jax.tree.map(_shape_of, split(variables))
+        cut = _cut_at_scan(apply, split, join, params_of, of_stack, "/".join(stack))
+        cut = replace(cut, outer=outer, takes_key=bool(rngs))
+
+        def without_sown(returned: tuple[Any, Any], batch: PyTree) -> Any:
+            return output(returned[0], batch) if output else returned[0]
+
+        with_sown = with_sown_losses(loss, factors)
+        return cut_model(cut, with_sown, batch, without_sown, stacked=True)
+
+    if several:
+        return of_calls(), variables
+    if stack:
+        return cut_stack_or_calls(of_stack, of_calls, batch), variables
+    return cut_model(cut_of(_layer_paths(flat, layers)), loss, batch, output), variables
+
+
+def _cut(
+    flat: dict[Path, Any],
+    apply: Callable,
+    factors: dict[str, float | None],
+    has_streams: bool,
+    variables: Any,
+    is_variables: bool,
+    paths: list[Path],
+) -> CutModule:
+    """Returns the cut of a module whose layers are the submodules at these paths."""
     split, join, params_of = _groups(flat, paths, variables, is_variables)
     outer, layer_params = jax.tree.map(_shape_of, split(variables))
-    if stack:
-        cut = _cut_at_scan(apply, split, join, params_of, layer_params[0], "/".join(stack))
-        cut = replace(cut, outer=outer, takes_key=bool(rngs))
-        loss = with_sown_losses(loss, factors)
-        return cut_model(cut, loss, batch, stacked=True), variables
+    run = _run_with_hooks(apply, params_of, paths, factors, has_streams)
     names = ["/".join(path) for path in paths]
-    run = _run_with_hooks(apply, params_of, paths, factors, bool(rngs))
-    cut = CutModule(run, split, join, outer, layer_params, names, bool(rngs))
-    return cut_model(cut, loss, batch), variables
+    return CutModule(run, split, join, outer, layer_params, names, has_streams)
+
+
+def _paths_by_calls(flat: dict[Path, Any], layers: Sequence[Any]) -> tuple[list[Path], set[int]]:
+    """Returns paths of numbered layers and of others, and which are others, by index."""
+    paths: list[Path] = []
+    alone: set[int] = set()
+    for name in layers:
+        if path := _stack_path(flat, name):
+            alone.add(len(paths))
+            paths.append(path)
+        else:
+            paths += _layer_paths(flat, name)
+    return paths, alone
 
 
 def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
     """Returns a function that divides variables into layers and others, and two inverses."""
-    ids, size = {path: i for i, path in enumerate(paths)}, len(paths[0])
+    places = {path: _layer_of(path, paths) for path in flat}
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         new = _flat(params["params"] if is_variables else params)
@@ -114,10 +165,8 @@ def _groups(
             )
         outer, layer_params = {}, [{} for _ in paths]
         for path, leaf in new.items():
-            if path[:size] in ids:
-                layer_params[ids[path[:size]]]["/".join(path[size:])] = leaf
-            else:
-                outer["/".join(path)] = leaf
+            at, name = places[path]
+            (outer if at is None else layer_params[at])[name] = leaf
         return outer, layer_params
 
     def params_of(outer: Mapping[str, Any], layer_params: Mapping[int, Any]) -> dict[str, Any]:
@@ -132,6 +181,12 @@ def _groups(
         return freeze(whole) if isinstance(variables, FrozenDict) else whole
 
     return split, join, params_of
+
+
+def _layer_of(path: Path, paths: list[Path]) -> tuple[int | None, str]:
+    """Returns the layer that a parameter belongs to, or None, and the name of the parameter."""
+    at = next((i for i, prefix in enumerate(paths) if path[: len(prefix)] == prefix), None)
+    return at, "/".join(path if at is None else path[len(paths[at]) :])
 
 
 def _application(

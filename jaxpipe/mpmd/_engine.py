@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep, recompute
@@ -13,13 +14,14 @@ from ..autodiff.staged_model import (
     combine_losses,
     fold_in_microbatch,
     index_leading,
+    split_metrics,
 )
 from ..schedules import Schedule
 from ..schedules.language import num_slices
 from ._slices import is_sliced, past_dims, stage_of_slices
 from .ir._loop import SlicedSchedule
 from .ir._marks import mark_part, mark_stage_end
-from .ir._reduce import Add, treduce_i
+from .ir._reduce import Add, Concat, treduce_by
 
 
 def mpmd_value_and_grad(
@@ -64,11 +66,14 @@ def mpmd_value(
 ) -> tuple[Scalar, Aux]:
     """Computes loss and metrics: only the forwards of the schedule run, and store no residuals."""
     if is_sliced(schedule):
-        loss = _loss_of_slices(model, keep, keys)
-        return _over_slices(loss, weights, batch_inputs, schedule, "value")
-    return _over_microbatches(
-        _microbatch_loss(model, model.stage, keys), weights, batch_inputs, schedule, "value"
-    )
+        loss, over = _loss_of_slices(model, keep, keys), _over_slices
+    else:
+        loss, over = _microbatch_loss(model, model.stage, keys), _over_microbatches
+
+    def without_grads(*arguments: Any) -> Any:
+        return loss(*arguments), ()
+
+    return over(without_grads, weights, batch_inputs, schedule, "value")[0]
 
 
 def _gradient(loss: Callable) -> Callable:
@@ -85,11 +90,19 @@ def _gradient(loss: Callable) -> Callable:
 def _over_microbatches(
     f: Callable, weights: dict[str, Any], batch_inputs: PyTree, schedule: Any, caller: str
 ) -> Any:
+    """Runs `f`, which returns ((loss, metrics), gradients), for every microbatch."""
+
     def microbatch_fun(index: Any) -> Any:
         return f(weights, index_leading(batch_inputs, index), index)
 
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
-    return treduce_i(microbatch_fun, num_microbatches, schedule, Add, caller=caller)
+    return treduce_by(microbatch_fun, num_microbatches, schedule, _reduction, caller=caller)
+
+
+def _reduction(of_microbatch: PyTree) -> PyTree:
+    """Returns `Add` for everything but metrics that are arrays, which are stacked."""
+    (_, metrics), *_ = of_microbatch
+    return (Add, {name: Concat() if x.ndim else Add for name, x in metrics.items()}), Add
 
 
 def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]) -> Callable:
@@ -118,8 +131,11 @@ def _over_slices(
         inputs = [index_leading(batch_inputs, index * len(slices) + i) for i in slices]
         return f(weights, inputs, index)
 
-    parts = SlicedSchedule(schedule)
-    return treduce_i(microbatch_fun, schedule.num_microbatches, parts, Add, caller=caller)
+    parts, count = SlicedSchedule(schedule), schedule.num_microbatches
+    (loss, metrics), grads = treduce_by(microbatch_fun, count, parts, _reduction, caller=caller)
+    scalars, arrays = split_metrics(metrics)  # arrays of slices are [M, s, ...]
+    flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
+    return (loss, scalars | flat), grads
 
 
 def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) -> Callable:
@@ -140,10 +156,15 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
                 earlier_slices, aux = [*earlier_slices, new], _add_metrics(aux, more)
         boundary = model.boundary(weights)
         losses = [model.loss(boundary, x, inputs_s) for x, inputs_s in zip(xs, inputs, strict=True)]
-        total, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *losses)
+        total, metrics = jax.tree.map(_of_slices, *losses)
         return combine_losses(total, metrics, aux)
 
     return loss
+
+
+def _of_slices(*parts: jax.Array) -> jax.Array:
+    """Returns the sum of scalars of all slices; arrays are stacked."""
+    return jnp.stack(parts) if parts[0].ndim else sum(parts[1:], parts[0])
 
 
 def _add_metrics(totals: Aux, more: Aux) -> Aux:

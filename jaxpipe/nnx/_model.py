@@ -1,6 +1,7 @@
 """The front door's model of an NNX module: its call, cut at a list of layers."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,14 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model, is_setting, read_setting
+from ..api.cut import (
+    CutModule,
+    LayerCall,
+    cut_model,
+    cut_stack_or_calls,
+    is_setting,
+    read_setting,
+)
 from ..compat.maxtext.nnx import check_unchanged
 from ._stack import cut_stack
 from ._variables import (
@@ -25,10 +33,11 @@ from ._variables import (
 def model(
     module: nnx.Module,
     *,
-    layers: str = "blocks",
+    layers: str | Sequence[str] = "blocks",
     loss: Callable[..., Any],
     call: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    output: Callable[..., Any] | None = None,
 ) -> tuple[Model, Any]:
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
@@ -36,7 +45,9 @@ def model(
         module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
         layers: The attribute with the list of layers, such as "blocks" or "decoder.blocks"; or with
             a stack of layers, one module whose parameters are [L, ...], as `nnx.vmap` makes it,
-            which the call runs by `nnx.scan`.
+            which the call runs by `nnx.scan`; or with one module that is called several times, a
+            layer in each call. Several attributes, such as ("blocks", "shared_block"), if layers
+            are calls of the modules in all of them.
         loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
             `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, batch) -> output`. Default: `module(batch)`.
@@ -44,6 +55,8 @@ def model(
             parameters outside of layers belong to the embedding or to the loss, as the call uses
             them. Without it both have all of them, which costs an engine of several programs
             memory and a transfer.
+        output: `(output of the module, batch) -> arrays [rows, ...]`, which `pipe.apply` returns.
+            Default: all that the module returns.
 
     Returns:
         (the model, the module's parameters: `nnx.state(module, nnx.Param)`). If the module has
@@ -52,80 +65,184 @@ def model(
         up times constants.
 
     Raises:
-        ValueError: If layers have state or share parameters, differ in more than parameters, or
-            something runs between them.
+        ValueError: If a call writes state, layers share parameters with the embedding or the loss,
+            or something runs between layers.
     """
-    call = call or (lambda module, batch: module(batch))
-    *owner_path, name = [int(part) if part.isdigit() else part for part in layers.split(".")]
-    layer_list = getattr(submodule(module, owner_path, layers), str(name), None)
-    is_stack = isinstance(layer_list, nnx.Module) and not isinstance(layer_list, nnx.List)
-    cut = (cut_stack if is_stack else _cut)(module, layers, call)
-    return cut_model(cut, loss, batch, stacked=is_stack), nnx.state(module, nnx.Param)
+    call, params = call or (lambda module, batch: module(batch)), nnx.state(module, nnx.Param)
+    names = [layers] if isinstance(layers, str) else list(layers)
+
+    by_calls = not isinstance(layers, str)
+
+    def of_calls() -> Model:
+        return cut_model(_cut(module, names, call, by_calls), loss, batch, output)
+
+    def of_stack() -> Model:
+        return cut_model(cut_stack(module, names[0], call), loss, batch, output, stacked=True)
+
+    if by_calls or _is_list(_attribute(module, names[0])[1]):
+        return of_calls(), params
+    return cut_stack_or_calls(of_stack, of_calls, batch), params
 
 
-def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
-    *owner_path, name = [int(part) if part.isdigit() else part for part in layers.split(".")]
+def _attribute(module: Any, layers: str) -> tuple[Path, Any]:
+    """Returns the path of an attribute of the module, and its value."""
+    path = tuple(int(part) if part.isdigit() else part for part in layers.split("."))
+    owner = submodule(module, list(path[:-1]), layers)
+    return path, getattr(owner, str(path[-1]), None)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | nnx.List) or not isinstance(value, nnx.Module)
+
+
+def _paths_of_layers(module: Any, layers: list[str]) -> dict[Path, Any]:
+    """Returns the layers of lists, and other modules that `layers` names, by their paths."""
+    found: dict[Path, Any] = {}
+    for name in layers:
+        path, value = _attribute(module, name)
+        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List):
+            found[path] = value
+        elif isinstance(value, list | tuple | nnx.List) and len(value):
+            found |= {(*path, i): layer for i, layer in enumerate(value)}
+        else:
+            lists = [k for k, v in vars(module).items() if isinstance(v, nnx.List)]
+            raise ValueError(
+                f"`layers` is {name!r}, which is {type(value).__name__} in the module. Give the "
+                f"attribute with the list of layers; the module has the lists {lists}."
+            )
+    return found
+
+
+def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) -> CutModule:
     graph, state = nnx.split(module)
     template = nnx.merge(graph, jax.tree.map(shape_of, state))
-    owner = submodule(template, owner_path, layers)
-    layer_list = getattr(owner, str(name), None)
-    if not isinstance(layer_list, list | tuple | nnx.List) or not len(layer_list):
-        lists = [key for key, value in vars(owner).items() if isinstance(value, nnx.List)]
-        raise ValueError(
-            f"`layers` is {layers!r}, which is {type(layer_list).__name__} in the module. Give the "
-            f"attribute with the list of layers; the module has the lists {lists}."
-        )
-    split_layers = [nnx.split(layer) for layer in layer_list]
-    names = [f"{layers}[{i}]" for i in range(len(layer_list))]
-    params = nnx.state(template, nnx.Param)
-    delattr(owner, str(name))
+    modules = _paths_of_layers(template, layers)
+    paths = list(modules)
+    params, owners = nnx.state(template, nnx.Param), _variable_paths(template)
+    split_layers = [nnx.split(layer) for layer in modules.values()]
+    for name in layers:
+        (*owner, last), _ = _attribute(template, name)
+        delattr(submodule(template, owner, name), str(last))
     outer_graph, outer_state = nnx.split(template)
-    prefix = (*owner_path, name)
-    _check_own_parameters(split_layers, names, params, prefix)
+    outside = {path: owners[i] for i, path in _variable_paths(template).items()}
+    shared = _names_of_shared(owners, modules, {*outside.values()})
     kept = dict(nnx.to_flat_state(state))
 
-    def constants_of(state: Any, prefix: Path) -> dict[Path, Any]:
+    def constants_of(state: Any, owner_of: Callable[[Path], Path]) -> dict[Path, Any]:
         """Returns the variables that are only read, such as caches for decoding and tables."""
         return {
-            path: kept[(*prefix, *path)]
+            path: kept[owner_of(path)]
             for path, variable in nnx.to_flat_state(state)
             if not isinstance(variable, nnx.Param | nnx.RngState)
         }
 
-    constants = constants_of(outer_state, ())
-    split_modules = [
-        _Layer(layer, graph, state, constants_of(state, (*prefix, i)))
-        for i, (layer, (graph, state)) in enumerate(zip(layer_list, split_layers, strict=True))
-    ]
+    constants = constants_of(outer_state, outside.__getitem__)
+    split_modules = []
+    for (module_graph, state), layer, names in zip(
+        split_layers, modules.values(), shared, strict=True
+    ):
+        at = {path: owners[i] for i, path in _variable_paths(layer).items()}
+        of_layer = constants_of(state, at.__getitem__)
+        split_modules.append(_Layer(layer, module_graph, state, of_layer, names))
 
     def run(outer: Any, weights: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
-        state = with_values(outer_state, outer, key, constants)
+        values = {
+            name_of(path): outer[name_of(at)]
+            for path, at in outside.items()
+            if name_of(at) in outer
+        }
+        state = with_values(outer_state, values, key, constants)
         before = values_by_name(state)
         merged = nnx.merge(outer_graph, state)
-        hooks = [
-            _NnxHook(i, hook, layer, weights.get(i), key) for i, layer in enumerate(split_modules)
-        ]
-        vars(submodule(merged, owner_path, layers))[name] = hooks
+        hooks = {
+            path: _NnxHook(i, hook, layer, layer.weights(outer, weights.get(i)), key)
+            for i, (path, layer) in enumerate(zip(paths, split_modules, strict=True))
+        }
+        for name in layers:
+            (*owner, last), _ = _attribute(merged, name)
+            path = (*owner, last)
+            of_list = [found for p, found in hooks.items() if p[:-1] == path]
+            vars(submodule(merged, owner, name))[last] = hooks.get(path, of_list)
         output = call(merged, batch)
         check_unchanged(before, values_by_name(nnx.state(merged)))
         return output
 
-    split, join = _groups(params, prefix, len(layer_list))
+    names_of_shared = {outer for names in shared for outer in names.values()}
+    split, join = _groups(params, paths, names_of_shared)
     of_outer, of_layers = split(params)
     has_streams = [
         any(isinstance(v, nnx.RngKey) for _, v in nnx.to_flat_state(s))
         for s in (outer_state, *(state for _, state in split_layers))
     ]
-    return CutModule(run, split, join, of_outer, of_layers, names, any(has_streams))
+    alone = frozenset(i for i, path in enumerate(paths) if not isinstance(path[-1], int))
+    names = [
+        name_of(path) if i in alone else f"{name_of(path[:-1])}[{path[-1]}]"
+        for i, path in enumerate(paths)
+    ]
+    return CutModule(
+        run,
+        split,
+        join,
+        of_outer,
+        of_layers,
+        names,
+        any(has_streams),
+        shared=frozenset(names_of_shared),
+        alone=alone if alone or by_calls else None,
+    )
+
+
+def _variable_paths(module: Any) -> dict[int, Path]:
+    """Returns the first path of every variable, by the identity of the variable."""
+    return {
+        id(node): tuple(path)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable)
+    }
+
+
+def _names_of_shared(
+    owners: dict[int, Path], modules: dict[Path, Any], outside: set[Path]
+) -> list[dict[str, str]]:
+    """Returns for every layer its parameters that are elsewhere too, with their outer names.
+
+    Args:
+        outside: The paths of variables that modules other than layers have.
+    """
+    found = [
+        {id(v): tuple(path) for path, v in nnx.iter_graph(layer) if isinstance(v, nnx.Param)}
+        for layer in modules.values()
+    ]
+    uses = Counter(i for of_layer in found for i in of_layer)
+    return [
+        {
+            name_of(local): name_of(owners[i])
+            for i, local in of_layer.items()
+            if uses[i] > 1 or owners[i] in outside
+        }
+        for of_layer in found
+    ]
 
 
 class _Layer(NamedTuple):
-    """A layer in its parts: what `nnx.split` returned of it, and variables that are only read."""
+    """A layer in its parts.
+
+    Attributes:
+        module: The layer.
+        graph: With `state` what `nnx.split` returned of it.
+        constants: Variables that are only read, by their paths in the layer.
+        shared: Parameters that other layers have too: their names in the layer, and outer names.
+    """
 
     module: Any
     graph: Any
     state: Any
     constants: dict[Path, Any]
+    shared: dict[str, str]
+
+    def weights(self, outer: Any, own: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the values of parameters by their names in the layer."""
+        return {name: outer[at] for name, at in self.shared.items()} | (own or {})
 
 
 class _NnxHook:
@@ -142,7 +259,11 @@ class _NnxHook:
             args,
             kwargs,
             self._run,
-            [layer.graph, *(variable.get_value() for variable in layer.constants.values())],
+            [
+                layer.graph,
+                sorted(layer.shared.items()),
+                *(variable.get_value() for variable in layer.constants.values()),
+            ],
             attributes=lambda: _attributes(layer.module),
         )
         return self._hook(call)
@@ -171,46 +292,29 @@ def _attributes(layer: Any) -> dict[str, Any]:
     return settings
 
 
-def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Callable]:
+def _groups(params: Any, paths: list[Path], shared: set[str]) -> tuple[Callable, Callable]:
     """Returns a function that divides parameters into layers and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
-    size = len(prefix)
+    places: dict[Path, tuple[int | None, str]] = {}
+    for path, _ in template:
+        at = next((i for i, prefix in enumerate(paths) if path[: len(prefix)] == prefix), None)
+        if at is None or name_of(path) in shared:
+            places[path] = None, name_of(path)
+        else:
+            places[path] = at, name_of(path[len(paths[at]) :])
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        flat = flat_params(params, {path for path, _ in template})
-        outer, layers = {}, [{} for _ in range(num_layers)]
-        for path, variable in flat.items():
-            if path[:size] == prefix:
-                layers[path[size]][name_of(path[size + 1 :])] = variable.get_value()
-            else:
-                outer[name_of(path)] = variable.get_value()
+        outer, layers = {}, [{} for _ in paths]
+        for path, variable in flat_params(params, set(places)).items():
+            at, name = places[path]
+            (outer if at is None else layers[at])[name] = variable.get_value()
         return outer, layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         def value(path: Path) -> Any:
-            if path[:size] == prefix:
-                return layers[path[size]][name_of(path[size + 1 :])]
-            return outer[name_of(path)]
+            at, name = places[path]
+            return (outer if at is None else layers[at])[name]
 
         return nnx.from_flat_state([(path, v.replace(value(path))) for path, v in template])
 
     return split, join
-
-
-def _check_own_parameters(layers: list[Any], names: list[str], params: Any, prefix: Path) -> None:
-    """Raises a `ValueError` if layers share parameters."""
-    size, owned = len(prefix), {path for path, _ in nnx.to_flat_state(params)}
-    shared = [
-        f"{names[i]}.{name_of(path)}"
-        for i, (_, layer) in enumerate(layers)
-        for path, variable in nnx.to_flat_state(layer)
-        if isinstance(variable, nnx.Param) and (*prefix, i, *path) not in owned
-    ]
-    own = {path[size] for path in owned if path[:size] == prefix}
-    have_parameters = [nnx.state(layer, nnx.Param) for _, layer in layers]
-    if shared or len(own) != sum(bool(nnx.to_flat_state(params)) for params in have_parameters):
-        raise ValueError(
-            f"Layers share the parameters {', '.join(shared[:8])} with another layer or another "
-            "part of the module. Layers of one pipeline have parameters of their own; what they "
-            "share is passed to them as an argument."
-        )

@@ -1,12 +1,15 @@
 """Loss of a microbatch, and gradients of the boundary: the weights of embedding and head."""
 
 import jax
+from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import StagedModel
 from ..autodiff.backward import combine, floating
-from ..autodiff.staged_model import Aux
+from ..autodiff.staged_model import Aux, combine_losses, split_metrics
 from ._buffers import add_trees, to_accum_dtype
+from .ranks import AXIS
+from .weight_gather import Gather
 
 
 def check_vocab_parallel(model: StagedModel, vocab_parallel: bool) -> None:
@@ -32,6 +35,17 @@ def loss_and_gradients(
 
     loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     return loss_and_grads(model.boundary(boundary), floating(y))
+
+
+def sum_over_devices(
+    gather: Gather, loss: Scalar, loss_metrics: Aux, stage_aux: Aux
+) -> tuple[tuple[Scalar, Aux], Aux]:
+    """Returns ((loss, metrics) of the batch, metrics that are arrays, as they are)."""
+    scalars, arrays = split_metrics(loss_metrics)
+    local = loss, scalars, stage_aux
+    loss, scalars, stage_aux = lax.psum(local, (AXIS, *gather.batch_axes))
+    loss, metrics = combine_losses(loss, scalars | arrays, stage_aux)
+    return (loss, {name: x for name, x in metrics.items() if name not in arrays}), arrays
 
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:

@@ -77,8 +77,34 @@ def over_leading(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     return jax.vmap(f)(tree) if jax.tree.leaves(tree) else tree
 
 
+def own_entries(tree: PyTree) -> PyTree:
+    """Returns this rank's [n, ...] of [M, ...] leaves; n is M / S, rounded up.
+
+    A rank has zeros in place of what another rank has, and returns zeros behind the last entry.
+    """
+    ranks = lax.axis_size(AXIS)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(
+                scatter(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+            )
+        padding = [(0, -x.shape[0] % ranks)] + [(0, 0)] * (x.ndim - 1)
+        wide = jnp.pad(x.astype(_summable(x.dtype)), padding)
+        return lax.psum_scatter(wide, AXIS, tiled=True).astype(x.dtype)
+
+    return jax.tree.map(scatter, tree)
+
+
+def _summable(dtype: Any) -> Any:
+    """Returns a dtype in which the sum of a value and zeros is the value."""
+    if dtype == jnp.bool_:
+        return jnp.int32
+    # XLA:CPU aborts on a psum of bfloat16 (AllReducePromotion, jax 0.10.2).
+    return jnp.float32 if dtype == jnp.bfloat16 else dtype
+
+
 def broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
     """Broadcasts `x` from one rank to all, by an exact sum with zeros."""
-    # XLA:CPU aborts on a psum of bfloat16 (AllReducePromotion, jax 0.10.2).
-    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
-    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
+    alone = jnp.where(is_source, x, jnp.zeros_like(x))
+    return lax.psum(alone.astype(_summable(x.dtype)), AXIS).astype(x.dtype)

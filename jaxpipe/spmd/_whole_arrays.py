@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import PyTree, Scalar
 
 from ..autodiff import StagedModel
+from ..autodiff.staged_model import Aux
 from ..sharding.specs import typed_by_specs
 from .ranks import AXIS, on_ranks
 from .weight_gather import Gather
@@ -62,6 +63,23 @@ def on_parts(
 def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTree]:
     """Returns `out_dims` for (gradients of the stages, gradients of embedding and head)."""
     return stacked_specs(gather.gradient_specs), boundary_gather.gradient_specs
+
+
+def value_dims(gather: Gather) -> tuple[None, P]:
+    """Returns `out_dims` for ((loss, metrics), metrics [n, ...] of the microbatches of a rank)."""
+    return None, rows_of(gather, P(AXIS, None))
+
+
+def with_arrays(value: tuple[tuple[Scalar, Aux], Aux], batch_inputs: PyTree) -> tuple[Scalar, Aux]:
+    """Returns (loss, metrics), with arrays [M, ...] from those [S, n, ...] of all ranks."""
+    (loss, metrics), arrays = value
+    count = jnp.shape(jax.tree.leaves(batch_inputs)[0])[0]
+
+    def joined(x: jax.Array) -> jax.Array:
+        x = x.reshape(-1, *x.shape[2:])
+        return x if x.shape[0] == count else x[:count]  # explicit axes refuse to slice
+
+    return loss, metrics | {name: joined(x) for name, x in arrays.items()}
 
 
 def rows_of(gather: Gather, lead: P) -> P:

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "several-kinds.md"
 
 def blocks() -> dict[str, str]:
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = ["model", "plain", "pipelined", "vision", "mtp", "layout", "order", "modules"]
+    names = ["model", "plain", "pipelined", "vision", "mtp", "layout", "order", "modules", "shared"]
     return dict(zip(names, found, strict=True))
 
 
@@ -102,7 +102,7 @@ def check(model: Any, pipe: Any, params: Any, batch: Any) -> None:
 
 def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     names: dict[str, Any] = {}
-    for block in ("model", "order", "modules"):
+    for block in ("model", "order", "modules", "shared"):
         run(block, names)
     mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
     batch = {"tokens": jax.random.randint(jax.random.key(3), (8, 7), 0, names["V"])}
@@ -124,3 +124,8 @@ def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     pipe = jp.pipeline(names["found"], schedule="circular", mesh=mesh, microbatches=4)
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), names["module"](batch), batch)
     close(pipe.value(pipe.shard(names["module_params"]), batch)[0], wanted, 1e-5)
+
+    pipe = jp.pipeline(names["zamba"], schedule="1f1b", mesh=mesh, microbatches=4)
+    zamba = names["Zamba"](names["nnx"].Rngs(0))
+    wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), zamba(batch), batch)
+    close(pipe.value(pipe.shard(names["zamba_params"]), batch)[0], wanted, 1e-5)

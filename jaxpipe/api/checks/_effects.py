@@ -90,7 +90,7 @@ def _functions(
     def loss(*arguments: Any) -> Any:
         return loss_parts(model.loss(*arguments))
 
-    yield "loss", loss, (boundary, x, batch, key)
+    yield model.loss_name, loss, (boundary, x, batch, key)
 
 
 def _by_kind(layer: Any) -> dict[str | None, Callable]:

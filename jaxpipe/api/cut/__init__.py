@@ -2,6 +2,7 @@
 
 from .._model import ModelFunction as ModelFunction
 from ._cut import cut_model as cut_model
+from ._cut import cut_stack_or_calls as cut_stack_or_calls
 from ._layer_calls import LayerCall as LayerCall
 from ._layer_calls import is_setting as is_setting
 from ._layer_calls import named_value as named_value

@@ -22,12 +22,14 @@ from jaxtyping import PyTree
 from ...ir.rows import is_same
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
+from ._calls import layers_by_calls
 from ._layer_calls import (
     LayerArguments,
     LayerCall,
     arguments_of,
     check_chain,
     check_same_arguments,
+    taken_apart,
 )
 from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
 from ._scan import ScanParts
@@ -41,11 +43,20 @@ class _Stop(BaseException):
         self.result = result
 
 
-def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: bool = False) -> Model:
+def cut_model(
+    cut: CutModule,
+    loss: Callable,
+    batch: PyTree | None,
+    output: Callable | None = None,
+    *,
+    stacked: bool = False,
+) -> Model:
     """Makes the model of a module.
 
     Args:
         loss: `(output of the module, batch) -> loss` of `Model.loss`.
+        output: `(output of the module, batch) -> arrays [rows, ...]` that `apply` returns. None:
+            the output of the module.
         batch: An example of a batch, arrays or shapes. With it parameters outside of layers are
             divided into those of the embedding and those of the loss, kinds of layers are found,
             and everything is checked at once; without it both parts have all of them, layers are
@@ -54,13 +65,22 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
     Raises:
         ValueError: If layers do not form a chain.
     """
-    parts: Parts = ScanParts(cut, loss) if stacked else _HookParts(cut, loss)
-    embedded, headed = set(cut.outer), set(cut.outer)
-    keyed, names = [cut.takes_key] * 3, ["layer"]
+    output = output or (lambda returned, batch: returned)
+    if cut.alone is not None:
+        cut = layers_by_calls(cut, batch)
+    parts: Parts = (ScanParts if stacked else _HookParts)(cut, loss, output)
+    embedded, headed = (set(cut.outer) - cut.shared for _ in range(2))
+    keyed, names = [cut.takes_key] * 4, ["layer"]
     if batch is not None:
         batch = jax.tree.map(shape_of, batch)
         parts, names = parts.with_kinds(batch)
         embedded, headed, keyed = parts.uses(batch)
+    both = sorted(cut.shared & (embedded | headed))
+    if both:
+        raise ValueError(
+            f"Layers share the parameters {', '.join(both[:8])}, which the module reads before or "
+            "behind them too. Pass what a layer needs of them as an argument, or as a part of x."
+        )
     tied = bool(embedded & headed)
     in_head = set() if tied and batch is None else headed - embedded
 
@@ -69,32 +89,65 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: boo
 
     def layer(kind: int) -> ModelFunction:
         def run(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
-            return parts.layer(w, x, batch, key, kind)
+            own, shared = (w["layer"], w["shared"]) if cut.shared else (w, {})
+            return parts.layer(own, shared, x, batch, key, kind)
 
         return ModelFunction(run, keyed[1 + kind])
 
     def loss_of(w: Any, x: PyTree, batch: PyTree, key: Any) -> Any:
         return parts.loss_of(w["embed"] | w["head"] if tied else w, x, batch, key)
 
+    def output_of(w: Any, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return parts.output_of(w["embed"] | w["head"] if tied else w, x, batch, key)
+
     def to_groups(params: PyTree) -> dict[str, PyTree]:
         outer, layers = cut.split(params)
         head = {name: leaf for name, leaf in outer.items() if name in in_head}
-        rest = {name: leaf for name, leaf in outer.items() if name not in in_head}
-        return {"embed": rest, "layers": layers, "head": head}
+        shared = {name: leaf for name, leaf in outer.items() if name in cut.shared}
+        rest = {n: leaf for n, leaf in outer.items() if n not in head and n not in shared}
+        groups = {"embed": rest, "layers": layers, "head": head}
+        return groups | {"shared": shared} if shared else groups
 
     def from_groups(groups: dict[str, PyTree]) -> PyTree:
-        return cut.join(groups["embed"] | groups["head"], groups["layers"])
+        outer = groups["embed"] | groups["head"] | groups.get("shared", {})
+        return cut.join(outer, groups["layers"])
 
     has_kinds = len(names) > 1
     return Model(
         ModelFunction(embed, keyed[0]),
         {name: layer(kind) for kind, name in enumerate(names)} if has_kinds else layer(0),
-        ModelFunction(loss_of, keyed[-1]),
+        ModelFunction(loss_of, keyed[-2]),
         tied,
         to_groups,
         from_groups,
+        shared=bool(cut.shared),
+        output=ModelFunction(output_of, keyed[-1]),
         order=[names[kind] for kind in parts.kinds] if has_kinds else None,
     )
+
+
+def cut_stack_or_calls(
+    stack: Callable[[], Model], calls: Callable[[], Model], batch: PyTree | None
+) -> Model:
+    """Returns the model of a module whose layers are in one submodule.
+
+    It is a stack that the call scans over, or else one layer, which is called several times.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    try:
+        return stack()
+    except ValueError as error:
+        if batch is None:
+            raise ValueError(
+                f"{error} If it is one module, which is called several times, give `batch=`, an "
+                "example of a batch, by which its calls are found."
+            ) from error
+        try:
+            return calls()
+        except Exception:  # the user's module runs with a stand-in, and may raise anything
+            raise error from None
 
 
 class _Carried(NamedTuple):
@@ -144,12 +197,12 @@ class _HookParts(Parts):
         return self.read(self.over_rows(one, 1), outer, batch, or_none(key))[0]
 
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
+        self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
-        return self.run_layer(self._first[kind], w, x, batch, key)
+        return self.run_layer(self._first[kind], w, shared, x, batch, key)
 
     def run_layer(
-        self, index: int, w: PyTree, x: PyTree, batch: PyTree, key: Any
+        self, index: int, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
         """Runs the layer of this index on other arguments than those of the module's call."""
         carried = self.carried(batch)
@@ -166,12 +219,14 @@ class _HookParts(Parts):
                 raise _Stop((call.run(*args, **kwargs), call.sown()))
 
             result, sown = _stopped(self.cut.run, outer, {index: w}, batch, key, hook)
-            x, extras = _taken_apart(result, y)
+            x, extras = taken_apart(result, y)
             return packed(x, others), jax.tree.leaves(extras), sown
 
-        return self.read(self.over_rows(one, 2), {}, w, batch, x, or_none(key))[0]
+        return self.read(self.over_rows(one, 2), shared, w, batch, x, or_none(key))[0]
 
-    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
+    def module_output(
+        self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any
+    ) -> PyTree:
         carried = self.carried(batch)
 
         def one(outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> Any:
@@ -213,7 +268,7 @@ class _HookParts(Parts):
                 )
                 if form is None:
                     result = call.run(*call.args, **call.kwargs)
-                    form = _taken_apart(result, x)[1]
+                    form = taken_apart(result, x)[1]
                     form = jax.tree.map(lambda leaf: shape_of(leaf), form)
                     seen.append((call.static, shapes, form))
                 forms.append(form)
@@ -365,11 +420,11 @@ class _HookParts(Parts):
             if index in programs:
                 return programs[index]
 
-            def run(w: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
-                return alone.run_layer(index, w, x, batch, key)
+            def run(w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
+                return alone.run_layer(index, w, shared, x, batch, key)
 
             traced = jax.make_jaxpr(run, return_shape=True)
-            closed, (y, *_) = traced(cut.layers[index], x, batch, key)
+            closed, (y, *_) = traced(cut.layers[index], self.shared_shapes, x, batch, key)
             forms = [jax.tree.map(_form, unpacked(tree, sources)[0]) for tree in (y, x)]
             if forms[0] != forms[1]:
                 raise ValueError(
@@ -434,15 +489,6 @@ def _stopped(run: Callable, *arguments: Any) -> Any:
     except _Stop as stop:
         return stop.result
     raise ValueError("The call of the module has run none of its layers.")
-
-
-def _taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-    """Returns the x that a layer returned, and (what it returned besides x,) or ()."""
-    tree = jax.tree.structure(x)
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if jax.tree.structure(result) != tree and is_pair and jax.tree.structure(result[0]) == tree:
-        return result[0], result[1:]
-    return result, ()
 
 
 def _given_the_same(a: LayerArguments, b: LayerArguments) -> bool:

@@ -125,6 +125,15 @@ def named_value(value: Any) -> Any:
     return value if is_setting(value) else getattr(value, "__name__", type(value).__name__)
 
 
+def taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Returns the x that a layer returned, and (what it returned besides x,) or ()."""
+    tree = jax.tree.structure(x)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if jax.tree.structure(result) != tree and is_pair and jax.tree.structure(result[0]) == tree:
+        return result[0], result[1:]
+    return result, ()
+
+
 def check_chain(
     calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
 ) -> None:
@@ -139,14 +148,16 @@ def check_chain(
         found = ", ".join(names[i] for i in order[:12]) or "none of them"
         raise ValueError(
             f"The module has the layers {names[0]} to {names[-1]}, and its call runs {found}. A "
-            "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.)"
+            "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.) If "
+            "each call is meant to be a layer, say so by a tuple of one name, `layers=('blocks',)`."
         )
     for (_, _, y), (call, now, _), name in zip(calls, calls[1:], names, strict=False):
         if not _same_leaves(y, now.x):
             raise ValueError(
                 f"The first argument of `{names[call.index]}` is not what `{name}` returned: "
                 "something runs between them. Move it into the layer, before the first layer or "
-                "behind the last."
+                "behind the last. If it is a module, which may be called several times, name it "
+                "too: `layers=('blocks', 'shared_block')`."
             )
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._dependence import pruned
+from .._dependence import dependent_inputs, pruned
 from .._losses import Weighted, loss_parts
 from ._extras import Weights, weights_of_extras
 
@@ -39,6 +39,9 @@ class CutModule:
         names: The names of layers, for errors.
         takes_key: Whether the call may read a dropout key.
         by_row: Whether `run` takes one row of a batch.
+        shared: The names of outer parameters that layers read.
+        alone: The modules of `names`, by index, that may be called any number of times, so that
+            calls say which layers there are; None if each of `names` is a layer.
     """
 
     run: Callable[..., Any]
@@ -49,6 +52,8 @@ class CutModule:
     names: list[str]
     takes_key: bool
     by_row: bool = False
+    shared: frozenset[str] = frozenset()
+    alone: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +63,14 @@ class Parts:
     Attributes:
         cut: The module.
         loss: The user's loss.
+        output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
         forms: What was found out about batches of every form that were seen.
         kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
     """
 
     cut: CutModule
     loss: Callable
+    output: Callable
     forms: dict[Any, Any] = field(default_factory=dict)
     kinds: tuple[int, ...] = ()
 
@@ -71,6 +78,11 @@ class Parts:
         """Finds the kinds of layers on a batch; returns parts that have them, and their names."""
         del batch  # a scan runs one kind
         return self, ["layer"]
+
+    @property
+    def shared_shapes(self) -> dict[str, Any]:
+        """Returns the shapes of outer parameters that layers read."""
+        return {name: self.cut.outer[name] for name in sorted(self.cut.shared)}
 
     @property
     def num_kinds(self) -> int:
@@ -87,7 +99,7 @@ class Parts:
 
     @abstractmethod
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
+        self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
         """Returns what leaves a layer, its extras, and auxiliary losses that it has itself."""
 
@@ -96,12 +108,16 @@ class Parts:
         """Returns the shapes of extras of all n layers of each kind, [n, ...] or [rows, n, ...]."""
 
     @abstractmethod
-    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
+    def module_output(
+        self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any
+    ) -> PyTree:
         """Returns the output of the module, from what left the last layer and all extras."""
 
-    def layer(self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0) -> Any:
+    def layer(
+        self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
+    ) -> Any:
         """Returns what leaves a layer; as (x, aux) if there are auxiliary losses or metrics."""
-        x, extras, aux = self.layer_and_extras(w, x, batch, key, kind)
+        x, extras, aux = self.layer_and_extras(w, shared, x, batch, key, kind)
         counts = [len(of_kind) for of_kind in self.extras(batch)]
         first = sum(counts[:kind])
         for name, weights in self.weights(batch).items():
@@ -117,13 +133,39 @@ class Parts:
         zeros = [jnp.zeros(s.shape, s.dtype) for s in chain(*self.extras(batch))]
 
         def with_loss(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
-            parts = loss_parts(self.loss(self.output(outer, batch, x, zeros, key), batch))
+            parts = loss_parts(self.loss(self.module_output(outer, batch, x, zeros, key), batch))
             is_mean = parts.weight is None
             loss = parts.total if is_mean else Weighted(parts.total, parts.weight)
             kept = {name: m for name, m in parts.metrics.items() if name not in weights}
             return (loss, kept) if kept else loss
 
         return self.read(with_loss, outer, batch, x, key)[0]
+
+    def output_of(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        """Returns what `apply` returns, from what left the last layer."""
+
+        def check(batch: PyTree) -> None:
+            extras = [*chain(*self.extras(batch))]
+            given = jax.tree.map(shape_of, (x, batch))
+            sources, _ = dependent_inputs(self._output, extras, self.cut.outer, *given, key)
+            if any(any(jax.tree.leaves(used[0])) for used in sources):
+                raise ValueError(
+                    "The output of the module depends on what layers return besides x, and x alone "
+                    "leaves the layers of a pipeline. Give `output=lambda returned, batch: ...`, "
+                    "which takes the other results of the module, such as its logits."
+                )
+
+        self.of_form("output", batch, check)
+        return self.read(self._output_without_extras, outer, x, batch, key)[0]
+
+    def _output(
+        self, extras: list[Any], outer: Outer, x: PyTree, batch: PyTree, key: Any
+    ) -> PyTree:
+        return self.output(self.module_output(outer, batch, x, extras, key), batch)
+
+    def _output_without_extras(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in chain(*self.extras(batch))]
+        return self._output(zeros, outer, x, batch, key)
 
     def weights(self, batch: PyTree) -> Weights:
         """Returns what the extras of a layer are multiplied by, for the loss and each metric."""
@@ -137,7 +179,7 @@ class Parts:
         x = jax.eval_shape(lambda *given: self.embed(*given), self.cut.outer, batch, key)
 
         def parts(extras: list[Any], outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
-            found = loss_parts(self.loss(self.output(outer, batch, x, extras, key), batch))
+            found = loss_parts(self.loss(self.module_output(outer, batch, x, extras, key), batch))
             return {"loss": found.total, **found.metrics}, found.weight is None
 
         others = self.cut.outer, batch, x, key
@@ -167,7 +209,7 @@ class Parts:
         return part(given, *arguments), names
 
     def uses(self, batch: PyTree) -> tuple[set[str], set[str], list[bool]]:
-        """Returns the parameters of embedding and loss, and which functions read a key."""
+        """Returns the parameters of embedding, and of loss and output; and who reads a key."""
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
         used: list[tuple[set[str], bool]] = []
 
@@ -181,11 +223,16 @@ class Parts:
         for kind in range(self.num_kinds):
 
             def layer(w: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = kind) -> Any:
-                return self.layer_and_extras(w["0"], x, batch, key, kind)[0]
+                return self.layer_and_extras(w["layer"], w["shared"], x, batch, key, kind)[0]
 
-            call(layer, {"0": self.layer_shapes(kind)}, x, batch, key)
+            weights = {"layer": self.layer_shapes(kind), "shared": self.shared_shapes}
+            call(layer, weights, x, batch, key)
         call(self.loss_of, cut.outer, x, batch, key)
-        return used[0][0], used[-1][0], [reads_key for _, reads_key in used]
+        try:
+            call(self._output_without_extras, cut.outer, x, batch, key)
+        except TypeError:  # it returns what is no array: `apply` says so if it is called
+            used.append((set(), cut.takes_key))
+        return used[0][0], used[-2][0] | used[-1][0], [reads_key for _, reads_key in used]
 
     def over_rows(self, function: Callable, num_shared: int) -> Callable:
         """Returns a function of all rows, whose last argument is a key."""

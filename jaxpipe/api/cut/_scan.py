@@ -116,9 +116,9 @@ class ScanParts(Parts):
         return self.read(self.over_rows(one, 2), outer, self.cut.layers, batch, or_none(key))[0]
 
     def layer_and_extras(
-        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, kind: int = 0
+        self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
-        del kind  # there is one
+        del kind, shared  # there is one kind, and nothing is shared
 
         def one(outer: Any, stack: Any, w: Any, batch: Any, x: Any, key: Any) -> Any:
             call, given, w, x = self.call(outer, stack, batch, key, w, x)
@@ -132,7 +132,9 @@ class ScanParts(Parts):
         run = self.over_rows(one, 3)
         return self.read(run, {}, self.cut.layers, w, batch, x, or_none(key))[0]
 
-    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
+    def module_output(
+        self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any
+    ) -> PyTree:
         def one(outer: Any, stack: Any, batch: Any, x: Any, extras: list[Any], key: Any) -> PyTree:
             call, given, x, extras = self.call(outer, stack, batch, key, x, extras)
             carry, _ = unpacked(x, call.carried)

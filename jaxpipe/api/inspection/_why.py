@@ -117,11 +117,12 @@ def _plain_is_another(
 def _of_microbatches(unlike: UnlikeRows, num: int, rows: int) -> str:
     """Says what a function does that is another thing in a microbatch than in the batch."""
     where = unlike.where
-    if unlike.result == "x":
+    if unlike.whole is None:
+        name = "x" if unlike.result == "x" else f"entry of the metric {unlike.result}"
         return (
-            f"{where} mixes rows: in the whole batch a row becomes another x than in a microbatch "
-            f"(relative error {unlike.error:.1e}), as with batch statistics, positions by "
-            "`jnp.arange(rows)`, or a table with an entry for every row. The pipeline gives it "
+            f"{where} mixes rows: in the whole batch a row becomes another {name} than in a "
+            f"microbatch (relative error {unlike.error:.1e}), as with batch statistics, positions "
+            "by `jnp.arange(rows)`, or a table with an entry for every row. The pipeline gives it "
             f"{num} microbatches of {rows} rows. Let it treat each row by itself, and put what a "
             "row needs (its position, its entry of the table) into `batch` as a leaf [rows, ...]. "
             f"If it is meant to see {rows} rows, compare with a function `plain` that calls it so."

@@ -6,7 +6,7 @@ compared: outputs of the embedding and of layers row by row, scalars as means.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,8 +42,8 @@ class UnlikeRows:
         layer: The index of the layer; None if it is none.
         result: The result: "x", "loss", or the name of a metric in quotes.
         error: The largest difference divided by the largest magnitude.
-        whole: The scalar of all rows; None for x.
-        pieces: The mean of pieces, or for a `Weighted` the quotient of sums; None for x.
+        whole: The scalar of all rows; None for x and for arrays.
+        pieces: The mean of pieces, or for a `Weighted` the quotient of sums; None for those.
         is_sum: Whether the pieces add up to the whole.
         is_root: Whether the squares of pieces are averaged to that of the whole.
     """
@@ -138,7 +138,10 @@ def _compared(
     yield _compare_scalar("loss", None, "loss", whole, totals, tolerance, weights)
     for metric, value in metrics.items():
         values = metrics_of_pieces[metric]
-        yield _compare_scalar("loss", None, repr(metric), value, values, tolerance)
+        if value.ndim:
+            yield replace(_compare_x("loss", None, value, values), result=repr(metric))
+        else:
+            yield _compare_scalar("loss", None, repr(metric), value, values, tolerance)
 
 
 def _all_layers(model: Model, groups: Any) -> Iterator[tuple[str, Any, PyTree, bool]]:

@@ -23,7 +23,7 @@ class Result:
 
     Attributes:
         loss: A scalar.
-        metrics: Scalars by name.
+        metrics: Scalars, and arrays [B, ...], by name.
         grads: The gradient of every trainable leaf, by its path in the user's tree.
     """
 
@@ -88,20 +88,29 @@ class UserProgram:
         # The same number as in the whole batch: a sum of weights, or the number of means.
         divisor = jnp.sum(jax.lax.map(weight, numbered)) if is_weighted else num_pieces
 
-        def loss(trained: list[Any], piece: Any) -> tuple[Any, dict[str, Any]]:
+        def loss(trained: list[Any], piece: Any) -> tuple[Any, tuple[dict[str, Any], ...]]:
             found = contribution(trained, piece)
             share = found.total / jnp.asarray(divisor, found.total.dtype)
-            metrics = {name: x / num_pieces for name, x in found.metrics.items()}
-            return share + found.aux / num_pieces, metrics
+            means = {n: x / num_pieces for n, x in found.metrics.items() if not x.ndim}
+            arrays = {n: x for n, x in found.metrics.items() if x.ndim}
+            return share + found.aux / num_pieces, (means, arrays)
 
-        def step(sums: Any, piece: Any) -> tuple[Any, None]:
-            new = jax.value_and_grad(loss, has_aux=True)(trained, piece)
-            return jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), sums, new), None
+        def of_piece(piece: Any) -> tuple[Any, dict[str, Any]]:
+            run = jax.value_and_grad(loss, has_aux=True)
+            (share, (means, arrays)), grads = run(trained, piece)
+            return (share, means, grads), arrays
 
-        shapes = jax.eval_shape(lambda: jax.value_and_grad(loss, has_aux=True)(trained, first))
+        def step(sums: Any, piece: Any) -> tuple[Any, dict[str, Any]]:
+            new, arrays = of_piece(piece)
+            sums = jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), sums, new)
+            return sums, arrays
+
+        shapes, _ = jax.eval_shape(of_piece, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of_sums(x.dtype)), shapes)
-        (value, sums), _ = jax.lax.scan(step, zeros, numbered)
-        return value, [total.astype(w.dtype) for total, w in zip(sums, trained, strict=True)]
+        (share, means, sums), arrays = jax.lax.scan(step, zeros, numbered)
+        rows = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
+        grads = [total.astype(w.dtype) for total, w in zip(sums, trained, strict=True)]
+        return (share, means | rows), grads
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class Contributions:
         total: The loss without auxiliary losses; of a `Weighted` its total.
         weight: The weight of a `Weighted`, else None.
         aux: The sum of auxiliary losses of layers.
-        metrics: Scalars by name.
+        metrics: Scalars, and arrays with these rows, by name.
     """
 
     total: Any
@@ -218,11 +227,11 @@ def taken_apart(returned: Any, name: str = "loss") -> tuple[Any, Any, dict[str, 
             pass
         case loss:
             metrics = {}
-    is_scalar = all(jnp.shape(x) == () for x in jax.tree.leaves((loss, metrics)))
+    is_scalar = all(jnp.shape(x) == () for x in jax.tree.leaves(loss))
     if loss is None or isinstance(loss, tuple | list | dict) or not is_scalar:
         raise ValueError(
             f"`{name}` returned {jax.tree.map(jnp.shape, returned)} (shapes). Return a scalar or "
-            "`jp.Weighted(total, weight)`; with a dict of scalars as `(loss, metrics)`."
+            "`jp.Weighted(total, weight)`; with a dict of metrics as `(loss, metrics)`."
         )
     if not isinstance(loss, Weighted):
         return jnp.asarray(loss, dtype_of_sums(jnp.result_type(loss))), None, metrics
@@ -313,5 +322,5 @@ def dtype_of_sums(dtype: Any) -> Any:
 
 
 def in_sum_dtype(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Returns scalars in the dtypes in which they are averaged."""
+    """Returns metrics in the dtypes in which scalars are averaged."""
     return {name: jnp.asarray(x, dtype_of_sums(jnp.result_type(x))) for name, x in metrics.items()}

@@ -8,6 +8,7 @@ from ._microbatches import combine_losses as combine_losses
 from ._microbatches import fold_in_microbatch as fold_in_microbatch
 from ._microbatches import index_leading as index_leading
 from ._microbatches import slice_sequences as slice_sequences
+from ._microbatches import split_metrics as split_metrics
 from ._microbatches import total as total
 from ._past import WHOLE_STATE as WHOLE_STATE
 from ._past import Past as Past

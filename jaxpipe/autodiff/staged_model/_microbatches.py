@@ -62,9 +62,15 @@ def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
     return tree if num_slices == 1 else jax.tree.map(cut, tree)
 
 
-def total(aux: dict[str, Shaped[Array, " steps"]]) -> Aux:
-    """Returns the sums over dim 0, the iterations of a scan."""
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
+def total(tree: PyTree[Shaped[Array, "steps ..."]]) -> PyTree:
+    """Returns the sums of scalars over dim 0, such as the steps of a scan; arrays stay stacked."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0) if x.ndim == 1 else x, tree)
+
+
+def split_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (scalars, arrays) of metrics, which may be shapes."""
+    scalars = {name: x for name, x in metrics.items() if jnp.ndim(x) == 0}
+    return scalars, {name: x for name, x in metrics.items() if name not in scalars}
 
 
 def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Scalar, Aux]:

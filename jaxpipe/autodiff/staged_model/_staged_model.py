@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType
-from jaxtyping import Array, Float, Scalar
+from jaxtyping import Array, Float
 
 from ._past import Past
 
-Aux = dict[str, Scalar]
+Aux = dict[str, Array]
 """Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
-if stages return them."""
+if stages return them. A metric of `loss` may be an array, of which engines return those of all
+microbatches, stacked in dim 0."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class StagedModel:
             load-balance loss, for example); all other entries become metrics. A stage without them
             may return y alone.
         loss: `(boundary, y, inputs_m) -> (loss, metrics)` with boundary = `{"head":
-            weights["head"]}`, and also `"embed"` if the model is tied.
+            weights["head"]}`, and also `"embed"` if the model is tied. Metrics that are arrays are
+            [d, ...] for the d pieces of rows of a microbatch.
         tied: Whether `loss` reads the weights of the embedding too.
         vocab_parallel_loss: `(boundary, y, inputs_m, axis) -> ((loss, metrics), (boundary_grads,
             dy))`: the same loss, computed by all ranks of an axis together, and its gradients. All

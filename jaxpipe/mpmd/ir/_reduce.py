@@ -218,10 +218,22 @@ def treduce_i(
     Raises:
         ValueError: If `length` is below 1, or `operation` is another or no prefix of `out`.
     """
+    return treduce_by(fun, length, schedule, lambda shapes: operation, caller=caller)
+
+
+def treduce_by(
+    fun: Callable[[Any], PyTree],
+    length: int,
+    schedule: Any,
+    operation_of: Callable[[PyTree], PyTree],
+    *,
+    caller: str,
+) -> PyTree:
+    """Runs `treduce_i` with the operation that follows from the shapes of `fun`'s results."""
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
-    operations = _broadcast_operation(operation, shape)
+    operations = _broadcast_operation(operation_of(shape), shape)
     reductions(closed.out_avals, operations, length)  # raises if one does not fit its result
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     lifted = closed.jaxpr.replace(constvars=[], invars=inputs)

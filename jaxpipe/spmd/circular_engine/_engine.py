@@ -25,6 +25,8 @@ from .._whole_arrays import (
     on_parts,
     rows_of,
     stacked_specs,
+    value_dims,
+    with_arrays,
 )
 from ..ranks import AXIS, on_ranks
 from ..weight_gather import EACH_TICK, Gather
@@ -202,10 +204,10 @@ def circular_value_and_grad(
     rank_fn = lambda model: partial(  # noqa: E731
         rank_value_and_grad, model, options, boundary_gather, vocab_parallel
     )
-    out_dims = None, gradient_dims(gather, boundary_gather)
+    out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
-    return value, boundary_grads | {"stages": stage_grads}
+    return with_arrays(value, batch_inputs), boundary_grads | {"stages": stage_grads}
 
 
 def circular_value(
@@ -234,8 +236,8 @@ def circular_value(
     rank_fn = lambda model: partial(  # noqa: E731
         rank_value, model, options, boundary_gather, vocab_parallel
     )
-    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, None)
-    return run(weights, batch_inputs, keys)
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
+    return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:

@@ -14,9 +14,9 @@ from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
-from ...autodiff.staged_model import Aux, combine_losses, index_leading, total
-from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import broadcast, cast_like, put, to_accum_dtype
+from ...autodiff.staged_model import Aux, index_leading, split_metrics, total
+from .._boundary import add_to_boundary, loss_and_gradients, sum_over_devices
+from .._buffers import broadcast, cast_like, own_entries, put, to_accum_dtype
 from ..ranks import AXIS, pvary, zeros, zeros_like
 from ..weight_gather import Gather
 from ._backward import backward
@@ -33,8 +33,10 @@ def rank_value_and_grad(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
-) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
+) -> tuple[tuple[tuple[Scalar, Aux], Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
+
+    Metrics that are arrays are those of this rank's n microbatches, beside the loss.
 
     Over the batch axes, if there are any, each device runs on its own rows.
     """
@@ -51,9 +53,9 @@ def rank_value_and_grad(
     boundary_grads["embed"] = jax.tree.map(
         jnp.add, boundary_grads["embed"], to_accum_dtype(embed_grads)
     )
-    totals = lax.psum((loss, loss_metrics, stage_aux), (AXIS, *options.gather.batch_axes))
+    value = sum_over_devices(options.gather, loss, loss_metrics, stage_aux)
     boundary_grads = boundary_gather.reduce_scatter(lax.psum(boundary_grads, AXIS))
-    return combine_losses(*totals), (
+    return value, (
         cast_like(gradients, stages),
         cast_like(boundary_grads, boundary),
     )
@@ -68,8 +70,8 @@ def rank_value(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
-) -> tuple[Scalar, Aux]:
-    """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
+) -> tuple[tuple[Scalar, Aux], Aux]:
+    """Returns ((loss, metrics), metrics that are arrays), without gradients.
 
     Takes the arguments of `rank_value_and_grad`.
     """
@@ -80,14 +82,14 @@ def rank_value(
     (y, stage_aux), _ = forward(invariants, x, aux_shapes, save_residuals=False)
 
     if vocab_parallel:
-        losses, _ = _losses_of_all_ranks(model, gathered, y, batch_inputs)
+        (loss, metrics), _ = _losses_of_all_ranks(model, gathered, y, batch_inputs)
     else:
 
         def step(_, microbatch):
             return (), model.loss(model.boundary(gathered), *microbatch)
 
-        losses = jax.tree.map(partial(jnp.sum, axis=0), lax.scan(step, (), (y, share))[1])
-    return combine_losses(*lax.psum((*losses, stage_aux), (AXIS, *options.gather.batch_axes)))
+        loss, metrics = total(lax.scan(step, (), (y, share))[1])
+    return sum_over_devices(options.gather, loss, metrics, stage_aux)
 
 
 def _embed(model: StagedModel, weights: PyTree, share: PyTree) -> PyTree:
@@ -112,7 +114,7 @@ def _losses_of_rank(
     gradients, ((losses, metrics), dy) = lax.scan(
         step, zero_grads, (y, _share_of_rank(batch_inputs))
     )
-    return (jnp.sum(losses), total(metrics)), (gradients, dy)
+    return total((losses, metrics)), (gradients, dy)
 
 
 def _losses_of_all_ranks(
@@ -140,7 +142,8 @@ def _losses_of_all_ranks(
     carry, (losses, metrics) = lax.scan(
         step, (zero_grads, zeros_like(floating(y))), jnp.arange(num_microbatches)
     )
-    return (jnp.sum(losses), total(metrics)), carry
+    scalars, arrays = split_metrics(total(metrics))
+    return (jnp.sum(losses), scalars | own_entries(arrays)), carry
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:

@@ -16,7 +16,14 @@ from ...schedules.language import num_slices
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
 from .._boundary import check_vocab_parallel
-from .._whole_arrays import check_rows, common_dims, gradient_dims, on_parts
+from .._whole_arrays import (
+    check_rows,
+    common_dims,
+    gradient_dims,
+    on_parts,
+    value_dims,
+    with_arrays,
+)
 from ..ranks import AXIS
 from ..weight_gather import EACH_TICK, Gather
 from ._loop import ScheduledOptions, rank_value, rank_value_and_grad
@@ -90,10 +97,10 @@ def scheduled_value_and_grad(
         tables, ticks.schedule.num_stages, remat, gather, boundary_gather, vocab_parallel
     )
     rank_fn = lambda model: partial(rank_value_and_grad, model, options)  # noqa: E731
-    out_dims = None, gradient_dims(gather, boundary_gather)
+    out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
-    return value, boundary_grads | {"stages": stage_grads}
+    return with_arrays(value, batch_inputs), boundary_grads | {"stages": stage_grads}
 
 
 def scheduled_value(
@@ -124,8 +131,8 @@ def scheduled_value(
         tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, vocab_parallel
     )
     rank_fn = lambda model: partial(rank_value, model, options)  # noqa: E731
-    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, None)
-    return run(weights, batch_inputs, keys)
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
+    return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 
 
 def _checked_tables(

@@ -10,7 +10,8 @@ S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stag
 the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,18 @@ from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
-from ...autodiff.staged_model import Aux, combine_losses, index_leading
+from ...autodiff.staged_model import Aux, index_leading, split_metrics, total
 from ...schedules.lock_step import TickTables
-from .._buffers import allocate_buffer, cast_like, is_on_host, put, to_accum_dtype, type_of
+from .._boundary import sum_over_devices
+from .._buffers import (
+    allocate_buffer,
+    cast_like,
+    is_on_host,
+    own_entries,
+    put,
+    to_accum_dtype,
+    type_of,
+)
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from . import _past
@@ -75,8 +85,10 @@ def rank_value_and_grad(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "v ..."]],
-) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
+) -> tuple[tuple[tuple[Scalar, Aux], Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
+
+    Metrics that are arrays are those of a share of the microbatches, beside the loss.
 
     Over the batch axes, if there are any, each device runs on its own rows.
     """
@@ -100,12 +112,44 @@ def rank_value(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "v ..."]],
+) -> tuple[tuple[Scalar, Aux], Aux]:
+    """Returns ((loss, metrics), metrics that are arrays), by a schedule that has only forwards."""
+    prepared = _prepare(model, options, stages, boundary, batch_inputs, keys)
+    invariants, _, _, totals = prepared
+    _, arrays = split_metrics(totals.loss_metrics)
+    if options.vocab_parallel or not arrays:
+        return _summed(options, _all_ticks(options, *prepared))
+    # Such as logits, of which the rank of the last stage would hold those of the whole batch. What
+    # leaves the last stage is smaller, and every rank computes the loss of a share.
+    last = replace(model, loss=lambda boundary, y, inputs: (jnp.zeros(()), _by_index(y)))
+    totals = _all_ticks(options, *_prepare(last, options, stages, boundary, batch_inputs, keys))
+    losses = _losses_of_share(invariants, own_entries(totals.loss_metrics))
+    return sum_over_devices(options.gather, *losses, totals.stage_aux)
+
+
+def _by_index(tree: PyTree) -> dict[str, Any]:
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _losses_of_share(
+    invariants: ScheduledInvariants, outputs: dict[str, Shaped[Array, "n ..."]]
 ) -> tuple[Scalar, Aux]:
-    """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
-    return _summed(
-        options,
-        _all_ticks(options, *_prepare(model, options, stages, boundary, batch_inputs, keys)),
-    )
+    """Computes the loss of this rank's share of the microbatches, one after the other."""
+    model, batch_inputs = invariants.model, invariants.batch_inputs
+    first = index_leading(batch_inputs, 0)
+    tree = jax.tree.structure(jax.eval_shape(model.embed, invariants.boundary["embed"], first))
+    y = tree.unflatten([outputs[str(i)] for i in range(tree.num_leaves)])
+    count = jax.tree.leaves(batch_inputs)[0].shape[0]
+    share = jax.tree.leaves(y)[0].shape[0]
+
+    def step(_: tuple, entry: tuple[PyTree, Array]) -> tuple[tuple, tuple[Scalar, Aux]]:
+        y_m, m = entry
+        inputs_m = index_leading(batch_inputs, jnp.minimum(m, count - 1))
+        value = model.loss(model.boundary(invariants.boundary), y_m, inputs_m)
+        return (), jax.tree.map(lambda x: jnp.where(m < count, x, jnp.zeros_like(x)), value)
+
+    ids = lax.axis_index(AXIS) * share + jnp.arange(share)
+    return total(lax.scan(step, (), (y, ids))[1])
 
 
 def _all_ticks(
@@ -132,10 +176,11 @@ def _loss_microbatches(options: ScheduledOptions) -> tuple[Index, ...]:
     return tuple(jnp.asarray(row, jnp.int32) for row in leaving if (row >= 0).any())
 
 
-def _summed(options: ScheduledOptions, totals: Totals) -> tuple[Scalar, Aux]:
-    """Sums losses and metrics over all devices, and returns those of the batch."""
+def _summed(options: ScheduledOptions, totals: Totals) -> tuple[tuple[Scalar, Aux], Aux]:
+    """Returns ((loss, metrics) of the batch, metrics [n, ...] of a share of its microbatches)."""
     local = totals.loss, totals.loss_metrics, totals.stage_aux
-    return combine_losses(*lax.psum(local, (AXIS, *options.gather.batch_axes)))
+    value, arrays = sum_over_devices(options.gather, *local)
+    return value, own_entries(arrays)
 
 
 def _prepare(
@@ -186,7 +231,7 @@ def _prepare(
     )
     totals = Totals(
         zeros(loss_shape),
-        zeros_like(metric_shapes),
+        _zero_metrics(metric_shapes, jax.tree.leaves(batch_inputs)[0].shape[0]),
         zero_aux,
         weight_state,
         zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
@@ -197,6 +242,14 @@ def _prepare(
     zero_stored = zeros_like(index_leading(on_host, 0))
     zero_outputs = ForwardOutputs(y, dy, zero_stored, zeros_like(outputs.new))
     return invariants, zero_outputs, buffers, totals
+
+
+def _zero_metrics(shapes: PyTree, num_microbatches: int) -> Aux:
+    """Returns sums of scalars, and [M, ...] for arrays."""
+    scalars, arrays = split_metrics(shapes)
+    return zeros_like(scalars) | {
+        name: zeros(shape, lead=(num_microbatches,)) for name, shape in arrays.items()
+    }
 
 
 def _allocate_buffers(

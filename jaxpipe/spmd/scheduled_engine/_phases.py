@@ -18,7 +18,7 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import add_trees, broadcast, to_accum_dtype
+from .._buffers import add_trees, broadcast, put, to_accum_dtype
 from ..ranks import AXIS, cond, pvary, update_if
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
@@ -149,7 +149,7 @@ def forward(
     totals = totals._replace(stage_aux=add_trees(totals.stage_aux, aux))
     totals, cotangent = update_if(
         work.stage == invariants.loss_stage,
-        lambda state: _loss(invariants, y, inputs.batch, state[0]),
+        lambda state: _loss(invariants, y, inputs.batch, work.microbatch, state[0]),
         (totals, zero_outputs.cotangent),
         hint=loss_hint,
     )
@@ -166,7 +166,11 @@ def _inputs_and_keys(
 
 
 def _loss(
-    invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
+    invariants: ScheduledInvariants,
+    y: PyTree,
+    batch_inputs: PyTree,
+    microbatch: Index,
+    totals: Totals,
 ) -> tuple[Totals, PyTree]:
     """Adds the loss of a microbatch to `totals`, and returns the gradient with respect to `y` too.
 
@@ -176,15 +180,19 @@ def _loss(
         value, metrics = invariants.model.loss(
             invariants.model.boundary(invariants.boundary), y, batch_inputs
         )
-        return _with_loss(totals, value, metrics), ()
+        return _with_loss(totals, microbatch, value, metrics), ()
     (value, metrics), (boundary_grads, dy) = loss_and_gradients(
         invariants.model, invariants.boundary, y, batch_inputs
     )
-    return _with_loss(totals, value, metrics, boundary_grads), dy
+    return _with_loss(totals, microbatch, value, metrics, boundary_grads), dy
 
 
 def _vocab_parallel_loss(
-    invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
+    invariants: ScheduledInvariants,
+    y: PyTree,
+    batch_inputs: PyTree,
+    microbatch: Index,
+    totals: Totals,
 ) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
     loss = invariants.model.vocab_parallel_loss
@@ -193,16 +201,24 @@ def _vocab_parallel_loss(
         invariants.model.boundary(invariants.boundary), y, batch_inputs, AXIS
     )
     if invariants.stage is None:
-        return _with_loss(totals, value, metrics), ()
-    return _with_loss(totals, value, metrics, boundary_grads), dy
+        return _with_loss(totals, microbatch, value, metrics), ()
+    return _with_loss(totals, microbatch, value, metrics, boundary_grads), dy
 
 
 def _with_loss(
-    totals: Totals, value: Scalar, metrics: Aux, boundary_grads: dict[str, PyTree] | None = None
+    totals: Totals,
+    microbatch: Index,
+    value: Scalar,
+    metrics: Aux,
+    boundary_grads: dict[str, PyTree] | None = None,
 ) -> Totals:
+    so_far = totals.loss_metrics
     return totals._replace(
         loss=totals.loss + value,
-        loss_metrics=add_trees(totals.loss_metrics, metrics),
+        loss_metrics={
+            name: put(so_far[name], x, microbatch) if jnp.ndim(x) else so_far[name] + x
+            for name, x in metrics.items()
+        },
         boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
     )
 
@@ -223,7 +239,7 @@ def loss_on_all_ranks(
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
         everywhere = jax.tree.map(lambda y: broadcast(is_source, y), outputs.activation)
         inputs_m = index_leading(invariants.batch_inputs, microbatch)
-        totals, dy = _vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        totals, dy = _vocab_parallel_loss(invariants, everywhere, inputs_m, microbatch, totals)
         own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
         return totals, own
 

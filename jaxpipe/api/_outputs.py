@@ -1,0 +1,108 @@
+"""What leaves a pipeline besides scalars: arrays with an entry for every row of the batch.
+
+Engines return them as metrics, in the pieces that they compute: [M * s, D, rows, ...] for M
+microbatches of s slices, whose rows D devices divide.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..engines.fsdp import row_axes
+from ..sharding.specs import axes_of, reshard, reshard_to_spec
+from ._model import Model, ModelFunction
+
+
+def returning_outputs(model: Model) -> Model:
+    """Returns a model whose loss is zero, and whose metrics are the leaves of its output."""
+    output = _output_function(model)
+
+    def loss(w: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[Array, dict[str, Array]]:
+        returned = output(w, x, batch, key)
+        _check_has_rows(returned, jnp.shape(jax.tree.leaves(batch)[0])[0])
+        leaves = jax.tree.leaves(returned)
+        return jnp.zeros(()), {str(i): leaf for i, leaf in enumerate(leaves)}
+
+    of_rows = ModelFunction(loss, output.takes_key, is_output=True)
+    return replace(model, loss=of_rows, vocab_parallel_loss=None)
+
+
+def _output_function(model: Model) -> ModelFunction:
+    """Returns the function `output` of a model; by default one that returns x."""
+    if model.output is None:
+        return ModelFunction(lambda w, x, batch, key: x)
+    assert isinstance(model.output, ModelFunction), "a `Model` reads its functions"
+    return model.output
+
+
+def _check_has_rows(returned: PyTree, num_rows: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
+        if jnp.shape(leaf)[:1] != (num_rows,):
+            raise ValueError(
+                f"The output{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, of a "
+                f"microbatch of {num_rows} rows. `apply` returns arrays [rows, ...]: give an "
+                "`output` that returns no others. One number for a microbatch is a metric of "
+                "`loss`."
+            )
+
+
+def from_metrics(metrics: dict[str, Array], model: Model, *shapes: PyTree) -> PyTree:
+    """Returns the output of a model from the metrics of `returning_outputs`.
+
+    Args:
+        shapes: Of the arguments of `output`.
+    """
+    tree = jax.tree.structure(jax.eval_shape(_output_function(model), *shapes))
+    return tree.unflatten([metrics[str(i)] for i in range(tree.num_leaves)])
+
+
+def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, mesh: Mesh) -> Array:
+    """Returns [B, ...], the rows of a batch in their order, from [M * s, D, rows, ...].
+
+    Args:
+        shape: The shape of a whole piece, [rows, ...].
+
+    Raises:
+        ValueError: If slices have other entries than those of their positions.
+    """
+    if num_slices > 1:
+        of_slice = x.shape[2:]
+        if shape[1:2] != tuple(num_slices * n for n in of_slice[1:2]) or shape[2:] != of_slice[2:]:
+            raise ValueError(
+                f"The output or metric {name!r} has shape {of_slice} for one of {num_slices} "
+                f"slices and {shape} for whole sequences. Slices can be joined if dim 1 has an "
+                "entry for each position; take a schedule of whole microbatches for others."
+            )
+        x = jnp.moveaxis(x.reshape(-1, num_slices, *x.shape[1:]), 1, 3)
+    axes = row_axes(mesh)
+    if AxisType.Explicit in mesh.axis_types:  # which refuse to merge a sharded dim with others
+        x = reshard_to_spec(x, PartitionSpec(None, None, None), mesh)
+    x = x.reshape(-1, *shape[1:])
+    return reshard_to_spec(x, PartitionSpec(axes), mesh) if axes else x
+
+
+def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> PyTree:
+    """Returns outputs that are sharded as a spec says, or a tree of specs that is a prefix.
+
+    Args:
+        has_stages: Whether an array may be divided over `stage`.
+
+    Raises:
+        ValueError: If a spec names an axis that is none of the mesh, or divides ranks.
+    """
+
+    def of_spec(spec: PartitionSpec, tree: PyTree) -> PyTree:
+        allowed = [axis for axis in mesh.axis_names if has_stages or axis != "stage"]
+        unknown = sorted(set(axes_of(spec)) - set(allowed))
+        if unknown:
+            raise ValueError(
+                f"`spec` names {', '.join(map(repr, unknown))}. Give axes of {allowed}"
+                + ("." if has_stages else ": the rank of the last stage has all outputs.")
+            )
+        return jax.tree.map(lambda leaf: reshard(leaf, NamedSharding(mesh, spec)), tree)
+
+    return jax.tree.map(of_spec, spec, outputs, is_leaf=lambda x: isinstance(x, PartitionSpec))

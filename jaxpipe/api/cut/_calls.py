@@ -1,0 +1,106 @@
+"""Layers that are calls of modules: a module that is called several times is a layer in each call.
+
+Its parameters are outside of layers, where all of its calls read them.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._layer_calls import LayerCall, arguments_of, taken_apart
+from ._parts import CutModule, Outer, shape_of, shape_of_key
+
+
+def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
+    """Returns the cut of a module whose layers are all calls of the modules that `cut` names.
+
+    Raises:
+        ValueError: If there is no batch by which calls are found, or a numbered layer has none.
+    """
+    if batch is None:
+        raise ValueError(
+            f"`layers` names the modules {', '.join(cut.names[:8])}, whose calls say how many "
+            "layers there are. Give `batch=`, an example of a batch."
+        )
+    calls = _calls(cut, batch)
+    missing = [name for i, name in enumerate(cut.names) if i not in {*calls, *(cut.alone or ())}]
+    if missing:
+        raise ValueError(f"The call of the module does not call {', '.join(missing[:8])}.")
+    if len(calls) < 2:
+        raise ValueError(
+            f"`layers` names {', '.join(cut.names)}, which is called once. Give the attribute with "
+            "the list of layers."
+        )
+    shared = [i for i in range(len(cut.names)) if calls.count(i) != 1]
+
+    def split(params: PyTree) -> tuple[dict[str, Any], list[Any]]:
+        outer, of_modules = cut.split(params)
+        moved = {_name(cut, i, leaf): of_modules[i][leaf] for i in shared for leaf in of_modules[i]}
+        return outer | moved, [{} if i in shared else of_modules[i] for i in calls]
+
+    def of_shared(outer: Outer) -> dict[int, dict[str, Any]]:
+        return {i: {leaf: outer[_name(cut, i, leaf)] for leaf in cut.layers[i]} for i in shared}
+
+    def join(outer: dict[str, Any], layers: list[Any]) -> PyTree:
+        of_modules = dict(zip(calls, layers, strict=True)) | of_shared(outer)
+        rest = {name: leaf for name, leaf in outer.items() if name in cut.outer}
+        return cut.join(rest, [of_modules[i] for i in range(len(cut.names))])
+
+    def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Any) -> Any:
+        numbers = count()
+
+        def of_call(call: LayerCall) -> Any:
+            # Two modules of one class are told apart by the parameters that they share.
+            module = call.index if call.index in shared else None
+            return hook(replace(call, index=next(numbers), static=[call.static, module]))
+
+        own = {calls[i]: weights for i, weights in layers.items() if calls[i] not in shared}
+        return cut.run(outer, own | of_shared(outer), batch, key, of_call)
+
+    moved = {_name(cut, i, leaf): cut.layers[i][leaf] for i in shared for leaf in cut.layers[i]}
+    names = [
+        f"call {calls[:n].count(i)} of {cut.names[i]}" if i in shared else cut.names[i]
+        for n, i in enumerate(calls)
+    ]
+    return replace(
+        cut,
+        run=run,
+        split=split,
+        join=join,
+        outer=cut.outer | moved,
+        layers=[{} if i in shared else cut.layers[i] for i in calls],
+        names=names,
+        shared=cut.shared | set(moved),
+        alone=None,
+    )
+
+
+def _name(cut: CutModule, module: int, leaf: str) -> str:
+    return f"{cut.names[module]}: {leaf}"
+
+
+def _calls(cut: CutModule, batch: PyTree) -> list[int]:
+    """Returns the module of every call, in order. Each module runs once, to see what it returns."""
+    calls: list[int] = []
+    forms: dict[int, Any] = {}
+
+    def hook(call: LayerCall) -> Any:
+        x = arguments_of(call).x
+        calls.append(call.index)
+        if call.index not in forms:
+            form = taken_apart(call.run(*call.args, **call.kwargs), x)[1]
+            forms[call.index] = jax.tree.map(shape_of, form)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), forms[call.index])
+        return (x, *zeros) if zeros else x
+
+    def run(outer: Outer, layers: list[PyTree], row: PyTree, key: Any) -> None:
+        cut.run(outer, dict(enumerate(layers)), row, key, hook)
+
+    row = jax.tree.map(partial(shape_of, skipped=int(cut.by_row)), batch)
+    jax.eval_shape(run, cut.outer, cut.layers, row, shape_of_key(cut.takes_key))
+    return calls
