@@ -22,7 +22,6 @@ from jaxtyping import PyTree
 from ...ir.rows import is_same
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
-from ._calls import layers_by_calls
 from ._layer_calls import (
     LayerArguments,
     LayerCall,
@@ -32,6 +31,7 @@ from ._layer_calls import (
     taken_apart,
 )
 from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
+from ._repeated_calls import layers_by_calls
 from ._scan import ScanParts
 
 
