@@ -104,6 +104,9 @@ class Model:
         output: `(first argument of loss, x, batch) -> arrays [b, ...]`, any pytree, such as logits:
             what `PipelinedModel.apply` returns for every row. Default: x, what leaves the last
             layer.
+        plain: `(params, batch) -> loss` or `-> (loss, metrics)`: the program that these functions
+            are parts of, in the user's tree, with which `PipelinedModel.check` compares. Default:
+            the functions one after the other.
 
     Example:
         >>> model = Model(
@@ -127,6 +130,7 @@ class Model:
     contributions: bool = False
     order: Sequence[str] | None = None
     output: Callable[..., Any] | None = None
+    plain: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         layer = self.layer

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..autodiff.staged_model import from_leaves_by_path, leaves_by_path
 from ..engines.fsdp import row_axes
 from ..sharding.specs import axes_of, reshard, reshard_to_spec
 from ._model import Model, ModelFunction
@@ -24,8 +25,7 @@ def returning_outputs(model: Model) -> Model:
     def loss(w: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[Array, dict[str, Array]]:
         returned = output(w, x, batch, key)
         _check_has_rows(returned, jnp.shape(jax.tree.leaves(batch)[0])[0])
-        leaves = jax.tree.leaves(returned)
-        return jnp.zeros(()), {str(i): leaf for i, leaf in enumerate(leaves)}
+        return jnp.zeros(()), leaves_by_path(returned)
 
     of_rows = ModelFunction(loss, output.takes_key, is_output=True)
     return replace(model, loss=of_rows, vocab_parallel_loss=None)
@@ -54,10 +54,9 @@ def from_metrics(metrics: dict[str, Array], model: Model, *shapes: PyTree) -> Py
     """Returns the output of a model from the metrics of `returning_outputs`.
 
     Args:
-        shapes: Of the arguments of `output`.
+        *shapes: The shapes of the arguments of `output`, in their order.
     """
-    tree = jax.tree.structure(jax.eval_shape(_output_function(model), *shapes))
-    return tree.unflatten([metrics[str(i)] for i in range(tree.num_leaves)])
+    return from_leaves_by_path(metrics, jax.eval_shape(_output_function(model), *shapes))
 
 
 def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, mesh: Mesh) -> Array:
@@ -70,12 +69,13 @@ def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, m
         ValueError: If slices have other entries than those of their positions.
     """
     if num_slices > 1:
-        of_slice = x.shape[2:]
-        if shape[1:2] != tuple(num_slices * n for n in of_slice[1:2]) or shape[2:] != of_slice[2:]:
+        rows, *positions = x.shape[2:]
+        joined = rows, *(num_slices * n for n in positions[:1]), *positions[1:]
+        if not positions or joined != shape:
             raise ValueError(
-                f"The output or metric {name!r} has shape {of_slice} for one of {num_slices} "
-                f"slices and {shape} for whole sequences. Slices can be joined if dim 1 has an "
-                "entry for each position; take a schedule of whole microbatches for others."
+                f"`{name}` of the output or the metrics has shape {x.shape[2:]} for one of "
+                f"{num_slices} slices and {shape} for whole sequences. Slices can be joined if dim "
+                "1 has an entry for each position; for others take a schedule without slices."
             )
         x = jnp.moveaxis(x.reshape(-1, num_slices, *x.shape[1:]), 1, 3)
     axes = row_axes(mesh)
@@ -95,7 +95,12 @@ def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> P
         ValueError: If a spec names an axis that is none of the mesh, or divides ranks.
     """
 
-    def of_spec(spec: PartitionSpec, tree: PyTree) -> PyTree:
+    def shard(spec: Any, tree: PyTree) -> PyTree:
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f"`spec` has {spec!r} as a leaf. Give a `PartitionSpec`, or a tree of them that is "
+                "a prefix of the output."
+            )
         allowed = [axis for axis in mesh.axis_names if has_stages or axis != "stage"]
         unknown = sorted(set(axes_of(spec)) - set(allowed))
         if unknown:
@@ -105,4 +110,4 @@ def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> P
             )
         return jax.tree.map(lambda leaf: reshard(leaf, NamedSharding(mesh, spec)), tree)
 
-    return jax.tree.map(of_spec, spec, outputs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(shard, spec, outputs, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -113,11 +113,11 @@ def pipeline(
             runs some forwards earlier than the schedule has them, then does so only within the
             cap. Default: as many as make the step faster.
         row_wise: Whether functions treat rows one by one: booleans by name, "embed", "layer" or a
-            kind of layers, and "loss"; or one for all. True is taken on trust: the function runs on
-            the rows of a device, and a loss, auxiliary losses and metrics must be means over rows,
-            or sums in a `Weighted`. Random numbers are then drawn for the rows of a device. With
-            False functions are given whole microbatches. Default: what follows from the programs of
-            the functions, as `PipelinedModel.rows` says.
+            kind of layers, "loss", and "output" for `apply`; or one for all. True is taken on
+            trust: the function runs on the rows of a device, and a loss, auxiliary losses and
+            metrics must be means over rows, or sums in a `Weighted`. Random numbers are then drawn
+            for the rows of a device. With False functions are given whole microbatches. Default:
+            what follows from the programs of the functions, as `PipelinedModel.rows` says.
 
     Returns:
         The pipeline.

@@ -348,11 +348,12 @@ class PipelinedModel(InspectedModel):
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
-            (loss, metrics).
+            (loss, metrics). Metrics are scalars, or [B, ...] if `loss` returns [b, ...].
 
         Raises:
             ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
-                not divide into microbatches, or a key is missing.
+                not divide into microbatches, a key is missing, or a metric that is an array has
+                other than an entry for each row.
         """
         self.engine.check_call("value")
         loss, metrics = self.engine.value(*self._arguments(params, batch, key))
@@ -373,7 +374,8 @@ class PipelinedModel(InspectedModel):
             batch: [B, ...] leaves.
             key: The dropout key of the step. None if no function of the model takes one.
             spec: How outputs are sharded: a spec of [B, ...] arrays, or a tree of specs that is a
-                prefix of the output. Default: rows over `data` and `fsdp`.
+                prefix of the output. Default: rows over `data` and `fsdp`; if these have one
+                device, an engine of one program leaves rows with the rank that computes them.
 
         Returns:
             What `Model.output` returns, of all rows in their order, [B, ...] leaves; for a model of
@@ -382,8 +384,9 @@ class PipelinedModel(InspectedModel):
 
         Raises:
             ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
-                not divide into microbatches, a key is missing, an output has no dim of rows, or
-                `spec` names no axis of the mesh.
+                not divide into microbatches, a key is missing, an output has no dim of rows, slices
+                of it cannot be joined, or `spec` names an axis that the mesh does not have, or
+                `stage` where each rank has a program.
 
         Example:
             >>> logits = pipe.jit(pipe.apply)(params, batch)  # doctest: +SKIP
@@ -410,7 +413,7 @@ class PipelinedModel(InspectedModel):
     ) -> dict[str, Any]:
         """Returns metrics with arrays [B, ...] in place of those that an engine returns."""
         _, arrays = split_metrics(metrics)
-        if not arrays or self.model.contributions:
+        if not arrays:
             return metrics
         shapes = {name: x.shape[2:] for name, x in arrays.items()}
         if self.num_slices > 1:
@@ -433,11 +436,11 @@ class PipelinedModel(InspectedModel):
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
-            ((loss, metrics), gradients like `params`, with None at frozen leaves).
+            ((loss, metrics), gradients like `params`, with None at frozen leaves). Metrics are
+            those of `value`.
 
         Raises:
-            ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
-                not divide into microbatches, or a key is missing.
+            ValueError: As from `value`.
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
@@ -451,10 +454,10 @@ class PipelinedModel(InspectedModel):
         }
 
     def jit(self, function: Callable, *, donate_argnums: int | Sequence[int] = ()) -> Callable:
-        """Compiles a function that may call `value` and `value_and_grad`, such as a train step.
+        """Compiles a function that may call `value`, `value_and_grad` and `apply`.
 
         Args:
-            function: A function of pytrees of arrays.
+            function: A function of pytrees of arrays, such as a train step.
             donate_argnums: Arguments whose memory the results may take.
 
         Returns:

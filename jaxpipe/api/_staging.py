@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Past, accum_dtype, split_metrics, total
+from ..autodiff.staged_model import Past, accum_dtype, split_metrics, sum_scalars
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
@@ -286,7 +286,7 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
         return jnp.asarray(of_piece, inputs.scale.dtype) * inputs.scale, shares | arrays
 
     def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
-        return total(on_pieces(partial(loss, partial(_parts, model)), 1, boundary, x, inputs))
+        return sum_scalars(on_pieces(partial(loss, partial(_parts, model)), 1, boundary, x, inputs))
 
     def on_ranks(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs, axis: str) -> Any:
         def parts(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> LossParts:
@@ -301,7 +301,7 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
                 )
             return own
 
-        return total(on_pieces(partial(loss, parts), 1, boundary, x, inputs))
+        return sum_scalars(on_pieces(partial(loss, parts), 1, boundary, x, inputs))
 
     def embed(weights: Any, inputs: PieceInputs) -> PyTree:
         return divide(_embed(model, weights, inputs), inputs.batch)
@@ -343,7 +343,8 @@ def staged_model(
         function: Callable, weights: Any, constants: Any, x: PyTree, inputs: PieceInputs
     ) -> Any:
         key, frozen = constants
-        # Without dropout an engine may have put an empty array there, which says how many layers.
+        # Without dropout the key may be an empty array, of which an engine reads how many layers
+        # there are; functions are given ().
         key = jax.random.fold_in(key, inputs.piece) if has_key else ()
         returned = function(join(weights, frozen), x, inputs.batch, key)
         y, aux = x_and_aux(returned, x)
@@ -379,11 +380,11 @@ def contributing_model(
         stage_of: From a layer, or layers by kind, to the stage that runs layers.
     """
 
-    def on_head(function: Callable) -> Callable:
-        def run(boundary: dict[str, Any], *arguments: Any) -> Any:
-            return function(boundary if model.tied else boundary["head"], *arguments)
-
-        return run
+    def loss(boundary: dict[str, Any], x: PyTree, inputs: PyTree) -> Any:
+        head = boundary if model.tied else boundary["head"]
+        value, metrics = model.loss(head, x, inputs, ())
+        check_metrics(metrics, "loss")  # a contribution is a sum
+        return value, metrics
 
     def of_layer(function: Any) -> Callable:
         def run(weights: Any, x: PyTree, inputs: PyTree, constants: Any) -> Any:
@@ -408,7 +409,7 @@ def contributing_model(
     return StagedModel(
         embed=lambda weights, inputs: model.embed(weights, inputs, ()),
         stage=stage(stage_of, of_layer),
-        loss=on_head(lambda head, x, inputs: model.loss(head, x, inputs, ())),
+        loss=loss,
         tied=model.tied,
         vocab_parallel_loss=model.vocab_parallel_loss,
         sliced_stage=sliced_stage_of and stage(sliced_stage_of, of_sliced_layer),

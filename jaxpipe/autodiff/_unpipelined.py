@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _compat
-from .staged_model import Aux, StagedModel, accum_dtype, combine_losses, fold_in_microbatch, total
+from .staged_model import (
+    Aux,
+    StagedModel,
+    accum_dtype,
+    combine_losses,
+    fold_in_microbatch,
+    sum_scalars,
+)
 
 
 def value_and_grad(
@@ -39,7 +46,7 @@ def value_and_grad(
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accum_dtype(w.dtype)), weights)
     grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(batch_inputs))
     grads = jax.tree.map(lambda sums, w: sums.astype(w.dtype), grads, weights)
-    return total((losses, metrics)), grads
+    return sum_scalars((losses, metrics)), grads
 
 
 def value(
@@ -63,7 +70,7 @@ def value(
     def step(_, microbatch):
         return (), microbatch_loss(weights, *microbatch)
 
-    return total(jax.lax.scan(step, (), _microbatches(batch_inputs))[1])
+    return sum_scalars(jax.lax.scan(step, (), _microbatches(batch_inputs))[1])
 
 
 def _microbatch_loss(model: StagedModel, keys: PyTree) -> Callable:
@@ -76,7 +83,7 @@ def _microbatch_loss(model: StagedModel, keys: PyTree) -> Callable:
         x = model.embed(weights["embed"], inputs_m)
         y, stage_aux = jax.lax.scan(step, x, (weights["stages"], keys))
         loss, loss_metrics = model.loss(model.boundary(weights), y, inputs_m)
-        return combine_losses(loss, loss_metrics, total(stage_aux))
+        return combine_losses(loss, loss_metrics, sum_scalars(stage_aux))
 
     return loss
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import accum_dtype, fold_in_microbatch, split_metrics
+from ..autodiff.staged_model import accum_dtype, fold_in_microbatch, merge_leading, split_metrics
 from ._engine import Engine, PipelinePlan
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from .fsdp import over_data
@@ -35,7 +35,7 @@ def gradient_accumulation(
         f: `(weights, batch_inputs, keys) -> (sums over microbatches, arrays [M, ...])`, with a
             loss, metrics and gradients among the sums.
         num_steps: A, the number of calls.
-        reshard: Sharded the sums after every call. By default they stay as `f` returns them.
+        reshard: Shards the sums after every call. By default they stay as `f` returns them.
 
     Returns:
         The same function, of `batch_inputs` whose leaves are [A * M, ...]. Its arrays are
@@ -57,7 +57,7 @@ def gradient_accumulation(
         zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), shapes))
         sums, arrays = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
         sums = jax.tree.map(lambda x, result: x.astype(result.dtype), sums, shapes)
-        return sums, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+        return sums, merge_leading(arrays)
 
     return run
 
@@ -65,7 +65,7 @@ def gradient_accumulation(
 def unrolled_gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]], num_steps: int
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Does what `gradient_accumulation` does, unrolled.
+    """Calls `f` A times, one call after the other without a loop, and sums its results.
 
     This is for MPMD, whose programs have no loops but those over microbatches.
     """

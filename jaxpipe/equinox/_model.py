@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -41,7 +42,8 @@ def model(
             module that is called several times, a layer in each call. Several of these, such as
             ("blocks", "shared_block"), if layers are calls of the modules in all of them.
         loss: `(outputs of the module [rows, ...], batch) -> loss`: a scalar, the mean over rows, or
-            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: metric})`, scalars or
+            arrays [rows, ...].
         call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
             dropout key; a layer is then given a key of its own as `key=`. Default: `module(row)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
@@ -65,22 +67,26 @@ def model(
     params = eqx.filter(module, eqx.is_inexact_array)
     call = call or (lambda module, row: module(row))
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
-    places = [_named(one) for one in several or [layers]]
+    selectors = [_selector(name) for name in ([layers] if several is None else several)]
+
+    def plain(params: Any, batch: PyTree) -> Any:
+        run = partial(call, eqx.combine(params, module))
+        return loss((jax.vmap(run) if vmap else run)(batch), batch)
 
     def of_calls() -> Model:
-        cut = _cut(module, params, places, call, vmap, by_calls=several is not None)
-        return cut_model(cut, loss, batch, output)
+        cut = _cut(module, params, selectors, call, vmap, by_calls=several is not None)
+        return cut_model(cut, loss, batch, output, plain)
 
     def of_stack() -> Model:
-        cut = _cut_stack(module, params, places[0], call, vmap)
-        return cut_model(cut, loss, batch, output, stacked=True)
+        cut = _cut_stack(module, params, selectors[0], call, vmap)
+        return cut_model(cut, loss, batch, output, plain, stacked=True)
 
-    if several or not isinstance(places[0](module), eqx.Module):
+    if several is not None or not isinstance(selectors[0](module), eqx.Module):
         return of_calls(), params
     return cut_stack_or_calls(of_stack, of_calls, batch), params
 
 
-def _named(layers: Any) -> Callable[[Any], Any]:
+def _selector(layers: Any) -> Callable[[Any], Any]:
     """Returns a function from the module to what `layers` names."""
     return attrgetter(layers) if isinstance(layers, str) else layers
 
@@ -124,14 +130,14 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
 def _cut(
     module: Any,
     params: Any,
-    places: list[Callable[[Any], Any]],
+    selectors: list[Callable[[Any], Any]],
     call: Callable,
     vmap: bool,
     *,
     by_calls: bool,
 ) -> CutModule:
-    for place in places:
-        found = place(module)
+    for select in selectors:
+        found = select(module)
         if not isinstance(found, eqx.Module) and not (isinstance(found, list | tuple) and found):
             raise ValueError(
                 f"`layers` names {type(found).__name__}. Give the attribute with the list or tuple "
@@ -139,7 +145,7 @@ def _cut(
             )
     _check_no_state(module)
     takes_key = len(inspect.signature(call).parameters) == 3
-    targets = [place(module) for place in places]
+    targets = [select(module) for select in selectors]
     is_module = [isinstance(target, eqx.Module) for target in targets]
     modules = [layer for target in targets for layer in _as_list(target)]
 
@@ -147,19 +153,27 @@ def _cut(
         return any(node is target for target in targets)
 
     named = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_target)
-    names = _names(params, places)
+    for target in targets:
+        paths = [jax.tree_util.keystr(path) for path, leaf in named[0] if leaf is target]
+        if len(paths) > 1:
+            raise ValueError(
+                f"`layers` names what is in several places of the module, {', '.join(paths)}. "
+                "Equinox makes them copies, with parameters of their own: store it in one "
+                "attribute, and call that several times."
+            )
+    names = _names(params, selectors)
 
     def split(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if _names(tree, places) != names:
+        if _names(tree, selectors) != names:
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
             )
-        found = [place(tree) for place in places]
+        found = [select(tree) for select in selectors]
         layers = [_by_name(layer) for target in found for layer in _as_list(target)]
         return _by_name(tree, found), layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
-        new, found = iter(layers), [place(params) for place in places]
+        new, found = iter(layers), [select(params) for select in selectors]
         whole = [[_with_values(old, next(new)) for old in _as_list(target)] for target in found]
         flat, tree = jax.tree_util.tree_flatten_with_path(
             params, is_leaf=lambda node: any(node is target for target in found)
@@ -191,14 +205,10 @@ def _cut(
     outer, layers = split(params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
     of_outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer)
-    layer_names, alone = [], set[int]()
+    layer_names: list[str] = []
     for n, target in enumerate(targets):
         name = "layers" if len(targets) == 1 else f"layers[{n}]"
-        if is_module[n]:
-            alone.add(len(layer_names))
-            layer_names.append(name)
-        else:
-            layer_names += [f"{name}[{i}]" for i in range(len(target))]
+        layer_names += [name] if is_module[n] else [f"{name}[{i}]" for i in range(len(target))]
     return CutModule(
         run,
         split,
@@ -208,7 +218,7 @@ def _cut(
         layer_names,
         takes_key,
         vmap,
-        alone=frozenset(alone) if alone or by_calls else None,
+        by_calls=by_calls or any(is_module),
     )
 
 
@@ -269,8 +279,8 @@ def _with_values(tree: Any, values: dict[str, Any]) -> Any:
     )
 
 
-def _names(params: Any, places: list[Callable[[Any], Any]]) -> list[Any]:
-    found = [place(params) for place in places]
+def _names(params: Any, selectors: list[Callable[[Any], Any]]) -> list[Any]:
+    found = [select(params) for select in selectors]
     layers = [list(_by_name(layer)) for target in found for layer in _as_list(target)]
     return [list(_by_name(params, found)), *layers]
 

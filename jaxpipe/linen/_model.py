@@ -54,7 +54,8 @@ def model(
             called several times, a layer in each call. Several names, such as ("block",
             "shared_block"), if layers are calls of the submodules of all of them.
         loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
-            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: metric})`, scalars or
+            arrays [rows, ...].
         call: `(module, batch) -> output`. Default: `module(batch)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
             parameters outside of layers belong to the embedding or to the loss, as the call uses
@@ -93,13 +94,17 @@ def model(
     factors = dict(sown or {})
     apply = _application(module, call, tuple(rngs), factors)
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
-    stack = None if several else _stack_path(flat, layers)
+    stack = _stack_path(flat, layers) if several is None else None
     cut_of = partial(_cut, flat, apply, factors, bool(rngs), variables, is_variables)
 
+    def plain(params: Any, batch: PyTree) -> Any:
+        returned = apply(params["params"] if is_variables else params, batch, None)
+        return with_sown_losses(loss, factors)(returned, batch)
+
     def of_calls() -> Model:
-        paths, alone = _paths_by_calls(flat, several or [layers])
-        cut = replace(cut_of(paths), alone=frozenset(alone))
-        return cut_model(cut, loss, batch, output)
+        cut = cut_of(_paths_by_calls(flat, [layers] if several is None else several))
+        cut = replace(cut, by_calls=True)
+        return cut_model(cut, loss, batch, output, plain)
 
     def of_stack() -> Model:
         assert stack is not None
@@ -112,13 +117,14 @@ def model(
             return output(returned[0], batch) if output else returned[0]
 
         with_sown = with_sown_losses(loss, factors)
-        return cut_model(cut, with_sown, batch, without_sown, stacked=True)
+        return cut_model(cut, with_sown, batch, without_sown, plain, stacked=True)
 
-    if several:
+    if several is not None:
         return of_calls(), variables
     if stack:
         return cut_stack_or_calls(of_stack, of_calls, batch), variables
-    return cut_model(cut_of(_layer_paths(flat, layers)), loss, batch, output), variables
+    cut = cut_of(_layer_paths(flat, layers))
+    return cut_model(cut, loss, batch, output, plain), variables
 
 
 def _cut(
@@ -138,24 +144,20 @@ def _cut(
     return CutModule(run, split, join, outer, layer_params, names, has_streams)
 
 
-def _paths_by_calls(flat: dict[Path, Any], layers: Sequence[Any]) -> tuple[list[Path], set[int]]:
-    """Returns paths of numbered layers and of others, and which are others, by index."""
+def _paths_by_calls(flat: dict[Path, Any], layers: Sequence[Any]) -> list[Path]:
+    """Returns the paths of numbered layers, and of other submodules that `layers` names."""
     paths: list[Path] = []
-    alone: set[int] = set()
     for name in layers:
-        if path := _stack_path(flat, name):
-            alone.add(len(paths))
-            paths.append(path)
-        else:
-            paths += _layer_paths(flat, name)
-    return paths, alone
+        path = _stack_path(flat, name)
+        paths += [path] if path else _layer_paths(flat, name)
+    return paths
 
 
 def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
     """Returns a function that divides variables into layers and others, and two inverses."""
-    places = {path: _layer_of(path, paths) for path in flat}
+    owner_by_path = {path: _layer_of(path, paths) for path in flat}
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         new = _flat(params["params"] if is_variables else params)
@@ -165,7 +167,7 @@ def _groups(
             )
         outer, layer_params = {}, [{} for _ in paths]
         for path, leaf in new.items():
-            at, name = places[path]
+            at, name = owner_by_path[path]
             (outer if at is None else layer_params[at])[name] = leaf
         return outer, layer_params
 

@@ -14,6 +14,7 @@ from ..autodiff.staged_model import (
     combine_losses,
     fold_in_microbatch,
     index_leading,
+    merge_leading,
     split_metrics,
 )
 from ..schedules import Schedule
@@ -21,7 +22,7 @@ from ..schedules.language import num_slices
 from ._slices import is_sliced, past_dims, stage_of_slices
 from .ir._loop import SlicedSchedule
 from .ir._marks import mark_part, mark_stage_end
-from .ir._reduce import Add, Concat, treduce_by
+from .ir._reduce import Add, Concat, treduce_with_shapes
 
 
 def mpmd_value_and_grad(
@@ -96,7 +97,9 @@ def _over_microbatches(
         return f(weights, index_leading(batch_inputs, index), index)
 
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
-    return treduce_by(microbatch_fun, num_microbatches, schedule, _reduction, caller=caller)
+    return treduce_with_shapes(
+        microbatch_fun, num_microbatches, schedule, _reduction, caller=caller
+    )
 
 
 def _reduction(of_microbatch: PyTree) -> PyTree:
@@ -132,10 +135,11 @@ def _over_slices(
         return f(weights, inputs, index)
 
     parts, count = SlicedSchedule(schedule), schedule.num_microbatches
-    (loss, metrics), grads = treduce_by(microbatch_fun, count, parts, _reduction, caller=caller)
+    (loss, metrics), grads = treduce_with_shapes(
+        microbatch_fun, count, parts, _reduction, caller=caller
+    )
     scalars, arrays = split_metrics(metrics)  # arrays of slices are [M, s, ...]
-    flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
-    return (loss, scalars | flat), grads
+    return (loss, scalars | merge_leading(arrays)), grads
 
 
 def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) -> Callable:
@@ -156,13 +160,13 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
                 earlier_slices, aux = [*earlier_slices, new], _add_metrics(aux, more)
         boundary = model.boundary(weights)
         losses = [model.loss(boundary, x, inputs_s) for x, inputs_s in zip(xs, inputs, strict=True)]
-        total, metrics = jax.tree.map(_of_slices, *losses)
+        total, metrics = jax.tree.map(_sum_or_stack, *losses)
         return combine_losses(total, metrics, aux)
 
     return loss
 
 
-def _of_slices(*parts: jax.Array) -> jax.Array:
+def _sum_or_stack(*parts: jax.Array) -> jax.Array:
     """Returns the sum of scalars of all slices; arrays are stacked."""
     return jnp.stack(parts) if parts[0].ndim else sum(parts[1:], parts[0])
 

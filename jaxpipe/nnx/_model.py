@@ -49,7 +49,8 @@ def model(
             layer in each call. Several attributes, such as ("blocks", "shared_block"), if layers
             are calls of the modules in all of them.
         loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or
-            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: scalar})`.
+            `jp.Weighted(total, weight)`; with metrics as `(loss, {name: metric})`, scalars or
+            arrays [rows, ...].
         call: `(module, batch) -> output`. Default: `module(batch)`.
         batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
             parameters outside of layers belong to the embedding or to the loss, as the call uses
@@ -72,16 +73,21 @@ def model(
     names = [layers] if isinstance(layers, str) else list(layers)
 
     by_calls = not isinstance(layers, str)
+    graph, _, others = nnx.split(module, nnx.Param, ...)
+
+    def plain(params: Any, batch: PyTree) -> Any:
+        return loss(call(nnx.merge(graph, params, others), batch), batch)
 
     def of_calls() -> Model:
-        return cut_model(_cut(module, names, call, by_calls), loss, batch, output)
+        return cut_model(_cut(module, names, call, by_calls), loss, batch, output, plain)
 
     def of_stack() -> Model:
-        return cut_model(cut_stack(module, names[0], call), loss, batch, output, stacked=True)
+        stack = cut_stack(module, names[0], call)
+        return cut_model(stack, loss, batch, output, plain, stacked=True)
 
-    if by_calls or _is_list(_attribute(module, names[0])[1]):
-        return of_calls(), params
-    return cut_stack_or_calls(of_stack, of_calls, batch), params
+    if not by_calls and _is_module(_attribute(module, names[0])[1]):
+        return cut_stack_or_calls(of_stack, of_calls, batch), params
+    return of_calls(), params
 
 
 def _attribute(module: Any, layers: str) -> tuple[Path, Any]:
@@ -91,26 +97,29 @@ def _attribute(module: Any, layers: str) -> tuple[Path, Any]:
     return path, getattr(owner, str(path[-1]), None)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple | nnx.List) or not isinstance(value, nnx.Module)
+def _is_module(value: Any) -> bool:
+    """Returns whether a value is a module that is no list of modules."""
+    return isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
 
 
 def _paths_of_layers(module: Any, layers: list[str]) -> dict[Path, Any]:
     """Returns the layers of lists, and other modules that `layers` names, by their paths."""
-    found: dict[Path, Any] = {}
+    layer_by_path: dict[Path, Any] = {}
     for name in layers:
         path, value = _attribute(module, name)
-        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List):
-            found[path] = value
+        if _is_module(value):
+            layer_by_path[path] = value
         elif isinstance(value, list | tuple | nnx.List) and len(value):
-            found |= {(*path, i): layer for i, layer in enumerate(value)}
+            layer_by_path |= {(*path, i): layer for i, layer in enumerate(value)}
         else:
-            lists = [k for k, v in vars(module).items() if isinstance(v, nnx.List)]
+            owner = submodule(module, list(path[:-1]), name)
+            lists = [key for key, v in vars(owner).items() if isinstance(v, nnx.List)]
             raise ValueError(
                 f"`layers` is {name!r}, which is {type(value).__name__} in the module. Give the "
-                f"attribute with the list of layers; the module has the lists {lists}."
+                "attribute with the list of layers; "
+                f"`{name_of(path[:-1]) or 'the module'}` has the lists {lists}."
             )
-    return found
+    return layer_by_path
 
 
 def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) -> CutModule:
@@ -161,8 +170,8 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
         for name in layers:
             (*owner, last), _ = _attribute(merged, name)
             path = (*owner, last)
-            of_list = [found for p, found in hooks.items() if p[:-1] == path]
-            vars(submodule(merged, owner, name))[last] = hooks.get(path, of_list)
+            list_hooks = [hook for of_layer, hook in hooks.items() if of_layer[:-1] == path]
+            vars(submodule(merged, owner, name))[last] = hooks.get(path, list_hooks)
         output = call(merged, batch)
         check_unchanged(before, values_by_name(nnx.state(merged)))
         return output
@@ -174,10 +183,9 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
         any(isinstance(v, nnx.RngKey) for _, v in nnx.to_flat_state(s))
         for s in (outer_state, *(state for _, state in split_layers))
     ]
-    alone = frozenset(i for i, path in enumerate(paths) if not isinstance(path[-1], int))
     names = [
-        name_of(path) if i in alone else f"{name_of(path[:-1])}[{path[-1]}]"
-        for i, path in enumerate(paths)
+        f"{name_of(path[:-1])}[{path[-1]}]" if isinstance(path[-1], int) else name_of(path)
+        for path in paths
     ]
     return CutModule(
         run,
@@ -188,7 +196,7 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
         names,
         any(has_streams),
         shared=frozenset(names_of_shared),
-        alone=alone if alone or by_calls else None,
+        by_calls=by_calls or _is_module(_attribute(module, layers[0])[1]),
     )
 
 
@@ -209,18 +217,18 @@ def _names_of_shared(
     Args:
         outside: The paths of variables that modules other than layers have.
     """
-    found = [
+    params_by_layer = [
         {id(v): tuple(path) for path, v in nnx.iter_graph(layer) if isinstance(v, nnx.Param)}
         for layer in modules.values()
     ]
-    uses = Counter(i for of_layer in found for i in of_layer)
+    uses = Counter(i for of_layer in params_by_layer for i in of_layer)
     return [
         {
             name_of(local): name_of(owners[i])
             for i, local in of_layer.items()
             if uses[i] > 1 or owners[i] in outside
         }
-        for of_layer in found
+        for of_layer in params_by_layer
     ]
 
 
@@ -295,24 +303,24 @@ def _attributes(layer: Any) -> dict[str, Any]:
 def _groups(params: Any, paths: list[Path], shared: set[str]) -> tuple[Callable, Callable]:
     """Returns a function that divides parameters into layers and others, and its inverse."""
     template: Any = nnx.to_flat_state(params)
-    places: dict[Path, tuple[int | None, str]] = {}
+    owner_by_path: dict[Path, tuple[int | None, str]] = {}
     for path, _ in template:
         at = next((i for i, prefix in enumerate(paths) if path[: len(prefix)] == prefix), None)
         if at is None or name_of(path) in shared:
-            places[path] = None, name_of(path)
+            owner_by_path[path] = None, name_of(path)
         else:
-            places[path] = at, name_of(path[len(paths[at]) :])
+            owner_by_path[path] = at, name_of(path[len(paths[at]) :])
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         outer, layers = {}, [{} for _ in paths]
-        for path, variable in flat_params(params, set(places)).items():
-            at, name = places[path]
+        for path, variable in flat_params(params, set(owner_by_path)).items():
+            at, name = owner_by_path[path]
             (outer if at is None else layers[at])[name] = variable.get_value()
         return outer, layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         def value(path: Path) -> Any:
-            at, name = places[path]
+            at, name = owner_by_path[path]
             return (outer if at is None else layers[at])[name]
 
         return nnx.from_flat_state([(path, v.replace(value(path))) for path, v in template])

@@ -44,6 +44,7 @@ def sum_over_devices(
     scalars, arrays = split_metrics(loss_metrics)
     local = loss, scalars, stage_aux
     loss, scalars, stage_aux = lax.psum(local, (AXIS, *gather.batch_axes))
+    # With arrays, so that a metric of this name that layers return too is refused.
     loss, metrics = combine_losses(loss, scalars | arrays, stage_aux)
     return (loss, {name: x for name, x in metrics.items() if name not in arrays}), arrays
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Aux
+from ..autodiff.staged_model import Aux, merge_leading
 from ..sharding.specs import typed_by_specs
 from .ranks import AXIS, on_ranks
 from .weight_gather import Gather
@@ -76,8 +76,9 @@ def with_arrays(value: tuple[tuple[Scalar, Aux], Aux], batch_inputs: PyTree) -> 
     count = jnp.shape(jax.tree.leaves(batch_inputs)[0])[0]
 
     def joined(x: jax.Array) -> jax.Array:
-        x = x.reshape(-1, *x.shape[2:])
-        return x if x.shape[0] == count else x[:count]  # explicit axes refuse to slice
+        x = merge_leading(x)
+        # JAX refuses to slice a sharded dim of an explicit axis, even if nothing is cut off.
+        return x if x.shape[0] == count else x[:count]
 
     return loss, metrics | {name: joined(x) for name, x in arrays.items()}
 

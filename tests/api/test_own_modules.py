@@ -1,5 +1,6 @@
 """Modules of Flax and Equinox in the front door: losses and gradients of the plain program."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -260,7 +261,16 @@ def test_check_judges_by_the_functions_of_a_module_and_by_its_own_call(library: 
         return loss(whole(params, batch), batch)
 
     for given in (params, pipe.shard(params)):
-        pipe.check(given, batch())
+        found = pipe.check(given, batch())
+        assert "reference: the module's own call" in str(found) and found.largest <= 1e-5
+    wrong = jp.pipeline(
+        dataclasses.replace(model, plain=lambda *given: 2 * plain(*given)),
+        schedule="1f1b",
+        mesh=mesh(2),
+        microbatches=4,
+    )
+    with pytest.raises(AssertionError, match="The module's own call is another program than the f"):
+        wrong.check(params, batch())
     assert pipe.check(params, batch(), plain=plain).largest <= 1e-5
     with pytest.raises(AssertionError, match="`plain` is another program"):
         pipe.check(params, batch(), plain=lambda *given: 2 * plain(*given))

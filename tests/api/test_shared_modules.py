@@ -311,10 +311,25 @@ def test_what_is_no_chain_of_calls_is_refused_by_name():
     refused(
         "give `batch=`, an example of a batch, by wh", Albert([], rngs, Block(rngs)), "shared", None
     )
-    refused("does not call blocks\\[0\\]", Albert(blocks, rngs, Block(rngs)), ("blocks", "shared"))
+    both = "blocks", "shared"
+    refused(r"names blocks\[0\], .* does not call", Albert(blocks, rngs, Block(rngs)), both)
+    refused("shared, which the call of the", Decoder(blocks, rngs, Block(rngs)), both)
     refused("`table` is a stack of layers, and the call", Decoder(blocks, rngs), "table")
+    refused("`layers` names no modules", Decoder(blocks, rngs), ())
+    refused("blocks\\[0\\] is called once", Decoder([Block(rngs)], rngs), ("blocks",))
     tied = Decoder(blocks, rngs)
     setattr(blocks[3], "table", tied.table.embedding)  # noqa: B010
     refused(
         r"the parameters blocks\.3\.table, which the module reads before or beh", tied, "blocks"
     )
+
+
+def test_an_equinox_module_in_two_places_is_refused():
+    class TwoNames(EquinoxModel):
+        alias: Any
+
+    table = eqx.nn.Embedding(V, D, key=jax.random.key(0))
+    block = EquinoxBlock(eqx.nn.MLP(D, D, 2 * D, 1, key=jax.random.key(1)))
+    module = TwoNames(table, (), block, block)
+    with pytest.raises(ValueError, match=r"in several places of the module, \.shared, \.alias"):
+        jp_equinox.model(module, layers="shared", loss=loss, batch=tokens())

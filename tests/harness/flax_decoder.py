@@ -24,7 +24,7 @@ from jaxpipe import linen as linen_frontend
 from jaxpipe import models, spmd
 from jaxpipe import nnx as nnx_frontend
 from jaxpipe.autodiff import StagedModel
-from jaxpipe.autodiff.staged_model import Aux, combine_losses, total
+from jaxpipe.autodiff.staged_model import Aux, combine_losses, sum_scalars
 from jaxpipe.models.weights import is_weight, stack_weights
 from jaxpipe.spmd.ranks import on_ranks
 
@@ -247,4 +247,4 @@ def _loss_of_microbatches(
     _, (losses, metrics) = jax.lax.scan(
         lambda _, one: ((), loss_of_one(boundary, one)), (), microbatches
     )
-    return jnp.sum(losses), total(metrics)
+    return jnp.sum(losses), sum_scalars(metrics)

@@ -28,7 +28,7 @@ from ._layer_calls import (
     arguments_of,
     check_chain,
     check_same_arguments,
-    taken_apart,
+    x_and_extras,
 )
 from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
 from ._repeated_calls import layers_by_calls
@@ -48,6 +48,7 @@ def cut_model(
     loss: Callable,
     batch: PyTree | None,
     output: Callable | None = None,
+    plain: Callable | None = None,
     *,
     stacked: bool = False,
 ) -> Model:
@@ -57,18 +58,21 @@ def cut_model(
         loss: `(output of the module, batch) -> loss` of `Model.loss`.
         output: `(output of the module, batch) -> arrays [rows, ...]` that `apply` returns. None:
             the output of the module.
+        plain: `(params, batch) -> loss` of the module's own call.
         batch: An example of a batch, arrays or shapes. With it parameters outside of layers are
             divided into those of the embedding and those of the loss, kinds of layers are found,
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
 
+        stacked: Whether `cut` is that of a scan over a stack of layers.
+
     Raises:
         ValueError: If layers do not form a chain.
     """
-    output = output or (lambda returned, batch: returned)
-    if cut.alone is not None:
+    if cut.by_calls:
         cut = layers_by_calls(cut, batch)
-    parts: Parts = (ScanParts if stacked else _HookParts)(cut, loss, output)
+    select = output or (lambda returned, batch: returned)
+    parts: Parts = (ScanParts if stacked else _HookParts)(cut, loss, select, output is not None)
     embedded, headed = (set(cut.outer) - cut.shared for _ in range(2))
     keyed, names = [cut.takes_key] * 4, ["layer"]
     if batch is not None:
@@ -122,6 +126,7 @@ def cut_model(
         from_groups,
         shared=bool(cut.shared),
         output=ModelFunction(output_of, keyed[-1]),
+        plain=plain,
         order=[names[kind] for kind in parts.kinds] if has_kinds else None,
     )
 
@@ -133,8 +138,16 @@ def cut_stack_or_calls(
 
     It is a stack that the call scans over, or else one layer, which is called several times.
 
+    Args:
+        stack: Makes the model of a stack; it raises a `ValueError` if the module is none.
+        calls: Makes the model of a module that is called several times.
+        batch: An example of a batch, by which calls are found, or None.
+
+    Returns:
+        What `stack` returns, or else what `calls` returns.
+
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the module is neither.
     """
     try:
         return stack()
@@ -146,8 +159,11 @@ def cut_stack_or_calls(
             ) from error
         try:
             return calls()
-        except Exception:  # the user's module runs with a stand-in, and may raise anything
-            raise error from None
+        except Exception as other:  # the user's module runs with a stand-in, and may raise anything
+            raise ValueError(
+                f"`layers` names one module. As a stack of layers: {error} As a layer that is "
+                f"called several times: {other}"
+            ) from other
 
 
 class _Carried(NamedTuple):
@@ -219,7 +235,7 @@ class _HookParts(Parts):
                 raise _Stop((call.run(*args, **kwargs), call.sown()))
 
             result, sown = _stopped(self.cut.run, outer, {index: w}, batch, key, hook)
-            x, extras = taken_apart(result, y)
+            x, extras = x_and_extras(result, y)
             return packed(x, others), jax.tree.leaves(extras), sown
 
         return self.read(self.over_rows(one, 2), shared, w, batch, x, or_none(key))[0]
@@ -268,7 +284,7 @@ class _HookParts(Parts):
                 )
                 if form is None:
                     result = call.run(*call.args, **call.kwargs)
-                    form = taken_apart(result, x)[1]
+                    form = x_and_extras(result, x)[1]
                     form = jax.tree.map(lambda leaf: shape_of(leaf), form)
                     seen.append((call.static, shapes, form))
                 forms.append(form)

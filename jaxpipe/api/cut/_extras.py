@@ -42,12 +42,17 @@ def weights_of_extras(
         return found
 
     extras = list(extras)
-    names = sorted(jax.eval_shape(scalars, extras, *others))
+    shapes = jax.eval_shape(scalars, extras, *others)
     sources, _ = dependent_inputs(scalars, extras, *others)
     found: Weights = {}
-    for name, (of_extras, *of_others) in zip(names, sources, strict=True):
+    for name, (of_extras, *of_others) in zip(sorted(shapes), sources, strict=True):
         if not any(of_extras):
             continue
+        if shapes[name].shape:
+            raise ValueError(
+                f"The metric {name!r} of `loss` is an array that depends on what layers return "
+                "besides x. Return a scalar of it, or make what a row needs a part of x."
+            )
         if name != "loss" and any(jax.tree.leaves(of_others)):
             raise ValueError(
                 f"The metric {name!r} of `loss` depends on what layers return besides x and on "

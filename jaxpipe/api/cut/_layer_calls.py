@@ -125,7 +125,7 @@ def named_value(value: Any) -> Any:
     return value if is_setting(value) else getattr(value, "__name__", type(value).__name__)
 
 
-def taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+def x_and_extras(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
     """Returns the x that a layer returned, and (what it returned besides x,) or ()."""
     tree = jax.tree.structure(x)
     is_pair = isinstance(result, tuple) and len(result) == 2

@@ -40,8 +40,7 @@ class CutModule:
         takes_key: Whether the call may read a dropout key.
         by_row: Whether `run` takes one row of a batch.
         shared: The names of outer parameters that layers read.
-        alone: The modules of `names`, by index, that may be called any number of times, so that
-            calls say which layers there are; None if each of `names` is a layer.
+        by_calls: Whether each call of one of these modules is a layer, and not each module.
     """
 
     run: Callable[..., Any]
@@ -53,7 +52,7 @@ class CutModule:
     takes_key: bool
     by_row: bool = False
     shared: frozenset[str] = frozenset()
-    alone: frozenset[int] | None = None
+    by_calls: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +63,7 @@ class Parts:
         cut: The module.
         loss: The user's loss.
         output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
+        has_output: Whether `output` is the user's.
         forms: What was found out about batches of every form that were seen.
         kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
     """
@@ -71,6 +71,7 @@ class Parts:
     cut: CutModule
     loss: Callable
     output: Callable
+    has_output: bool
     forms: dict[Any, Any] = field(default_factory=dict)
     kinds: tuple[int, ...] = ()
 
@@ -203,8 +204,8 @@ class Parts:
         if missing:
             raise ValueError(
                 f"Layers, or the loss, read the parameters {', '.join(missing[:8])}, which are "
-                "not theirs. Pass what layers share as an argument; give `batch=` of the same "
-                "form as the batches of the training, or leave it out."
+                "not theirs. Pass what layers share as an argument. If `batch=` is given, give one "
+                "of the same form as the batches of the training."
             )
         return part(given, *arguments), names
 
@@ -230,7 +231,10 @@ class Parts:
         call(self.loss_of, cut.outer, x, batch, key)
         try:
             call(self._output_without_extras, cut.outer, x, batch, key)
-        except TypeError:  # it returns what is no array: `apply` says so if it is called
+        except TypeError:
+            if self.has_output:
+                raise
+            # A module may return what is no array, which matters to `apply` alone.
             used.append((set(), cut.takes_key))
         return used[0][0], used[-2][0] | used[-1][0], [reads_key for _, reads_key in used]
 

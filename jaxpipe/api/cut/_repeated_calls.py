@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._layer_calls import LayerCall, arguments_of, taken_apart
+from ._layer_calls import LayerCall, arguments_of, x_and_extras
 from ._parts import CutModule, Outer, shape_of, shape_of_key
 
 
@@ -22,19 +22,24 @@ def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
     Raises:
         ValueError: If there is no batch by which calls are found, or a numbered layer has none.
     """
+    if not cut.names:
+        raise ValueError("`layers` names no modules. Name those whose calls are layers.")
     if batch is None:
         raise ValueError(
             f"`layers` names the modules {', '.join(cut.names[:8])}, whose calls say how many "
             "layers there are. Give `batch=`, an example of a batch."
         )
     calls = _calls(cut, batch)
-    missing = [name for i, name in enumerate(cut.names) if i not in {*calls, *(cut.alone or ())}]
+    missing = [name for i, name in enumerate(cut.names) if i not in calls]
     if missing:
-        raise ValueError(f"The call of the module does not call {', '.join(missing[:8])}.")
+        raise ValueError(
+            f"`layers` names {', '.join(missing[:8])}, which the call of the module does not call. "
+            "Name modules whose calls are layers."
+        )
     if len(calls) < 2:
         raise ValueError(
-            f"`layers` names {', '.join(cut.names)}, which is called once. Give the attribute with "
-            "the list of layers."
+            f"{', '.join(cut.names)} is called once, and a pipeline needs at least two layers. "
+            "Name the modules whose calls are layers, or the attribute with the list of layers."
         )
     shared = [i for i in range(len(cut.names)) if calls.count(i) != 1]
 
@@ -43,24 +48,24 @@ def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
         moved = {_name(cut, i, leaf): of_modules[i][leaf] for i in shared for leaf in of_modules[i]}
         return outer | moved, [{} if i in shared else of_modules[i] for i in calls]
 
-    def of_shared(outer: Outer) -> dict[int, dict[str, Any]]:
+    def shared_weights(outer: Outer) -> dict[int, dict[str, Any]]:
         return {i: {leaf: outer[_name(cut, i, leaf)] for leaf in cut.layers[i]} for i in shared}
 
     def join(outer: dict[str, Any], layers: list[Any]) -> PyTree:
-        of_modules = dict(zip(calls, layers, strict=True)) | of_shared(outer)
+        of_modules = dict(zip(calls, layers, strict=True)) | shared_weights(outer)
         rest = {name: leaf for name, leaf in outer.items() if name in cut.outer}
         return cut.join(rest, [of_modules[i] for i in range(len(cut.names))])
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Any) -> Any:
-        numbers = count()
+        call_ids = count()
 
-        def of_call(call: LayerCall) -> Any:
+        def numbered_hook(call: LayerCall) -> Any:
             # Two modules of one class are told apart by the parameters that they share.
             module = call.index if call.index in shared else None
-            return hook(replace(call, index=next(numbers), static=[call.static, module]))
+            return hook(replace(call, index=next(call_ids), static=[call.static, module]))
 
         own = {calls[i]: weights for i, weights in layers.items() if calls[i] not in shared}
-        return cut.run(outer, own | of_shared(outer), batch, key, of_call)
+        return cut.run(outer, own | shared_weights(outer), batch, key, numbered_hook)
 
     moved = {_name(cut, i, leaf): cut.layers[i][leaf] for i in shared for leaf in cut.layers[i]}
     names = [
@@ -76,7 +81,7 @@ def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
         layers=[{} if i in shared else cut.layers[i] for i in calls],
         names=names,
         shared=cut.shared | set(moved),
-        alone=None,
+        by_calls=False,
     )
 
 
@@ -93,7 +98,7 @@ def _calls(cut: CutModule, batch: PyTree) -> list[int]:
         x = arguments_of(call).x
         calls.append(call.index)
         if call.index not in forms:
-            form = taken_apart(call.run(*call.args, **call.kwargs), x)[1]
+            form = x_and_extras(call.run(*call.args, **call.kwargs), x)[1]
             forms[call.index] = jax.tree.map(shape_of, form)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), forms[call.index])
         return (x, *zeros) if zeros else x

@@ -160,7 +160,8 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
             "`plain` is given, and a function of the model takes a dropout key, which draws for "
             "each microbatch. Leave `plain` out, or give a model without dropout."
         )
-    return program_of_plain(plain, trainable), "reference: `plain`, on one device"
+    text = "the module's own call" if plain is pipe.model.plain else "`plain`"
+    return program_of_plain(plain, trainable), f"reference: {text}, on one device"
 
 
 def compared(

@@ -77,16 +77,17 @@ class InspectedModel:
     ) -> "Comparison":
         """Compares loss, metrics and every gradient with those of the user's own program.
 
-        That is `embed`, every layer in order and `loss`, on the whole batch, in the user's tree. It
-        runs on one device, which needs memory for all parameters, gradients and activations of the
-        batch: give a small batch, and a model that fits. With dropout and several microbatches,
-        each of which has masks of its own, it is the same for the microbatches one by one.
+        That is `embed`, every layer in order and `loss`, on the whole batch, in the user's tree;
+        for a module of a library that has no dropout, the module's own call. It runs on one device,
+        which needs memory for all parameters, gradients and activations of the batch: give a small
+        batch, and a model that fits. With dropout and several microbatches, each of which has masks
+        of its own, it is the same for the microbatches one by one.
 
         Args:
             batch: [B, ...] leaves.
-            plain: The user's program, to be compared with in place of the model's functions:
-                `(params, batch) -> loss` or `-> (loss, metrics)`, where `params` is the user's tree
-                and the loss a scalar or `jp.Weighted`.
+            plain: The user's program, to be compared with in place of these: `(params, batch) ->
+                loss` or `-> (loss, metrics)`, where `params` is the user's tree and the loss a
+                scalar or `jp.Weighted`.
             optimizer: An optimizer of optax, or one alike. With it the parameters after some steps
                 are compared too: those of `pipe.optimizer(optimizer)`, and those of `optimizer` on
                 the user's tree.
@@ -107,6 +108,8 @@ class InspectedModel:
         from ._check import check, check_steps
 
         check_means(self.model, "check")
+        if plain is None and not self.takes_key and self.told.compute_dtype is None:
+            plain = self.model.plain
         found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
         if optimizer is None:
             return found

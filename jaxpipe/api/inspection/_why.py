@@ -48,7 +48,8 @@ def why(
     trainable = trainable_leaves(pipe.frozen, whole)
     own = program_of(pipe.model, trainable)
     if plain is not None and found.worse:
-        text = _plain_is_another(pipe, own, program_of_plain(plain, trainable), whole, batch, found)
+        program, is_module = program_of_plain(plain, trainable), plain is pipe.model.plain
+        text = _plain_is_another(pipe, own, program, whole, batch, found, is_module)
         if text:
             return text
     tolerance = tolerance_of_function(found.dtype)
@@ -94,7 +95,13 @@ def _key(pipe: Any, key: Any) -> Any:
 
 
 def _plain_is_another(
-    pipe: Any, own: UserProgram, plain: UserProgram, whole: PyTree, batch: PyTree, found: Comparison
+    pipe: Any,
+    own: UserProgram,
+    plain: UserProgram,
+    whole: PyTree,
+    batch: PyTree,
+    found: Comparison,
+    is_module: bool,
 ) -> str:
     """Says that `plain` is not what the functions of the model compute, if so."""
     results = []
@@ -106,8 +113,10 @@ def _plain_is_another(
     name = largest_error(errors)
     if errors[name] <= max(found.tolerance, found.rounding):
         return ""
+    of_module = "The module's own call is another program than the functions that it was cut into"
+    of_user = "`plain` is another program than the functions of the model"
     return (
-        f"`plain` is another program than the functions of the model, on the whole batch: its loss "
+        f"{of_module if is_module else of_user}, on the whole batch: its loss "
         f"is {float(results[1].loss):.6g}, and that of `embed`, every layer and `loss` one after "
         f"the other {float(results[0].loss):.6g}; {name} has the relative error "
         f"{errors[name]:.1e}."

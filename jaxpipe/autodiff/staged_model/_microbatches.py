@@ -62,8 +62,14 @@ def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
     return tree if num_slices == 1 else jax.tree.map(cut, tree)
 
 
-def total(tree: PyTree[Shaped[Array, "steps ..."]]) -> PyTree:
-    """Returns the sums of scalars over dim 0, such as the steps of a scan; arrays stay stacked."""
+def sum_scalars(tree: PyTree[Shaped[Array, "steps ..."]]) -> PyTree:
+    """Returns scalars summed over dim 0, the steps of a scan; arrays [steps, ...] stay as they are.
+
+    Example:
+        >>> sums = sum_scalars({"loss": jnp.ones(3), "of_rows": jnp.ones((3, 2))})
+        >>> float(sums["loss"]), sums["of_rows"].shape
+        (3.0, (3, 2))
+    """
     return jax.tree.map(lambda x: jnp.sum(x, axis=0) if x.ndim == 1 else x, tree)
 
 
@@ -71,6 +77,22 @@ def split_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Returns (scalars, arrays) of metrics, which may be shapes."""
     scalars = {name: x for name, x in metrics.items() if jnp.ndim(x) == 0}
     return scalars, {name: x for name, x in metrics.items() if name not in scalars}
+
+
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, such as "['logits']"."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def from_leaves_by_path(leaves: dict[str, Any], like: PyTree) -> PyTree:
+    """Returns the inverse of `leaves_by_path`; `like` has the structure of the tree."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(like))
+    return jax.tree.structure(like).unflatten([leaves[jax.tree_util.keystr(p)] for p in paths])
+
+
+def merge_leading(tree: PyTree) -> PyTree:
+    """Returns [a * b, ...] leaves from [a, b, ...] leaves."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
 def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Scalar, Aux]:

@@ -24,8 +24,8 @@ from ._past import Past
 
 Aux = dict[str, Array]
 """Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
-if stages return them. A metric of `loss` may be an array, of which engines return those of all
-microbatches, stacked in dim 0."""
+if stages return them. A metric of `loss` may be an array; engines return it as [M, ...], stacked
+over microbatches and not summed."""
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,10 @@ def treduce_i(
     Raises:
         ValueError: If `length` is below 1, or `operation` is another or no prefix of `out`.
     """
-    return treduce_by(fun, length, schedule, lambda shapes: operation, caller=caller)
+    return treduce_with_shapes(fun, length, schedule, lambda shapes: operation, caller=caller)
 
 
-def treduce_by(
+def treduce_with_shapes(
     fun: Callable[[Any], PyTree],
     length: int,
     schedule: Any,

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
-from ...autodiff.staged_model import Aux, index_leading, split_metrics, total
+from ...autodiff.staged_model import Aux, index_leading, split_metrics, sum_scalars
 from .._boundary import add_to_boundary, loss_and_gradients, sum_over_devices
 from .._buffers import broadcast, cast_like, own_entries, put, to_accum_dtype
 from ..ranks import AXIS, pvary, zeros, zeros_like
@@ -88,7 +88,7 @@ def rank_value(
         def step(_, microbatch):
             return (), model.loss(model.boundary(gathered), *microbatch)
 
-        loss, metrics = total(lax.scan(step, (), (y, share))[1])
+        loss, metrics = sum_scalars(lax.scan(step, (), (y, share))[1])
     return sum_over_devices(options.gather, loss, metrics, stage_aux)
 
 
@@ -114,7 +114,7 @@ def _losses_of_rank(
     gradients, ((losses, metrics), dy) = lax.scan(
         step, zero_grads, (y, _share_of_rank(batch_inputs))
     )
-    return total((losses, metrics)), (gradients, dy)
+    return sum_scalars((losses, metrics)), (gradients, dy)
 
 
 def _losses_of_all_ranks(
@@ -142,7 +142,7 @@ def _losses_of_all_ranks(
     carry, (losses, metrics) = lax.scan(
         step, (zero_grads, zeros_like(floating(y))), jnp.arange(num_microbatches)
     )
-    scalars, arrays = split_metrics(total(metrics))
+    scalars, arrays = split_metrics(sum_scalars(metrics))
     return (jnp.sum(losses), scalars | own_entries(arrays)), carry
 
 

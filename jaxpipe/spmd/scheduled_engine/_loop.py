@@ -11,7 +11,7 @@ the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,14 @@ from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
-from ...autodiff.staged_model import Aux, index_leading, split_metrics, total
+from ...autodiff.staged_model import (
+    Aux,
+    from_leaves_by_path,
+    index_leading,
+    leaves_by_path,
+    split_metrics,
+    sum_scalars,
+)
 from ...schedules.lock_step import TickTables
 from .._boundary import sum_over_devices
 from .._buffers import (
@@ -115,20 +122,23 @@ def rank_value(
 ) -> tuple[tuple[Scalar, Aux], Aux]:
     """Returns ((loss, metrics), metrics that are arrays), by a schedule that has only forwards."""
     prepared = _prepare(model, options, stages, boundary, batch_inputs, keys)
-    invariants, _, _, totals = prepared
+    invariants, zero_outputs, _, totals = prepared
     _, arrays = split_metrics(totals.loss_metrics)
-    if options.vocab_parallel or not arrays:
+    num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
+    stored = num_microbatches * _num_bytes(zero_outputs.activation)
+    if options.vocab_parallel or _num_bytes(arrays) <= stored:
         return _summed(options, _all_ticks(options, *prepared))
-    # Such as logits, of which the rank of the last stage would hold those of the whole batch. What
-    # leaves the last stage is smaller, and every rank computes the loss of a share.
-    last = replace(model, loss=lambda boundary, y, inputs: (jnp.zeros(()), _by_index(y)))
+    # Such as logits, which are larger than y, of which they are computed. The loop stores y of
+    # every microbatch, and each rank computes the loss of a share behind it; otherwise every rank
+    # would hold the logits of the whole batch.
+    last = replace(model, loss=lambda boundary, y, inputs: (jnp.zeros(()), leaves_by_path(y)))
     totals = _all_ticks(options, *_prepare(last, options, stages, boundary, batch_inputs, keys))
     losses = _losses_of_share(invariants, own_entries(totals.loss_metrics))
     return sum_over_devices(options.gather, *losses, totals.stage_aux)
 
 
-def _by_index(tree: PyTree) -> dict[str, Any]:
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _losses_of_share(
@@ -137,8 +147,8 @@ def _losses_of_share(
     """Computes the loss of this rank's share of the microbatches, one after the other."""
     model, batch_inputs = invariants.model, invariants.batch_inputs
     first = index_leading(batch_inputs, 0)
-    tree = jax.tree.structure(jax.eval_shape(model.embed, invariants.boundary["embed"], first))
-    y = tree.unflatten([outputs[str(i)] for i in range(tree.num_leaves)])
+    x = jax.eval_shape(model.embed, invariants.boundary["embed"], first)
+    y = from_leaves_by_path(outputs, x)
     count = jax.tree.leaves(batch_inputs)[0].shape[0]
     share = jax.tree.leaves(y)[0].shape[0]
 
@@ -149,7 +159,7 @@ def _losses_of_share(
         return (), jax.tree.map(lambda x: jnp.where(m < count, x, jnp.zeros_like(x)), value)
 
     ids = lax.axis_index(AXIS) * share + jnp.arange(share)
-    return total(lax.scan(step, (), (y, ids))[1])
+    return sum_scalars(lax.scan(step, (), (y, ids))[1])
 
 
 def _all_ticks(
