@@ -367,8 +367,18 @@ def tokens() -> Any:
     return jax.random.randint(jax.random.key(7), (B, T), 0, V)
 
 
-@pytest.mark.parametrize("library", [nnx_rows, linen_rows, equinox_rows])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+LIBRARIES = {nnx_rows: 2, linen_rows: 4, equinox_rows: 8}
+"""By library the ranks of the row that is not slow."""
+
+
+@pytest.mark.parametrize(
+    ("library", "ranks"),
+    [
+        pytest.param(library, ranks, marks=() if ranks == quick else pytest.mark.slow)
+        for library, quick in LIBRARIES.items()
+        for ranks in (2, 4, 8)
+    ],
+)
 def test_logits_are_those_of_the_module(library: Any, ranks: int):
     model, params, called = library()
     schedule, engine = {

@@ -162,7 +162,7 @@ def plain_of_scale(name: str) -> Callable:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("row", ["unpipelined", "circular"])
+@pytest.mark.parametrize("row", ["unpipelined", pytest.param("circular", marks=pytest.mark.slow)])
 def test_a_gradient_by_what_a_function_closes_over_is_right(row: str, name: str):
     stored = pipeline(model(), row).shard(params())
 

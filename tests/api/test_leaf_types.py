@@ -158,7 +158,7 @@ def test_a_random_key_may_travel_with_x(row: str, remat: Any):
     close(run(pipe, params(), rows), wanted)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("row", ROWS)
 def test_gradients_of_bfloat16_parameters_are_summed_in_float32(row: str, tied: bool):
     """In bfloat16, 512 equal terms add up to 1/2 of their sum, and 1024 to 1/4."""

@@ -90,7 +90,18 @@ ROWS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+SLOW = (
+    "stages alike, circular",
+    "others, circular",
+    "others, zero bubble",
+    "others, interleaved",
+    "uneven",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ROWS]
+)
 def test_the_numbers_are_those_of_the_plain_program(name: str):
     pattern, sizes, options = ROWS[name]
     own, params = model(pattern)

@@ -100,7 +100,12 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+SLOW = "layer, looped_bfs", "layer, uneven, circular", "accumulate, circular, ZeRO-1"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ROWS]
+)
 def test_numbers_are_those_of_the_plain_program(name: str):
     sizes, options = ROWS[name]
     pipe = pipeline(sizes, **options)
@@ -209,7 +214,7 @@ OTHERS = {
     ("sizes", "options"),
     [
         (FSDP, {"gather": "layer", "schedule": "circular"}),
-        (FSDP, {"gather": "layer", "layers_per_stage": (3, 5)}),
+        pytest.param(FSDP, {"gather": "layer", "layers_per_stage": (3, 5)}, marks=pytest.mark.slow),
         (DATA, {"gather": "layer", "zero1": True, "accumulate": 2, "microbatches": 2}),
         ({"stage": 1, "data": 2, "fsdp": 2}, {"zero1": True, "schedule": None}),
         ({"stage": 2}, {"accumulate": 2, "engine": "mpmd"}),

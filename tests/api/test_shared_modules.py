@@ -243,8 +243,14 @@ def pipeline(model: Any, engine: str) -> Any:
     return jp.pipeline(model, mesh=jp.make_mesh(sizes, devices=devices), **options)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", MODULES)
+PAIRS = [(make, engine) for make in MODULES for engine in ENGINES]
+IN_CI = [(make, [*ENGINES][i % len(ENGINES)]) for i, make in enumerate(MODULES)]
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"),
+    [pytest.param(*pair, marks=() if pair in IN_CI else pytest.mark.slow) for pair in PAIRS],
+)
 def test_the_numbers_are_those_of_the_module(make: Any, engine: str):
     model, params, plain, logits = make()
     pipe = pipeline(model, engine)

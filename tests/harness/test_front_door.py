@@ -8,8 +8,6 @@ FSDP, DATA, EXPERT, TENSOR = (("fsdp", 2),), (("data", 2),), (("expert", 2),), (
 
 QUICK = [
     Row("gpt", "circular", 2, FSDP, chunks=2),
-    Row("gpt", "zero_bubble_h1", 4, FSDP, tx="muon"),
-    Row("weighted", "interleaved_1f1b", 2, DATA, tx="adafactor"),
     Row("weighted", "1f1b", 3, engine="mpmd", layers=(3, 2, 3), tx="lamb"),
     Row("experts", "1f1b", 4, FSDP),
     Row("experts", "circular", 2, EXPERT),
@@ -31,6 +29,8 @@ SCHEDULES = [
 ]
 
 PRODUCT = [
+    Row("weighted", "interleaved_1f1b", 2, DATA, tx="adafactor"),
+] + [
     Row(model, schedule, ranks, axes, engine, layers=8, tx=tx)
     for model, tx in (
         ("gpt", "muon"),

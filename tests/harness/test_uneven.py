@@ -177,7 +177,7 @@ UNPIPELINED: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("model", UNPIPELINED)
+@pytest.mark.parametrize("model", ["llama", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_what_is_done_on_gpus_alone_computes_the_same_without_a_pipeline(model, monkeypatch):
     true = plain(model)
     layouts = recorded(monkeypatch, "as_stored", _per_layer)

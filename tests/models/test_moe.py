@@ -150,7 +150,11 @@ def assert_all_close(tree, true):
         assert_close(leaf, expected, jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("config", [V2, V2_IN_GROUPS, V3], ids=["V2", "V2 in groups", "V3"])
+@pytest.mark.parametrize(
+    "config",
+    [V2, pytest.param(V2_IN_GROUPS, marks=pytest.mark.slow), V3],
+    ids=["V2", "V2 in groups", "V3"],
+)
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts(config):
     w, (x, batch_inputs) = weights_of(config), inputs()
     chosen = choices(config, w, x)
