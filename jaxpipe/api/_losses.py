@@ -107,9 +107,7 @@ def check_metrics(metrics: dict[str, Any], function: str, *, may_have_rows: bool
                 f"`{function}` returned a dict as the metric {name!r}. Metrics are scalars by "
                 f"name: return {{{flat}}} in its place."
             )
-        if may_have_rows and _is_scalar(value, any_shape=True):
-            continue
-        if not _is_scalar(value):
+        if not (_is_number(value) if may_have_rows else _is_scalar(value)):
             raise ValueError(
                 f"`{function}` returned {_described(value)} as the metric {name!r}. Metrics are "
                 "scalars by name: return one number for a microbatch, such as `jnp.mean(value)`."
@@ -131,10 +129,13 @@ def check_has_rows(metrics: dict[str, Any], num_rows: int) -> None:
             )
 
 
-def _is_scalar(x: Any, any_shape: bool = False) -> bool:
+def _is_scalar(x: Any) -> bool:
+    return _is_number(x) and jnp.shape(x) == ()
+
+
+def _is_number(x: Any) -> bool:
+    """Returns whether x is a number or an array of numbers, of any shape."""
     if isinstance(x, Weighted | tuple | list | dict) or x is None:
-        return False
-    if jnp.shape(x) != () and not any_shape:
         return False
     return not jnp.issubdtype(getattr(x, "dtype", jnp.float32), jax.dtypes.extended)
 

@@ -28,13 +28,14 @@ class ModelFunction:
 
     It is called with one argument more than `Model` says: a dropout key, needed or not. If it takes
     `past` and is given the state of earlier slices behind the key, it returns the pair of what it
-    returns otherwise and the new state.
+    returns otherwise and the new state. One that stands for `loss` and computes what `apply`
+    returns has `is_output`.
     """
 
     call: Callable[..., Any]
     takes_key: bool = False
     takes_past: bool = False
-    is_output: bool = False  # in place of a loss, whether it computes what `apply` returns
+    is_output: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)

@@ -118,13 +118,10 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
     def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
         return with_values(params, outer, stack)
 
-    def shapes_of(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
     ((count,),) = sizes
     names = [f"layers[{i}]" for i in range(count)]
-    outer = shapes_of(_by_name(params, [where(params)]))
-    return CutModule(run, split, join, outer, shapes_of(stack), names, takes_key, vmap)
+    outer = _shapes_of(_by_name(params, [where(params)]))
+    return CutModule(run, split, join, outer, _shapes_of(stack), names, takes_key, vmap)
 
 
 def _cut(
@@ -203,8 +200,6 @@ def _cut(
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
     outer, layers = split(params)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
-    of_outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer)
     layer_names: list[str] = []
     for n, target in enumerate(targets):
         name = "layers" if len(targets) == 1 else f"layers[{n}]"
@@ -213,13 +208,17 @@ def _cut(
         run,
         split,
         join,
-        of_outer,
-        shapes,
+        _shapes_of(outer),
+        _shapes_of(layers),
         layer_names,
         takes_key,
         vmap,
         by_calls=by_calls or any(is_module),
     )
+
+
+def _shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _as_list(target: Any) -> Sequence[Any]:

@@ -21,6 +21,7 @@ from ..api.cut import (
     LayerCall,
     cut_model,
     cut_stack_or_calls,
+    layer_of,
     named_value,
     sown_losses,
     with_sown_losses,
@@ -157,7 +158,7 @@ def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
     """Returns a function that divides variables into layers and others, and two inverses."""
-    owner_by_path = {path: _layer_of(path, paths) for path in flat}
+    owner_by_path = {path: _owner(path, paths) for path in flat}
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         new = _flat(params["params"] if is_variables else params)
@@ -185,9 +186,9 @@ def _groups(
     return split, join, params_of
 
 
-def _layer_of(path: Path, paths: list[Path]) -> tuple[int | None, str]:
+def _owner(path: Path, paths: list[Path]) -> tuple[int | None, str]:
     """Returns the layer that a parameter belongs to, or None, and the name of the parameter."""
-    at = next((i for i, prefix in enumerate(paths) if path[: len(prefix)] == prefix), None)
+    at = layer_of(path, paths)
     return at, "/".join(path if at is None else path[len(paths[at]) :])
 
 

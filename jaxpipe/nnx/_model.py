@@ -15,6 +15,7 @@ from ..api.cut import (
     cut_model,
     cut_stack_or_calls,
     is_setting,
+    layer_of,
     read_setting,
 )
 from ..compat.maxtext.nnx import check_unchanged
@@ -305,7 +306,7 @@ def _groups(params: Any, paths: list[Path], shared: set[str]) -> tuple[Callable,
     template: Any = nnx.to_flat_state(params)
     owner_by_path: dict[Path, tuple[int | None, str]] = {}
     for path, _ in template:
-        at = next((i for i, prefix in enumerate(paths) if path[: len(prefix)] == prefix), None)
+        at = layer_of(path, paths)
         if at is None or name_of(path) in shared:
             owner_by_path[path] = None, name_of(path)
         else:

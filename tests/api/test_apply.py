@@ -98,7 +98,12 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+SLOW = "circular, fsdp", "zbv", "mpmd, fsdp"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ROWS]
+)
 def test_outputs_and_metrics_of_rows_are_those_of_the_plain_program(name: str):
     sizes, options = ROWS[name]
     model = jp.Model(embed, layer, loss, output=output)
@@ -112,7 +117,15 @@ def test_outputs_and_metrics_of_rows_are_those_of_the_plain_program(name: str):
         check_close({"loss": got_value} | got, {"loss": value} | metrics)
 
 
-@pytest.mark.parametrize("engine", ["unpipelined", "circular", "scheduled", "mpmd"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("unpipelined", marks=pytest.mark.slow),
+        "circular",
+        "scheduled",
+        pytest.param("mpmd", marks=pytest.mark.slow),
+    ],
+)
 def test_functions_that_mix_rows_see_those_of_a_microbatch(engine: str):
     def centred(w: Any, x: Any, batch: Any) -> Any:
         return x - x.mean(0)

@@ -9,7 +9,6 @@ FSDP, DATA, EXPERT, TENSOR = (("fsdp", 2),), (("data", 2),), (("expert", 2),), (
 QUICK = [
     Row("gpt", "circular", 2, FSDP, chunks=2),
     Row("weighted", "1f1b", 3, engine="mpmd", layers=(3, 2, 3), tx="lamb"),
-    Row("experts", "1f1b", 4, FSDP),
     Row("experts", "circular", 2, EXPERT),
     Row("batch_norm", "1f1b", 2, DATA, engine="mpmd", tx="muon"),
     Row("contrastive", "zbv", 2, FSDP),
@@ -30,6 +29,7 @@ SCHEDULES = [
 
 PRODUCT = [
     Row("weighted", "interleaved_1f1b", 2, DATA, tx="adafactor"),
+    Row("experts", "1f1b", 4, FSDP),
 ] + [
     Row(model, schedule, ranks, axes, engine, layers=8, tx=tx)
     for model, tx in (

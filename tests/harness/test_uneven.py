@@ -140,7 +140,13 @@ IN_LOOPS: dict[str, tuple[int, Settings]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_LOOPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("I and W", "windows") else ())
+        for name in IN_LOOPS
+    ],
+)
 def test_where_xla_copies_in_conditionals_loops_compute_the_same(name, monkeypatch):
     true = plain("llama")
     loops = recorded(monkeypatch, "run_once_if", _in_place, _varying)

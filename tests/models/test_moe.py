@@ -152,7 +152,7 @@ def assert_all_close(tree, true):
 
 @pytest.mark.parametrize(
     "config",
-    [V2, pytest.param(V2_IN_GROUPS, marks=pytest.mark.slow), V3],
+    [*(pytest.param(c, marks=pytest.mark.slow) for c in (V2, V2_IN_GROUPS)), V3],
     ids=["V2", "V2 in groups", "V3"],
 )
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts(config):

@@ -5,6 +5,7 @@ from ._cut import cut_model as cut_model
 from ._cut import cut_stack_or_calls as cut_stack_or_calls
 from ._layer_calls import LayerCall as LayerCall
 from ._layer_calls import is_setting as is_setting
+from ._layer_calls import layer_of as layer_of
 from ._layer_calls import named_value as named_value
 from ._layer_calls import read_setting as read_setting
 from ._parts import CutModule as CutModule

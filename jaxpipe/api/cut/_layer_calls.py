@@ -98,6 +98,11 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
+def layer_of(path: tuple[Any, ...], layers: Sequence[tuple[Any, ...]]) -> int | None:
+    """Returns the layer that has a parameter, by the paths of both; None if none has it."""
+    return next((i for i, prefix in enumerate(layers) if path[: len(prefix)] == prefix), None)
+
+
 def is_setting(value: Any) -> bool:
     """Returns whether an attribute of a layer is a plain value, such as a window or a name."""
     if isinstance(value, tuple):
