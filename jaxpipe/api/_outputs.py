@@ -16,6 +16,7 @@ from ..autodiff.staged_model import from_leaves_by_path, leaves_by_path
 from ..engines.fsdp import row_axes
 from ..sharding.specs import axes_of, reshard, reshard_to_spec
 from ._model import Model, ModelFunction
+from ._pieces import num_rows
 
 
 def returning_outputs(model: Model) -> Model:
@@ -24,7 +25,7 @@ def returning_outputs(model: Model) -> Model:
 
     def loss(w: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[Array, dict[str, Array]]:
         returned = output(w, x, batch, key)
-        _check_has_rows(returned, jnp.shape(jax.tree.leaves(batch)[0])[0])
+        _check_has_rows(returned, num_rows(batch))
         return jnp.zeros(()), leaves_by_path(returned)
 
     of_rows = ModelFunction(loss, output.takes_key, is_output=True)
@@ -39,12 +40,12 @@ def _output_function(model: Model) -> ModelFunction:
     return model.output
 
 
-def _check_has_rows(returned: PyTree, num_rows: int) -> None:
+def _check_has_rows(returned: PyTree, count: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
-        if jnp.shape(leaf)[:1] != (num_rows,):
+        if jnp.shape(leaf)[:1] != (count,):
             raise ValueError(
                 f"The output{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, of a "
-                f"microbatch of {num_rows} rows. `apply` returns arrays [rows, ...]: give an "
+                f"microbatch of {count} rows. `apply` returns arrays [rows, ...]: give an "
                 "`output` that returns no others. One number for a microbatch is a metric of "
                 "`loss`."
             )

@@ -51,6 +51,11 @@ def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (*shape, *jnp.shape(leaf)[1:])), batch)
 
 
+def num_rows(batch: PyTree) -> int:
+    """Returns the rows of a batch or of a piece, [rows, ...] leaves."""
+    return jnp.shape(jax.tree.leaves(batch)[0])[0]
+
+
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path)
 

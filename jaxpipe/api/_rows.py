@@ -35,6 +35,7 @@ from ..ir.rows import (
 )
 from ._losses import loss_parts
 from ._model import Model
+from ._pieces import num_rows
 from ._staging import x_and_aux
 
 RowWise = bool | Mapping[str, bool] | None
@@ -226,12 +227,12 @@ def row_report(
         weights: Shapes of the groups "embed", "layers", "head" and, if there is one, "shared".
             Those of layers are of one layer; or a dict with one of each kind.
     """
-    names, (num_rows, num_block) = function_names(model), map(_num_rows, batches)
-    num_blocks, verdicts = num_rows // num_block, dict[str, FunctionRows]()
+    names, (whole_rows, num_block) = function_names(model), map(num_rows, batches)
+    num_blocks, verdicts = whole_rows // num_block, dict[str, FunctionRows]()
     states: list[_Activations] = []
     if num_blocks == 1:
         one = (FunctionRows(name, True, None, "there is one row") for name in names)
-        return RowReport(tuple(one), num_rows, num_shards)
+        return RowReport(tuple(one), whole_rows, num_shards)
     no_x = _Activations(((), ()), ())
 
     def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: _Activations) -> Any:
@@ -258,7 +259,7 @@ def row_report(
                 reason = "a function before it could not be traced"
     x_dims, reason_of_x = _dims_of_x([state for state in states if state is not None])
     functions = tuple(verdicts.values())
-    return RowReport(functions, num_rows, num_shards, is_divided, x_dims, reason_of_x)
+    return RowReport(functions, whole_rows, num_shards, is_divided, x_dims, reason_of_x)
 
 
 def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], str | None]:
@@ -313,10 +314,6 @@ def _traced(trace: Callable, *arguments: Any) -> Any:
     except Exception as error:
         text = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
         raise _UntracedError(text) from error
-
-
-def _num_rows(batch: PyTree) -> int:
-    return jnp.shape(jax.tree.leaves(batch)[0])[0]
 
 
 def _judge_embed(

@@ -23,7 +23,7 @@ from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, loss_parts
 from ._model import Model, ModelFunction
-from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
+from ._pieces import check_appended, num_rows, on_pieces, sum_pieces, to_pieces, to_slices
 
 
 class PieceInputs(NamedTuple):
@@ -280,7 +280,7 @@ def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided
 
     def loss(parts: Callable, boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
         of_piece, _, metrics = parts(boundary, x, inputs)
-        check_has_rows(metrics, jnp.shape(jax.tree.leaves(inputs.batch)[0])[0])
+        check_has_rows(metrics, num_rows(inputs.batch))
         scalars, arrays = split_metrics(metrics)
         shares = _shares(scalars, mean)
         return jnp.asarray(of_piece, inputs.scale.dtype) * inputs.scale, shares | arrays

@@ -13,13 +13,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_modules import D, EquinoxBlock, LinenBlock, T, V, next_token_loss, random_tokens
 
 import jaxpipe as jp
 from jaxpipe import equinox as jp_equinox
 from jaxpipe import linen as jp_linen
 from jaxpipe import nnx as jp_nnx
 
-B, T, D, V = 32, 6, 8, 16
+B = 32
 
 
 def mesh(**sizes: int) -> Any:
@@ -296,12 +297,6 @@ class NnxModel(nnx.Module):
         return {"logits": self.table.attend(x), "value": self.value_head(x)}, balance
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(D)(nn.gelu(nn.Dense(2 * D)(nn.LayerNorm()(x))))
-
-
 class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
@@ -309,13 +304,6 @@ class LinenModel(nn.Module):
         for i in range(8):
             x = LinenBlock(name=f"block_{i}")(x)
         return nn.Dense(V)(x)
-
-
-class EquinoxBlock(eqx.Module):
-    mlp: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x + jax.vmap(self.mlp)(x)
 
 
 class EquinoxModel(eqx.Module):
@@ -326,7 +314,7 @@ class EquinoxModel(eqx.Module):
     def __init__(self, key: Any):
         keys = jax.random.split(key, 10)
         self.table = eqx.nn.Embedding(V, D, key=keys[0])
-        self.blocks = [EquinoxBlock(eqx.nn.MLP(D, D, 2 * D, 1, key=k)) for k in keys[1:9]]
+        self.blocks = [EquinoxBlock(k) for k in keys[1:9]]
         self.head = eqx.nn.Linear(D, V, key=keys[9])
 
     def __call__(self, tokens: Any) -> Any:
@@ -336,16 +324,11 @@ class EquinoxModel(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-def cross_entropy(logits: Any, batch: Any) -> Any:
-    targets = jnp.roll(batch, -1, axis=1)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
 def nnx_rows() -> Any:
     module = NnxModel(nnx.Rngs(0))
 
     def of_both(returned: Any, batch: Any) -> Any:
-        return cross_entropy(returned[0]["logits"], batch) + 0.1 * returned[1]
+        return next_token_loss(returned[0]["logits"], batch) + 0.1 * returned[1]
 
     model, params = jp_nnx.model(
         module, loss=of_both, batch=tokens(), output=lambda returned, batch: returned[0]
@@ -362,13 +345,13 @@ def nnx_rows() -> Any:
 def linen_rows() -> Any:
     module = LinenModel()
     variables = module.init(jax.random.key(0), tokens())
-    model, params = jp_linen.model(module, variables, loss=cross_entropy, batch=tokens())
+    model, params = jp_linen.model(module, variables, loss=next_token_loss, batch=tokens())
     return model, params, module.apply
 
 
 def equinox_rows() -> Any:
     module = EquinoxModel(jax.random.key(0))
-    model, params = jp_equinox.model(module, loss=cross_entropy)
+    model, params = jp_equinox.model(module, loss=next_token_loss)
 
     def called(params: Any, batch: Any) -> Any:
         return jax.vmap(eqx.combine(params, module))(batch)
@@ -377,7 +360,7 @@ def equinox_rows() -> Any:
 
 
 def tokens() -> Any:
-    return jax.random.randint(jax.random.key(7), (B, T), 0, V)
+    return random_tokens(B)
 
 
 LIBRARIES = {nnx_rows: 2, linen_rows: 4, equinox_rows: 8}
@@ -418,7 +401,7 @@ def test_logits_are_those_of_the_module(library: Any, ranks: int):
 def test_an_output_that_needs_more_than_x_is_refused():
     module = NnxModel(nnx.Rngs(0))
     model, params = jp_nnx.model(
-        module, loss=lambda returned, batch: cross_entropy(returned[0]["logits"], batch)
+        module, loss=lambda returned, batch: next_token_loss(returned[0]["logits"], batch)
     )
     pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
     with pytest.raises(ValueError, match=r"depends on what layers return besides x, .* Give `outp"):

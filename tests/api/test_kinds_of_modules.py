@@ -9,25 +9,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from small_modules import D, T, V, next_token_loss, random_tokens
 
 import jaxpipe as jp
 from jaxpipe import equinox as jp_equinox
 from jaxpipe import linen as jp_linen
 from jaxpipe import nnx as jp_nnx
 
-B, T, D, V = 8, 6, 8, 16
-
-
-def tokens() -> Any:
-    return jax.random.randint(jax.random.key(7), (B, T), 0, V)
-
-
-def loss(logits: Any, batch: Any) -> Any:
-    targets = jnp.roll(batch, -1, axis=1)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+B = 8
+tokens, loss = partial(random_tokens, B), next_token_loss
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:

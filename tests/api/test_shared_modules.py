@@ -1,5 +1,6 @@
 """Modules that share layers, as their authors wrote them, in a pipeline."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,22 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from small_modules import D, EquinoxBlock, LinenBlock, V, next_token_loss, random_tokens
 
 import jaxpipe as jp
 from jaxpipe import equinox as jp_equinox
 from jaxpipe import linen as jp_linen
 from jaxpipe import nnx as jp_nnx
 
-B, T, D, V = 16, 6, 8, 16
-
-
-def tokens() -> Any:
-    return jax.random.randint(jax.random.key(7), (B, T), 0, V)
-
-
-def loss(logits: Any, batch: Any) -> Any:
-    targets = jnp.roll(batch, -1, axis=1)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+tokens, loss = partial(random_tokens, 16), next_token_loss
 
 
 class Block(nnx.Module):
@@ -99,7 +92,11 @@ def of_nnx(module: Any, layers: Any) -> Any:
         nnx.update(trained, params)
         return loss(trained(batch), batch)
 
-    return *jp_nnx.model(module, layers=layers, loss=loss, batch=tokens()), plain, module(tokens())
+    return (
+        *jp_nnx.model(module, layers=layers, loss=loss, batch=tokens()),
+        plain,
+        module(tokens()),
+    )
 
 
 def albert() -> Any:
@@ -131,12 +128,6 @@ def universal() -> Any:
     rngs = nnx.Rngs(0)
     blocks = [Block(rngs, scale) for scale in (1.0, 0.5, 1.0, 0.5)]
     return of_nnx(Universal(blocks, rngs), ("blocks",))
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(D)(nn.gelu(nn.Dense(2 * D)(nn.LayerNorm()(x))))
 
 
 class LinenMixer(nn.Module):
@@ -178,13 +169,6 @@ def linen_albert() -> Any:
     return of_linen(LinenZamba(None), "shared")
 
 
-class EquinoxBlock(eqx.Module):
-    mlp: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x + jax.vmap(self.mlp)(x)
-
-
 class EquinoxModel(eqx.Module):
     table: Any
     blocks: tuple[Any, ...]
@@ -200,7 +184,7 @@ class EquinoxModel(eqx.Module):
 
 def of_equinox(num_blocks: int, layers: Any) -> Any:
     keys = jax.random.split(jax.random.key(0), 10)
-    blocks = [EquinoxBlock(eqx.nn.MLP(D, D, 2 * D, 1, key=key)) for key in keys[1:8]]
+    blocks = [EquinoxBlock(key) for key in keys[1:8]]
     table = eqx.nn.Embedding(V, D, key=keys[0])
     module = EquinoxModel(table, tuple(blocks[1 : 1 + num_blocks]), blocks[0])
     model, params = jp_equinox.model(module, layers=layers, loss=loss, batch=tokens())
@@ -335,7 +319,7 @@ def test_an_equinox_module_in_two_places_is_refused():
         alias: Any
 
     table = eqx.nn.Embedding(V, D, key=jax.random.key(0))
-    block = EquinoxBlock(eqx.nn.MLP(D, D, 2 * D, 1, key=jax.random.key(1)))
+    block = EquinoxBlock(jax.random.key(1))
     module = TwoNames(table, (), block, block)
     with pytest.raises(ValueError, match=r"in several places of the module, \.shared, \.alias"):
         jp_equinox.model(module, layers="shared", loss=loss, batch=tokens())

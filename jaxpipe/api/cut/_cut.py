@@ -63,7 +63,6 @@ def cut_model(
             divided into those of the embedding and those of the loss, kinds of layers are found,
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
-
         stacked: Whether `cut` is that of a scan over a stack of layers.
 
     Raises:
