@@ -237,7 +237,8 @@ def test_rows_of_a_device_that_are_said_to_be_enough_are_named():
 def attending(w: Any, x: Any, batch: Any, wrong: float = 0.0) -> Any:
     """Attention over the entries of a row. A bias of its keys changes no weight."""
     q, k = x[:, :, None] * w["q"], x[:, :, None] * w["k"] + w["bias"]
-    weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
+    nearer = jnp.tril(jnp.ones((D, D), jnp.float32))  # says float32, as masks of Flax do
+    weights = jax.nn.softmax(q @ k.swapaxes(1, 2) + nearer)
     return x + (weights @ x[:, :, None])[:, :, 0] + wrong * jnp.mean(w["bias"] * w["q"])
 
 
