@@ -64,10 +64,12 @@ class Model:
             microbatches. `aux["loss"]` is added to the loss; all others become metrics. For several
             kinds of layers a dict of functions in the order in which kinds run, such as
             `{"encoder": encoder_layer, "decoder": decoder_layer}`; `params["layers"]` then has the
-            same names, with the layers of each kind. A layer whose fourth parameter is called
-            `past` can run slices of sequences, and returns `past` last: `(params of one layer, x,
-            batch, past) -> (x, past)` or `-> (x, aux, past)`. `past.append((keys, values))` returns
-            those of all slices so far, and the `past` to return.
+            same names, with the layers of each kind. A kind may return another x than it is given,
+            if all of its layers are given the same; all leaves are then [b, ...]. A layer whose
+            fourth parameter is called `past` can run slices of sequences, and returns `past` last:
+            `(params of one layer, x, batch, past) -> (x, past)` or `-> (x, aux, past)`.
+            `past.append((keys, values))` returns those of all slices so far, and the `past` to
+            return.
         loss: `(params["head"], x, batch) -> loss`. The loss is a scalar, the mean over rows that
             count equally; or `jp.Weighted(total, weight)`, and the loss of the batch is the sum of
             totals divided by the sum of weights. `(loss, metrics)` with a dict is accepted for

@@ -56,6 +56,11 @@ def num_rows(batch: PyTree) -> int:
     return jnp.shape(jax.tree.leaves(batch)[0])[0]
 
 
+def shape_of(leaf: Any, skipped: int = 0) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, without its first dims."""
+    return jax.ShapeDtypeStruct(jnp.shape(leaf)[skipped:], jnp.result_type(leaf))
+
+
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path)
 

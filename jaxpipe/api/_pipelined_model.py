@@ -32,6 +32,7 @@ from ._layouts import even_counts
 from ._losses import loss_parts
 from ._model import Model, check_means
 from ._outputs import from_metrics, merge_pieces, returning_outputs, sharded
+from ._packed_x import PackedX, on_packed, packed_x
 from ._params import (
     GRADIENTS,
     InList,
@@ -42,6 +43,7 @@ from ._params import (
     is_stored,
     weights_of,
 )
+from ._pieces import shape_of
 from ._rows import RowReport, row_report, smallest_factor
 from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
@@ -52,7 +54,6 @@ from ._staging import (
     on_all_rows,
     piece_shapes,
     rows_divided,
-    shape_of,
     staged_model,
     undivided,
 )
@@ -403,10 +404,11 @@ class PipelinedModel(InspectedModel):
 
     def _loss_arguments(self, params: StoredParams, batch: PyTree, key: Array | None) -> Any:
         """Returns the shapes of what `loss` and `output` are given of a whole microbatch."""
-        num_shards = num_row_shards(self.mesh)
-        rows = piece_shapes(self.model, batch, self.num_pieces, num_shards, 1)
+        plan, weights = self._plan_of(params), unmark(weights_of(params))
+        rows = piece_shapes(self.model, batch, self.num_pieces, num_row_shards(self.mesh), 1)
         key_or_none = () if key is None or not self.takes_key else key
-        return loss_arguments(self.model, unmark(weights_of(params)), rows, key_or_none)
+        _, packed = self._packed(plan, weights, batch, key_or_none)
+        return loss_arguments(self.model, weights, rows, key_or_none, packed)
 
     def _with_rows(
         self, metrics: dict[str, Any], params: StoredParams, batch: PyTree, key: Array | None
@@ -542,9 +544,10 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
-        model, names, draws, whole = self.model, (), {}, False
+        of_user, packed = self._packed(plan, all_weights, batch, keys[0])
+        model, names, draws, whole = of_user, (), {}, False
         if num_row_shards(self.mesh) > 1:
-            report = self._row_report(plan, all_weights, batch, keys[0])
+            report = self._row_report(of_user, plan, all_weights, batch, keys[0])
             report.check(self.mesh)
             names, draws = report.run_on_every_device, report.draws
             if self.told.vocab_parallel and "loss" in {*names, *draws}:
@@ -558,7 +561,7 @@ class PipelinedModel(InspectedModel):
                 model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)
         inputs = make_inputs(
-            self.model,
+            of_user,
             self.mesh,
             self.num_pieces,
             all_weights,
@@ -570,7 +573,7 @@ class PipelinedModel(InspectedModel):
             loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs.batch)
-        check_effects(self.model, self.engine, self.mesh, all_weights, rows, key_or_none)
+        check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         plan = _with_layer_specs(plan, weights)
@@ -578,7 +581,7 @@ class PipelinedModel(InspectedModel):
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
-        return plan, self._staged_model(model, plan), weights, inputs, layer_keys
+        return plan, self._staged_model(model, plan, packed), weights, inputs, layer_keys
 
     def _arguments_of_contributions(
         self,
@@ -634,24 +637,32 @@ class PipelinedModel(InspectedModel):
         plan, weights = self._plan_of(stored), unmark(weights_of(stored))
         if self.model.takes_key and key is None:
             key = jax.eval_shape(lambda: jax.random.key(0))
-        return self._row_report(plan, weights, batch, () if key is None else key)
+        key_or_none = () if key is None else key
+        model, _ = self._packed(plan, weights, batch, key_or_none)
+        return self._row_report(model, plan, weights, batch, key_or_none)
+
+    def _packed(
+        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+    ) -> tuple[Model, PackedX | None]:
+        """Returns the model whose layers all return one x, and what takes its place, if needed."""
+        counts = self.num_pieces, num_row_shards(self.mesh), self.num_slices
+        rows = piece_shapes(self.model, batch, *counts)
+        packed = packed_x(self.model, self.engine, plan, weights, rows, key)
+        return (self.model if packed is None else on_packed(self.model, packed)), packed
 
     def _row_report(
-        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+        self, model: Model, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> RowReport:
         shapes = jax.tree.map(shape_of, weights)
-        layers = jax.eval_shape(partial(self.engine.unstack, plan), shapes["stages"])
         groups = {name: shapes[name] for name in shapes if name != "stages"}
-        groups["layers"] = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
-        )
-        shapes_of = partial(piece_shapes, self.model, batch, self.num_pieces)
+        groups["layers"] = self.engine.layers_by_kind(plan, shapes["stages"])
+        shapes_of = partial(piece_shapes, model, batch, self.num_pieces)
         microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
         num_rows = jax.tree.leaves(microbatch)[0].shape[0]
         # Where no axis divides rows, the question is what would be if one did.
         num_blocks = num_shards if num_shards > 1 else smallest_factor(num_rows)
         report = row_report(
-            self.model,
+            model,
             groups,
             (microbatch, shapes_of(num_blocks, self.num_slices)),
             jax.tree.map(shape_of, key),
@@ -663,22 +674,27 @@ class PipelinedModel(InspectedModel):
         self.last_rows[:] = [report]
         return report
 
-    def _staged_model(self, of_user: Model, plan: PipelinePlan) -> StagedModel:
+    def _staged_model(
+        self, of_user: Model, plan: PipelinePlan, packed: PackedX | None
+    ) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
         divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
         stages_of = self._stages_of(plan)
+        per_rank = packed if self.engine.program_per_rank else None
+        hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
+
+        def staged(model: Model) -> StagedModel:
+            made = staged_model(model, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
+            return replace(made, hand_overs=hand_overs)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
-            model = close_over(of_user, frozen)
-            return staged_model(model, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
+            return staged(close_over(of_user, frozen))
 
-        model = staged_model(of_user, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
-        return replace(model, bind=bind)
+        return replace(staged(of_user), bind=bind)
 
 
 def _with_layer_specs(plan: PipelinePlan, weights: dict[str, Any]) -> PipelinePlan:
     """Returns the plan with the specs of a layer, if layers gather their own parameters."""
-    if plan.gather != "layer":
-        return plan
-    return replace(plan, layer_specs=layer_specs(plan, weights["stages"]))
+    by_layer = plan.gather == "layer"
+    return replace(plan, layer_specs=layer_specs(plan, weights["stages"])) if by_layer else plan

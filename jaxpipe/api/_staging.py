@@ -23,7 +23,8 @@ from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, loss_parts
 from ._model import Model, ModelFunction
-from ._pieces import check_appended, num_rows, on_pieces, sum_pieces, to_pieces, to_slices
+from ._packed_x import PackedX
+from ._pieces import check_appended, num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
 
 
 class PieceInputs(NamedTuple):
@@ -112,12 +113,15 @@ def piece_shapes(
 
 
 def loss_arguments(
-    model: Model, weights: dict[str, Any], rows: PyTree, key: Any
+    model: Model, weights: dict[str, Any], rows: PyTree, key: Any, packed: PackedX | None
 ) -> tuple[PyTree, PyTree, PyTree, Any]:
     """Returns the shapes of what `loss` and `output` are given, (head, x, rows, key)."""
     shapes, key = jax.tree.map(shape_of, (weights, key))
     boundary = boundary_model(model, 1).boundary(shapes)
-    x = jax.eval_shape(model.embed, shapes["embed"], rows, key)
+    if packed is None:
+        x = jax.eval_shape(model.embed, shapes["embed"], rows, key)
+    else:
+        x = packed.entering[-1].shapes(num_rows(rows))
     return boundary if model.tied else boundary["head"], x, rows, key
 
 
@@ -486,7 +490,8 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
 
 _LAYER_FORMS = (
     "Return x, of the same structure and shapes, or (x, aux) with a dict of scalars by name: "
-    "auxiliary losses and metrics."
+    "auxiliary losses and metrics. A layer that changes x is a kind of its own: give a dict as "
+    "`Model.layer`."
 )
 
 
@@ -514,8 +519,3 @@ def _is_pair(returned: Any, x: PyTree) -> bool:
     if jax.tree.structure(returned) == jax.tree.structure(x):
         return False
     return isinstance(returned, tuple) and len(returned) == 2
-
-
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

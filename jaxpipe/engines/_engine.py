@@ -88,6 +88,11 @@ class PipelinePlan:
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     compute_dtype: Any = None
 
+    @property
+    def kinds_of_layers(self) -> tuple[str, ...]:
+        """Returns the kind of every layer in the order in which they run; () without kinds."""
+        return self.order or tuple(kind for kind, count in self.kinds for _ in range(count))
+
 
 class OwnSchedule(NamedTuple):
     """The schedule of an engine that runs no other.
@@ -229,6 +234,12 @@ class Engine:
     def runs_ticks(self) -> bool:
         """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""
         return self.runs_schedules and not self.program_per_rank
+
+    def layers_by_kind(self, plan: PipelinePlan, stages: PyTree) -> PyTree:
+        """Returns shapes of one layer, from those of stored stages; of each kind if there are."""
+        if not plan.kinds:
+            return self.layer_shapes(stages, None)
+        return {kind: self.layer_shapes(stages, kind) for kind, _ in plan.kinds}
 
     def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each rank stores; None if leaves stack all stages."""

@@ -46,7 +46,7 @@ def with_kinds(engine: Engine) -> Engine:
     def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.layer_keys(plan, dropout, frozen)
-        plans, order, keys_by_kind = _plans(engine, plan), np.array(_order(plan)), {}
+        plans, order, keys_by_kind = _plans(engine, plan), np.array(plan.kinds_of_layers), {}
         for kind, _ in plan.kinds:
             (ids,) = np.nonzero(order == kind)
             keys = jax.tree.map(lambda leaf: leaf[ids], dropout)  # noqa: B023
@@ -93,14 +93,9 @@ def with_kinds(engine: Engine) -> Engine:
     )
 
 
-def _order(plan: PipelinePlan) -> tuple[str, ...]:
-    """Returns the kind of every layer."""
-    return plan.order or tuple(kind for kind, count in plan.kinds for _ in range(count))
-
-
 def _patterns(plan: PipelinePlan) -> list[tuple[str, ...]]:
     """Returns the kinds of the layers of every stage, in forward order."""
-    order = _order(plan)
+    order = plan.kinds_of_layers
     return [order[ids.start : ids.stop] for ids in plan.layout.stage_layer_ids]
 
 

@@ -52,7 +52,7 @@ def mpmd_value_and_grad(
         grad = _gradient(_loss_of_slices(model, remat, keys))
         value, sums = _over_slices(grad, weights, batch_inputs, schedule, "value_and_grad")
     else:
-        grad = _gradient(_microbatch_loss(model, remat(model.stage), keys))
+        grad = _gradient(_microbatch_loss(model, remat, keys))
         value, sums = _over_microbatches(grad, weights, batch_inputs, schedule, "value_and_grad")
     return value, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
@@ -69,7 +69,7 @@ def mpmd_value(
     if is_sliced(schedule):
         loss, over = _loss_of_slices(model, keep, keys), _over_slices
     else:
-        loss, over = _microbatch_loss(model, model.stage, keys), _over_microbatches
+        loss, over = _microbatch_loss(model, keep, keys), _over_microbatches
 
     def without_grads(*arguments: Any) -> Any:
         return loss(*arguments), ()
@@ -108,16 +108,21 @@ def _reduction(of_microbatch: PyTree) -> PyTree:
     return (Add, {name: Concat() if x.ndim else Add for name, x in metrics.items()}), Add
 
 
-def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]) -> Callable:
+def _microbatch_loss(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) -> Callable:
     """Returns `(weights, inputs_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
     def loss(weights: dict[str, Any], inputs_m: PyTree, index: Any) -> Any:
         x, stage_aux = model.embed(weights["embed"], inputs_m), None
+        if model.hand_overs:
+            x = model.hand_overs[0].take(x)
         stage_keys = keys if len(keys) else [()] * len(weights["stages"])
-        for stage_weights, key in zip(weights["stages"], stage_keys, strict=True):
-            x, aux = stage(stage_weights, x, inputs_m, fold_in_microbatch(key, index))
+        for i, (of_stage, key) in enumerate(zip(weights["stages"], stage_keys, strict=True)):
+            stage = remat(model.stage_of(i))
+            x, aux = stage(of_stage, x, inputs_m, fold_in_microbatch(key, index))
             x = mark_stage_end(x)
             stage_aux = aux if stage_aux is None else _add_metrics(stage_aux, aux)
+        if model.hand_overs:
+            x = model.hand_overs[-1].restore(x)
         loss, loss_metrics = model.loss(model.boundary(weights), x, inputs_m)
         return combine_losses(loss, loss_metrics, stage_aux or {})
 

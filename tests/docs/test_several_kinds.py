@@ -14,7 +14,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "several-kinds.md"
 
 def blocks() -> dict[str, str]:
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = ["model", "plain", "pipelined", "vision", "mtp", "layout", "order", "modules", "shared"]
+    names = [
+        "model",
+        "plain",
+        "pipelined",
+        "vision",
+        "mtp",
+        "layout",
+        "order",
+        "unet",
+        "modules",
+        "shared",
+    ]
     return dict(zip(names, found, strict=True))
 
 
@@ -129,3 +140,29 @@ def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     zamba = names["Zamba"](names["nnx"].Rngs(0))
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), zamba(batch), batch)
     close(pipe.value(pipe.shard(names["zamba_params"]), batch)[0], wanted, 1e-5)
+
+
+def test_the_unet_computes_the_loss_of_the_plain_program():
+    names: dict[str, Any] = {}
+    for block in ("model", "unet"):
+        run(block, names)
+    keys = iter(jax.random.split(jax.random.key(5), 16))
+
+    def kernel(before: int, after: int) -> jax.Array:
+        return jax.random.normal(next(keys), (3, 3, before, after)) / (9 * before) ** 0.5
+
+    layers: dict[str, Any] = {"middle": [kernel(16, 16)]}
+    for i, c in enumerate((4, 8)):
+        layers[f"down_{i}"] = [{"conv": kernel(c, c), "half": kernel(c, 2 * c)}]
+        layers[f"up_{i}"] = [{"half": kernel(2 * c, c), "conv": kernel(2 * c, c)}]
+    params = {"embed": kernel(3, 4), "layers": layers, "head": kernel(4, 3)}
+    image, target = jax.random.normal(next(keys), (2, 8, 8, 8, 3))
+    batch = {"image": image, "target": target}
+    x = names["image_embed"](params["embed"], batch)
+    for kind, layer in names["levels"].items():
+        x = layer(layers[kind][0], x, batch)
+    wanted = names["image_loss"](params["head"], x, batch)
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    for options in ({"engine": "mpmd"}, {}):
+        pipe = jp.pipeline(names["unet"], schedule="1f1b", mesh=mesh, microbatches=4, **options)
+        close(pipe.jit(pipe.value)(pipe.shard(params), batch)[0], wanted, 1e-5)

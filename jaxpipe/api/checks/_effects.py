@@ -16,7 +16,7 @@ from ...engines import ENGINES, Engine
 from ...ir.graph import effects_of
 from .._losses import loss_parts
 from .._model import Model
-from .._staging import shape_of
+from .._pieces import shape_of
 
 
 def check_effects(

@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 from ...ir.rows import is_same
 from .._dependence import dependent_inputs
 from .._model import Model, ModelFunction
+from .._pieces import shape_of
 from ._layer_calls import (
     LayerArguments,
     LayerCall,
@@ -30,7 +31,7 @@ from ._layer_calls import (
     check_same_arguments,
     x_and_extras,
 )
-from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
+from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of_key, unpacked
 from ._repeated_calls import layers_by_calls
 from ._scan import ScanParts
 

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from .._dependence import dependent_inputs, pruned
 from .._losses import Weighted, loss_parts
+from .._pieces import shape_of
 from ._extras import Weights, weights_of_extras
 
 Outer = Mapping[str, Any]
@@ -279,11 +280,6 @@ def unpacked(x: PyTree, carried: Sequence[Any]) -> tuple[PyTree, list[Any]]:
 def or_none(key: Any) -> Any:
     """Returns a key, or None for ()."""
     return key if jax.tree.leaves(key) else None
-
-
-def shape_of(leaf: Any, skipped: int = 0) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, without its first dims."""
-    return jax.ShapeDtypeStruct(jnp.shape(leaf)[skipped:], jnp.result_type(leaf))
 
 
 def shape_of_key(takes_key: bool) -> Any:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._pieces import shape_of
 from ._layer_calls import LayerCall, arguments_of, x_and_extras
-from ._parts import CutModule, Outer, shape_of, shape_of_key
+from ._parts import CutModule, Outer, shape_of_key
 
 
 def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:

@@ -223,7 +223,7 @@ def _trace(
     """
     pipe = replace(pipe, told=replace(pipe.told, gather="tick", **options))
     traced: dict[str, Any] = dict.fromkeys(
-        ("kept", "residuals", "wgrad_residuals", "past", "past_cotangent"), 0
+        ("activation", "kept", "residuals", "wgrad_residuals", "past", "past_cotangent"), 0
     )
 
     def measure(*given: PyTree) -> None:
@@ -231,23 +231,27 @@ def _trace(
         rows = [jax.tree.map(partial(_first_piece, times=n), inputs) for n in (1, 2)]
         xs = [model.embed(weights["embed"], row) for row in rows]
 
-        def of_a_row(count: Callable, stage: Callable, w: PyTree, key: PyTree) -> int:
-            one, two = (count(stage, w, x, row, key) for x, row in zip(xs, rows, strict=True))
-            return two - one  # what two rows store once is no residual of a row
+        for i, (w, key) in enumerate(_stages(weights["stages"], keys)):
+            entering = [model.hand_overs[i].take(x) for x in xs] if model.hand_overs else xs
 
-        for w, key in _stages(weights["stages"], keys):
-            run = plan.remat(model.stage)
+            def of_a_row(count: Callable, stage: Callable) -> int:
+                pairs = zip(entering, rows, strict=True)  # noqa: B023
+                one, two = (count(stage, w, x, row, key) for x, row in pairs)  # noqa: B023
+                return two - one  # what two rows store once is no residual of a row
+
+            stage = model.stage_of(i)
+            run = plan.remat(stage)
             of_stage = {
-                "kept": of_a_row(residual_bytes, model.stage, w, key),
-                "residuals": of_a_row(residual_bytes, run, w, key),
+                "activation": _bytes(entering[0]),
+                "kept": of_a_row(residual_bytes, stage),
+                "residuals": of_a_row(residual_bytes, run),
             }
             if splits:
-                of_stage["wgrad_residuals"] = of_a_row(wgrad_residual_bytes, run, w, key)
+                of_stage["wgrad_residuals"] = of_a_row(wgrad_residual_bytes, run)
             if model.sliced_stage is not None:
                 of_stage |= _past_bytes(model, plan, w, xs[0], rows[0], key)
             traced.update({name: max(size, traced[name]) for name, size in of_stage.items()})
         loss = jax.make_jaxpr(model.loss)(model.boundary(weights), xs[0], rows[0])
-        traced["activation"] = _bytes(xs[0])
         traced["loss"] = LOGITS * 4 * _largest_product(loss.jaxpr)
         shards = num_row_shards(plan.mesh) if plan.whole_microbatches else 1
         for name in traced:  # of a slice, but for the state that slices carry

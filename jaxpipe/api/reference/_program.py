@@ -282,8 +282,12 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """Returns what a layer returned, which may be x alone, as (x, auxiliary scalars)."""
     if jax.tree.structure(returned) == jax.tree.structure(x):
         return returned, {}
-    y, aux = returned
-    return y, in_sum_dtype(aux or {})
+    if isinstance(returned, tuple) and len(returned) == 2:
+        y, aux = returned
+        is_dict = isinstance(aux, dict | None)
+        if is_dict and all(jnp.ndim(value) == 0 for value in (aux or {}).values()):
+            return y, in_sum_dtype(aux or {})
+    return returned, {}  # a layer may return another x than it is given
 
 
 def embed_key(key: Any, piece: Any) -> Any:

@@ -11,16 +11,29 @@ target weights are divided by those of the whole batch beforehand. An engine the
 the contributions of microbatches, and never scales a loss or a gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from ._past import Past
+
+
+class HandOver(NamedTuple):
+    """What is handed over in one place, if it is less than all of x.
+
+    Attributes:
+        take: From x to what is handed over.
+        restore: The inverse.
+    """
+
+    take: Callable[[Any], Any]
+    restore: Callable[[Any], Any]
+
 
 Aux = dict[str, Array]
 """Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
@@ -71,6 +84,7 @@ class StagedModel:
     vocab_parallel_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
     bind: "Callable[[Any], StagedModel] | None" = None
     sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
+    hand_overs: Sequence[HandOver] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))
@@ -78,6 +92,18 @@ class StagedModel:
     def boundary(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns the weights that `loss` reads: the head's, and the embedding's if tied."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
+
+    def stage_of(self, index: int) -> Callable[[Any, Any, Any, Any], tuple[Any, Aux]]:
+        """Returns a stage that is given, and returns, what programs of ranks hand over."""
+        if self.hand_overs is None:
+            return self.stage
+        before, behind = self.hand_overs[index : index + 2]
+
+        def stage(weights: Any, x: Any, inputs_m: Any, rng: Any) -> tuple[Any, Aux]:
+            y, aux = self.stage(weights, before.restore(x), inputs_m, rng)
+            return behind.take(y), aux
+
+        return stage
 
     def with_constants(self, constants: Any) -> "StagedModel":
         """Returns the model whose embedding and loss read `constants`."""

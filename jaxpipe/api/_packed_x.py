@@ -1,0 +1,252 @@
+"""Layers that return another x than they are given, such as those of a U-Net.
+
+Engines hand over one x, of the same structure and shapes between all layers. Here a row of x
+becomes one vector for each dtype, as long as that of the largest x, which layers unpack and pack
+again.
+b rows, K numbers of a row in the largest x.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..autodiff.staged_model import HandOver
+from ..engines import Engine, PipelinePlan
+from ..schedules import language
+from ._model import Model, ModelFunction
+from ._pieces import num_rows, on_pieces, shape_of
+
+
+@dataclass(frozen=True)
+class XType:
+    """What x is in one place: its structure, and the shape and dtype of every leaf of a row."""
+
+    tree: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    def shapes(self, num_rows: int) -> PyTree:
+        """Returns the shapes of x of so many rows."""
+        leaves = [jax.ShapeDtypeStruct((num_rows, *shape), dtype) for shape, dtype in self.leaves]
+        return self.tree.unflatten(leaves)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Returns how many numbers of each dtype a row has."""
+        sums: dict[str, int] = {}
+        for shape, dtype in self.leaves:
+            sums[dtype.name] = sums.get(dtype.name, 0) + math.prod(shape)
+        return sums
+
+    def __str__(self) -> str:
+        leaves = [f"{dtype.name}[b, {', '.join(map(str, shape))}]" for shape, dtype in self.leaves]
+        return str(self.tree.unflatten(leaves)).replace("'", "")
+
+
+@dataclass(frozen=True)
+class PackedX:
+    """The types of x, and the vectors that take its place.
+
+    Attributes:
+        kinds: The kind of every layer, in forward order.
+        entering: The type of x that enters each layer, in forward order, and that which enters the
+            loss.
+        widths: K, by dtype.
+    """
+
+    kinds: tuple[str, ...]
+    entering: tuple[XType, ...]
+    widths: Mapping[str, int]
+
+    def pack(self, x: PyTree, kind: XType) -> dict[str, Any]:
+        """Returns [b, K] arrays by dtype, with zeros where this x has fewer numbers."""
+        by_dtype: dict[str, list[Any]] = {name: [] for name in self.widths}
+        rows = num_rows(x)
+        for leaf, (_, dtype) in zip(jax.tree.leaves(x), kind.leaves, strict=True):
+            by_dtype[dtype.name].append(jnp.reshape(leaf, (rows, -1)))
+        return {
+            name: _filled(parts, rows, self.widths[name], name) for name, parts in by_dtype.items()
+        }
+
+    def unpack(self, packed: dict[str, Any], kind: XType) -> PyTree:
+        """Returns x: the inverse of `pack`."""
+        starts, leaves = dict.fromkeys(packed, 0), []
+        for shape, dtype in kind.leaves:
+            first, flat = starts[dtype.name], packed[dtype.name]
+            starts[dtype.name] += math.prod(shape)
+            part = flat[:, first : starts[dtype.name]]
+            leaves.append(jnp.reshape(part, (flat.shape[0], *shape)))
+        return kind.tree.unflatten(leaves)
+
+    def hand_overs(self, layers_of_stages: Sequence[range]) -> tuple[HandOver, ...]:
+        """Returns what programs of ranks hand over: x as it is, of d pieces."""
+
+        def of(kind: XType) -> HandOver:
+            return HandOver(
+                partial(on_pieces, partial(self.unpack, kind=kind), 0),
+                partial(on_pieces, partial(self.pack, kind=kind), 0),
+            )
+
+        first = [ids.start for ids in layers_of_stages]
+        return tuple(of(self.entering[i]) for i in (*first, -1))
+
+
+def _filled(parts: list[Any], rows: int, width: int, dtype: str) -> Any:
+    missing = width - sum(part.shape[1] for part in parts)
+    return jnp.concatenate([*parts, jnp.zeros((rows, missing), dtype)], axis=1)
+
+
+def packed_x(
+    model: Model,
+    engine: Engine,
+    plan: PipelinePlan,
+    weights: dict[str, Any],
+    rows: PyTree,
+    key: Any,
+) -> PackedX | None:
+    """Returns the types of x if layers of several kinds change it; None if they do not.
+
+    Args:
+        weights: Stored parameters in the groups of engines, or their shapes.
+        rows: Shapes of a piece of the batch, [b, ...] leaves.
+        key: A dropout key or its shape, or ().
+
+    Raises:
+        ValueError: If layers change x, and a leaf of an x has no dim of rows, layers of one kind
+            are given different x, or the schedule has slices of sequences.
+    """
+    if not plan.kinds:
+        return None
+    shapes, key = jax.tree.map(shape_of, (weights, key))
+    groups = {name: shapes[name] for name in shapes if name != "stages"}
+    groups["layers"] = engine.layers_by_kind(plan, shapes["stages"])
+    kinds, count = plan.kinds_of_layers, num_rows(rows)
+    x = jax.eval_shape(model.embed, groups["embed"], rows, key)
+    found, behind = [x], dict[Any, Any]()
+    for kind in kinds:
+        asked = kind, _hashable(found[-1])
+        if asked not in behind:
+            behind[asked] = _behind_layer(model, kind, groups, found[-1], rows, key)
+        found.append(behind[asked])
+        if _hashable(found[-1]) != _hashable(x):
+            _check_has_rows(found[-1], count)
+    if len({_hashable(x) for x in found}) == 1:
+        return None
+    _check_has_rows(x, count)
+    entering = tuple(map(_x_type, found))
+    _check_kinds(kinds, entering)
+    _check_whole(plan)
+    widths: dict[str, int] = {}
+    for name, width in (pair for x in entering for pair in x.widths.items()):
+        widths[name] = max(width, widths.get(name, 0))
+    return PackedX(kinds, entering, widths)
+
+
+def _behind_layer(
+    model: Model, kind: str, groups: dict[str, Any], x: PyTree, rows: PyTree, key: Any
+) -> PyTree:
+    """Returns the shapes of x behind a layer."""
+    layers: Any = model.layer
+    function, weights = layers[kind], groups["layers"][kind]
+    given = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
+
+    def layer(*arguments: Any) -> PyTree:
+        return _taken_apart(function(*arguments), x)[0]
+
+    return jax.eval_shape(layer, given, x, rows, key)
+
+
+def _taken_apart(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """Returns (x, auxiliary scalars): a pair with a dict of scalars, if x is not such a pair."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if jax.tree.structure(returned) == jax.tree.structure(x) or not is_pair:
+        return returned, {}
+    y, aux = returned
+    if aux is None:
+        return y, {}
+    is_aux = isinstance(aux, dict) and all(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(aux))
+    return (y, aux) if is_aux else (returned, {})
+
+
+def _hashable(x: PyTree) -> Any:
+    return jax.tree.structure(x), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x))
+
+
+def _x_type(x: PyTree) -> XType:
+    leaves, tree = jax.tree.flatten(x)
+    return XType(tree, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+
+
+def _check_has_rows(x: PyTree, count: int) -> None:
+    for leaf in jax.tree.leaves(x):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if leaf.shape[:1] != (count,) or is_key:
+            raise ValueError(
+                f"Layers change x, and one of its leaves is {leaf.dtype.name}{list(leaf.shape)} in "
+                f"a microbatch of {count} rows. Then all leaves are arrays of numbers [rows, "
+                "...]. Give this one as a parameter, a leaf of `batch` or an auxiliary output."
+            )
+
+
+def _check_kinds(kinds: Sequence[str], entering: Sequence[XType]) -> None:
+    first: dict[str, int] = {}
+    for i, (kind, x) in enumerate(zip(kinds, entering, strict=False)):
+        j = first.setdefault(kind, i)
+        if entering[j] != x:
+            raise ValueError(
+                f"Layers of the kind {kind!r} are given different x: layer {j} {entering[j]}, and "
+                f"layer {i} {x}. Return what the layer is given; or give these layers kinds of "
+                "their own, such as `layer={'down_0': down, 'down_1': down}`."
+            )
+
+
+def _check_whole(plan: PipelinePlan) -> None:
+    if plan.schedule is not None and language.num_slices(plan.schedule) > 1:
+        raise ValueError(
+            "`schedule` cuts sequences into slices, and layers return another x than they are "
+            "given, which may have sequences in any dim. Give a schedule of whole microbatches, "
+            "such as 1f1b."
+        )
+
+
+def on_packed(model: Model, packed: PackedX) -> Model:
+    """Returns a model whose layers all take and return [b, K] arrays in place of x."""
+    first, last = packed.entering[0], packed.entering[-1]
+    pairs = zip(packed.entering, packed.entering[1:], strict=False)
+    of_kind = dict(zip(packed.kinds, pairs, strict=True))
+
+    def embed(function: Callable) -> Callable:
+        return lambda *arguments: packed.pack(function(*arguments), first)
+
+    def layer(function: Callable, kind: str) -> ModelFunction:
+        before, after = of_kind[kind]
+
+        def call(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+            own = packed.unpack(x, before)
+            y, aux = _taken_apart(function(weights, own, batch, key), own)
+            return packed.pack(y, after), aux
+
+        return _calling(function, call)
+
+    def loss(function: Callable) -> Callable:
+        return lambda weights, x, *rest: function(weights, packed.unpack(x, last), *rest)
+
+    layers: Any = model.layer
+    of_ranks = model.vocab_parallel_loss
+    return replace(
+        model,
+        embed=_calling(model.embed, embed(model.embed)),
+        layer={kind: layer(function, kind) for kind, function in layers.items()},
+        loss=_calling(model.loss, loss(model.loss)),
+        output=None if model.output is None else _calling(model.output, loss(model.output)),
+        vocab_parallel_loss=None if of_ranks is None else loss(of_ranks),
+    )
+
+
+def _calling(function: Any, call: Callable) -> ModelFunction:
+    return replace(function, call=call)
