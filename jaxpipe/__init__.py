@@ -20,6 +20,7 @@ if typing.TYPE_CHECKING:
     from .api import Model as Model
     from .api import PipelinedModel as PipelinedModel
     from .api import Weighted as Weighted
+    from .api import layer_flops as layer_flops
     from .api import pipeline as pipeline
     from .api import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from .cli import emulate_devices as emulate_devices

@@ -104,6 +104,9 @@ class Model:
         order: The kind of every layer in the order in which they run, such as `("local", "local",
             "global") * 8`, if kinds do not run one after the other. `params["layers"]` is then a
             list of all layers in this order.
+        layer_costs: What a layer of each kind costs, such as `layer_flops` returns. Layers are
+            divided over stages so that the largest stage costs least, if that is at least a
+            twentieth less than with equal numbers of layers. Default: all layers cost the same.
         output: `(first argument of loss, x, batch) -> arrays [b, ...]`, any pytree, such as logits:
             what `PipelinedModel.apply` returns for every row. Default: x, what leaves the last
             layer.
@@ -132,6 +135,7 @@ class Model:
     vocab_parallel_loss: Callable[..., Any] | None = None
     contributions: bool = False
     order: Sequence[str] | None = None
+    layer_costs: Mapping[str, float] | None = None
     output: Callable[..., Any] | None = None
     plain: Callable[..., Any] | None = None
 
@@ -153,6 +157,7 @@ class Model:
             object.__setattr__(self, name, function)
         if not self.layer:
             raise ValueError("`layer` is empty. Give a function for each kind of layers.")
+        _check_costs(self.layer_costs, layer)
         if self.order is None:
             return
         check_order(self.order, layer)
@@ -189,6 +194,19 @@ class Model:
     def takes_key(self) -> bool:
         """Returns whether a function of the model takes a dropout key."""
         return any(function.takes_key for function in self.functions)
+
+
+def _check_costs(costs: Mapping[str, float] | None, layer: Any) -> None:
+    if costs is None:
+        return
+    kinds = list(layer) if isinstance(layer, Mapping) else []
+    if set(costs) != set(kinds):
+        raise ValueError(
+            f"`layer_costs` has {sorted(costs)}, and the kinds of `layer` are {sorted(kinds)}. "
+            "Give a cost for each kind, or leave it out."
+        )
+    if not all(cost >= 0 for cost in costs.values()) or not any(costs.values()):
+        raise ValueError(f"`layer_costs` is {dict(costs)}. Give costs of 0 or more, one above 0.")
 
 
 def layer_function(function: Callable, name: str) -> ModelFunction:

@@ -7,7 +7,7 @@ b rows, K numbers of a row in the largest x.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -125,40 +125,56 @@ def packed_x(
     shapes, key = jax.tree.map(shape_of, (weights, key))
     groups = {name: shapes[name] for name in shapes if name != "stages"}
     groups["layers"] = engine.layers_by_kind(plan, shapes["stages"])
-    kinds, count = plan.kinds_of_layers, num_rows(rows)
-    x = jax.eval_shape(model.embed, groups["embed"], rows, key)
-    found, behind = [x], dict[Any, Any]()
-    for kind in kinds:
-        asked = kind, _hashable(found[-1])
-        if asked not in behind:
-            behind[asked] = _behind_layer(model, kind, groups, found[-1], rows, key)
-        found.append(behind[asked])
-        if _hashable(found[-1]) != _hashable(x):
-            _check_has_rows(found[-1], count)
+    found: list[PyTree] = []
+    for x in x_of_layers(model, plan.kinds_of_layers, groups, rows, key):
+        found.append(x)
+        if _hashable(x) != _hashable(found[0]):
+            _check_has_rows(x, num_rows(rows))
     if len({_hashable(x) for x in found}) == 1:
         return None
-    _check_has_rows(x, count)
+    _check_has_rows(found[0], num_rows(rows))
     entering = tuple(map(_x_type, found))
-    _check_kinds(kinds, entering)
+    _check_kinds(plan.kinds_of_layers, entering)
     _check_whole(plan)
     widths: dict[str, int] = {}
     for name, width in (pair for x in entering for pair in x.widths.items()):
         widths[name] = max(width, widths.get(name, 0))
-    return PackedX(kinds, entering, widths)
+    return PackedX(plan.kinds_of_layers, entering, widths)
 
 
-def _behind_layer(
-    model: Model, kind: str, groups: dict[str, Any], x: PyTree, rows: PyTree, key: Any
-) -> PyTree:
-    """Returns the shapes of x behind a layer."""
+def x_of_layers(
+    model: Model, kinds: Sequence[str], groups: dict[str, Any], rows: PyTree, key: Any
+) -> Iterator[PyTree]:
+    """Yields the shapes of x that enters every layer, in forward order, and the loss.
+
+    Args:
+        kinds: The kind of every layer.
+        groups: Shapes of parameters in groups; "layers" has those of one layer of each kind.
+        rows: Shapes of rows of a batch, [b, ...] leaves.
+        key: The shape of a dropout key, or ().
+    """
+    x, behind = jax.eval_shape(model.embed, groups["embed"], rows, key), dict[Any, Any]()
+    yield x
+    for kind in kinds:
+        asked = kind, _hashable(x)
+        if asked not in behind:
+            function, weights = layer_with_weights(model, kind, groups)
+
+            def layer(*arguments: Any, function: Callable = function, x: PyTree = x) -> PyTree:
+                return _taken_apart(function(*arguments), x)[0]
+
+            behind[asked] = jax.eval_shape(layer, weights, x, rows, key)
+        x = behind[asked]
+        yield x
+
+
+def layer_with_weights(
+    model: Model, kind: str, groups: dict[str, Any]
+) -> tuple[ModelFunction, PyTree]:
+    """Returns the function of a kind of layers, and its first argument, from those of groups."""
     layers: Any = model.layer
-    function, weights = layers[kind], groups["layers"][kind]
-    given = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
-
-    def layer(*arguments: Any) -> PyTree:
-        return _taken_apart(function(*arguments), x)[0]
-
-    return jax.eval_shape(layer, given, x, rows, key)
+    weights = groups["layers"][kind]
+    return layers[kind], {"layer": weights, "shared": groups["shared"]} if model.shared else weights
 
 
 def _taken_apart(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:

@@ -63,7 +63,7 @@ def pipeline(
             must then take `past` (see `Model`). Default: 2.
         layers_per_stage: The number of layers of every stage in forward order, or a layout string
             such as "Et*3|t*4|t*3L". Layers of all kinds count, in the order in which they run; m is
-            a layer of the last kind, "mtp". Default: as even as possible.
+            a layer of the last kind, "mtp". Default: as even as possible, by `Model.layer_costs`.
         engine: "unpipelined", "circular", "scheduled" (one program), "mpmd" (a program for each
             rank), or "auto": the first that can run the schedule.
         remat: What a stage stores for its backward: a wrapper of functions such as

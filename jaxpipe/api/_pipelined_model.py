@@ -28,7 +28,7 @@ from ._frozen import (
     unmark,
 )
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
-from ._layouts import even_counts
+from ._layouts import layer_counts
 from ._losses import loss_parts
 from ._model import Model, check_means
 from ._outputs import from_metrics, merge_pieces, returning_outputs, sharded
@@ -481,16 +481,20 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If there are fewer layers than stages, or `layers_per_stage` has others.
         """
-        counts = self._layer_counts(total_layers(num_layers))
-        return replace(
+        told = replace(
             self.told,
-            layout=self.engine.layout(self.schedule, self.mesh.shape["stage"], counts),
             # Without shards there is nothing to gather.
             gather=self.told.gather if gathered_size(self.mesh, specs) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
             order=tuple(self.model.order or ()),
             param_specs=specs,
         )
+        costs, has_costs = self.model.layer_costs or {}, told.kinds and self.model.layer_costs
+        of_layers = [costs[kind] for kind in told.kinds_of_layers] if has_costs else None
+        total, given = total_layers(num_layers), self.layers_per_stage
+        counts = layer_counts(total, self.num_stages, given, of_layers)
+        layout = self.engine.layout(self.schedule, self.mesh.shape["stage"], counts)
+        return replace(told, layout=layout)
 
     @property
     def num_pieces(self) -> int:
@@ -515,17 +519,6 @@ class PipelinedModel(InspectedModel):
     @property
     def _any_num_layers(self) -> int:
         return sum(self.layers_per_stage) if self.layers_per_stage else self.num_stages
-
-    def _layer_counts(self, num_layers: int) -> tuple[int, ...]:
-        if self.layers_per_stage is None:
-            return even_counts(num_layers, self.num_stages)
-        counts = self.layers_per_stage
-        if sum(counts) != num_layers or len(counts) != self.num_stages:
-            raise ValueError(
-                f"`layers_per_stage` is {counts}: {sum(counts)} layers in {len(counts)} stages. "
-                f"The model has {num_layers} layers and the schedule {self.num_stages} stages."
-            )
-        return counts
 
     def _arguments(
         self, params: StoredParams, batch: PyTree, key: Array | None

@@ -1,14 +1,15 @@
 """What the layer and the loss of a model of plain functions do, by their jaxprs."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Var, jaxprs_in_params
 from jaxtyping import PyTree
 
 from ..cost.work import Product
+from ..ir.graph import repeated_equations, terms_of_product
 
 
 class RowWork(NamedTuple):
@@ -36,7 +37,7 @@ def _read_bytes(jaxpr: Any, weight: Var) -> int:
     aval: Any = weight.aval
     sizes = []
     for eqn in jaxpr.eqns:
-        for inner in (sub for value in eqn.params.values() for sub in _jaxprs(value)):
+        for inner in jaxprs_in_params(eqn.params):
             if len(inner.invars) == len(eqn.invars):
                 pairs = zip(eqn.invars, inner.invars, strict=True)
                 sizes += [_read_bytes(inner, own) for v, own in pairs if v is weight]
@@ -51,18 +52,11 @@ def _read_bytes(jaxpr: Any, weight: Var) -> int:
 def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
     """Counts the matrix products of a function and what its other equations write."""
     products, moved, count = [], 0.0, 0
-    for eqn, times in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
-        out = eqn.outvars[0].aval
+    for eqn, times in repeated_equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         count += 1
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            k = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-            products.append(_product(k, out.size / tokens, times))
-        elif eqn.primitive.name == "conv_general_dilated":
-            kernel, dims = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
-            products.append(
-                _product(kernel.size // kernel.shape[dims[0]], out.size / tokens, times)
-            )
+        terms = terms_of_product(eqn)
+        if terms is not None:
+            products.append(_product(terms, eqn.outvars[0].aval.size / tokens, times))
         else:
             moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
     return RowWork(tuple(products), moved / tokens, count)
@@ -73,32 +67,3 @@ def _product(k: int, columns: float, times: int) -> Product:
     n = max(1, math.ceil(columns))
     whole = columns == n
     return Product(k, n, "none", times if whole else times * columns / n)
-
-
-def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields the equations that compute, with how often they run."""
-    for eqn in jaxpr.eqns:
-        inner = [sub for value in eqn.params.values() for sub in _jaxprs(value)]
-        if not inner:
-            if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
-                yield eqn, times
-            continue
-        repeats = _repeats(eqn)
-        branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
-        for sub in branches:
-            yield from _equations(sub, times * repeats)
-
-
-def _repeats(eqn: Any) -> int:
-    """Returns the iterations of a loop or of a kernel; 1 where the jaxpr does not say."""
-    if eqn.primitive.name == "pallas_call":
-        grid = eqn.params["grid_mapping"].grid
-        return math.prod(size for size in grid if isinstance(size, int))
-    return eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-
-
-def _jaxprs(value: Any) -> list[Any]:
-    """Returns the jaxprs among the values of a parameter."""
-    values = value if isinstance(value, tuple | list) else (value,)
-    opened = [getattr(item, "jaxpr", item) for item in values]
-    return [item for item in opened if hasattr(item, "eqns")]

@@ -101,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cost",
         "devices",
         "engines",
+        "ir",
         "models",
         "schedules",
         "sharding",

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from ...ir.rows import is_same
 from .._dependence import dependent_inputs
+from .._flops import layer_flops
 from .._model import Model, ModelFunction
 from .._pieces import shape_of
 from ._layer_calls import (
@@ -117,7 +118,7 @@ def cut_model(
         return cut.join(outer, groups["layers"])
 
     has_kinds = len(names) > 1
-    return Model(
+    model = Model(
         ModelFunction(embed, keyed[0]),
         {name: layer(kind) for kind, name in enumerate(names)} if has_kinds else layer(0),
         ModelFunction(loss_of, keyed[-2]),
@@ -129,6 +130,10 @@ def cut_model(
         plain=plain,
         order=[names[kind] for kind in parts.kinds] if has_kinds else None,
     )
+    if not has_kinds:
+        return model
+    params = jax.eval_shape(cut.join, cut.outer, cut.layers)
+    return replace(model, layer_costs=layer_flops(model, params, batch))
 
 
 def cut_stack_or_calls(

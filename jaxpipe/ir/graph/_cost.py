@@ -22,7 +22,8 @@ _REDUCTIONS = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 """
 
-
+MOVES = frozenset(_MOVES.split())
+"""Names of primitives that only move or cast numbers."""
 _CASTS = "convert_element_type copy sharding_constraint"
 _INVERTIBLE_MOVES = _CASTS + " expand_dims reshape squeeze transpose"
 
