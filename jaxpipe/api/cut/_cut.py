@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import PyTree
 
 from ...ir.rows import is_same
@@ -361,13 +362,21 @@ class _HookParts(Parts):
         """Returns the calls of all layers, their arguments, and the x that each has returned."""
         self.extras_of_layers(batch)  # not inside of the call that is recorded
         calls: list[tuple[LayerCall, LayerArguments, PyTree]] = []
+        of_module: list[Any] = []
 
         def hook(call: LayerCall) -> Any:
+            if get_opaque_trace_state() != of_module[0]:
+                raise ValueError(
+                    f"`{self.names[call.index]}` runs inside of a transformation of the module's "
+                    "call, such as `jax.vmap`, and a pipeline cuts the call there. Call layers "
+                    "outside of it; `jaxpipe.equinox.model` takes a `call` of one row by itself."
+                )
             at = arguments_of(call)
             calls.append((call, at, jax.lax.optimization_barrier(at.x)))
             return self.returned(calls[-1][2], None, len(calls) - 1, batch)
 
         def run(outer: Outer, batch: PyTree, key: Any) -> None:
+            of_module[:] = [get_opaque_trace_state()]
             self.cut.run(outer, {}, batch, key, hook)
 
         jax.eval_shape(run, self.cut.outer, batch, shape_of_key(self.cut.takes_key))
