@@ -325,11 +325,6 @@ class Skips(GPT):
         return self.embed.attend(self.blocks[1](self.embed(tokens), 1.0, 0.0))
 
 
-class Wider(Block):
-    def __call__(self, x: Any, mask: Any, shift: Any) -> Any:
-        return jnp.concatenate([x, x])
-
-
 class Hidden(GPT):
     def __call__(self, tokens: Any) -> Any:
         x = self.embed(tokens)
@@ -354,19 +349,34 @@ def test_nnx_modules_that_cannot_be_cut_are_refused_by_name():
     refused(r"changes its variables \['norm.mean', 'norm.var'\]", GPT(rngs, kind=WithNorm))
     with pytest.warns(DeprecationWarning, match="sow"):
         refused(r"\['x'\]", GPT(rngs, kind=Sowing))
-    refused(r"first argument of `blocks\[1\]` is not what `blocks\[0\]` returned", Between(rngs))
-    refused(r"argument \[1\] of `blocks\[1\]` depends on what layers before it return", Masks(rngs))
     refused(r"blocks\[0\] to blocks\[3\], and its call runs blocks\[1\]", Skips(rngs))
-    refused(r"`blocks\[0\]` returns float32\[16, 4, 8\]", GPT(rngs, kind=Wider))
     refused("read the parameters shift", Hidden(rngs, kind=Calling))
     refused(r"has the lists \['blocks'\]", GPT(rngs), layers="layers")
     model, _ = nnx_model(GPT(rngs), loss=loss, call=call)
     with pytest.raises(ValueError, match="`params` is GPT, and not the tree of parameters"):
         model.to_groups(GPT(rngs))
-    model, params = nnx_model(GPT(rngs, kind=Numbered), loss=loss, call=call)
-    pipe = jp.pipeline(model, schedule=None, mesh=mesh(1), microbatches=2)
-    with pytest.raises(ValueError, match=r"`blocks\[1\]` .*'Numbered\(index=2\)' .*Give `batch=`"):
-        pipe.value(pipe.shard(params), batch())
+
+
+def test_nnx_modules_that_cannot_be_run_are_refused_by_name():
+    def refused(match: str, module: Any, **options: Any) -> None:
+        model, params = nnx_model(module, loss=loss, call=call, **options)
+        pipe = jp.pipeline(model, schedule=None, mesh=mesh(1), microbatches=2)
+        with pytest.raises(ValueError, match=match):
+            pipe.value(pipe.shard(params), batch())
+
+    rngs = nnx.Rngs(0)
+    numbered = GPT(rngs, kind=Numbered)
+    refused(r"`blocks\[1\]` .*'Numbered\(index=2\)' .*Give `batch=`", numbered)
+    refused(r"first argument of `blocks\[1\]` is not what .*Give `batch=`", Between(rngs))
+    refused(r"\[0\] of `blocks\[1\]` is not that of .* or give `batch=`", Masks(rngs))
+
+
+@pytest.mark.parametrize("kind", [Between, Masks])
+def test_what_runs_between_nnx_layers_is_run_by_them(kind: Any):
+    model, params = nnx_model(kind(nnx.Rngs(0)), loss=loss, call=call, batch=batch())
+    for options in ({"schedule": "1f1b"}, {"schedule": "1f1b", "engine": "mpmd"}):
+        pipe = jp.pipeline(model, mesh=mesh(2), microbatches=2, **options)
+        assert pipe.check(params, batch()).largest <= 1e-5
 
 
 class NormBlock(LinenBlock):

@@ -296,7 +296,11 @@ def test_what_is_no_chain_of_calls_is_refused_by_name():
 
     rngs = nnx.Rngs(0)
     blocks = [Mamba(rngs) for _ in range(6)]
-    refused(r"name it too: `layers=\('blocks', 'sha", Zamba(blocks, rngs, Block(rngs)), "blocks")
+    refused(
+        r"(?s)shared.up.*name it too: `layers=\('blocks', 'sha",
+        Zamba(blocks, rngs, Block(rngs)),
+        "blocks",
+    )
     refused(r"say so by a tuple of one name", Universal(blocks, rngs), "blocks")
     refused(
         "give `batch=`, an example of a batch, by wh", Albert([], rngs, Block(rngs)), "shared", None

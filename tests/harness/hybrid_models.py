@@ -275,7 +275,7 @@ def of_nnx(sizes: Sizes, module: nnx.Module, layers: Any = "blocks") -> Hybrid:
 
 def gemma_nnx(sizes: Sizes) -> Hybrid:
     rngs = nnx.Rngs(0)
-    settings = [{"base": 1e6} if i % 6 == 5 else {"window": 4} for i in range(12)]
+    settings: Any = [{"base": 1e6} if i % 6 == 5 else {"window": 4} for i in range(12)]
     blocks = [
         Block(Attention(sizes, rngs, **of_layer), Dense(sizes, rngs), sizes, rngs)
         for of_layer in settings

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._pieces import shape_of
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -139,30 +141,52 @@ def x_and_extras(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
     return result, ()
 
 
-def check_chain(
-    calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
-) -> None:
-    """Checks that layers run one after the other.
+def shapes_of(tree: PyTree) -> PyTree:
+    """Returns the shapes of arrays and numbers."""
+    return jax.tree.map(lambda leaf: shape_of(leaf), tree)
 
-    Raises:
-        ValueError: If a layer is not called exactly once and in order, or something runs between
-            two layers.
-    """
-    order = [call.index for call, _, _ in calls]
-    if order != list(range(len(names))):
+
+def zeros_of(shapes: PyTree) -> PyTree:
+    """Returns zeros of these shapes."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def stand_in(shapes: PyTree, x: PyTree) -> PyTree:
+    """Returns an array for what a layer returns, where only its shape matters: x if it has that."""
+    return x if shapes_of(x) == shapes else zeros_of(shapes)
+
+
+class NoChainError(ValueError):
+    """A layer reads something else than what the one before has returned."""
+
+
+def check_order(order: Sequence[int], names: Sequence[str]) -> None:
+    """Raises a `ValueError` if a layer is not called exactly once and in order."""
+    if list(order) != list(range(len(names))):
         found = ", ".join(names[i] for i in order[:12]) or "none of them"
         raise ValueError(
             f"The module has the layers {names[0]} to {names[-1]}, and its call runs {found}. A "
             "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.) If "
             "each call is meant to be a layer, say so by a tuple of one name, `layers=('blocks',)`."
         )
+
+
+def check_chain(
+    calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
+) -> None:
+    """Checks that layers run one after the other.
+
+    Raises:
+        ValueError: If a layer is not called exactly once and in order.
+        NoChainError: If something runs between two layers.
+    """
+    check_order([call.index for call, _, _ in calls], names)
     for (_, _, y), (call, now, _), name in zip(calls, calls[1:], names, strict=False):
         if not _same_leaves(y, now.x):
-            raise ValueError(
+            raise NoChainError(
                 f"The first argument of `{names[call.index]}` is not what `{name}` returned: "
-                "something runs between them. Move it into the layer, before the first layer or "
-                "behind the last. If it is a module, which may be called several times, name it "
-                "too: `layers=('blocks', 'shared_block')`."
+                "something runs between them. Give `batch=`, an example of a batch, by which a "
+                "layer is found to run it too; or move it into the layer."
             )
 
 
@@ -178,7 +202,8 @@ def check_same_arguments(a: LayerArguments, b: LayerArguments, first: str, name:
         if not same:
             raise ValueError(
                 f"The argument {a.names[i]} of `{name}` is not that of `{first}`. Layers of one "
-                "kind must be given the same: compute it once, before the first layer."
+                "kind must be given the same: compute it once, before the first layer, or give "
+                "`batch=`, an example of a batch, by which kinds are found."
             )
 
 

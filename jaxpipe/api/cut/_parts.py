@@ -99,6 +99,15 @@ class Parts:
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
         """Returns what the first layer is given, of all rows."""
 
+    def x_of_kind(self, kind: int, batch: PyTree, key: Any) -> PyTree:
+        """Returns the shapes of x that enters layers of a kind."""
+        del kind
+        return self.x_of_loss(batch, key)
+
+    def x_of_loss(self, batch: PyTree, key: Any) -> PyTree:
+        """Returns the shapes of x that leaves the last layer: those of x everywhere."""
+        return jax.eval_shape(lambda *given: self.embed(*given), self.cut.outer, batch, key)
+
     @abstractmethod
     def layer_and_extras(
         self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
@@ -178,7 +187,7 @@ class Parts:
         if not shapes:
             return {}
         key = shape_of_key(self.cut.takes_key)
-        x = jax.eval_shape(lambda *given: self.embed(*given), self.cut.outer, batch, key)
+        x = self.x_of_loss(batch, key)
 
         def parts(extras: list[Any], outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
             found = loss_parts(self.loss(self.module_output(outer, batch, x, extras, key), batch))
@@ -215,20 +224,20 @@ class Parts:
         cut, key = self.cut, shape_of_key(self.cut.takes_key)
         used: list[tuple[set[str], bool]] = []
 
-        def call(function: Callable, *arguments: PyTree) -> Any:
-            part, is_used = pruned(function, *arguments)
+        def call(function: Callable, *arguments: PyTree) -> None:
+            _, is_used = pruned(function, *arguments)
             names = {n for n, tree in is_used[0].items() if any(jax.tree.leaves(tree))}
             used.append((names, any(jax.tree.leaves(is_used[-1]))))
-            return jax.eval_shape(part, *arguments)
 
-        x = call(self.embed, cut.outer, batch, key)
+        call(self.embed, cut.outer, batch, key)
         for kind in range(self.num_kinds):
 
             def layer(w: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = kind) -> Any:
                 return self.layer_and_extras(w["layer"], w["shared"], x, batch, key, kind)[0]
 
             weights = {"layer": self.layer_shapes(kind), "shared": self.shared_shapes}
-            call(layer, weights, x, batch, key)
+            call(layer, weights, self.x_of_kind(kind, batch, key), batch, key)
+        x = self.x_of_loss(batch, key)
         call(self.loss_of, cut.outer, x, batch, key)
         try:
             call(self._output_without_extras, cut.outer, x, batch, key)

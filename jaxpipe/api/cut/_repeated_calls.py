@@ -9,11 +9,10 @@ from itertools import count
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._pieces import shape_of
-from ._layer_calls import LayerCall, arguments_of, x_and_extras
+from ._layer_calls import LayerCall, arguments_of, shapes_of, stand_in, x_and_extras, zeros_of
 from ._parts import CutModule, Outer, shape_of_key
 
 
@@ -91,18 +90,21 @@ def _name(cut: CutModule, module: int, leaf: str) -> str:
 
 
 def _calls(cut: CutModule, batch: PyTree) -> list[int]:
-    """Returns the module of every call, in order. Each module runs once, to see what it returns."""
+    """Returns the module of every call, in order. Each runs once for x of some shapes."""
     calls: list[int] = []
-    forms: dict[int, Any] = {}
+    seen: list[tuple[Any, ...]] = []
 
     def hook(call: LayerCall) -> Any:
         x = arguments_of(call).x
+        shapes = jax.tree.map(shape_of, x)
         calls.append(call.index)
-        if call.index not in forms:
-            form = x_and_extras(call.run(*call.args, **call.kwargs), x)[1]
-            forms[call.index] = jax.tree.map(shape_of, form)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), forms[call.index])
-        return (x, *zeros) if zeros else x
+        known = next((s for s in seen if s[:2] == (call.index, shapes)), None)
+        if known is None:
+            result = x_and_extras(call.run(*call.args, **call.kwargs), x)
+            known = call.index, shapes, *shapes_of(result)
+            seen.append(known)
+        y, extras = stand_in(known[2], x), zeros_of(known[3])
+        return (y, *extras) if extras else y
 
     def run(outer: Outer, layers: list[PyTree], row: PyTree, key: Any) -> None:
         cut.run(outer, dict(enumerate(layers)), row, key, hook)

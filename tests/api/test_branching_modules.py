@@ -1,0 +1,307 @@
+"""Modules whose layers read what any layer before has returned, as their authors wrote them."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small_modules import D, EquinoxBlock, LinenBlock, V, next_token_loss, random_tokens
+
+import jaxpipe as jp
+from jaxpipe import equinox as jp_equinox
+from jaxpipe import linen as jp_linen
+from jaxpipe import nnx as jp_nnx
+
+tokens, SIDE, C = partial(random_tokens, 16), 8, 4
+
+
+def of_nnx(module: Any, batch: Any, loss: Any, **options: Any) -> Any:
+    model, params = jp_nnx.model(module, loss=loss, batch=batch, **options)
+    return model, params, batch, module(batch)
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.q, self.k, self.v = (nnx.Linear(D, D, use_bias=False, rngs=rngs) for _ in "qkv")
+
+    def __call__(self, x: Any, source: Any) -> Any:
+        return jax.nn.softmax(self.q(x) @ self.k(source).mT / D**0.5) @ self.v(source)
+
+
+class Vision(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention, self.mlp = Attention(rngs), nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.attention(x, x) + jnp.tanh(self.mlp(x))
+
+
+class Language(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0):
+        self.attention, self.mlp = Attention(rngs), nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return x + self.attention(x * mask, x) + jnp.tanh(self.mlp(x))
+
+
+class Cross(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = Attention(rngs)
+
+    def __call__(self, x: Any, image: Any) -> Any:
+        return x + self.attention(x, image)
+
+
+class VisionLanguage(nnx.Module):
+    """Two towers; every fourth layer of one reads the other, through a norm between them."""
+
+    def __init__(self, rngs: nnx.Rngs, has_norm: bool = True):
+        self.patch, self.table = nnx.Linear(12, D, rngs=rngs), nnx.Embed(V, D, rngs=rngs)
+        self.vision = nnx.List([Vision(rngs) for _ in range(4)])
+        self.language = nnx.List([Cross(rngs) if i % 4 == 3 else Language(rngs) for i in range(8)])
+        self.norm = nnx.RMSNorm(D, rngs=rngs) if has_norm else None
+
+    def __call__(self, batch: Any) -> Any:
+        image = self.patch(batch["patches"])
+        for layer in self.vision:
+            image = layer(image)
+        if self.norm is not None:
+            image = self.norm(image)
+        x = self.table(batch["tokens"])
+        mask = (batch["tokens"] > 2)[..., None].astype(x.dtype)
+        for i, layer in enumerate(self.language):
+            x = layer(x, image) if i % 4 == 3 else layer(x, mask)
+        return self.table.attend(x)
+
+
+def of_tokens(logits: Any, batch: Any) -> Any:
+    return next_token_loss(logits, batch["tokens"])
+
+
+def patches() -> Any:
+    return {"patches": jax.random.normal(jax.random.key(1), (16, 5, 12)), "tokens": tokens()}
+
+
+def vision_language() -> Any:
+    module = VisionLanguage(nnx.Rngs(0))
+    return of_nnx(module, patches(), of_tokens, layers=("vision", "language"))
+
+
+class Down(nnx.Module):
+    def __init__(self, c: int, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(c, c, (3, 3), rngs=rngs)
+        self.half = nnx.Conv(c, 2 * c, (3, 3), strides=2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        h = x + nnx.gelu(self.conv(x))
+        return h, self.half(h)
+
+
+class Up(nnx.Module):
+    def __init__(self, c: int, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(3 * c, c, (3, 3), rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.gelu(self.conv(x))
+
+
+class UNet(nnx.Module):
+    """What is concatenated on the way up is computed between layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem, self.head = (nnx.Conv(*n, (3, 3), rngs=rngs) for n in ((3, C), (C, 3)))
+        self.down = nnx.List([Down(C * 2**i, rngs) for i in range(2)])
+        self.middle = nnx.Conv(4 * C, 4 * C, (3, 3), rngs=rngs)
+        self.up = nnx.List([Up(C * 2**i, rngs) for i in (1, 0)])
+
+    def __call__(self, image: Any) -> Any:
+        x, skips = self.stem(image), []
+        for down in self.down:
+            skip, x = down(x)
+            skips.append(skip)
+        x = self.middle(x)
+        for up in self.up:
+            wide = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = up(jnp.concatenate([wide, skips.pop()], axis=-1))
+        return self.head(x)
+
+
+def unet() -> Any:
+    image = jax.random.normal(jax.random.key(2), (16, SIDE, SIDE, 3))
+
+    def loss(y: Any, image: Any) -> Any:
+        return jnp.mean((y - jnp.roll(image, 1, axis=1)) ** 2)
+
+    return of_nnx(UNet(nnx.Rngs(1)), image, loss, layers=("down", "middle", "up"))
+
+
+class ResidualBlock(nn.Module):
+    """Reads a mean of all outputs before it, with weights that are learned."""
+
+    @nn.compact
+    def __call__(self, outputs: list[Any]) -> Any:
+        shares = self.param("shares", nn.initializers.normal(), (len(outputs),))
+        pairs = zip(jax.nn.softmax(shares), outputs, strict=True)
+        return LinenBlock()(sum(share * output for share, output in pairs))
+
+
+class Residuals(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        table = nn.Embed(V, D)
+        outputs = [table(tokens)]
+        for i in range(6):
+            outputs.append(ResidualBlock(name=f"block_{i}")(outputs))
+        return table.attend(sum(outputs[1:]))
+
+
+def residuals() -> Any:
+    module = Residuals()
+    variables = module.init(jax.random.key(0), tokens())
+    model, params = jp_linen.model(module, variables, loss=next_token_loss, batch=tokens())
+    return model, params, tokens(), module.apply(variables, tokens())
+
+
+class Reading(eqx.Module):
+    block: EquinoxBlock
+    read: eqx.nn.Linear
+
+    def __call__(self, x: Any, source: Any) -> Any:
+        return self.block(x) + jax.vmap(self.read)(source)
+
+
+class Translator(eqx.Module):
+    """An encoder, and a decoder all of whose layers read what it returns."""
+
+    table: Any
+    encoder: list[Any]
+    decoder: list[Any]
+
+    def __init__(self, key: Any):
+        keys = jax.random.split(key, 8)
+        self.table = eqx.nn.Embedding(V, D, key=keys[0])
+        self.encoder = [EquinoxBlock(k) for k in keys[1:4]]
+        self.decoder = [Reading(EquinoxBlock(k), eqx.nn.Linear(D, D, key=k)) for k in keys[4:8]]
+
+    def __call__(self, tokens: Any) -> Any:
+        source = jax.vmap(self.table)(tokens[::-1])
+        for block in self.encoder:
+            source = block(source)
+        x = jax.vmap(self.table)(tokens)
+        for block in self.decoder:
+            x = block(x, jnp.cumsum(source, axis=0) / 8)
+        return x @ self.table.weight.T
+
+
+def translator() -> Any:
+    module = Translator(jax.random.key(0))
+    model, params = jp_equinox.model(
+        module,
+        layers=(lambda module: module.encoder, lambda module: module.decoder),
+        loss=next_token_loss,
+        batch=tokens(),
+    )
+    return model, params, tokens(), jax.vmap(module)(tokens())
+
+
+SLOW = pytest.mark.slow
+ENGINES: dict[str, Any] = {
+    "unpipelined": ({"stage": 1}, {"schedule": None}),
+    "circular": ({"stage": 4}, {"schedule": "circular"}),
+    "scheduled": ({"stage": 2, "fsdp": 2}, {"schedule": "zero_bubble_h1"}),
+    "mpmd": ({"stage": 4}, {"schedule": "1f1b", "engine": "mpmd"}),
+}
+MODULES = [vision_language, unet, residuals, translator]
+QUICK = {
+    *((make, engine) for make, engine in zip(MODULES, ENGINES, strict=True)),
+    (vision_language, "mpmd"),
+    (unet, "mpmd"),
+    (translator, "scheduled"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"),
+    [
+        pytest.param(make, engine, marks=() if (make, engine) in QUICK else SLOW)
+        for make in MODULES
+        for engine in ENGINES
+    ],
+)
+def test_the_numbers_are_those_of_the_module(make: Any, engine: str):
+    model, params, batch, outputs = make()
+    sizes, options = ENGINES[engine]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = jp.make_mesh(sizes, devices=devices)
+    pipe = jp.pipeline(model, mesh=mesh, microbatches=4, **options)
+    found = pipe.check(params, batch)
+    assert found.largest <= 1e-5 and "the module's own call" in found.reference
+    back = pipe.unshard(pipe.shard(params))
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    got = pipe.jit(pipe.apply)(pipe.shard(params), batch)
+    np.testing.assert_allclose(got, outputs, rtol=1e-4, atol=1e-5 * np.abs(outputs).max())
+
+
+def test_kinds_are_those_of_the_module():
+    model, *_ = vision_language()
+    assert model.order == ("Vision",) * 4 + ("Language", "Language", "Language", "Cross") * 2
+    assert model.shared  # the norm, which every layer that reads the image runs
+
+
+def test_only_what_later_layers_read_is_handed_over():
+    model, params, batch, _ = unet()
+    mesh = jp.make_mesh({"stage": 5}, devices=jax.devices()[:5])
+    pipe = jp.pipeline(model, schedule="gpipe", mesh=mesh, microbatches=4, engine="mpmd")
+    program = pipe.jit(pipe.value).lower(pipe.shard(params), batch).program
+    handed: list[set[Any]] = [set() for _ in range(4)]
+    for sent in program.instructions:
+        if type(sent).__name__ == "Send" and sent.to == sent.rank + 1:
+            shapes = (buffer.value.aval.shape for buffer in sent.buffers)
+            handed[sent.rank] |= {shape[2:] for shape in shapes if len(shape) == 5}
+    first, second, deepest = ((SIDE // 2**i, SIDE // 2**i, C * 2**i) for i in range(3))
+    all_levels = {first, second, deepest}
+    assert handed == [{first, (*second[:2], 2 * C)}, all_levels, all_levels, {first, second}]
+
+
+class Tied(VisionLanguage):
+    """Reads the table of the embedding between layers."""
+
+    def __call__(self, batch: Any) -> Any:
+        image = self.patch(batch["patches"])
+        for layer in self.vision:
+            image = layer(image)
+        x = self.table(batch["tokens"]) + self.table(self.table.attend(image).argmax(-1)[:, :1])
+        for i, layer in enumerate(self.language):
+            x = layer(x, image if i % 4 == 3 else jnp.ones_like(x))
+        return self.table.attend(x)
+
+
+def test_what_runs_between_layers_is_refused_where_it_cannot_be_right():
+    with pytest.raises(ValueError, match=r"Layers share the parameters table.*before or behind"):
+        jp_nnx.model(
+            Tied(nnx.Rngs(0)), layers=("vision", "language"), loss=of_tokens, batch=patches()
+        )
+    module = Translator(jax.random.key(0))
+
+    def dropping(module: Any, row: Any, key: Any) -> Any:
+        x = source = jax.vmap(module.table)(row)
+        for block in module.encoder:
+            source = block(source)
+        source = jnp.where(jax.random.bernoulli(key, 0.5, source.shape), source, 0.0)
+        for block in module.decoder:
+            x = block(x, source)
+        return x @ module.table.weight.T
+
+    with pytest.raises(ValueError, match="depends on what layers return and on a dropout key"):
+        jp_equinox.model(
+            module,
+            layers=(lambda module: module.encoder, lambda module: module.decoder),
+            loss=next_token_loss,
+            batch=tokens(),
+            call=dropping,
+        )
