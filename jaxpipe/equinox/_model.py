@@ -35,7 +35,7 @@ def model(
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
     Args:
-        module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
+        module: The module. Its call runs the layers in order, as `layer(x, ...)`.
         layers: The attribute with the list or tuple of layers, such as "blocks" or
             "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`. Or a stack
             of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`; or one
@@ -46,10 +46,11 @@ def model(
             arrays [rows, ...].
         call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
             dropout key; a layer is then given a key of its own as `key=`. Default: `module(row)`.
-        batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
-            parameters outside of layers belong to the embedding or to the loss, as the call uses
-            them. Without it both have all of them, which costs an engine of several programs
-            memory and a transfer.
+        batch: An example of a batch, arrays or shapes. With it everything is checked at once,
+            layers may differ and read what any layer before them has returned, and parameters
+            outside of layers belong to the embedding or to the loss, as the call uses them. Without
+            it both have all of them, which costs an engine of several programs memory and a
+            transfer.
         vmap: Whether `call` takes one row; otherwise it takes the batch.
         output: `(outputs of the module [rows, ...], batch) -> arrays [rows, ...]`, which
             `pipe.apply` returns. Default: all that the module returns.
@@ -61,8 +62,8 @@ def model(
         adding them up times constants.
 
     Raises:
-        ValueError: If layers have state, differ in more than parameters, or something runs between
-            them.
+        ValueError: If layers have state; or without `batch` if they differ in more than parameters,
+            or something runs between them.
     """
     params = eqx.filter(module, eqx.is_inexact_array)
     call = call or (lambda module, row: module(row))

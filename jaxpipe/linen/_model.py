@@ -45,7 +45,7 @@ def model(
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
     Args:
-        module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
+        module: The module. Its call runs the layers in order, as `layer(x, ...)`.
         variables: The variables that `module.init` returned, or the parameters among them; arrays
             or shapes.
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
@@ -58,10 +58,11 @@ def model(
             `jp.Weighted(total, weight)`; with metrics as `(loss, {name: metric})`, scalars or
             arrays [rows, ...].
         call: `(module, batch) -> output`. Default: `module(batch)`.
-        batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
-            parameters outside of layers belong to the embedding or to the loss, as the call uses
-            them. Without it both have all of them, which costs an engine of several programs
-            memory and a transfer.
+        batch: An example of a batch, arrays or shapes. With it everything is checked at once,
+            layers may differ and read what any layer before them has returned, and parameters
+            outside of layers belong to the embedding or to the loss, as the call uses them. Without
+            it both have all of them, which costs an engine of several programs memory and a
+            transfer.
         rngs: The names of random streams that the call reads, such as ("dropout",). The pipeline
             then takes a key.
         sown: Collections of scalars that layers sow, with the factor by which the sum of all is
@@ -75,8 +76,8 @@ def model(
         loss depends on aux, arrays or scalars in any structure, by adding them up times constants.
 
     Raises:
-        ValueError: If layers have state, sow values that `sown` does not name, differ in more than
-            parameters, or something runs between them.
+        ValueError: If layers have state or sow values that `sown` does not name; or without `batch`
+            if they differ in more than parameters, or something runs between them.
     """
     is_variables = isinstance(variables, Mapping) and isinstance(variables.get("params"), Mapping)
     stateful = sorted(set(variables) - {"params", *(sown or {})}) if is_variables else []

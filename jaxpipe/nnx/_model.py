@@ -43,7 +43,7 @@ def model(
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
     Args:
-        module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
+        module: The module. Its call runs the layers in order, as `layer(x, ...)`.
         layers: The attribute with the list of layers, such as "blocks" or "decoder.blocks"; or with
             a stack of layers, one module whose parameters are [L, ...], as `nnx.vmap` makes it,
             which the call runs by `nnx.scan`; or with one module that is called several times, a
@@ -53,10 +53,11 @@ def model(
             `jp.Weighted(total, weight)`; with metrics as `(loss, {name: metric})`, scalars or
             arrays [rows, ...].
         call: `(module, batch) -> output`. Default: `module(batch)`.
-        batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
-            parameters outside of layers belong to the embedding or to the loss, as the call uses
-            them. Without it both have all of them, which costs an engine of several programs
-            memory and a transfer.
+        batch: An example of a batch, arrays or shapes. With it everything is checked at once,
+            layers may differ and read what any layer before them has returned, and parameters
+            outside of layers belong to the embedding or to the loss, as the call uses them. Without
+            it both have all of them, which costs an engine of several programs memory and a
+            transfer.
         output: `(output of the module, batch) -> arrays [rows, ...]`, which `pipe.apply` returns.
             Default: all that the module returns.
 
@@ -68,7 +69,7 @@ def model(
 
     Raises:
         ValueError: If a call writes state, layers share parameters with the embedding or the loss,
-            or something runs between layers.
+            or without `batch` something runs between layers.
     """
     call, params = call or (lambda module, batch: module(batch)), nnx.state(module, nnx.Param)
     names = [layers] if isinstance(layers, str) else list(layers)

@@ -14,19 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "several-kinds.md"
 
 def blocks() -> dict[str, str]:
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = [
-        "model",
-        "plain",
-        "pipelined",
-        "vision",
-        "mtp",
-        "layout",
-        "order",
-        "unet",
-        "modules",
-        "shared",
-    ]
-    return dict(zip(names, found, strict=True))
+    of_functions = ["model", "plain", "pipelined", "vision", "mtp", "layout", "order", "unet"]
+    return dict(zip([*of_functions, "modules", "skips", "shared"], found, strict=True))
 
 
 def run(block: str, names: dict[str, Any]) -> None:
@@ -113,7 +102,7 @@ def check(model: Any, pipe: Any, params: Any, batch: Any) -> None:
 
 def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     names: dict[str, Any] = {}
-    for block in ("model", "order", "modules", "shared"):
+    for block in ("model", "order", "modules", "skips", "shared"):
         run(block, names)
     mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
     batch = {"tokens": jax.random.randint(jax.random.key(3), (8, 7), 0, names["V"])}
@@ -140,6 +129,12 @@ def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     zamba = names["Zamba"](names["nnx"].Rngs(0))
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), zamba(batch), batch)
     close(pipe.value(pipe.shard(names["zamba_params"]), batch)[0], wanted, 1e-5)
+
+    pipe = jp.pipeline(names["reading"], schedule="1f1b", mesh=mesh, microbatches=4)
+    batch |= {"patches": jax.random.normal(jax.random.key(6), (8, 5, 3))}
+    reading = names["VisionLanguageModel"](names["nnx"].Rngs(0))
+    wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), reading(batch), batch)
+    close(pipe.value(pipe.shard(names["reading_params"]), batch)[0], wanted, 1e-5)
 
 
 def test_the_unet_computes_the_loss_of_the_plain_program():
