@@ -85,6 +85,18 @@ sum, without bubbles and kernels. MaxText's peaks and seconds are for jax 0.11.2
 with collectives on SparseCores, of FSDP and C with more scoped vector memory too; its GB are for
 libtpu 0.0.51. The last column is what was to be reached.""",
     ),
+    "kinds": Benchmark(
+        "Layers that differ",
+        "kinds.py",
+        (),
+        ("jax", "jaxlib", "flax", "equinox"),
+        False,
+        """\
+Small models whose layers [differ](several-kinds.md), on four ranks under 1F1B. With `mpmd` a rank
+stores the layers that it runs, and hands over what x is there. In one program it has room for the
+most layers of each kind that a stage has, and x is as large as the largest. Weights are those of
+the fullest rank, peaks what `pipe.memory` says; XLA's is that of the compiled program.""",
+    ),
     "dispatch": Benchmark(
         "Dispatch beside JaxPP's",
         "dispatch.py",

@@ -13,8 +13,9 @@ from ._pieces import shape_of
 def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]:
     """Counts the floating-point operations of a layer of each kind, forwards, by its program.
 
-    Products count two operations for each term, and all other numbers that are made one. Kernels of
-    other languages than Pallas count as their results.
+    They are two for each term of a matrix product, none for equations that only move or cast
+    numbers, and one for each other number. A `while` loop counts one iteration, a `cond` its
+    dearest branch, and a kernel that is not of Pallas its results.
 
     Args:
         model: A model with several kinds of layers.
@@ -45,9 +46,9 @@ def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]
     key = jax.eval_shape(lambda: jax.random.key(0)) if model.takes_key else ()
     pairs = () if isinstance(num_layers, int) else num_layers
     kinds = model.order or [kind for kind, count in pairs for _ in range(count)]
-    found: dict[str, float] = {}
+    flops_by_kind: dict[str, float] = {}
     for kind, x in zip(kinds, x_of_layers(model, kinds, groups, batch, key), strict=False):
-        if kind not in found:
+        if kind not in flops_by_kind:
             function, weights = layer_with_weights(model, kind, groups)
-            found[kind] = flops(jax.make_jaxpr(function)(weights, x, batch, key).jaxpr)
-    return found
+            flops_by_kind[kind] = flops(jax.make_jaxpr(function)(weights, x, batch, key).jaxpr)
+    return flops_by_kind

@@ -25,7 +25,8 @@ def layer_counts(
         costs: What each layer costs, in forward order. None: all cost the same.
 
     Raises:
-        ValueError: If others are given, or there are fewer layers than stages.
+        ValueError: If `layers_per_stage` has other layers or stages, or there are fewer layers than
+            stages.
     """
     if given is None:
         is_even = costs is None
@@ -61,8 +62,8 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def counts_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divides layers so that the stage that costs most costs least.
 
-    Of all such divisions the one whose costs have the least squares; and `even_counts`, unless
-    its largest stage costs a twentieth more.
+    Of the divisions with the cheapest largest stage it is the one with the least sum of squares of
+    stages. `even_counts` stays if it saves less than `_LEAST_GAIN` of the largest stage.
 
     Args:
         costs: What each layer costs, in forward order.
@@ -84,7 +85,8 @@ def counts_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         ends = [0, *accumulate(counts)]
         return max(sums[b] - sums[a] for a, b in pairwise(ends))
 
-    # best[n]: (the largest stage, the sum of squares, counts) of the first n layers.
+    # best[k]: (largest stage, sum of squares, counts) of stage - 1 stages of the first
+    # k + stage - 1 layers.
     best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
     for stage in range(1, num_stages + 1):
         last = len(costs) - num_stages + stage

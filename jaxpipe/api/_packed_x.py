@@ -19,13 +19,14 @@ from jaxtyping import PyTree
 from ..autodiff.staged_model import HandOver
 from ..engines import Engine, PipelinePlan
 from ..schedules import language
+from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
 from ._pieces import num_rows, on_pieces, shape_of
 
 
 @dataclass(frozen=True)
 class XType:
-    """What x is in one place: its structure, and the shape and dtype of every leaf of a row."""
+    """The structure of x at a boundary of layers, and the shape and dtype of leaves of a row."""
 
     tree: Any
     leaves: tuple[tuple[tuple[int, ...], Any], ...]
@@ -63,33 +64,33 @@ class PackedX:
     entering: tuple[XType, ...]
     widths: Mapping[str, int]
 
-    def pack(self, x: PyTree, kind: XType) -> dict[str, Any]:
+    def pack(self, x: PyTree, x_type: XType) -> dict[str, Any]:
         """Returns [b, K] arrays by dtype, with zeros where this x has fewer numbers."""
         by_dtype: dict[str, list[Any]] = {name: [] for name in self.widths}
         rows = num_rows(x)
-        for leaf, (_, dtype) in zip(jax.tree.leaves(x), kind.leaves, strict=True):
+        for leaf, (_, dtype) in zip(jax.tree.leaves(x), x_type.leaves, strict=True):
             by_dtype[dtype.name].append(jnp.reshape(leaf, (rows, -1)))
         return {
             name: _filled(parts, rows, self.widths[name], name) for name, parts in by_dtype.items()
         }
 
-    def unpack(self, packed: dict[str, Any], kind: XType) -> PyTree:
+    def unpack(self, packed: dict[str, Any], x_type: XType) -> PyTree:
         """Returns x: the inverse of `pack`."""
         starts, leaves = dict.fromkeys(packed, 0), []
-        for shape, dtype in kind.leaves:
+        for shape, dtype in x_type.leaves:
             first, flat = starts[dtype.name], packed[dtype.name]
             starts[dtype.name] += math.prod(shape)
             part = flat[:, first : starts[dtype.name]]
             leaves.append(jnp.reshape(part, (flat.shape[0], *shape)))
-        return kind.tree.unflatten(leaves)
+        return x_type.tree.unflatten(leaves)
 
     def hand_overs(self, layers_of_stages: Sequence[range]) -> tuple[HandOver, ...]:
         """Returns what programs of ranks hand over: x as it is, of d pieces."""
 
-        def of(kind: XType) -> HandOver:
+        def of(x_type: XType) -> HandOver:
             return HandOver(
-                partial(on_pieces, partial(self.unpack, kind=kind), 0),
-                partial(on_pieces, partial(self.pack, kind=kind), 0),
+                partial(on_pieces, partial(self.unpack, x_type=x_type), 0),
+                partial(on_pieces, partial(self.pack, x_type=x_type), 0),
             )
 
         first = [ids.start for ids in layers_of_stages]
@@ -128,6 +129,7 @@ def packed_x(
     found: list[PyTree] = []
     for x in x_of_layers(model, plan.kinds_of_layers, groups, rows, key):
         found.append(x)
+        # Before the next layer is traced, whose own error would hide the cause.
         if _hashable(x) != _hashable(found[0]):
             _check_has_rows(x, num_rows(rows))
     if len({_hashable(x) for x in found}) == 1:
@@ -161,7 +163,7 @@ def x_of_layers(
             function, weights = layer_with_weights(model, kind, groups)
 
             def layer(*arguments: Any, function: Callable = function, x: PyTree = x) -> PyTree:
-                return _taken_apart(function(*arguments), x)[0]
+                return x_and_aux(function(*arguments), x, may_change_x=True)[0]
 
             behind[asked] = jax.eval_shape(layer, weights, x, rows, key)
         x = behind[asked]
@@ -175,18 +177,6 @@ def layer_with_weights(
     layers: Any = model.layer
     weights = groups["layers"][kind]
     return layers[kind], {"layer": weights, "shared": groups["shared"]} if model.shared else weights
-
-
-def _taken_apart(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
-    """Returns (x, auxiliary scalars): a pair with a dict of scalars, if x is not such a pair."""
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if jax.tree.structure(returned) == jax.tree.structure(x) or not is_pair:
-        return returned, {}
-    y, aux = returned
-    if aux is None:
-        return y, {}
-    is_aux = isinstance(aux, dict) and all(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(aux))
-    return (y, aux) if is_aux else (returned, {})
 
 
 def _hashable(x: PyTree) -> Any:
@@ -244,7 +234,7 @@ def on_packed(model: Model, packed: PackedX) -> Model:
 
         def call(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
             own = packed.unpack(x, before)
-            y, aux = _taken_apart(function(weights, own, batch, key), own)
+            y, aux = x_and_aux(function(weights, own, batch, key), own, may_change_x=True)
             return packed.pack(y, after), aux
 
         return _calling(function, call)

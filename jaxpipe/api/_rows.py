@@ -33,10 +33,10 @@ from ..ir.rows import (
     join,
     row_dim,
 )
+from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
 from ._pieces import num_rows
-from ._staging import x_and_aux
 
 RowWise = bool | Mapping[str, bool] | None
 """What the user says of functions by name, or of all."""

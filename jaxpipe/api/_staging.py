@@ -21,6 +21,7 @@ from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
+from ._layer_results import x_and_aux
 from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, loss_parts
 from ._model import Model, ModelFunction
 from ._packed_x import PackedX
@@ -470,31 +471,6 @@ def _sliced_layer(
     return layer_of_pieces
 
 
-def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
-    """Returns what a layer returned as (x, auxiliary losses and metrics), given the x before it."""
-    if not _is_pair(returned, x):
-        if jax.tree.structure(returned) != jax.tree.structure(x):
-            shapes = (str(jax.tree.map(jnp.shape, tree)) for tree in (returned, x))
-            raise ValueError(
-                f"`layer` returned {next(shapes)} and was given {next(shapes)} (shapes). "
-                f"{_LAYER_FORMS}"
-            )
-        return returned, {}
-    y, aux = returned
-    if not isinstance(aux, Mapping | None):
-        raise ValueError(f"`layer` returned {type(aux).__name__} behind x. {_LAYER_FORMS}")
-    scalars = dict(aux or {})
-    check_metrics(scalars, "layer")
-    return y, scalars
-
-
-_LAYER_FORMS = (
-    "Return x, of the same structure and shapes, or (x, aux) with a dict of scalars by name: "
-    "auxiliary losses and metrics. A layer that changes x is a kind of its own: give a dict as "
-    "`Model.layer`."
-)
-
-
 def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
     """Returns what a piece contributes to means over all pieces."""
     return {name: jnp.asarray(x, accum_dtype(x)) * mean for name, x in metrics.items()}
@@ -513,9 +489,3 @@ def _parts(model: Model, boundary: dict[str, Any], x: PyTree, inputs: PieceInput
 
 def _folded(key: Any, index: int) -> Any:
     return jax.random.fold_in(key, index) if jax.tree.leaves(key) else key
-
-
-def _is_pair(returned: Any, x: PyTree) -> bool:
-    if jax.tree.structure(returned) == jax.tree.structure(x):
-        return False
-    return isinstance(returned, tuple) and len(returned) == 2

@@ -236,7 +236,7 @@ class Engine:
         return self.runs_schedules and not self.program_per_rank
 
     def layers_by_kind(self, plan: PipelinePlan, stages: PyTree) -> PyTree:
-        """Returns shapes of one layer, from those of stored stages; of each kind if there are."""
+        """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
         if not plan.kinds:
             return self.layer_shapes(stages, None)
         return {kind: self.layer_shapes(stages, kind) for kind, _ in plan.kinds}

@@ -4,7 +4,7 @@ D embed, H heads, C channels of a head, T tokens, V words, E experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -389,6 +389,12 @@ def albert(sizes: Sizes) -> Hybrid:
 # A U-Net and a vision-language model as plain functions.
 
 
+def by_flops(own: Hybrid) -> Hybrid:
+    """Places layers by their operations, as models of modules are."""
+    costs = jp.layer_flops(own.model, own.params, own.batch(0))
+    return replace(own, model=replace(own.model, layer_costs=costs))
+
+
 def normals(seed: int) -> Callable[..., jax.Array]:
     keys = iter(jax.random.split(jax.random.key(seed), 200))
     return lambda *shape: jax.random.normal(next(keys), shape) / np.prod(shape[:-1]) ** 0.5
@@ -459,7 +465,7 @@ def unet(sizes: Sizes) -> Hybrid:
             x = unet_up(params["layers"][f"up_{i}"][0], x, batch)
         return unet_loss(params["head"], x, batch)
 
-    return Hybrid(jp.Model(unet_embed, functions, unet_loss), params, plain, batch)
+    return by_flops(Hybrid(jp.Model(unet_embed, functions, unet_loss), params, plain, batch))
 
 
 def normed(x: Any) -> Any:
@@ -528,7 +534,7 @@ def vlm(sizes: Sizes) -> Hybrid:
         return vlm_loss({"head": (), "embed": params["embed"]}, x, batch)
 
     model = jp.Model(vlm_embed, kinds, vlm_loss, tied=True, order=order)
-    return Hybrid(model, params, plain, batch)
+    return by_flops(Hybrid(model, params, plain, batch))
 
 
 HYBRIDS: dict[str, Callable[[Sizes], Hybrid]] = {

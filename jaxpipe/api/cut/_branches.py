@@ -31,7 +31,7 @@ from ._parts import Outer, or_none, shape_of_key
 
 @dataclass(frozen=True)
 class _Live:
-    """What x is in front of every layer, and behind the last one: a list of outputs and arrays.
+    """The outputs and arrays that x consists of, in front of every layer and behind the last one.
 
     Attributes:
         outputs: [L + 1] the layers whose outputs are read there or later.
@@ -229,6 +229,7 @@ class BranchParts(HookParts):
                 self._check_no_key(read, i)
                 needs[i] |= read.outputs
                 shared |= read.outer
+            # The embedding returns what the first layer is given, also what the batch determines.
             elif read.outer or read.key or i == 0:
                 leaf = of_layers[i][n]
                 same = [of_layers[j][m] is leaf for j, m in sources]
@@ -237,7 +238,8 @@ class BranchParts(HookParts):
                     sources.append((i, n))
                 slots[i][n] = same.index(True)
         needs[last] = set[int]().union(*(read.outputs for read in reads[len(places) :]))
-        # The last layer drops nothing old, so that it may be of the kind of others.
+        # If all layers read one early output, the last alone would drop it, and be a kind of its
+        # own. So it passes on outputs that are older than those of the two layers before it.
         needs[last] |= {i for i in _read_from(last - 1, needs, range(last - 1)) if i < last - 2}
         read_at = [*(set(of_layer.values()) for of_layer in slots), set[int]()]
         return _Live(
@@ -276,7 +278,7 @@ class _Read(NamedTuple):
 
 
 def _read_from(first: int, reads: Sequence[set[int]], made: range) -> tuple[int, ...]:
-    """Returns those of what was made that is read from a place on."""
+    """Returns the items of `made` that are read in `first` or later, in order."""
     later = set[int]().union(*reads[first:])
     return tuple(sorted(later & set(made)))
 

@@ -51,7 +51,8 @@ def cut_model(
         stacked: Whether `cut` is that of a scan over a stack of layers.
 
     Raises:
-        ValueError: If layers do not form a chain.
+        ValueError: If a layer is not called exactly once and in order; or without `batch` if layers
+            do not form a chain.
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)

@@ -248,6 +248,7 @@ class HookParts(Parts):
         of_module: list[Any] = []
 
         def hook(call: LayerCall) -> Any:
+            # What the hook is given must belong to the module's own trace to leave it.
             if get_opaque_trace_state() != of_module[0]:
                 raise ValueError(
                     f"`{self.names[call.index]}` runs inside of a transformation of the module's "
@@ -319,7 +320,7 @@ class HookParts(Parts):
         return stopped(self.cut.run, outer, {}, batch, key, hook)
 
     def kinds_of_layers(self, batch: PyTree) -> tuple[int, ...]:
-        """Checks that layers return what they take; returns the kind of each: equal programs."""
+        """Returns the kind of every layer: layers of one kind have equal programs."""
         return self.of_form("kinds", batch, self._find_kinds)
 
     def _find_kinds(self, batch: PyTree) -> tuple[int, ...]:
@@ -344,8 +345,9 @@ class HookParts(Parts):
             forms = [jax.tree.map(_form, unpacked(tree, sources)[0]) for tree in (y, x)]
             if forms[0] != forms[1]:
                 raise NoChainError(
-                    f"`{self.names[index]}` returns {forms[0]} and is given {forms[1]}. A layer "
-                    "must return what it takes."
+                    f"`{self.names[index]}` returns {forms[0]} and is given {forms[1]}. Give "
+                    "`batch=`, an example of a batch, with which layers may change x; or return "
+                    "what the layer is given."
                 )
             programs[index] = closed
             return closed

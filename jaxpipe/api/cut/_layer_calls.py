@@ -152,7 +152,7 @@ def zeros_of(shapes: PyTree) -> PyTree:
 
 
 def stand_in(shapes: PyTree, x: PyTree) -> PyTree:
-    """Returns an array for what a layer returns, where only its shape matters: x if it has that."""
+    """Returns x if it has these shapes, else zeros, where only shapes of a result are read."""
     return x if shapes_of(x) == shapes else zeros_of(shapes)
 
 
@@ -185,8 +185,8 @@ def check_chain(
         if not _same_leaves(y, now.x):
             raise NoChainError(
                 f"The first argument of `{names[call.index]}` is not what `{name}` returned: "
-                "something runs between them. Give `batch=`, an example of a batch, by which a "
-                "layer is found to run it too; or move it into the layer."
+                "something runs between them. Give `batch=`, an example of a batch: the layer "
+                "that reads it then computes it too. Or move it into the layer."
             )
 
 

@@ -91,8 +91,8 @@ def _noise(
 ) -> frozenset[str]:
     """Returns the names of results that are rounding, by the user's program in float64.
 
-    A program may say float32 in places, as masks of Flax do: its results in float64 are then
-    rounded otherwise, or less, and no result that float32 determines differs from them.
+    Parts that say float32, as masks of Flax do, stay so and round differently. That is enough:
+    results that are no rounding agree with them within the tolerance.
     """
     program, _ = _program(pipe, whole, plain)
     try:

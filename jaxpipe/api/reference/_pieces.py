@@ -106,7 +106,8 @@ def _compared(
 
     def cut(x: PyTree) -> PyTree:
         """Returns the x of every piece, of leaves without rows the same for all."""
-        if jax.tree.structure(x) != jax.tree.structure(is_cut):  # where layers change x, all have
+        # All leaves of an x that layers change have rows.
+        if jax.tree.structure(x) != jax.tree.structure(is_cut):
             return jax.tree.map(lambda leaf: cut_rows(leaf, num_pieces), x)
         return jax.tree.map(
             lambda leaf, is_cut: (

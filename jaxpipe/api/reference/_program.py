@@ -284,9 +284,8 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2:
         y, aux = returned
-        is_dict = isinstance(aux, dict | None)
-        if is_dict and all(jnp.ndim(value) == 0 for value in (aux or {}).values()):
-            return y, in_sum_dtype(aux or {})
+        if isinstance(aux, Mapping | None):
+            return y, in_sum_dtype(dict(aux or {}))
     return returned, {}  # a layer may return another x than it is given
 
 

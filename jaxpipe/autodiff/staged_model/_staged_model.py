@@ -24,10 +24,12 @@ from ._past import Past
 
 
 class HandOver(NamedTuple):
-    """What is handed over in one place, if it is less than all of x.
+    """Converts x between the form that stages take and the form that ranks send each other.
+
+    It is for one boundary of stages. Both forms are trees of [d, b, ...] arrays, of d pieces.
 
     Attributes:
-        take: From x to what is handed over.
+        take: From x to what is sent.
         restore: The inverse.
     """
 
@@ -66,6 +68,8 @@ class StagedModel:
             one slice of the sequences of a microbatch. `past` is a `Past` with the state that its
             layers carry from slice to slice; leaves may have dims in front of those that layers
             see. `stage` runs whole sequences. None: the model cannot be sliced.
+        hand_overs: [num_stages + 1] conversions of x in front of every stage and of the loss, for
+            programs of ranks; one program hands over x. None: these do too.
 
     Example:
         >>> model = StagedModel(
@@ -94,7 +98,14 @@ class StagedModel:
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
 
     def stage_of(self, index: int) -> Callable[[Any, Any, Any, Any], tuple[Any, Aux]]:
-        """Returns a stage that is given, and returns, what programs of ranks hand over."""
+        """Returns a stage that is given, and returns, what programs of ranks send.
+
+        Args:
+            index: The stage, in forward order, from 0.
+
+        Returns:
+            A function like `stage`.
+        """
         if self.hand_overs is None:
             return self.stage
         before, behind = self.hand_overs[index : index + 2]

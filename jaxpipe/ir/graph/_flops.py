@@ -10,8 +10,23 @@ from ._cost import MOVES
 
 
 def flops(jaxpr: Any) -> float:
-    """Counts operations: two for each term of a product, else one for each number that is made."""
-    return sum(times * _flops(eqn) for eqn, times in repeated_equations(jaxpr))
+    """Counts floating-point operations.
+
+    They are two for each term of a matrix product, none for equations that only move or cast
+    numbers, and one for each other number that is computed. A `while` loop counts one iteration, as
+    its jaxpr does not say how many there are, and a `cond` its dearest branch.
+    """
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [flops(sub) for sub in jaxprs_in_params(eqn.params)]
+        if not inner:
+            total += _flops(eqn)
+        elif eqn.primitive.name == "cond":
+            total += max(inner)
+        else:
+            is_custom = eqn.primitive.name == "custom_vjp_call"
+            total += _repeats(eqn) * (inner[0] if is_custom else sum(inner))
+    return total
 
 
 def terms_of_product(eqn: Any) -> int | None:

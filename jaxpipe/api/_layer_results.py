@@ -1,0 +1,48 @@
+"""What a layer returns: x, and auxiliary losses and metrics."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._losses import check_metrics
+
+
+def x_and_aux(
+    returned: Any, x: PyTree, *, may_change_x: bool = False
+) -> tuple[PyTree, dict[str, Any]]:
+    """Returns what a layer returned as (x, auxiliary scalars), given the x before it.
+
+    Args:
+        returned: x; or a pair of x and a mapping of scalars, or None.
+        x: What the layer was given. A pair of its structure is x.
+        may_change_x: Whether the layer may return an x of another structure.
+
+    Raises:
+        ValueError: If it returned something else.
+    """
+    is_like_x = jax.tree.structure(returned) == jax.tree.structure(x)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    has_aux = is_pair and isinstance(returned[1], Mapping | None)
+    if is_like_x or (may_change_x and not has_aux):
+        return returned, {}
+    if not is_pair:
+        shapes = (str(jax.tree.map(jnp.shape, tree)) for tree in (returned, x))
+        raise ValueError(
+            f"`layer` returned {next(shapes)} and was given {next(shapes)} (shapes). {_LAYER_FORMS}"
+        )
+    y, aux = returned
+    if not has_aux:
+        raise ValueError(f"`layer` returned {type(aux).__name__} behind x. {_LAYER_FORMS}")
+    scalars = dict(aux or {})
+    check_metrics(scalars, "layer")
+    return y, scalars
+
+
+_LAYER_FORMS = (
+    "Return x, of the same structure and shapes, or (x, aux) with a dict of scalars by name: "
+    "auxiliary losses and metrics. A layer that changes x is a kind of its own: give a dict as "
+    "`Model.layer`."
+)
