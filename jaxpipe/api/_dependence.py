@@ -20,12 +20,17 @@ def dependent_inputs(function: Callable, *arguments: PyTree) -> tuple[list[PyTre
         structure of the output.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return used_inputs(closed, arguments), jax.tree.structure(out)
+
+
+def used_inputs(closed: ClosedJaxpr, arguments: PyTree) -> list[PyTree]:
+    """Returns for every output of a program what it reads, booleans in a tree like arguments."""
     tree, count = jax.tree.structure(arguments), len(closed.jaxpr.outvars)
-    found = []
+    used = []
     for i in range(count):
-        _, used = partial_eval.dce_jaxpr(closed.jaxpr, [j == i for j in range(count)])
-        found.append(jax.tree.unflatten(tree, used))
-    return found, jax.tree.structure(out)
+        _, of_output = partial_eval.dce_jaxpr(closed.jaxpr, [j == i for j in range(count)])
+        used.append(jax.tree.unflatten(tree, of_output))
+    return used
 
 
 def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) -> Callable:

@@ -26,6 +26,8 @@ def x_and_aux(
     is_like_x = jax.tree.structure(returned) == jax.tree.structure(x)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     has_aux = is_pair and isinstance(returned[1], Mapping | None)
+    if may_change_x and has_aux and not returned[1]:  # an x may end with an empty dict of skips
+        has_aux = jax.tree.structure(returned[0]) == jax.tree.structure(x)
     if is_like_x or (may_change_x and not has_aux):
         return returned, {}
     if not is_pair:
@@ -37,7 +39,11 @@ def x_and_aux(
     if not has_aux:
         raise ValueError(f"`layer` returned {type(aux).__name__} behind x. {_LAYER_FORMS}")
     scalars = dict(aux or {})
-    check_metrics(scalars, "layer")
+    try:
+        check_metrics(scalars, "layer")
+    except ValueError as error:
+        hint = " If the pair is x, return a dict or a list in its place." if may_change_x else ""
+        raise ValueError(f"{error}{hint}") from None
     return y, scalars
 
 

@@ -638,9 +638,10 @@ class PipelinedModel(InspectedModel):
         self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> tuple[Model, PackedX | None]:
         """Returns the model whose layers all return one x, and what takes its place, if needed."""
-        counts = self.num_pieces, num_row_shards(self.mesh), self.num_slices
-        rows = piece_shapes(self.model, batch, *counts)
-        packed = packed_x(self.model, self.engine, plan, weights, rows, key)
+        shards = num_row_shards(self.mesh)
+        for count in sorted({1, shards}):  # a leaf has rows if it has those of both
+            rows = piece_shapes(self.model, batch, self.num_pieces, count, self.num_slices)
+            packed = packed_x(self.model, self.engine, plan, weights, rows, key)
         return (self.model if packed is None else on_packed(self.model, packed)), packed
 
     def _row_report(

@@ -250,6 +250,10 @@ class _EquinoxHook:
     def __getattr__(self, name: str) -> Any:
         return read_setting(self._layer, name)
 
+    @property
+    def __class__(self) -> Any:  # for `isinstance` in the call of the module
+        return type(self._layer)
+
 
 def _settings(module: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the settings of a module, and of those in its fields, by their paths."""

@@ -290,6 +290,10 @@ class _NnxHook:
     def __getattr__(self, name: str) -> Any:
         return read_setting(self._layer.module, name)
 
+    @property
+    def __class__(self) -> Any:  # for `isinstance` in the call of the module
+        return type(self._layer.module)
+
 
 def _attributes(layer: Any) -> dict[str, Any]:
     """Returns the class of a layer, and its settings by their paths."""

@@ -305,3 +305,154 @@ def test_what_runs_between_layers_is_refused_where_it_cannot_be_right():
             batch=tokens(),
             call=dropping,
         )
+
+
+class Residual(nnx.Module):
+    """A block whose attention reads the values of the first one too, and returns its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.values, self.mlp = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x: Any, first: Any = None) -> Any:
+        values = self.values(x)
+        mixed = values if first is None else 0.5 * (values + first)
+        return x + jnp.tanh(self.mlp(mixed)), values
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.mlp = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x: Any, scale: Any = None) -> Any:
+        return x + jnp.tanh(self.mlp(x if scale is None else scale * x))
+
+
+class Gathering(Plain):
+    """Returns a dict with a key that it was not given."""
+
+    def __call__(self, x: Any, scale: Any = None) -> Any:
+        h = x["h"] if isinstance(x, dict) else x
+        y = super().__call__(h)
+        return {"h": y, "gate": jnp.tanh(y)}
+
+
+class Calls(nnx.Module):
+    """A module whose call is given, with a few blocks."""
+
+    def __init__(self, kind: Any, body: Any, rngs: nnx.Rngs):
+        self.table, self.body = nnx.Embed(V, D, rngs=rngs), body
+        kinds = kind if isinstance(kind, tuple) else (kind,) * 4
+        self.blocks = nnx.List([kind(rngs) for kind in kinds])
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.table.attend(self.body(self, self.table(tokens)))
+
+
+def value_residuals(module: Any, x: Any) -> Any:
+    first = None
+    for block in module.blocks:
+        x, values = block(x, first)
+        first = values if first is None else first
+    return x
+
+
+def hidden_states(module: Any, x: Any) -> Any:
+    states = []
+    for block in module.blocks:
+        x = block(x)
+        states.append(x)
+    return sum(states) / len(states)
+
+
+def without_the_last(module: Any, x: Any) -> Any:
+    for block in module.blocks:
+        before, x = x, block(x)
+    return before + 0.0 * x
+
+
+def by_class(module: Any, x: Any) -> Any:
+    blocks: list[Any] = list(module.blocks)
+    for block in blocks:
+        x = block(x, 0.5) if isinstance(block, Vision | Plain) and block.mlp_scale else block(x)
+    return x
+
+
+class Scaled(Plain):
+    mlp_scale = True
+
+
+class Unscaled(Plain):
+    mlp_scale = False
+
+
+def gates(module: Any, x: Any) -> Any:
+    found = []
+    for block in module.blocks:
+        x = block(x)
+        found.append(x["gate"])
+    return x["h"] * sum(found)
+
+
+BODIES: dict[str, tuple[Any, Any]] = {
+    "values of the first layer": (Residual, value_residuals),
+    "all hidden states": (Plain, hidden_states),
+    "a layer that nobody reads": (Plain, without_the_last),
+    "by class": ((Scaled, Unscaled) * 2, by_class),
+    "a key that appears": (Gathering, gates),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_read_is_what_the_module_reads(name: str):
+    kind, body = BODIES[name]
+    module = Calls(kind, body, nnx.Rngs(0))
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def plain(params: Any) -> Any:
+        own: Any = nnx.merge(graph, params, rest)
+        return next_token_loss(own(tokens()), tokens())
+
+    wanted, plain_grads = jax.value_and_grad(plain)(params)
+    model, params = jp_nnx.model(module, loss=next_token_loss, batch=tokens())
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    pipe = jp.pipeline(model, schedule="1f1b", engine="mpmd", mesh=mesh, microbatches=4)
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for a, b in zip(
+        jax.tree.leaves(pipe.unshard(grads)), jax.tree.leaves(plain_grads), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_what_a_chain_hides_is_refused_without_an_example():
+    module = Calls(Plain, hidden_states, nnx.Rngs(0))
+    model, params = jp_nnx.model(module, loss=next_token_loss)
+    mesh = jp.make_mesh({"stage": 1}, devices=jax.devices()[:1])
+    pipe = jp.pipeline(model, schedule=None, mesh=mesh, microbatches=2)
+    with pytest.raises(ValueError, match=r"depends on what `blocks\[0\]` returned.*Give `batch=`"):
+        pipe.value(pipe.shard(params), tokens())
+
+
+def test_numbers_that_are_drawn_for_the_first_layer_and_behind_the_last_are_refused():
+    module = Translator(jax.random.key(0))
+
+    def twice(module: Any, row: Any, key: Any) -> Any:
+        first = jax.vmap(module.table)(row)
+        first = x = jnp.where(jax.random.bernoulli(key, 0.5, first.shape), first, 0.0)
+        for block in module.encoder:
+            x = block(x)
+        return (x + first) @ module.table.weight.T
+
+    def apart(module: Any, row: Any, key: Any) -> Any:
+        first, second = jax.random.split(key)
+        x = jax.vmap(module.table)(row)
+        x = jnp.where(jax.random.bernoulli(first, 0.5, x.shape), x, 0.0)
+        for block in module.encoder:
+            x = block(x)
+        x = jnp.where(jax.random.bernoulli(second, 0.5, x.shape), x, 0.0)
+        return x @ module.table.weight.T
+
+    options: Any = {"layers": "encoder", "loss": next_token_loss, "batch": tokens()}
+    with pytest.raises(ValueError, match="depends on numbers that it has drawn by a dropout key"):
+        jp_equinox.model(module, call=twice, **options)
+    assert jp_equinox.model(module, call=apart, **options)[0].takes_key

@@ -303,3 +303,42 @@ def test_what_cannot_change_is_refused_by_name():
     pipe = jp.pipeline(counted, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
     with pytest.raises(ValueError, match=r"one of its leaves is float32\[3\] in a microbatch of 4"):
         pipe.check(params, batch)
+
+
+def test_rows_are_told_from_what_has_as_many_entries_by_chance():
+    def remember(w: Any, x: Any, batch: Any) -> Any:
+        return {"h": jnp.tanh(x["h"] @ w["h"]), "slots": w["slots"]}
+
+    def recall(w: Any, x: Any, batch: Any) -> Any:
+        return {"h": x["h"] + jnp.sum(x["slots"], axis=0) @ w}
+
+    def loss(w: Any, x: Any, batch: Any) -> Any:
+        return jnp.mean((x["h"] @ w - batch["y"]) ** 2)
+
+    normal = numbers(4)
+    layers = {"remember": [{"h": normal(8, 8), "slots": normal(2, 8)}], "recall": [normal(8, 8)]}
+    params = {"embed": normal(8, 8), "layers": layers, "head": normal(8, 8)}
+    kinds = {"remember": remember, "recall": recall}
+    model = jp.Model(lambda w, batch: {"h": batch["x"] @ w}, kinds, loss)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2, data=2), microbatches=4)
+    with pytest.raises(ValueError, match=r"one of its leaves is float32\[2, 8\]"):
+        pipe.value(pipe.shard(params), {"x": normal(16, 8), "y": normal(16, 8)})
+
+
+def test_an_x_that_ends_with_an_empty_dict_is_no_auxiliary_output():
+    def loss(w: Any, x: Any, batch: Any) -> Any:
+        h, skips = x
+        assert skips == {}
+        return jnp.mean((h @ w - batch["y"]) ** 2)
+
+    normal = numbers(5)
+    kinds = {
+        "first": lambda w, x, batch: [x @ w, x],
+        "second": lambda w, x, batch: (jnp.tanh(x[0] + x[1] @ w), {}),
+    }
+    model = jp.Model(lambda w, batch: batch["x"] @ w, kinds, loss)
+    layers = {"first": [normal(8, 8)], "second": [normal(8, 8)]}
+    params = {"embed": normal(8, 8), "layers": layers, "head": normal(8, 8)}
+    batch = {"x": normal(16, 8), "y": normal(16, 8)}
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=8)
+    assert pipe.check(params, batch).largest <= 1e-5

@@ -252,7 +252,10 @@ def plain_programs() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+@pytest.mark.parametrize(
+    "library",
+    ["nnx", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linen", "equinox"))],
+)
 def test_check_judges_by_the_functions_of_a_module_and_by_its_own_call(library: str):
     (model, params), whole = plain_programs()[library]
     pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(2), microbatches=4)

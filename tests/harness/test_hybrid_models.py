@@ -36,8 +36,9 @@ def wide_numbers() -> Iterator[None]:
 
 
 def in_ci(i: int) -> bool:
-    """A row of each model, of which each has another engine and schedule."""
-    return i in {(len(ENGINES) * n + 5 * n + 2) * len(MESHES) + n % 2 for n in range(len(HYBRIDS))}
+    """A row of each model but the slowest, of which each has another engine and schedule."""
+    models = range(1, len(HYBRIDS))
+    return i in {(len(ENGINES) * n + 5 * n + 2) * len(MESHES) + n % 2 for n in models}
 
 
 @cache

@@ -9,14 +9,12 @@ L layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...ir.rows import is_same
-from .._dependence import dependent_inputs
 from .._pieces import shape_of
 from ._hooks import HookParts, Stop, stopped
 from ._layer_calls import (
@@ -27,6 +25,7 @@ from ._layer_calls import (
     zeros_of,
 )
 from ._parts import Outer, or_none, shape_of_key
+from ._reads import Read, array_arguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class BranchParts(HookParts):
             found: dict[tuple[int, int], Any] = {}
 
             def hook(call: LayerCall) -> Any:
-                leaves = _leaves(arguments_of(call))
+                leaves = array_arguments(arguments_of(call))
                 of_layer = [source for source in live.sources if source[0] == call.index]
                 found.update({source: leaves[source[1]] for source in of_layer})
                 if call.index == last:
@@ -201,43 +200,31 @@ class BranchParts(HookParts):
         return live
 
     def _find_live(self, row: PyTree) -> _Live:
-        order: list[int] = []
-        of_layers: list[list[Any]] = []
-
-        def arguments(outer: Outer, row: PyTree, key: Any, results: list[Any]) -> Any:
-            def hook(call: LayerCall) -> Any:
-                order.append(call.index)
-                of_layers.append(_leaves(arguments_of(call)))
-                y, extras = results[call.index]
-                return (y, *extras) if extras else y
-
-            result = jax.tree.leaves(self.cut.run(outer, {}, row, key, hook))
-            return of_layers, [leaf for leaf in result if isinstance(leaf, jax.Array)]
-
-        results = zip(self.outputs_of_layers(row), self.extras_of_layers(row), strict=True)
-        given = self.cut.outer, row, shape_of_key(self.cut.takes_key), list(results)
-        found, _ = dependent_inputs(arguments, *given)
-        check_order(order, self.names)
-        reads = [_Read.of(*used) for used in found]
+        reads = self.reads(row)
+        check_order(reads.order, self.names)
         last, shared = len(self.names), set[str]()
         needs: list[set[int]] = [set() for _ in range(last + 1)]
         sources: list[tuple[int, int]] = []
         slots: list[dict[int, int]] = [{} for _ in range(last)]
-        places = [(i, n) for i, leaves in enumerate(of_layers) for n in range(len(leaves))]
-        for (i, n), read in zip(places, reads, strict=False):
+        of_arguments = [
+            (i, n, read)
+            for i, of_layer in enumerate(reads.of_layers)
+            for n, read in enumerate(of_layer)
+        ]
+        for i, n, read in of_arguments:
             if read.outputs:
                 self._check_no_key(read, i)
                 needs[i] |= read.outputs
                 shared |= read.outer
             # The embedding returns what the first layer is given, also what the batch determines.
             elif read.outer or read.key or i == 0:
-                leaf = of_layers[i][n]
-                same = [of_layers[j][m] is leaf for j, m in sources]
+                leaf = reads.leaves[i][n]
+                same = [reads.leaves[j][m] is leaf for j, m in sources]
                 if True not in same:
                     same.append(True)
                     sources.append((i, n))
                 slots[i][n] = same.index(True)
-        needs[last] = set[int]().union(*(read.outputs for read in reads[len(places) :]))
+        needs[last] = set[int]().union(*(read.outputs for read in reads.of_output))
         # If all layers read one early output, the last alone would drop it, and be a kind of its
         # own. So it passes on outputs that are older than those of the two layers before it.
         needs[last] |= {i for i in _read_from(last - 1, needs, range(last - 1)) if i < last - 2}
@@ -248,33 +235,15 @@ class BranchParts(HookParts):
             tuple(sources),
             tuple(slots),
             frozenset(shared),
-            any(read.reads_extras for read in reads[: len(places)]),
+            any(read.reads_extras for *_, read in of_arguments),
         )
 
-    def _check_no_key(self, read: "_Read", index: int) -> None:
+    def _check_no_key(self, read: Read, index: int) -> None:
         if read.key:
             raise ValueError(
                 f"An argument of `{self.names[index]}` depends on what layers return and on a "
                 "dropout key, which the module reads between layers. Drop in a layer."
             )
-
-
-class _Read(NamedTuple):
-    """What an argument of a layer depends on: outer parameters, a key, outputs of layers."""
-
-    outer: set[str]
-    key: bool
-    outputs: set[int]
-    reads_extras: bool
-
-    @classmethod
-    def of(cls, outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> "_Read":
-        """Reads what `dependent_inputs` has found."""
-        del row
-        names = {name for name, used in outer.items() if any(jax.tree.leaves(used))}
-        layers = {i for i, (y, _) in enumerate(results) if any(jax.tree.leaves(y))}
-        extras = any(any(jax.tree.leaves(of_layer)) for _, of_layer in results)
-        return cls(names, any(jax.tree.leaves(key)), layers, extras)
 
 
 def _read_from(first: int, reads: Sequence[set[int]], made: range) -> tuple[int, ...]:
@@ -283,15 +252,10 @@ def _read_from(first: int, reads: Sequence[set[int]], made: range) -> tuple[int,
     return tuple(sorted(later & set(made)))
 
 
-def _leaves(at: LayerArguments) -> list[Any]:
-    """Returns the arrays of the arguments of a layer: those of x, and others but keys."""
-    return [*map(jnp.asarray, jax.tree.leaves(at.x)), *(at.leaves[i] for i in at.array_ids)]
-
-
 def _replaced(
     at: LayerArguments, arrays: dict[int, Any], key: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with some of the arrays of `_leaves` replaced."""
+    """Returns the arguments with some of the arrays of `array_arguments` replaced."""
     leaves, tree = jax.tree.flatten(at.x)
     x = tree.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
     others = {

@@ -30,6 +30,7 @@ from ._layer_calls import (
     zeros_of,
 )
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
+from ._reads import Reads, array_arguments, find_reads
 
 
 class Stop(BaseException):
@@ -163,16 +164,16 @@ class HookParts(Parts):
         forms: list[tuple[PyTree, ...]] = []
 
         def hook(call: LayerCall) -> Any:
-            x, weights = arguments_of(call).x, self.cut.layers[call.index]
-            shapes = jax.tree.map(shape_of, x)
+            at, weights = arguments_of(call), self.cut.layers[call.index]
+            x, form = at.x, at.form
             known = next(
-                (s for s in seen if s[:2] == (weights, shapes) and is_same(s[2], call.static)), None
+                (s for s in seen if s[:2] == (weights, form) and is_same(s[2], call.static)), None
             )
             if known is None:
                 result = self.x_and_extras(call.run(*call.args, **call.kwargs), x)
                 known = (
                     weights,
-                    shapes,
+                    form,
                     call.static,
                     *jax.tree.map(lambda leaf: shape_of(leaf), result),
                 )
@@ -211,6 +212,7 @@ class HookParts(Parts):
         def find(batch: PyTree) -> _Carried:
             calls = self.recorded_calls(self.row(batch))
             check_chain(calls, self.names)
+            self._check_chain_of_reads(self.reads(self.row(batch)))
             for call, at, _ in calls:
                 first = self._first[self._kind(call.index)]
                 check_same_arguments(calls[first][1], at, self.names[first], self.names[call.index])
@@ -220,6 +222,49 @@ class HookParts(Parts):
         if not self.is_alone:
             self.check_kinds(jax.tree.map(shape_of, batch))
         return carried
+
+    def reads(self, row: PyTree) -> Reads:
+        """Finds what the arguments of layers and the output of the module depend on."""
+
+        def call(outer: Outer, row: PyTree, key: Any, results: Any, order: Any, leaves: Any) -> Any:
+            def hook(call: LayerCall) -> Any:
+                order.append(call.index)
+                leaves.append(array_arguments(arguments_of(call)))
+                y, extras = results[call.index]
+                return (y, *extras) if extras else y
+
+            return self.cut.run(outer, {}, row, key, hook)
+
+        def find(row: PyTree) -> Reads:
+            results = zip(self.outputs_of_layers(row), self.extras_of_layers(row), strict=True)
+            key = shape_of_key(self.cut.takes_key)
+            found = find_reads(call, self.cut.outer, row, key, list(results))
+            if found.draws_twice:
+                raise ValueError(
+                    "The output of the module depends on numbers that it has drawn by a dropout "
+                    "key for the first layer, such as a dropped embedding. In a pipeline the two "
+                    "would draw apart: drop in a layer."
+                )
+            return found
+
+        return self.of_form("reads", row, find)
+
+    def _check_chain_of_reads(self, reads: Reads) -> None:
+        """Raises a `NoChainError` if more is read than what the layer before has returned."""
+        for index, of_layer in enumerate(reads.of_layers):
+            if any(read.outputs - {index - 1} or read.reads_extras for read in of_layer):
+                raise NoChainError(
+                    f"An argument of `{self.names[index]}` depends on what layers before it "
+                    "return, besides x of the last one. Give `batch=`, an example of a batch, by "
+                    "which what later layers read is found."
+                )
+        last = len(self.names) - 1
+        for i in sorted({i for read in reads.of_output for i in read.outputs} - {last}):
+            raise NoChainError(
+                f"The output of the module depends on what `{self.names[i]}` returned, which is "
+                "not the last layer. Give `batch=`, an example of a batch, by which what is read "
+                "behind the layers is found."
+            )
 
     def check_kinds(self, batch: PyTree) -> None:
         """Raises a `ValueError` if layers of one kind compute something else on this batch."""
@@ -252,8 +297,9 @@ class HookParts(Parts):
             if get_opaque_trace_state() != of_module[0]:
                 raise ValueError(
                     f"`{self.names[call.index]}` runs inside of a transformation of the module's "
-                    "call, such as `jax.vmap`, and a pipeline cuts the call there. Call layers "
-                    "outside of it; `jaxpipe.equinox.model` takes a `call` of one row by itself."
+                    "call, such as `jax.vmap` or `nn.remat`, and a pipeline cuts the call "
+                    "there. Call layers outside of it: `jaxpipe.pipeline` has `layer_remat=`, and "
+                    "`jaxpipe.equinox.model` takes a `call` of one row."
                 )
             at = arguments_of(call)
             # A wrong order of calls, of which there may be more than layers, is refused later.

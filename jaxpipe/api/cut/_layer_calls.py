@@ -61,6 +61,13 @@ class LayerArguments:
         ids = range(len(self.leaves))
         return [i for i in ids if _is_array(self.leaves[i]) and not self._is_key(i)]
 
+    @property
+    def form(self) -> Any:
+        """Returns what tells calls apart: structure, shapes of arrays, and other values."""
+        arrays = jax.tree.map(shape_of, self.x)
+        others = [shape_of(leaf) if _is_array(leaf) else leaf for leaf in self.leaves]
+        return jax.tree.structure(self.x), jax.tree.leaves(arrays), self.tree, others
+
     def replace(self, x: PyTree, arrays: dict[int, Any], key: Any) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments of another call of the layer."""
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self.leaves)]
@@ -116,12 +123,14 @@ def read_setting(layer: Any, name: str) -> Any:
     """Returns a setting of a layer that the call of its module reads.
 
     Raises:
-        AttributeError: If it is none: parameters and methods of a layer are not there.
+        AttributeError: If the layer has none of that name.
+        ValueError: If it is no setting: `hasattr` must not say that a parameter is not there.
     """
     value = getattr(layer, name)
     if is_setting(value):
         return value
-    raise AttributeError(
+    error = AttributeError if name.startswith("_") else ValueError
+    raise error(
         f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
         "Only `layer(x, ...)` and settings that are no arrays are."
     )

@@ -95,13 +95,13 @@ def _calls(cut: CutModule, batch: PyTree) -> list[int]:
     seen: list[tuple[Any, ...]] = []
 
     def hook(call: LayerCall) -> Any:
-        x = arguments_of(call).x
-        shapes = jax.tree.map(shape_of, x)
+        at = arguments_of(call)
+        x, form = at.x, at.form
         calls.append(call.index)
-        known = next((s for s in seen if s[:2] == (call.index, shapes)), None)
+        known = next((s for s in seen if s[:2] == (call.index, form)), None)
         if known is None:
             result = x_and_extras(call.run(*call.args, **call.kwargs), x)
-            known = call.index, shapes, *shapes_of(result)
+            known = call.index, form, *shapes_of(result)
             seen.append(known)
         y, extras = stand_in(known[2], x), zeros_of(known[3])
         return (y, *extras) if extras else y

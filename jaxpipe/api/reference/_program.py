@@ -284,7 +284,8 @@ def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2:
         y, aux = returned
-        if isinstance(aux, Mapping | None):
+        is_empty = not aux and jax.tree.structure(y) != jax.tree.structure(x)
+        if isinstance(aux, Mapping | None) and not is_empty:
             return y, in_sum_dtype(dict(aux or {}))
     return returned, {}  # a layer may return another x than it is given
 

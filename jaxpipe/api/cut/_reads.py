@@ -1,0 +1,123 @@
+"""What the layers of a module, and its output, read of parameters, keys and layers before them."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+from jaxtyping import PyTree
+
+from .._dependence import used_inputs
+from ._layer_calls import LayerArguments
+
+
+class Read(NamedTuple):
+    """What an array depends on.
+
+    Attributes:
+        outer: Parameters outside of layers.
+        key: Whether it depends on a dropout key.
+        outputs: Layers, by what they return as x.
+        reads_extras: Whether it depends on what a layer returns besides x.
+    """
+
+    outer: set[str]
+    key: bool
+    outputs: set[int]
+    reads_extras: bool
+
+
+class Reads(NamedTuple):
+    """What the arguments of layers and the output of a module depend on.
+
+    Attributes:
+        order: The layers in the order of their calls.
+        leaves: [L] the arrays of the arguments of every layer, tracers whose identity counts.
+        of_layers: [L] what each of these depends on.
+        of_output: What each array of the output depends on.
+        draws_twice: Whether the output depends on numbers that were drawn for the first layer too.
+    """
+
+    order: list[int]
+    leaves: list[list[Any]]
+    of_layers: list[list[Read]]
+    of_output: list[Read]
+    draws_twice: bool
+
+
+def array_arguments(at: LayerArguments) -> list[Any]:
+    """Returns the arrays of the arguments of a layer: those of x, and others but keys."""
+    return [*map(jnp.asarray, jax.tree.leaves(at.x)), *(at.leaves[i] for i in at.array_ids)]
+
+
+def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results: Any) -> Reads:
+    """Traces the call of a module once.
+
+    Args:
+        call: `(outer, row, key, results, order, leaves) -> output`, which appends to `order` and
+            `leaves` of `Reads`.
+        results: [L] pairs of the shapes of x that a layer returns, and of what it returns besides.
+    """
+    order: list[int] = []
+    leaves: list[list[Any]] = []
+
+    def run(outer: Any, row: Any, key: Any, results: Any) -> Any:
+        output = jax.tree.leaves(call(outer, row, key, results, order, leaves))
+        return leaves, [leaf for leaf in output if isinstance(leaf, jax.Array)]
+
+    arguments = outer, row, key, results
+    closed = jax.make_jaxpr(run)(*arguments)
+    reads = [_read(*used) for used in used_inputs(closed, arguments)]
+    ends = [0, *accumulate(map(len, leaves))]
+    of_layers = [reads[a:b] for a, b in pairwise(ends)]
+    num_first = len(leaves[0]) if leaves else 0
+    keys = len(jax.tree.leaves((outer, row))), len(jax.tree.leaves(key))
+    twice = _draws_twice(closed, keys, range(num_first), range(ends[-1], len(reads)))
+    return Reads(order, leaves, of_layers, reads[ends[-1] :], twice)
+
+
+def _read(outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> Read:
+    del row
+    names = {name for name, used in outer.items() if any(jax.tree.leaves(used))}
+    layers = {i for i, (y, _) in enumerate(results) if any(jax.tree.leaves(y))}
+    extras = any(any(jax.tree.leaves(of_layer)) for _, of_layer in results)
+    return Read(names, any(jax.tree.leaves(key)), layers, extras)
+
+
+def _draws_twice(
+    closed: ClosedJaxpr, keys: tuple[int, int], first: Sequence[int], last: Sequence[int]
+) -> bool:
+    """Returns whether two sets of outputs depend on the same numbers that a key determines.
+
+    Args:
+        keys: The index of the first leaf of the key among the inputs, and their number.
+    """
+    jaxpr = closed.jaxpr
+    drawn = set(jaxpr.invars[keys[0] : sum(keys)])
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, Literal) and v in drawn for v in eqn.invars):
+            drawn.update(eqn.outvars)
+    needed = [_needed(jaxpr, [jaxpr.outvars[i] for i in outputs]) for outputs in (first, last)]
+    # Parts of a key are integers: two functions may split it and draw apart.
+    return any(
+        v in drawn and not isinstance(v, Literal) and _is_drawn_number(v.aval)
+        for v in needed[0] & needed[1]
+    )
+
+
+def _is_drawn_number(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return bool(jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.bool_)
+
+
+def _needed(jaxpr: Any, outputs: Sequence[Any]) -> set[Any]:
+    """Returns the variables that some outputs are computed from."""
+    needed = {v for v in outputs if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return needed
