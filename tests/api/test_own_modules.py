@@ -377,8 +377,8 @@ def test_nnx_modules_that_cannot_be_run_are_refused_by_name():
 @pytest.mark.parametrize("kind", [Between, Masks])
 def test_what_runs_between_nnx_layers_is_run_by_them(kind: Any):
     model, params = nnx_model(kind(nnx.Rngs(0)), loss=loss, call=call, batch=batch())
-    for options in ({"schedule": "1f1b"}, {"schedule": "1f1b", "engine": "mpmd"}):
-        pipe = jp.pipeline(model, mesh=mesh(2), microbatches=2, **options)
+    for engine in ("scheduled", "mpmd"):
+        pipe = jp.pipeline(model, schedule="1f1b", engine=engine, mesh=mesh(2), microbatches=2)
         assert pipe.check(params, batch()).largest <= 1e-5
 
 

@@ -158,6 +158,6 @@ def test_the_unet_computes_the_loss_of_the_plain_program():
         x = layer(layers[kind][0], x, batch)
     wanted = names["image_loss"](params["head"], x, batch)
     mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
-    for options in ({"engine": "mpmd"}, {}):
-        pipe = jp.pipeline(names["unet"], schedule="1f1b", mesh=mesh, microbatches=4, **options)
+    for engine in ("scheduled", "mpmd"):
+        pipe = jp.pipeline(names["unet"], schedule="1f1b", engine=engine, mesh=mesh, microbatches=4)
         close(pipe.jit(pipe.value)(pipe.shard(params), batch)[0], wanted, 1e-5)
