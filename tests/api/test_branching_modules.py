@@ -428,7 +428,7 @@ def test_what_a_chain_hides_is_refused_without_an_example():
         pipe.value(pipe.shard(params), tokens())
 
 
-def test_numbers_that_are_drawn_for_the_first_layer_and_behind_the_last_are_refused():
+def test_numbers_that_are_drawn_for_a_layer_and_behind_the_last_are_refused():
     module = Translator(jax.random.key(0))
 
     def twice(module: Any, row: Any, key: Any) -> Any:
@@ -447,7 +447,18 @@ def test_numbers_that_are_drawn_for_the_first_layer_and_behind_the_last_are_refu
         x = jnp.where(jax.random.bernoulli(second, 0.5, x.shape), x, 0.0)
         return x @ module.table.weight.T
 
+    def in_the_middle(module: Any, row: Any, key: Any) -> Any:
+        x = jax.vmap(module.table)(row)
+        kept = jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+        for block in module.encoder:
+            x = block(x)
+        for block in module.decoder:
+            x = block(x, kept)
+        return (x * kept) @ module.table.weight.T
+
     options: Any = {"layers": "encoder", "loss": next_token_loss, "batch": tokens()}
-    with pytest.raises(ValueError, match="depends on numbers that it has drawn by a dropout key"):
-        jp_equinox.model(module, call=twice, **options)
+    both = {"layers": (lambda module: module.encoder, lambda module: module.decoder)}
+    for call, layers in ((twice, {}), (in_the_middle, both)):
+        with pytest.raises(ValueError, match="depends on numbers that it has drawn by a dropout k"):
+            jp_equinox.model(module, call=call, **options | layers)
     assert jp_equinox.model(module, call=apart, **options)[0].takes_key

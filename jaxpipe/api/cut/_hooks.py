@@ -242,8 +242,8 @@ class HookParts(Parts):
             if found.draws_twice:
                 raise ValueError(
                     "The output of the module depends on numbers that it has drawn by a dropout "
-                    "key for the first layer, such as a dropped embedding. In a pipeline the two "
-                    "would draw apart: drop in a layer."
+                    "key for a layer, such as a dropped embedding. In a pipeline the two would "
+                    "draw apart: drop in a layer."
                 )
             return found
 

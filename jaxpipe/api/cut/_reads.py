@@ -37,7 +37,7 @@ class Reads(NamedTuple):
         leaves: [L] the arrays of the arguments of every layer, tracers whose identity counts.
         of_layers: [L] what each of these depends on.
         of_output: What each array of the output depends on.
-        draws_twice: Whether the output depends on numbers that were drawn for the first layer too.
+        draws_twice: Whether the output depends on numbers that were drawn for layers too.
     """
 
     order: list[int]
@@ -72,9 +72,8 @@ def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results
     reads = [_read(*used) for used in used_inputs(closed, arguments)]
     ends = [0, *accumulate(map(len, leaves))]
     of_layers = [reads[a:b] for a, b in pairwise(ends)]
-    num_first = len(leaves[0]) if leaves else 0
     keys = len(jax.tree.leaves((outer, row))), len(jax.tree.leaves(key))
-    twice = _draws_twice(closed, keys, range(num_first), range(ends[-1], len(reads)))
+    twice = _draws_twice(closed, keys, ends[-1])
     return Reads(order, leaves, of_layers, reads[ends[-1] :], twice)
 
 
@@ -86,20 +85,21 @@ def _read(outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> R
     return Read(names, any(jax.tree.leaves(key)), layers, extras)
 
 
-def _draws_twice(
-    closed: ClosedJaxpr, keys: tuple[int, int], first: Sequence[int], last: Sequence[int]
-) -> bool:
-    """Returns whether two sets of outputs depend on the same numbers that a key determines.
+def _draws_twice(closed: ClosedJaxpr, keys: tuple[int, int], num_arguments: int) -> bool:
+    """Returns whether arguments of layers and the output depend on the same drawn numbers.
 
     Args:
-        keys: The index of the first leaf of the key among the inputs, and their number.
+        closed: A program of the arguments of layers, and of the output behind them.
+        keys: The index of the first leaf of the key among its inputs, and their number.
+        num_arguments: How many of its outputs are arguments of layers.
     """
     jaxpr = closed.jaxpr
     drawn = set(jaxpr.invars[keys[0] : sum(keys)])
     for eqn in jaxpr.eqns:
         if any(not isinstance(v, Literal) and v in drawn for v in eqn.invars):
             drawn.update(eqn.outvars)
-    needed = [_needed(jaxpr, [jaxpr.outvars[i] for i in outputs]) for outputs in (first, last)]
+    parts = jaxpr.outvars[:num_arguments], jaxpr.outvars[num_arguments:]
+    needed = [_needed(jaxpr, outputs) for outputs in parts]
     # Parts of a key are integers: two functions may split it and draw apart.
     return any(
         v in drawn and not isinstance(v, Literal) and _is_drawn_number(v.aval)
