@@ -216,12 +216,10 @@ ENGINES: dict[str, Any] = {
     "scheduled": ({"stage": 2, "fsdp": 2}, {"schedule": "zero_bubble_h1"}),
     "mpmd": ({"stage": 4}, {"schedule": "1f1b", "engine": "mpmd"}),
 }
-MODULES = [vision_language, unet, residuals, translator]
+MODULES = [vision_language, unet, translator, residuals]
 QUICK = {
     *((make, engine) for make, engine in zip(MODULES, ENGINES, strict=True)),
-    (vision_language, "mpmd"),
     (unet, "mpmd"),
-    (translator, "scheduled"),
 }
 
 

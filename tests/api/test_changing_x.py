@@ -101,6 +101,10 @@ ENGINES = {
     "mpmd, split": {"schedule": "zero_bubble_h1", "engine": "mpmd"},
 }
 SLOW = pytest.mark.slow
+QUICK = [
+    pytest.param(options, id=name, marks=SLOW if "split" in name else ())
+    for name, options in ENGINES.items()
+]
 MESHES = [
     {"stage": 3},
     {"stage": 2, "fsdp": 2},
@@ -109,7 +113,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("options", ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("options", QUICK)
 def test_a_unet_is_that_of_its_plain_program(options: dict[str, Any], sizes: dict[str, int]):
     pipe = jp.pipeline(UNET, mesh=mesh(**sizes), microbatches=12, **options)
     found = pipe.check(unet_params(), images(), plain=plain_unet)
@@ -148,7 +152,7 @@ def test_a_unet_that_trains_is_that_of_its_plain_program():
         assert np.max(np.abs(got - wanted)) <= 1e-5 * np.max(np.abs(wanted))
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("options", QUICK)
 def test_outputs_of_a_unet(options: dict[str, Any]):
     model = replace(UNET, output=lambda w, x, batch: conv(x["h"], w))
     params, batch = unet_params(), images()
@@ -203,7 +207,7 @@ def test_a_unet_with_batch_statistics(options: dict[str, Any]):
     assert pipe.check(unet_params(), images()).largest <= 1e-5
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("options", QUICK)
 def test_a_unet_with_dropout(options: dict[str, Any]):
     def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.7, x["h"].shape)
@@ -242,7 +246,7 @@ def attention_residuals(num_layers: int) -> tuple[jp.Model, Any, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
-@pytest.mark.parametrize("options", ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("options", QUICK)
 def test_blocks_that_read_all_blocks_before_them(options: dict[str, Any], ranks: int):
     model, params, plain = attention_residuals(8)
     normal = numbers(2)

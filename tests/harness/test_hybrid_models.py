@@ -36,8 +36,8 @@ def wide_numbers() -> Iterator[None]:
 
 
 def in_ci(i: int) -> bool:
-    """A row of each model but the slowest, of which each has another engine and schedule."""
-    models = range(1, len(HYBRIDS))
+    """A row of a model of each library and of functions, each of another engine and schedule."""
+    models = (2, 5, 6)
     return i in {(len(ENGINES) * n + 5 * n + 2) * len(MESHES) + n % 2 for n in models}
 
 
