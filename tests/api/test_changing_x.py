@@ -1,6 +1,5 @@
 """Layers that return another x than they are given: U-Nets, and blocks that read all before."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,8 @@ import optax
 import pytest
 
 import jaxpipe as jp
+from harness.hybrid_models import conv
+from harness.hybrid_models import normals as numbers
 
 SIDE, C, LEVELS = 8, 4, 2
 
@@ -18,11 +19,6 @@ SIDE, C, LEVELS = 8, 4, 2
 def mesh(**sizes: int) -> Any:
     count = int(np.prod(list(sizes.values())))
     return jp.make_mesh(sizes, devices=jax.devices()[:count])
-
-
-def conv(x: Any, w: Any, stride: int = 1) -> Any:
-    names = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(x, w, (stride,) * 2, "SAME", dimension_numbers=names)
 
 
 def embed(w: Any, batch: Any) -> Any:
@@ -53,11 +49,6 @@ def error(w: Any, x: Any, batch: Any) -> Any:
 LAYERS: dict[str, Any] = {f"down_{i}": down for i in range(LEVELS)}
 LAYERS |= {"middle": middle} | {f"up_{i}": up for i in reversed(range(LEVELS))}
 UNET = jp.Model(embed, LAYERS, error)
-
-
-def numbers(seed: int) -> Callable[..., jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
-    return lambda *shape: jax.random.normal(next(keys), shape) / np.prod(shape[:-1]) ** 0.5
 
 
 def unet_params() -> Any:

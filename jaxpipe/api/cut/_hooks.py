@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import PyTree
 
@@ -171,12 +170,7 @@ class HookParts(Parts):
             )
             if known is None:
                 result = self.x_and_extras(call.run(*call.args, **call.kwargs), x)
-                known = (
-                    weights,
-                    form,
-                    call.static,
-                    *jax.tree.map(lambda leaf: shape_of(leaf), result),
-                )
+                known = weights, form, call.static, *shapes_of(result)
                 seen.append(known)
             outputs.append(known[3])
             forms.append(known[4])
@@ -198,9 +192,9 @@ class HookParts(Parts):
         forms = self.extras_of_layers(row)
         if index >= len(forms) or not forms[index]:
             return y
-        leaves, tree = jax.tree.flatten(forms[index][0])
         if extras is None:
-            return y, tree.unflatten([jnp.zeros(s.shape, s.dtype) for s in leaves])
+            return y, *zeros_of(forms[index])
+        leaves, tree = jax.tree.flatten(forms[index][0])
         kind = self._kind(index)
         first = sum(len(jax.tree.leaves(forms[i])) for i in self._first[:kind])
         at = self.kinds[:index].count(kind) if self.kinds else index
