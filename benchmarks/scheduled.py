@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, recompute, unpipelined
 from jaxpipe.autodiff.staged_model import run_layers
-from jaxpipe.models.layers import dot_product_attention
+from jaxpipe.kernels import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
 

@@ -3,8 +3,8 @@
 `jaxpipe.pipeline` is the front door. Everything else is in a folder of its own:
 `jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`, `jaxpipe.autodiff`, `jaxpipe.spmd`,
 `jaxpipe.mpmd`, `jaxpipe.engines`, `jaxpipe.linen`, `jaxpipe.nnx`, `jaxpipe.equinox`,
-`jaxpipe.compat`, `jaxpipe.models`, `jaxpipe.xla`, `jaxpipe.cost`, `jaxpipe.data`, `jaxpipe.train`,
-`jaxpipe.report`, `jaxpipe.testing`.
+`jaxpipe.compat`, `jaxpipe.kernels`, `jaxpipe.models`, `jaxpipe.xla`, `jaxpipe.cost`,
+`jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`, `jaxpipe.testing`.
 """
 
 import typing
@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from .api import pipeline as pipeline
     from .api import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from .cli import emulate_devices as emulate_devices
+    from .kernels import attention as attention
     from .sharding import make_mesh as make_mesh
     from .train.planning import plan as plan
 else:

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxpipe import models, sharding
 from jaxpipe.autodiff.staged_model import run_layers, run_sliced_layers
+from jaxpipe.kernels import dot_product_attention
 from jaxpipe.models import DeepseekConfig, LlamaConfig
-from jaxpipe.models.layers import dot_product_attention
 
 _LLAMA: dict[str, Any] = {
     "base_emb_dim": 16,

@@ -4,6 +4,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..ir.graph import flops
+from ..kernels import trace_to_read
 from ._kinds import check_all, stack_all
 from ._model import Model
 from ._packed_x import layer_with_weights, x_of_layers
@@ -50,5 +51,7 @@ def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]
     for kind, x in zip(kinds, x_of_layers(model, kinds, groups, batch, key), strict=False):
         if kind not in flops_by_kind:
             function, weights = layer_with_weights(model, kind, groups)
-            flops_by_kind[kind] = flops(jax.make_jaxpr(function)(weights, x, batch, key).jaxpr)
+            with trace_to_read():
+                closed = jax.make_jaxpr(function)(weights, x, batch, key)
+            flops_by_kind[kind] = flops(closed.jaxpr)
     return flops_by_kind

@@ -110,6 +110,12 @@ class Model:
         output: `(first argument of loss, x, batch) -> arrays [b, ...]`, any pytree, such as logits:
             what `PipelinedModel.apply` returns for every row. Default: x, what leaves the last
             layer.
+        sequence_dim: The dim of tokens, 1 for [b, T, ...]: leaves of x and of the batch with such a
+            dim are divided over the axis `context` of the mesh. Functions are given whole sequences
+            all the same, so positions are `jnp.arange(T)`. What is elementwise along the dim runs
+            on each device's share, attention by `jaxpipe.attention`; for all other functions of
+            several tokens, such as convolutions, XLA moves what they read. Default: sequences are
+            whole.
         plain: `(params, batch) -> loss` or `-> (loss, metrics)`: the program that these functions
             are parts of, in the user's tree, with which `PipelinedModel.check` compares. Default:
             the functions one after the other.
@@ -137,6 +143,7 @@ class Model:
     order: Sequence[str] | None = None
     layer_costs: Mapping[str, float] | None = None
     output: Callable[..., Any] | None = None
+    sequence_dim: int | None = None
     plain: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -158,6 +165,11 @@ class Model:
         if not self.layer:
             raise ValueError("`layer` is empty. Give a function for each kind of layers.")
         _check_costs(self.layer_costs, layer)
+        if self.sequence_dim is not None and self.sequence_dim < 1:
+            raise ValueError(
+                f"`sequence_dim` is {self.sequence_dim}. Give the dim of tokens, such as 1: "
+                "dim 0 has the rows."
+            )
         if self.order is None:
             return
         check_order(self.order, layer)
@@ -313,7 +325,11 @@ def check_contributions(model: Model, **unread: Any) -> None:
     """
     if not model.contributions:
         return
-    unread |= {"Model.shared": model.shared or None, "Model.sliced_leaves": model.sliced_leaves}
+    unread |= {
+        "Model.shared": model.shared or None,
+        "Model.sliced_leaves": model.sliced_leaves,
+        "Model.sequence_dim": model.sequence_dim,
+    }
     names = [f"`{name}`" for name, value in unread.items() if value is not None]
     if names:
         raise ValueError(

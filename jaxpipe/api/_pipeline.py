@@ -16,6 +16,7 @@ from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, cast_model, check_contributions, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
 from ._rows import RowWise, check_row_wise
+from ._sequences import check_sequences
 from ._specs import SpecRule
 
 
@@ -168,7 +169,9 @@ def pipeline(
             "compute together. Give `jp.Model(..., vocab_parallel_loss=...)`, or leave it out."
         )
     as_run, ticks = selected.prepare(order, num_ranks, microbatches, costs, memory_cap)
-    check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
+    num_slices = 1 if as_run is None else language.num_slices(as_run)
+    check_sliced(model, num_slices)
+    check_sequences(model, mesh, num_slices, has_specs=param_specs is not None)
     counts, num_mtp = _layer_counts(layers_per_stage)
     told = PipelinePlan(
         mesh=mesh,

@@ -49,13 +49,12 @@ from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
     PieceInputs,
     contributing_model,
+    divided,
     loss_arguments,
     make_inputs,
     on_all_rows,
     piece_shapes,
-    rows_divided,
     staged_model,
-    undivided,
 )
 from .checks import check_effects, check_key
 from .inspection import InspectedModel
@@ -673,7 +672,8 @@ class PipelinedModel(InspectedModel):
     ) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
-        divide = rows_divided(self.mesh) if plan.whole_microbatches else undivided
+        sequences, whole = self.model.sequence_dim, plan.whole_microbatches
+        divide = divided(self.mesh, sequences, whole_microbatches=whole)
         stages_of = self._stages_of(plan)
         per_rank = packed if self.engine.program_per_rank else None
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)

@@ -33,6 +33,7 @@ from ..ir.rows import (
     join,
     row_dim,
 )
+from ..kernels import trace_to_read
 from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
@@ -310,7 +311,8 @@ class _UntracedError(Exception):
 def _traced(trace: Callable, *arguments: Any) -> Any:
     """Returns `trace(*arguments)`, which runs a function of the user."""
     try:
-        return trace(*arguments)
+        with trace_to_read():
+            return trace(*arguments)
     except Exception as error:
         text = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
         raise _UntracedError(text) from error

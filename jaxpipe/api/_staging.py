@@ -26,6 +26,7 @@ from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, lo
 from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import check_appended, num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
+from ._sequences import sequences_divided
 
 
 class PieceInputs(NamedTuple):
@@ -85,6 +86,7 @@ def make_inputs(
         inputs = inputs._replace(scale=jnp.broadcast_to(scale, shape))
     else:
         inputs = inputs._replace(scale=_loss_scale(model, weights, inputs, shape))
+    inputs = inputs._replace(batch=sequences_divided(inputs.batch, mesh, model.sequence_dim, 2))
     axes = row_axes(mesh)
     if not axes:
         return inputs
@@ -138,27 +140,25 @@ def _loss_scale(
     return jnp.broadcast_to(1 / batch_divisor(partial(_parts, model), boundary, x, flat), shape)
 
 
-DivideRows = Callable[[PyTree, PyTree], PyTree]
-"""`(x, batch) -> x`: says how rows of x are divided over devices."""
+Divide = Callable[[PyTree, PyTree], PyTree]
+"""`(x, batch) -> x`: says how x is divided over devices."""
 
 
-def undivided(x: PyTree, batch: PyTree) -> PyTree:
-    """Returns x. A piece has the rows of one device."""
-    del batch
-    return x
+def divided(mesh: Mesh, sequence_dim: int | None, *, whole_microbatches: bool) -> Divide:
+    """Returns a function that divides sequences over devices, and rows of whole microbatches.
 
-
-def rows_divided(mesh: Mesh) -> DivideRows:
-    """Returns a function that divides the rows of whole microbatches over devices.
-
-    Left to itself, XLA may copy activations whole to every device, or divide another dim.
+    Left to itself, XLA may copy activations whole to every device, or divide another dim. Otherwise
+    a piece has the rows of one device.
 
     Returns:
         `(x, batch) -> x`, where leaves of x with as many rows as those of the batch are divided.
     """
-    spec = PartitionSpec(row_axes(mesh))
+    spec = PartitionSpec(row_axes(mesh) if whole_microbatches else ())
 
     def divide(x: PyTree, batch: PyTree) -> PyTree:
+        x = sequences_divided(x, mesh, sequence_dim)
+        if not whole_microbatches:
+            return x
         rows = jnp.shape(jax.tree.leaves(batch)[0])[:1]
         return jax.tree.map(
             lambda leaf: reshard_to_spec(leaf, spec, mesh) if jnp.shape(leaf)[:1] == rows else leaf,
@@ -166,6 +166,12 @@ def rows_divided(mesh: Mesh) -> DivideRows:
         )
 
     return divide
+
+
+def undivided(x: PyTree, batch: PyTree) -> PyTree:
+    """Returns x."""
+    del batch
+    return x
 
 
 def on_all_rows(
@@ -275,7 +281,7 @@ def _own_rows(axes: tuple[str, ...], num_shards: int, leaf: Any, dim: int | None
     return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(axes) * size, size, dim)
 
 
-def boundary_model(model: Model, num_pieces: int, divide: DivideRows = undivided) -> StagedModel:
+def boundary_model(model: Model, num_pieces: int, divide: Divide = undivided) -> StagedModel:
     """Returns the model as engines run it, without its layers.
 
     Returns:
@@ -331,7 +337,7 @@ def staged_model(
     own_copy: Callable[[Any], PyTree],
     stage_of: Callable[[Any], Callable],
     sliced_stage_of: Callable[[Any], Callable] | None = None,
-    divide: DivideRows = undivided,
+    divide: Divide = undivided,
 ) -> StagedModel:
     """Returns the model as engines run it.
 
@@ -446,7 +452,7 @@ def _sharing(layer: Callable, shared: PyTree) -> Callable:
 def _sliced_layer(
     mean: float,
     sliced_leaves: PyTree,
-    divide: DivideRows,
+    divide: Divide,
     function: Callable,
 ) -> Callable:
     """Returns a layer as `Engine.sliced_stage` takes it, from one of the user."""

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import run_layers, run_sliced_layers
 from ..schedules import Schedule
+from ..sharding import ROW_AXES
 from ..sharding.layout import LayerLayout
 from ..sharding.specs import reshard
 from ..spmd.ranks import masked_layer, stages_on_ranks
@@ -24,7 +25,6 @@ from ..spmd.weight_gather import (
 )
 from ._engine import PipelinePlan
 from .fsdp import (
-    ROW_AXES,
     gather_of_layer,
     param_spec_tree,
 )

@@ -1,6 +1,7 @@
 """The engine `unpipelined`: one program that runs microbatches one after the other."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -56,7 +57,8 @@ def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
-    return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
+    with _mesh_in_context(plan):
+        return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
 
 
 def _value_and_grad(
@@ -65,12 +67,23 @@ def _value_and_grad(
     arguments = _without_repeats(weights, keys, batch_inputs)
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
     model = replace(model, stage=plan.remat(model.stage))
-    value, grads = unpipelined.value_and_grad(model, *arguments)
+    with _mesh_in_context(plan):
+        value, grads = unpipelined.value_and_grad(model, *arguments)
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
     if plan.zero1:
         divided = over_data(plan, grads)
         grads = _stacked.put_like(divided, grads, grads, model.tied, stage_axis=None)
     return value, grads
+
+
+def _mesh_in_context(plan: PipelinePlan) -> AbstractContextManager[Any]:
+    """Shows the mesh to functions of the model, as the engines do that pipeline.
+
+    Explicit axes are the user's to show: outside of `jax.jit` arrays would be typed by them.
+    """
+    if AxisType.Explicit in plan.mesh.axis_types:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh)
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:

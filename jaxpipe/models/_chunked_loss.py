@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .layers._on_shards import match_varying_axes
+from ..sharding import match_varying_axes
 
 Loss = Callable[[Array, Array, Array, Array], tuple[Array, dict[str, Float[Array, ""]]]]
 """`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, metrics)`. All results

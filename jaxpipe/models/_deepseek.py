@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..autodiff.staged_model import run_layers
+from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
-from .layers._attention import Attention
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
 from .layers._latent_attention import (
     LatentAttentionSettings,

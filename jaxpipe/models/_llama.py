@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..autodiff.staged_model import run_layers
+from ..kernels import Attention, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
-from .layers._attention import Attention, attend_to_past
 from .layers._common import (
     ACTIVATION,
     HEADS,

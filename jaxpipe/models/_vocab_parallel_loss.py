@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..sharding import match_varying_axes
 from .layers._common import rms_norm
-from .layers._on_shards import match_varying_axes
 
 VocabParallelLoss = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 

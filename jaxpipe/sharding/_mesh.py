@@ -11,6 +11,9 @@ from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "stage", "fsdp", "tensor", "expert", "context")
 
+ROW_AXES = ("data", "fsdp")
+"""The axes that divide the rows of a microbatch."""
+
 
 def make_mesh(
     ici: Mapping[str, int],

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe as jp
 from jaxpipe import models, sharding
 from jaxpipe.ir.rows import Mixed, Rows, Sum, Whole, compare
-from jaxpipe.models.layers import dot_product_attention
+from jaxpipe.kernels import dot_product_attention
 from small_models import small_llama, stack
 
 D, V, L, B, T, M = 8, 12, 4, 16, 4, 4

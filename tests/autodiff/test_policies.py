@@ -10,7 +10,8 @@ import pytest
 from jaxpipe import models, sharding
 from jaxpipe.autodiff import POLICIES, remat_by_name
 from jaxpipe.autodiff.backward import OFFLOADED, TENSORS, check_offload, pullback
-from jaxpipe.models.layers import dot_product_attention, routed_experts
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models.layers import routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama, stack
 

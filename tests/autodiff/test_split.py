@@ -16,7 +16,8 @@ from jaxpipe import models, sharding
 from jaxpipe.autodiff import remat_by_name
 from jaxpipe.autodiff.backward import combine, floating, split_backward
 from jaxpipe.autodiff.staged_model import index_leading
-from jaxpipe.models.layers import dot_product_attention, routed_experts
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models.layers import routed_experts
 from small_models import small_deepseek, small_llama, stack
 
 L, b, T, D = 3, 2, 5, 16

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
 from jaxpipe.autodiff.staged_model import slice_sequences
-from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models.layers import PROJECTIONS, routed_experts
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step

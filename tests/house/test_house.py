@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {
         "_lazy",
         "api",
+        "kernels",
         "cli",
         "equinox",
         "linen",
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {
         "_compat",
         "_input",
+        "kernels",
         "devices",
         "engines",
         "autodiff",
@@ -73,7 +75,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linen": {"api", "compat"},
     "nnx": {"api", "compat"},
     "equinox": {"api"},
-    "models": {"_compat", "autodiff", "sharding"},
+    "kernels": {"_compat", "_lazy", "sharding"},
+    "models": {"_compat", "kernels", "autodiff", "sharding"},
     "xla": {"_input", "devices"},
     "cost": {"devices", "schedules"},
     "train": {
@@ -82,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_exit",
         "_input",
         "api",
+        "kernels",
         "cost",
         "data",
         "devices",

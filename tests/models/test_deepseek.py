@@ -8,7 +8,8 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
-from jaxpipe.models.layers import dot_product_attention, routed_experts
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models.layers import routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama, stack
 

@@ -10,15 +10,14 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import sharding
+from jaxpipe.kernels import dot_product_attention, splash_attention
 from jaxpipe.models import DeepseekConfig, initialize
 from jaxpipe.models.layers import (
-    dot_product_attention,
     latent_attention,
     latent_attention_weights,
     rms_norm,
     rope,
     rope_frequencies,
-    splash_attention,
     yarn_frequencies,
     yarn_score_scale,
 )

@@ -8,7 +8,7 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
-from jaxpipe.models.layers import dot_product_attention
+from jaxpipe.kernels import dot_product_attention
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.train import Config
 from small_models import small_llama, stack

@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.kernels import AttentionPlan, Scores
 from jaxpipe.train import Config, read_metrics, set_up, train
-from jaxpipe.train.plan import AttentionPlan
 from jaxpipe.train.step import make_train_step, state_shapes, state_shardings
 
 TINY: dict[str, Any] = {
@@ -254,8 +254,8 @@ def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_pat
     ("settings", "message"),
     [
         ({}, "the devices are cpus, not TPUs"),
-        ({"max_target_length": 100}, "100, not a multiple of 128"),
-        ({"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, "split over the axis"),
+        ({"max_target_length": 100}, "has 100 tokens of a sequence, not a multiple of 128"),
+        ({"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, "has 8 tokens of a"),
     ],
 )
 def test_splash_attention_is_refused_where_it_does_not_run(settings, message):
@@ -288,7 +288,10 @@ H100 = {
         ({"head_dim": 192}, "pallas"),
         ({"head_dim": 192, "length": 1000}, "dot_product"),
         ({"dtype": "float32"}, "dot_product"),
-        ({"context_size": 2}, "dot_product"),
+        ({"context_size": 2}, "cudnn"),
+        ({"context_size": 2, "head_dim": 192}, "dot_product"),
+        ({"scores": Scores(soft_cap=50.0)}, "dot_product"),
+        ({"scores": Scores(window=100)}, "cudnn"),
         ({"wanted": "dot_product"}, "dot_product"),
         ({"wanted": "pallas"}, "pallas"),
         ({"platform": "cpu"}, "dot_product"),

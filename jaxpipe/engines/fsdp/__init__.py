@@ -3,7 +3,6 @@
 from ._gathers import boundary_gather as boundary_gather
 from ._gathers import gather_of_layer as gather_of_layer
 from ._gathers import weight_gathers as weight_gathers
-from ._params import ROW_AXES as ROW_AXES
 from ._params import cast_group as cast_group
 from ._params import cast_params as cast_params
 from ._params import gathered_plan as gathered_plan

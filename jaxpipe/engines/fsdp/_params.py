@@ -7,18 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ...sharding import ROW_AXES
 from ...sharding.specs import axes_of_dim
 from ...spmd.ranks import is_spec
 from .._engine import ParamSpecs, PipelinePlan
 
-ROW_AXES = ("data", "fsdp")
-"""Mesh axes that divide the rows of a microbatch."""
 
-
-def row_axes(mesh: Mesh) -> tuple[str, ...]:
+def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes of `mesh` that divide the rows of a microbatch."""
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 

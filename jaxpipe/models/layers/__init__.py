@@ -1,8 +1,5 @@
 """Layers that models share: attention, experts, projections, norms."""
 
-from ._attention import Attention as Attention
-from ._attention import causal_mask as causal_mask
-from ._attention import dot_product_attention as dot_product_attention
 from ._common import Rope as Rope
 from ._common import dropout as dropout
 from ._common import rms_norm as rms_norm
@@ -10,9 +7,6 @@ from ._common import rope as rope
 from ._common import rope_by_product as rope_by_product
 from ._common import rope_frequencies as rope_frequencies
 from ._common import token_losses as token_losses
-from ._flash_attention import cudnn_attention as cudnn_attention
-from ._flash_attention import pallas_gpu_attention as pallas_gpu_attention
-from ._flash_attention import splash_attention as splash_attention
 from ._gpu_grouped_matmul import pallas_gpu_grouped_matmul as pallas_gpu_grouped_matmul
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox

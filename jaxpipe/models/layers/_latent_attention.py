@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
+from ...kernels import Attention
 from ...sharding import Constrain
 from ..weights._abstract import matrix, scale
-from ._attention import Attention
 from ._common import HEADS, Frequencies, Rope, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection
 from ._yarn import Yarn, yarn_frequencies, yarn_score_scale

@@ -19,10 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...sharding import Rules, partition_spec, rules_without_manual_axes
+from ...sharding import (
+    Rules,
+    automatic_axes,
+    on_shards,
+    partition_spec,
+    rules_without_manual_axes,
+)
 from ...sharding.specs import axes_of_dim
 from ._grouped_matmul import GroupedMatmul, ragged_dot
-from ._on_shards import automatic_axes, on_shards
 
 Experts = Callable[[PyTree, Array, Array, Array], Array]
 """`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`. Weights are `gate` and

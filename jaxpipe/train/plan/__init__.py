@@ -1,6 +1,5 @@
 """Derives a run's setup from its config and devices, before anything is compiled."""
 
-from ._attention import AttentionPlan as AttentionPlan
 from ._devices import BatchPlan as BatchPlan
 from ._devices import DeviceLayout as DeviceLayout
 from ._family import MODEL_FAMILIES as MODEL_FAMILIES

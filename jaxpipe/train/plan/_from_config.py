@@ -14,7 +14,7 @@ from ...api import pipeline
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import Engine, When
-from ...engines.fsdp import ROW_AXES
+from ...kernels import AttentionPlan
 from ...models import logical_axes
 from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout, divide_exactly
@@ -23,7 +23,6 @@ from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
-from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
 from ._family import MODEL_FAMILIES, ModelConfig, layer_bytes, model_config
 from ._layout import LayerSettings, circular_layout, scheduled_layout
@@ -104,7 +103,7 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
     explicit = config.shard_mode == "explicit"
     mesh = sharding.make_mesh(ici, dcn, devices=devices, explicit=explicit)
     rules = axis_rules(config)
-    missing = {axis for axis in ROW_AXES if axis not in dict(rules)["activation_batch"]}
+    missing = {axis for axis in sharding.ROW_AXES if axis not in dict(rules)["activation_batch"]}
     if divided := [axis for axis in sorted(missing) if mesh.shape[axis] > 1]:
         raise ValueError(
             f"`logical_axis_rules` divides 'activation_batch' over no {divided[0]!r}, and the mesh "

@@ -12,15 +12,17 @@ from ...api import Model
 from ...api.cut import ModelFunction
 from ...autodiff.backward import saved_names
 from ...autodiff.staged_model import Past
+from ...kernels import AttentionPlan
 from ...models.layers import (
     PROJECTIONS,
     GroupedMatmul,
     megablox,
     pallas_gpu_grouped_matmul,
     ragged_dot,
+    rope,
+    rope_by_product,
     routed_experts,
 )
-from ._attention import AttentionPlan
 from ._weight_plan import WeightPlan
 
 
@@ -156,7 +158,7 @@ def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Cal
         dtype=jnp.dtype(plan.dtype),
         dropout_rate=plan.dropout_rate,
         project=PROJECTIONS[plan.quantization],
-        rotate=plan.attention.rotate,
+        rotate=rope_by_product if plan.attention.platform == "tpu" else rope,
         num_vocab_tiling=plan.num_vocab_tiling,
         outside_remat=plan.remat.outer_layer,
         z_loss_multiplier=plan.z_loss_multiplier,

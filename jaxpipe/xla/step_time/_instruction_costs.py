@@ -95,11 +95,13 @@ _FUSED_BACKWARD = 5
 
 
 def kernel_flops(computation: Computation, call: Instruction) -> float | None:
-    """Returns the operations of causal splash attention or of Megablox; None for other kernels."""
-    shapes = [_sizes(computation.instructions[name].shape) for name in call.operands]
+    """Returns the operations of splash attention or of Megablox; None for other kernels."""
+    operands = [computation.instructions[name].shape for name in call.operands]
+    shapes = [_sizes(shape) for shape in operands]
     attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
     if attention:
-        arrays = [sizes for sizes in shapes if len(sizes) >= 3 and sizes[-1] > 8]
+        # Before queries and keys come tables of integers.
+        arrays = [_sizes(shape) for shape in operands if shape.startswith(("bf16", "f16", "f32"))]
         queries, keys = arrays[0], arrays[1]
         products = _ATTENTION_PRODUCTS[attention[0]]
         if attention[1] == "dkv" and '"use_fused_bwd_kernel\\": true' in call.attributes:
@@ -107,10 +109,11 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
         rows = 1
         for size in queries[:-2]:
             rows *= size
-        return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] / 2
+        share = _named_share("pairs", computation, call) or 1 / 2
+        return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] * share
     if _is_grouped_product(shapes):
         (m, k), n = shapes[5], _sizes(call.shape)[-1]
-        return 2.0 * m * k * n * _multiplied_share(computation, call)
+        return 2.0 * m * k * n * (_named_share("rows", computation, call) or 1)
     return None
 
 
@@ -122,14 +125,14 @@ def _is_grouped_product(shapes: list[list[int]]) -> bool:
     return ranks in ([0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2, 2]) and shapes[2] == shapes[3]
 
 
-def _multiplied_share(computation: Computation, call: Instruction) -> float:
-    """Returns the share of rows that have a group, by a name scope `rows_1_of_4`, 1 if none."""
+def _named_share(what: str, computation: Computation, call: Instruction) -> float | None:
+    """Returns the share that is multiplied, by a name scope such as `rows_1_of_4`; None if none."""
     # Where XLA drops the scope of the call, that of its neighbours counts.
     for instruction in (call, *computation.instructions.values()):
-        shares = re.findall(r"\brows_(\d+)_of_(\d+)\b", op_name(instruction))
+        shares = re.findall(rf"\b{what}_(\d+)_of_(\d+)\b", op_name(instruction))
         if shares:
             return int(shares[-1][0]) / int(shares[-1][1])
-    return 1.0
+    return None
 
 
 def _sizes(shape: str) -> list[int]:

@@ -14,14 +14,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ...sharding.specs import axes_of
+from .specs import axes_of
 
 Local = Callable[[Any, Any], jax.Array]
 """`(inputs, constants) -> out`, differentiable with respect to `inputs`. Both are pytrees."""
 
 
 def automatic_axes() -> set[str]:
-    """Returns the axes of the mesh in context that are not manual; without a mesh, an empty set."""
+    """Returns the axes of the mesh in context that are not manual.
+
+    Returns:
+        The axes; without a mesh none.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
@@ -29,11 +33,21 @@ def automatic_axes() -> set[str]:
 def on_shards(
     local: Local, axes: set[str], specs: PyTree, constant_specs: PyTree, out_spec: PartitionSpec
 ) -> Local:
-    """Returns a function that runs `local`, which must not communicate, on every shard over `axes`.
+    """Returns a function that runs `local` on every shard over `axes`.
 
     It is differentiable, also inside a `jax.shard_map` over other axes. If an axis shards the
     result but not an input, several devices share that input: its gradient is summed over that
     axis.
+
+    Args:
+        local: The function of the shards of a device. It may gather, and exchange shards.
+        axes: The mesh axes, which are not manual yet.
+        specs: How inputs are sharded, a prefix of their tree.
+        constant_specs: The same of constants.
+        out_spec: How the result is sharded.
+
+    Returns:
+        The function of whole arrays.
     """
     # Pallas calls do not declare over which axes their results vary, so `check_vma` is False.
     # Results then appear equal on all ranks of a surrounding pipeline, and JAX would sum the
@@ -91,7 +105,15 @@ def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
 
 
 def match_varying_axes(example: PyTree, tree: PyTree) -> PyTree:
-    """Returns `tree`, declared to vary over the manual axes over which `example` varies."""
+    """Returns `tree`, declared to vary over the manual axes over which `example` varies.
+
+    Args:
+        example: A tree of arrays.
+        tree: A tree of arrays that vary over fewer axes.
+
+    Returns:
+        The same arrays as `tree`.
+    """
     axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(example)))
     return jax.tree.map(
         lambda x: jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying"), tree

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.models.layers import causal_mask, dot_product_attention
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.kernels._dot_product import causal_mask
 
 
 def heads(seed: int, length: int, count: int, rows: int = 2) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxpipe import models, sharding, spmd
 from jaxpipe.autodiff import StagedModel
 from jaxpipe.spmd import circular_engine
-from jaxpipe.models.layers import splash_attention
+from jaxpipe.kernels import splash_attention
 from jaxpipe.models.weights import stack_weights, weight_shapes
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
 from jaxpipe.autodiff import StagedModel, unpipelined
+from jaxpipe.kernels import dot_product_attention, splash_attention
 from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
-from jaxpipe.models.layers import dot_product_attention, splash_attention
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
 from jaxpipe.spmd import circular_engine
 from small_models import small_llama, stack
@@ -82,15 +82,17 @@ def test_splash_is_dot_product_attention_inside_a_pipeline(axes: dict[str, int])
 
 def test_a_sequence_that_is_no_multiple_of_128_is_refused():
     x, segments = jnp.ones((1, 200, 2, 64)), jnp.ones((1, 200), jnp.int32)
-    message = r"`max_target_length` is 200\. .* blocks of 128 tokens: give a multiple of 128, or"
+    message = r"has 200 tokens of a sequence in a row\. .* blocks of 128 tokens: give a multiple of"
     with pytest.raises(ValueError, match=message):
         splash_attention(DEFAULT_RULES, interpret=True)(x, x, x, segments)
 
 
-def test_a_split_sequence_is_refused():
-    message = r"needs whole sequences, but the rule of 'activation_length' splits .* \['context'\]"
-    with jax.set_mesh(make_mesh({"context": 8})), pytest.raises(ValueError, match=message):
-        splash_attention(DEFAULT_RULES, interpret=True)(*QKV, SEGMENTS)
+def test_a_sequence_that_two_axes_split_is_refused():
+    rules = override_rules((("activation_length", ("context", "expert")),))
+    message = r"rule of 'activation_length' splits them over \['context', 'expert'\]"
+    mesh = make_mesh({"context": 2, "expert": 4})
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        splash_attention(rules, interpret=True)(*QKV, SEGMENTS)
 
 
 def test_query_heads_split_without_their_key_heads_are_refused():

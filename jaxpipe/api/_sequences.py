@@ -1,0 +1,70 @@
+"""Sequences that are divided over the axis `context`: which leaves, and what is refused.
+
+Functions of a model stay functions of whole sequences. Leaves are divided, and XLA divides what
+functions compute with them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from ..sharding.specs import reshard_to_spec
+from ._model import Model
+
+CONTEXT = "context"
+
+
+def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: bool) -> None:
+    """Checks that something is divided over the axis `context`, if the mesh has it.
+
+    Raises:
+        ValueError: If all its devices would compute the same, or the schedule cuts sequences too.
+    """
+    size = mesh.shape.get(CONTEXT, 1)
+    if size == 1 or model.contributions:
+        return
+    if model.sequence_dim is None and not has_specs:
+        raise ValueError(
+            f"The axis {CONTEXT!r} of `mesh` has {size} devices, and nothing is divided over them. "
+            "Say by `Model(sequence_dim=1)` which dim has the tokens of [b, T, ...], or give "
+            f"{CONTEXT!r} size 1."
+        )
+    if model.sequence_dim is not None and num_slices > 1:
+        raise ValueError(
+            f"`schedule` cuts sequences into {num_slices} slices, and the axis {CONTEXT!r} of "
+            f"`mesh` divides them over {size} devices. Give one of the two."
+        )
+
+
+def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) -> PyTree:
+    """Returns a tree whose leaves are divided over `context` along a dim, if they have it.
+
+    Args:
+        tree: [..., b, T, ...] leaves, with `lead` dims before b.
+        dim: The dim of T, without `lead`. None: they stay as they are.
+
+    Raises:
+        ValueError: If no leaf can be divided.
+    """
+    size = mesh.shape.get(CONTEXT, 1)
+    if dim is None or size == 1:
+        return tree
+    place = dim + lead
+    spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * place, CONTEXT)
+
+    def is_divisible(leaf: Any) -> bool:
+        shape = jnp.shape(leaf)
+        return len(shape) > place and shape[place] % size == 0
+
+    if not any(map(is_divisible, jax.tree.leaves(tree))):
+        shapes = [jnp.shape(leaf)[lead:] for leaf in jax.tree.leaves(tree)]
+        raise ValueError(
+            f"`Model.sequence_dim` is {dim}, and no array has a dim {dim} that the {size} devices "
+            f"of the axis {CONTEXT!r} divide: their shapes are {shapes}."
+        )
+    return jax.tree.map(
+        lambda leaf: reshard_to_spec(leaf, spec, mesh) if is_divisible(leaf) else leaf, tree
+    )

@@ -1,0 +1,234 @@
+"""Attention of sequences that are split over devices, against a softmax written out on one device.
+
+CPUs run splash attention in Pallas's interpreter, and cuDNN's in XLA's form of the same call.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask,
+    splash_attention_mask_info,
+)
+
+from harness.contract import assert_close
+from jaxpipe.kernels import (
+    Scores,
+    cudnn_attention,
+    sliced_dot_product_attention,
+    splash_attention,
+)
+from jaxpipe.kernels._context import balanced
+from jaxpipe.kernels._on_mesh import GRANULARITY, attention_on_mesh, by_rules
+from jaxpipe.kernels._scores import Placement
+from jaxpipe.kernels._splash import _mask_infos, _Runs, splash_kernel
+from jaxpipe.sharding import DEFAULT_RULES, make_mesh
+
+KERNELS = {
+    "dot_product": sliced_dot_product_attention,
+    "cudnn": partial(cudnn_attention, packed=True, implementation="xla"),
+    "splash": partial(splash_attention, interpret=True),
+}
+
+
+def written_out(q, k, v, segment_ids, scores: Scores, sinks=None) -> jax.Array:
+    """Every query head for itself, each with the softmax over its keys."""
+    length = q.shape[1]
+    distance = np.arange(length)[:, None] - np.arange(length)[None]
+    seen = np.ones((length, length), bool)
+    if scores.causal:
+        seen &= distance >= 0
+    if scores.window is not None:
+        seen &= np.abs(distance) < scores.window
+    seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    outs = []
+    for h in range(q.shape[2]):
+        group = h // (q.shape[2] // k.shape[2])
+        logits = jnp.einsum("btc,bsc->bts", q[:, :, h], k[:, :, group])
+        logits *= q.shape[3] ** -0.5 if scores.scale is None else scores.scale
+        if scores.soft_cap is not None:
+            logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
+        weights = jnp.where(seen, jnp.exp(logits), 0.0)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total += jnp.exp(sinks[h])
+        outs.append(jnp.einsum("bts,bsc->btc", weights / total, v[:, :, group]))
+    return jnp.stack(outs, axis=2)
+
+
+def check(attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=None, rows=1):
+    def heads(seed: int, count: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), (rows, length, count, 32))
+
+    inputs = heads(0, 4), heads(1, 2), heads(2, 2), sinks
+    ends = jnp.arange(rows)[:, None] * 100 + np.array([[length // 3, length // 2 + 5]])
+    place = jnp.arange(length)
+    documents = jnp.sum(place[None, None] >= ends[..., None], axis=1).astype(jnp.int32)
+
+    def results(attend):
+        def loss(inputs):
+            out = attend(*inputs)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+
+    (_, true), true_gradients = results(
+        lambda q, k, v, sinks: written_out(q, k, v, documents, scores, sinks)
+    )
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    with jax.set_mesh(make_mesh(axes, devices=devices)):
+        (_, out), gradients = results(lambda q, k, v, sinks: attend(q, k, v, documents, sinks))
+    assert_close(out, true, "output")
+    for name, gradient, expected in zip(
+        ("q", "k", "v", "sinks"), gradients, true_gradients, strict=True
+    ):
+        if expected is not None:
+            assert_close(gradient, expected, f"gradient of {name}")
+
+
+CAUSAL = Scores()
+SCORES = {
+    "causal": CAUSAL,
+    "everything": Scores(causal=False),
+    "a window of a neighbour's end": Scores(window=60),
+    "a window of several slices": Scores(window=1100),
+    "a window both ways": Scores(causal=False, window=70),
+    "a scale": Scores(scale=0.3),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_stored_scores_on_slices(scores: Scores, size: int):
+    check(sliced_dot_product_attention(DEFAULT_RULES, scores), scores, {"context": size}, 96 * size)
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_cudnn_on_slices(scores: Scores, size: int):
+    attend = cudnn_attention(DEFAULT_RULES, scores, packed=True, implementation="xla")
+    check(attend, scores, {"context": size}, 256 * size)
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_splash_on_slices(scores: Scores):
+    attend = splash_attention(DEFAULT_RULES, scores, interpret=True)
+    check(attend, scores, {"context": 2}, 1024)
+
+
+@pytest.mark.parametrize("size", [3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_splash_on_more_slices(size: int):
+    check(KERNELS["splash"](DEFAULT_RULES), CAUSAL, {"context": size}, 512 * size)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_slices_of_shards_of_rows_and_heads(kernel: str):
+    axes = {"fsdp": 2, "tensor": 2, "context": 2}
+    check(KERNELS[kernel](DEFAULT_RULES), CAUSAL, axes, 1024, rows=2)
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "splash"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_soft_caps_and_sinks(kernel: str, size: int):
+    scores = Scores(soft_cap=3.0, window=200)
+    of_kernel = KERNELS[kernel](DEFAULT_RULES, scores)
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+    check(of_kernel, scores, {"context": size, "fsdp": 2}, 512, sinks=sinks, rows=2)
+
+
+def in_ranks(attend):
+    """Attention in the ranks of a pipeline, whose axis is manual."""
+
+    def rank(q, k, v, segments, sinks=None):
+        return attend(q, k, v, segments)
+
+    spec = jax.P("stage")
+    return lambda q, k, v, segments, sinks: jax.shard_map(
+        rank, axis_names={"stage"}, in_specs=(spec,) * 4, out_specs=spec
+    )(q, k, v, segments)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_slices_in_the_ranks_of_a_pipeline(kernel: str):
+    axes = {"stage": 2, "context": 2, "tensor": 2}
+    check(in_ranks(KERNELS[kernel](DEFAULT_RULES)), CAUSAL, axes, 1024, rows=2)
+
+
+def pairs_of_blocks(which: np.ndarray, states: np.ndarray) -> set[tuple[int, int, int]]:
+    """(row, block, whether it is seen in part or everywhere) of all blocks that a kernel runs."""
+    seen = np.argwhere(states > 0)
+    return {(int(i), int(which[i, j]), int(states[i, j])) for i, j in seen}
+
+
+PLACEMENTS = {
+    "balanced": balanced(512, 4, 0),
+    "whole": Placement(np.zeros((1, 1), np.int32), 1024, 1024),
+    "behind a tail": Placement(np.array([[256]]), 512, 768),
+}
+
+
+@pytest.mark.parametrize("where", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize(
+    "scores", [CAUSAL, Scores(window=200), Scores(causal=False, window=200)], ids=str
+)
+def test_blocks_that_run_are_those_of_jax(where: Placement, scores: Scores):
+    """JAX looks at the mask of every token; here blocks are compared."""
+    forward, backward = _mask_infos(scores.visible, _Runs.of(where), 128, 128)
+    for device in range(len(where.starts)):
+        rows = np.concatenate([start + np.arange(where.run) for start in where.starts[device]])
+        distance = rows[:, None] - np.arange(where.num_keys)[None]
+        mask = np.ones_like(distance, bool)
+        if scores.causal:
+            mask &= distance >= 0
+        if scores.window is not None:
+            mask &= np.abs(distance) < scores.window
+        theirs = splash_attention_mask.MultiHeadMask([splash_attention_mask.NumpyMask(mask)])
+        info, _ = splash_attention_mask_info.process_mask(theirs, (128, 128))
+        expected = pairs_of_blocks(np.asarray(info.data_next)[0], np.asarray(info.block_mask)[0])
+        assert pairs_of_blocks(forward[0][device], forward[1][device]) == expected
+        info, _ = splash_attention_mask_info.process_mask_dkv(theirs, (128, 128))
+        expected = pairs_of_blocks(
+            np.asarray(info.data_next)[0].T, np.asarray(info.block_mask)[0].T
+        )
+        ours = pairs_of_blocks(backward[0][device].T, backward[1][device].T)
+        assert ours == expected
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_devices_have_the_same_number_of_blocks_of_a_causal_step(size: int):
+    where = balanced(2048, size, 0)
+    (_, states), _ = _mask_infos(CAUSAL.visible, _Runs.of(where), 512, 512)
+    counts = np.count_nonzero(states, axis=(1, 2))
+    assert counts.min() == counts.max()
+    in_order = Placement(2048 * np.arange(size)[:, None], 2048, 2048 * size)
+    (_, states), _ = _mask_infos(CAUSAL.visible, _Runs.of(in_order), 512, 512)
+    unbalanced = np.count_nonzero(states, axis=(1, 2))
+    assert unbalanced.max() > 1.4 * counts.max()
+
+
+def test_a_program_has_no_permute():
+    """In a branch that some ranks take, all devices would wait for it."""
+    attend = attention_on_mesh(
+        partial(splash_kernel, interpret=True),
+        Scores(window=100),
+        GRANULARITY["splash"],
+        by_rules(DEFAULT_RULES, "splash"),
+    )
+    x, documents = jnp.ones((1, 1024, 2, 32)), jnp.ones((1, 1024), jnp.int32)
+    for function in (attend, splash_attention(DEFAULT_RULES, interpret=True)):
+        with jax.set_mesh(make_mesh({"context": 4}, devices=jax.devices()[:4])):
+            loss = lambda q, f=function: jnp.sum(f(q, x, x, documents))  # noqa: E731
+            text = str(jax.make_jaxpr(jax.grad(loss))(x))
+        assert "all_gather" in text
+        assert "ppermute" not in text
+
+
+@pytest.mark.parametrize("where", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_pairs_are_counted(where: Placement, scores: Scores):
+    queries = jnp.asarray(where.starts[:, :, None, None] + np.arange(where.run)[:, None])
+    seen = np.asarray(scores.visible(queries, jnp.arange(where.num_keys)))
+    assert where.most_pairs(scores.visible) == seen.sum(axis=(1, 2, 3)).max()
