@@ -139,7 +139,7 @@ def gigabytes(totals: dict, kind: str) -> float:
     return totals[kind]["result_bytes"] / 1e9 if kind in totals else 0.0
 
 
-def compile_row(settings: dict, folder: Path) -> tuple[dict, StepTime]:
+def compile_row(settings: dict, folder: Path, topology: str = "v5p:2x2x1") -> tuple[dict, StepTime]:
     """Compiles a row in a process of its own: a compiler's crash ends one row.
 
     Returns:
@@ -147,7 +147,7 @@ def compile_row(settings: dict, folder: Path) -> tuple[dict, StepTime]:
     """
     keys = [f"{key}={str(value).lower()}" for key, value in settings.items()]
     command = [sys.executable, "-m", "jaxpipe", "compile", *keys]
-    command += ["--topology", "v5p:2x2x1", "--json", "--dump-hlo", str(folder)]
+    command += ["--topology", topology, "--json", "--dump-hlo", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")

@@ -24,14 +24,6 @@ from jax.sharding import PartitionSpec as P
 from .sharding.specs import with_axis_type
 
 
-def splash_aborts_in_pipelines() -> bool:
-    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a rematerialized tick."""
-    # In jax 0.10 with the Shardy partitioner, its default, `target.IsManualSubgroup() ==
-    # sharding().IsManualSubgroup()` fails; no longer in 0.11.
-    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    return jax.__version_info__ < (0, 11) and shardy
-
-
 def import_pallas_gpu_attention() -> tuple[Any, Any]:
     """Imports `BlockSizes` and `mha` of JAX's Pallas flash attention for GPUs."""
     # jax 0.12 warns that the module is deprecated in favour of tokamax, which JAX does not install.

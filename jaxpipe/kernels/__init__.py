@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from ._on_mesh import splash_attention as splash_attention
     from ._scores import Scores as Scores
     from ._selection import AttentionPlan as AttentionPlan
+    from ._selection import check_stored_scores as check_stored_scores
     from ._traces import trace_to_read as trace_to_read
     from ._traces import vmap_over_devices as vmap_over_devices
 else:

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax
-
-from .._compat import splash_aborts_in_pipelines
 from ..sharding import Rules
 from ._dot_product import dot_product_attention
 from ._on_mesh import (
@@ -128,6 +125,7 @@ def check_stored_scores(plan: AttentionPlan, rows: int, heads: int) -> None:
     """Checks that scores which no one asked to store are not too large.
 
     Args:
+        plan: What the kernel is selected by.
         rows: The sequences of a device.
         heads: Its query heads.
 
@@ -153,8 +151,6 @@ def _splash_problems(plan: AttentionPlan) -> dict[str, bool]:
         f"a device has {length} tokens of a sequence, not a multiple of {block}": (
             plan.length % (block * plan.context_size) != 0
         ),
-        f"jax {jax.__version__} cannot compile it in a pipeline (take 0.11 or newer, or set "
-        "JAX_USE_SHARDY_PARTITIONER=false)": splash_aborts_in_pipelines(),
     }
 
 

@@ -104,7 +104,7 @@ def test_an_option_that_makes_no_sense_is_refused(capsys, argv: list[str], optio
         ("run_name=!!timestamp x", "tags that would make Python objects"),
         ("mpmd_timeout_seconds=1e300", "less than or equal to 1000000000"),
         ("base_emb_dim=2000000", "`base_emb_dim` 2000000, `base_mlp_dim` 192"),
-        ("per_device_batch_size=1e12", "`per_device_batch_size` 1000000000000.0"),
+        ("per_device_batch_size=1e12", "(1000000000000 sequences x 4 heads"),
     ],
 )
 def test_a_value_that_is_too_large_or_too_deep_is_refused(

@@ -195,9 +195,10 @@ def test_a_tied_embedding_starts_and_stays_equal_on_both_ranks_that_read_it():
 def test_the_run_tells_its_stages_and_its_schedule():
     plain, uneven = setup_of(1, NONE), setup_of(2, UNEVEN)
     assert uneven.state.weights.num_parameters == plain.state.weights.num_parameters
-    first, second, third = describe(uneven, 0).splitlines()
+    first, second, attention, third = describe(uneven, 0).splitlines()
     assert first == describe(plain, 0).splitlines()[0]
     assert "engine mpmd on stage 2: 2 stage(s) on 2 rank(s) x 1 to 3 layer(s), 4 micro" in second
+    assert attention == "attention stores its scores (dot_product): cpus have no kernel"
     assert third == "schedule 1f1b: bubble 7.7%, 2 stage inputs held at most"
     assert "x 1 layer(s), 4 micro" in describe(setup_of(2, ZBV), 0)
 

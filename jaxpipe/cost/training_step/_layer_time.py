@@ -9,7 +9,7 @@ from math import ceil
 
 from ...devices import Hardware
 from ..work import LayerWork, ModelWork, Product
-from ..work._layer_work import attention_flops
+from ..work._layer_work import Attention, attention_flops
 from ._efficiency import Efficiency
 from ._layout import Layout
 from ._network import Group, Network, all_gather_seconds, all_to_all_seconds, make_group
@@ -178,12 +178,24 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         )
         by_kind["experts"] = exchanged * (1 - hidden)
     if layout.context > 1 and layer.attention is not None:
-        group = make_group(layout, device.network, "context")
-        keys = 2.0 * layer.attention.kv_channels * layout.tokens * layout.context / layout.tensor
-        seconds = all_gather_seconds(keys, group, device.network)
+        seconds = _context_seconds(layer.attention, layout, device)
         hidden = _HIDDEN if "context" in layout.overlap else 0.0
         by_kind["context"] = seconds * (1 - hidden)
     return by_kind
+
+
+def _context_seconds(attention: Attention, layout: Layout, device: Device) -> float:
+    """Returns the seconds in which keys and values are gathered over `context`."""
+    group = make_group(layout, device.network, "context")
+    keys = 2.0 * attention.kv_channels * layout.tokens * layout.context / layout.tensor
+    seconds = all_gather_seconds(keys, group, device.network)
+    if layout.context_gathers and not attention.window:
+        # Half of the queries, and then of what they read, is exchanged within pairs of devices.
+        channels = attention.heads * (attention.qk_channels + attention.v_channels)
+        pair = Group(2, min(2, group.linked))
+        moved = 2.0 * channels * layout.tokens / layout.tensor
+        seconds += all_to_all_seconds(moved, pair, device.network)
+    return seconds
 
 
 def _backward_tensor(forward: float, layout: Layout) -> float:
@@ -301,15 +313,15 @@ def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> f
 
 
 def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
-    """Returns the seconds of one gather of layers' weights over `fsdp`."""
-    group = make_group(layout, device.network, "fsdp")
+    """Returns the seconds of one gather of layers' weights over the axes that divide them."""
+    group = make_group(layout, device.network, *layout.weight_axes)
     if not layout.experts_gather:
         return all_gather_seconds(
             sum(layer.weight_bytes * device_parameters(layer, layout) for layer in layers),
             group,
             device.network,
         )
-    every = make_group(layout, device.network, "fsdp", "expert")
+    every = make_group(layout, device.network, *layout.weight_axes, "expert")
     dense = sum(layer.weight_bytes * layer.dense_parameters / layout.tensor for layer in layers)
     experts = sum(layer.weight_bytes * expert_parameters(layer, layout) for layer in layers)
     seconds = all_gather_seconds(dense, every, device.network)

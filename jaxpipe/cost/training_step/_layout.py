@@ -42,6 +42,9 @@ class Layout:
     # rows, and multiplies those of its own experts. If not, devices exchange rows. Devices that
     # gather also divide the other weights, as `fsdp` does.
     experts_gather: bool = False
+    # Whether devices along `context` also divide the weights, as `fsdp` does, and exchange half of
+    # their queries, so that all have the same work. If not, they hold copies.
+    context_gathers: bool = False
     sequence_parallel: bool = True  # `tensor` also divides what is between products
     # Bytes that the optimizer and the norm of the gradients read and write per weight. Adam in
     # float32 with weights in bfloat16: the gradient twice, weight and two moments each read and
@@ -68,7 +71,13 @@ class Layout:
     @property
     def num_weight_shards(self) -> int:
         """Devices that gather weights from each other."""
-        return self.fsdp * (self.expert if self.experts_gather else 1)
+        shards = self.fsdp * (self.context if self.context_gathers else 1)
+        return shards * (self.expert if self.experts_gather else 1)
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Axes that divide all weights, those of experts too."""
+        return ("fsdp", "context") if self.context_gathers else ("fsdp",)
 
     @property
     def batch(self) -> int:

@@ -1,6 +1,7 @@
 """The prediction of a step: stages, schedule, gradients and optimizer together."""
 
 from dataclasses import dataclass
+from math import prod
 
 from ...devices import Hardware
 from ...schedules import Schedule
@@ -133,17 +134,19 @@ def _gradients(
 ) -> tuple[float, float]:
     """Returns the exposed seconds of the gradients' reduction, and those over the network."""
     dense = sum(layer.dense_parameters for layer in layers) + work.embedding_parameters
-    dense /= layout.tensor * layout.fsdp
+    own = prod(layout.size(axis) for axis in layout.weight_axes)
+    dense /= layout.tensor * own
     experts = sum(layer.expert_parameters for layer in layers)
-    experts /= layout.tensor * layout.expert * layout.fsdp
-    all_axes = make_group(layout, device.network, "data", "expert", "context")
-    replicas = make_group(layout, device.network, "data", "context")
+    experts /= layout.tensor * layout.expert * own
+    copies = ("data",) if layout.context_gathers else ("data", "context")
+    all_axes = make_group(layout, device.network, *copies, "expert")
+    replicas = make_group(layout, device.network, *copies)
     # Gradients in float32 are scattered, and weights in bfloat16 gathered; or they are all-reduced.
     passes = 1.5 if layout.shared_optimizer else 2.0
     seconds = passes * all_gather_seconds(4.0 * dense, all_axes, device.network)
     seconds += passes * all_gather_seconds(4.0 * experts, replicas, device.network)
     if not work.head_parameters:  # the first and the last stage sum the gradients of their copies
-        shared = 4.0 * work.embedding_parameters / layout.tensor / layout.fsdp
+        shared = 4.0 * work.embedding_parameters / layout.tensor / own
         seconds += send_seconds(shared, layout, device.network)
     hidden = backward if "gradient_reduction" in layout.overlap else 0.0
     exposed = max(0.0, seconds - hidden)
@@ -155,5 +158,6 @@ def _optimizer(
 ) -> float:
     parameters = sum(device_parameters(layer, layout) for layer in layers)
     parameters += work.embedding_parameters / layout.tensor
-    shares = layout.fsdp * (layout.data if layout.shared_optimizer else 1)
+    shares = prod(layout.size(axis) for axis in layout.weight_axes)
+    shares *= layout.data if layout.shared_optimizer else 1
     return layout.optimizer_bytes * parameters / shares / device.memory_rate

@@ -236,6 +236,7 @@ def _layout(
         order=_order(across),
         sequence_parallel=False,
         experts_gather=True,
+        context_gathers=True,
         shared_optimizer=False,
         overlap=_HIDDEN_ON_TPUS if kind.torus_axes else Layout().overlap,
     )

@@ -87,7 +87,6 @@ def _sizes(plan: StepPlan, layout: StepLayout) -> StepSizes:
         plan.model,
         weight_dtype=weights.dtype,
         rules=weights.devices.rules,
-        stores_scores=plan.model.attention.kernel == "dot_product",
     )
     tokens = batch.microbatch_size * batch.length / shards / layout.sizes["context"]
     return step_sizes(model, layout, tokens)

@@ -34,19 +34,18 @@ def planned_model(
     *,
     weight_dtype: str,
     rules: Rules,
-    stores_scores: bool,
 ) -> PlannedModel:
     """Returns a model of the trainer as a planner sees it.
 
     Args:
         weights: Abstract weights of `embed`, of one `layer` and of `head`.
-        stores_scores: Whether attention has no kernel, so that it stores its scores.
     """
     platform = model.attention.platform
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
     stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
+    stores_scores = model.attention.kernel == "dot_product"
     scores = _SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
     expands = platform == "gpu" and model.grouped_matmul is ragged_dot
     return PlannedModel(

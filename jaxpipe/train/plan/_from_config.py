@@ -4,6 +4,7 @@ This is the one place where a run's plans are made. S ranks, M microbatches.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...api import pipeline
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import Engine, When
-from ...kernels import AttentionPlan
+from ...kernels import AttentionPlan, check_stored_scores
 from ...models import logical_axes
 from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout, divide_exactly
@@ -88,6 +89,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     _check_shardings(config.engine, weights, batch)
     step = _step_plan(config, weights, batch, selection)
     _check_sizes(step)
+    _check_stored_scores(step.model, weights, batch)
     check_weight_decay_exclude(config.weight_decay_exclude, drop_router_biases(weights.abstract))
     return Setup(config, step, None if selection is None else selection.reason)
 
@@ -246,6 +248,17 @@ def _step_plan(
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
         config.mpmd_timeout_seconds,
     )
+
+
+def _check_stored_scores(model: ModelPlan, weights: WeightPlan, batch: BatchPlan) -> None:
+    """Refuses to store large scores that no one asked to store."""
+    mesh, rules = weights.devices.mesh.shape, dict(weights.devices.rules)
+    rows, heads = (
+        math.prod(mesh[axis] for axis in rules[name])
+        for name in ("activation_batch", "activation_heads")
+    )
+    num_heads = weights.sizes.base_num_query_heads // heads
+    check_stored_scores(model.attention, max(batch.microbatch_size // rows, 1), num_heads)
 
 
 def _when_gathered(config: Config) -> When:

@@ -117,8 +117,6 @@ def make_request(
             model_plan(config, sizes, devices.platform),
             weight_dtype=config.weight_dtype,
             rules=axis_rules(config),
-            # Not by the version of jax that plans, which may be another than that of the run.
-            stores_scores=config.attention == "dot_product" or devices.platform == "cpu",
         ),
         _work(sizes, config.dtype),
         TrainerSource(values, devices.num_slices),
