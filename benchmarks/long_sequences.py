@@ -127,7 +127,7 @@ def line(name: str, folder: Path) -> str:
 def plan(settings: dict, topology: str, sequences: int) -> tuple[float, float]:
     """Returns GB of the peak and seconds of a step that `jaxpipe plan` says of one layout."""
     fixed = {"ici_pipeline_parallelism": 1, "ici_tensor_parallelism": 1, "ici_fsdp_parallelism": 1}
-    fixed |= {"remat_policy": "full"} | settings
+    fixed |= {"remat_policy": "full", "num_vocab_tiling": 1} | settings
     length = fixed.pop("max_target_length")
     del fixed["per_device_batch_size"]
     keys = [f"{key}={str(value).lower()}" for key, value in fixed.items()]

@@ -85,6 +85,18 @@ sum, without bubbles and kernels. MaxText's peaks and seconds are for jax 0.11.2
 with collectives on SparseCores, of FSDP and C with more scoped vector memory too; its GB are for
 libtpu 0.0.51. The last column is what was to be reached.""",
     ),
+    "long": Benchmark(
+        "Long sequences",
+        "long_sequences.py",
+        (),
+        ("jax", "jaxlib", "libtpu"),
+        False,
+        """\
+Llama 3 on sequences of up to 131,072 tokens that `context` (cp) [divides](long-sequences.md),
+compiled for v5p: GB and seconds per chip of one step, full rematerialization, without bubbles. XLA
+has no estimate for kernels: `attention` counts their products at half of the peak. In brackets is
+what `jaxpipe plan` says without compiling. Nothing ran on a device.""",
+    ),
     "kinds": Benchmark(
         "Layers that differ",
         "kinds.py",

@@ -1,6 +1,7 @@
 """Makes the pipeline of a model: selects the engine, and builds and checks the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from jax.sharding import Mesh
@@ -28,6 +29,7 @@ def pipeline(
     microbatches: int,
     chunks: int | None = None,
     slices: int | None = None,
+    sequence_dim: int | None = None,
     layers_per_stage: Sequence[int] | str | None = None,
     engine: str = "auto",
     remat: Remat | str | None = None,
@@ -62,6 +64,8 @@ def pipeline(
         chunks: Stages per rank, for families that have a choice. Default: 2, and 1 for "circular".
         slices: Pieces of each sequence, for families that have a choice, such as "seq1f1b". Layers
             must then take `past` (see `Model`). Default: 2.
+        sequence_dim: `Model.sequence_dim`, for a model that does not say it, such as a module: the
+            dim of tokens, which the axis `context` of the mesh divides.
         layers_per_stage: The number of layers of every stage in forward order, or a layout string
             such as "Et*3|t*4|t*3L". Layers of all kinds count, in the order in which they run; m is
             a layer of the last kind, "mtp". Default: as even as possible, by `Model.layer_costs`.
@@ -144,6 +148,7 @@ def pipeline(
         0.513
     """
     check_model(model)
+    model = model if sequence_dim is None else replace(model, sequence_dim=sequence_dim)
     num_ranks = _num_ranks(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)

@@ -56,6 +56,7 @@ from ._staging import (
     piece_shapes,
     staged_model,
 )
+from ._tokens import check_token_wise
 from .checks import check_effects, check_key
 from .inspection import InspectedModel
 from .optimizer import (
@@ -564,7 +565,10 @@ class PipelinedModel(InspectedModel):
             same_draws=bool(names or draws),
             loss_of_all_rows="loss" in names,
         )
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs.batch)
+        rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
+        if self.engine.has_branches(plan):
+            shapes = self._shapes_by_kind(plan, all_weights)
+            check_token_wise(of_user, shapes, rows, key_or_none, self.mesh)
         check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
@@ -643,12 +647,15 @@ class PipelinedModel(InspectedModel):
             packed = packed_x(self.model, self.engine, plan, weights, rows, key)
         return (self.model if packed is None else on_packed(self.model, packed)), packed
 
+    def _shapes_by_kind(self, plan: PipelinePlan, weights: dict[str, Any]) -> dict[str, Any]:
+        """Returns shapes of the groups, of layers those of one of each kind."""
+        groups = jax.tree.map(shape_of, weights)
+        return groups | {"layers": self.engine.layers_by_kind(plan, groups.pop("stages"))}
+
     def _row_report(
         self, model: Model, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> RowReport:
-        shapes = jax.tree.map(shape_of, weights)
-        groups = {name: shapes[name] for name in shapes if name != "stages"}
-        groups["layers"] = self.engine.layers_by_kind(plan, shapes["stages"])
+        groups = self._shapes_by_kind(plan, weights)
         shapes_of = partial(piece_shapes, model, batch, self.num_pieces)
         microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
         num_rows = jax.tree.leaves(microbatch)[0].shape[0]
@@ -672,8 +679,7 @@ class PipelinedModel(InspectedModel):
     ) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
-        sequences, whole = self.model.sequence_dim, plan.whole_microbatches
-        divide = divided(self.mesh, sequences, whole_microbatches=whole)
+        divide = divided(self.mesh, self.model.sequence_dim, plan.whole_microbatches)
         stages_of = self._stages_of(plan)
         per_rank = packed if self.engine.program_per_rank else None
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)

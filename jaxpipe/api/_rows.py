@@ -199,7 +199,7 @@ def check_row_wise(row_wise: RowWise, model: Model) -> dict[str, bool]:
 
 
 @dataclass(frozen=True)
-class _Activations:
+class Activations:
     """The x that enters a function, with the state of a slice.
 
     Attributes:
@@ -209,6 +209,11 @@ class _Activations:
 
     shapes: tuple[PyTree, PyTree]
     relations: tuple[Relation, ...]
+
+
+def no_activations() -> Activations:
+    """Returns what enters the embedding."""
+    return Activations(((), ()), ())
 
 
 def row_report(
@@ -230,13 +235,13 @@ def row_report(
     """
     names, (whole_rows, num_block) = function_names(model), map(num_rows, batches)
     num_blocks, verdicts = whole_rows // num_block, dict[str, FunctionRows]()
-    states: list[_Activations] = []
+    states: list[Activations] = []
     if num_blocks == 1:
         one = (FunctionRows(name, True, None, "there is one row") for name in names)
         return RowReport(tuple(one), whole_rows, num_shards)
-    no_x = _Activations(((), ()), ())
+    no_x = no_activations()
 
-    def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: _Activations) -> Any:
+    def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: Activations) -> Any:
         """Returns the activations behind a function, and notes what is known of it."""
         reason, draws, after = judge(weights, batches, key, num_blocks, x)
         verdicts[name] = _verdict(name, reason, draws, given)
@@ -263,7 +268,7 @@ def row_report(
     return RowReport(functions, whole_rows, num_shards, is_divided, x_dims, reason_of_x)
 
 
-def _dims_of_x(states: Sequence[_Activations]) -> tuple[tuple[int | None, ...], str | None]:
+def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], str | None]:
     """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
     if not states:  # the embedding could not be traced, and the next trace of it says why
         return (), None
@@ -308,10 +313,10 @@ class _UntracedError(Exception):
     """A function of the user raised; an engine traces it again, and raises what it raised."""
 
 
-def _traced(trace: Callable, *arguments: Any) -> Any:
+def _traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
     """Returns `trace(*arguments)`, which runs a function of the user."""
     try:
-        with trace_to_read():
+        with trace_to_read(tokens=tokens):
             return trace(*arguments)
     except Exception as error:
         text = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
@@ -324,17 +329,17 @@ def _judge_embed(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-    x: _Activations,
-) -> tuple[str | None, dict[str, Any], _Activations]:
+    x: Activations,
+) -> tuple[str | None, dict[str, Any], Activations]:
     """Returns why an embedding may mix rows, if it does, what it draws, and what it returns."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
 
-    relations, results, draws = _compared(embed, weights, x, batches, key, num_blocks)
+    relations, results, draws = compared(embed, weights, x, batches, key, num_blocks)
     after = _by_shapes(results, num_blocks)
     reason = _reason_of_mixed(relations)
-    return reason, draws, after if reason else _Activations(results, tuple(relations))
+    return reason, draws, after if reason else Activations(results, tuple(relations))
 
 
 def _judge_layer(
@@ -344,8 +349,8 @@ def _judge_layer(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-    x: _Activations,
-) -> tuple[str | None, dict[str, Any], _Activations]:
+    x: Activations,
+) -> tuple[str | None, dict[str, Any], Activations]:
     """Returns why a layer may mix rows, if it does, what it draws, and what it returns."""
 
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
@@ -370,16 +375,16 @@ def _judge_layer(
         states = [_traced(shape_of, of_x, batch, key) for of_x, batch in pairs]
         rows = tuple(Rows(0) for _ in jax.tree.leaves(states[0]))
         shapes = tuple((s, t, offset) for s, t in zip(x.shapes, states, strict=True))
-        arguments = _Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
+        arguments = Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
     count = len(x.relations)
     while True:  # until what leaves a layer is what enters it, as there are layers behind
-        relations, results, draws = _compared(run, weights, arguments, batches, key, num_blocks)
+        relations, results, draws = compared(run, weights, arguments, batches, key, num_blocks)
         joined = tuple(join(a, b) for a, b in zip(after.relations, relations[:count], strict=True))
         reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
-        after = _Activations(x.shapes, joined)
-        arguments = _Activations(arguments.shapes, (*joined, *arguments.relations[count:]))
+        after = Activations(x.shapes, joined)
+        arguments = Activations(arguments.shapes, (*joined, *arguments.relations[count:]))
     if reason:
         return reason, draws, _by_shapes(x.shapes, num_blocks)
     aux = results[0][1]
@@ -397,7 +402,7 @@ def _judge_loss(
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
-    x: _Activations,
+    x: Activations,
 ) -> tuple[str | None, dict[str, Any], None]:
     """Returns why a loss or metric may be no mean over rows, if one is none, and what it draws."""
 
@@ -405,7 +410,7 @@ def _judge_loss(
         parts = loss_parts(model.loss(weights, x, batch, key))
         return [parts.total], [] if parts.weight is None else [parts.weight], parts.metrics
 
-    relations, results, draws = _compared(loss, weights, x, batches, key, num_blocks)
+    relations, results, draws = compared(loss, weights, x, batches, key, num_blocks)
     _, weight, metrics = results[0]
     end = 1 + len(weight)
     named = list(zip(sorted(metrics), relations[end:], strict=True))
@@ -430,29 +435,33 @@ def _add_up_alike(total: Relation, weight: Relation) -> bool:
     )
 
 
-def _compared(
+def compared(
     function: Callable,
     weights: PyTree,
-    x: _Activations,
+    x: Activations,
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
+    *,
+    tokens: bool = False,
 ) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
     """Returns relations of results, their shapes in both programs, and what a device draws."""
+    trace = partial(_traced, jax.make_jaxpr(function, return_shape=True), tokens=tokens)
     traced = [
-        _traced(jax.make_jaxpr(function, return_shape=True), weights, shapes, batch, key)
-        for shapes, batch in zip(x.shapes, batches, strict=True)
+        trace(weights, shapes, batch, key) for shapes, batch in zip(x.shapes, batches, strict=True)
     ]
     (whole, results), (part, results_of_part) = traced
     counts = [len(jax.tree.leaves(tree)) for tree in (weights, batches[0], key)]
     relations = [
         *[Whole()] * counts[0],
         *x.relations,
-        *[Rows(0)] * counts[1],
+        *_by_shapes(batches, num_blocks).relations,
         *[Whole()] * counts[2],
     ]
     noted: dict[tuple[int, ...], set[int | None]] = {}
-    of_results = compare(whole, part, relations, num_blocks, draws=noted)
+    of_results = compare(
+        whole, part, relations, num_blocks, draws=None if tokens else noted, ids_are_rows=tokens
+    )
     return of_results, (results, results_of_part), _draws(whole, part, counts[2], noted)
 
 
@@ -474,11 +483,11 @@ def _draws(
     return {"own": tuple(own.items()) if is_replaceable else None}
 
 
-def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> _Activations:
+def _by_shapes(shapes: tuple[PyTree, PyTree], num_blocks: int) -> Activations:
     """Returns activations of which only shapes are known: the dim that differs is that of rows."""
     pairs = zip(*map(jax.tree.leaves, shapes), strict=True)
     dims = [row_dim(whole.shape, part.shape, num_blocks) for whole, part in pairs]
-    return _Activations(shapes, tuple(Whole() if dim is None else Rows(dim) for dim in dims))
+    return Activations(shapes, tuple(Whole() if dim is None else Rows(dim) for dim in dims))
 
 
 def _reason_of_mixed(relations: Sequence[Relation]) -> str | None:

@@ -29,7 +29,7 @@ def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: boo
     if model.sequence_dim is None and not has_specs:
         raise ValueError(
             f"The axis {CONTEXT!r} of `mesh` has {size} devices, and nothing is divided over them. "
-            "Say by `Model(sequence_dim=1)` which dim has the tokens of [b, T, ...], or give "
+            "Say by `sequence_dim=1` that dim 1 of [b, T, ...] has the tokens, or give "
             f"{CONTEXT!r} size 1."
         )
     if model.sequence_dim is not None and num_slices > 1:
@@ -62,7 +62,7 @@ def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) 
     if not any(map(is_divisible, jax.tree.leaves(tree))):
         shapes = [jnp.shape(leaf)[lead:] for leaf in jax.tree.leaves(tree)]
         raise ValueError(
-            f"`Model.sequence_dim` is {dim}, and no array has a dim {dim} that the {size} devices "
+            f"`sequence_dim` is {dim}, and no array has a dim {dim} that the {size} devices "
             f"of the axis {CONTEXT!r} divide: their shapes are {shapes}."
         )
     return jax.tree.map(

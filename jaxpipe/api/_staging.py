@@ -144,7 +144,7 @@ Divide = Callable[[PyTree, PyTree], PyTree]
 """`(x, batch) -> x`: says how x is divided over devices."""
 
 
-def divided(mesh: Mesh, sequence_dim: int | None, *, whole_microbatches: bool) -> Divide:
+def divided(mesh: Mesh, sequence_dim: int | None, whole_microbatches: bool) -> Divide:
     """Returns a function that divides sequences over devices, and rows of whole microbatches.
 
     Left to itself, XLA may copy activations whole to every device, or divide another dim. Otherwise

@@ -190,10 +190,13 @@ def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
             return sizes.casts.stored + 2 * sizes.layer_read
 
 
+def _has_branches(plan: PipelinePlan) -> bool:
+    """Returns whether some ranks skip layers."""
+    return bool(plan.layout.counts or plan.kinds)
+
+
 def _may_divide(plan: PipelinePlan) -> bool:
-    """Returns whether all ranks run the same functions in every tick, without branches."""
-    has_padding = bool(plan.layout.counts or plan.kinds)  # layers that some ranks skip
-    return not has_padding and _stacked.may_divide_rows(plan.mesh)
+    return not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh)
 
 
 CIRCULAR = Engine(
@@ -235,5 +238,6 @@ CIRCULAR = Engine(
     expected_buffers=_expected_buffers,
     memory=_memory,
     may_divide=_may_divide,
+    has_branches=_has_branches,
     own_schedule=_OWN_SCHEDULE,
 )

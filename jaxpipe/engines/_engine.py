@@ -178,9 +178,11 @@ class Engine:
             forms: `buffers` without the tables of a schedule.
         memory: `(counts, buffers, sizes) -> PeakMemory` of a rank during `value_and_grad` and an
             update: what its buffers hold, and what exists beside them at the peak.
-        may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where a
-            rank runs functions in a branch that others do not take, it may not: XLA's partitioner
-            may move rows by a collective permute, for which devices of all ranks wait.
+        may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where
+            ranks have branches, it may not.
+        has_branches: `(plan) -> whether` a rank runs functions in a branch that others do not take.
+            XLA's partitioner may move what they compute by a collective permute, for which devices
+            of all ranks wait.
         sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
             (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
@@ -227,6 +229,7 @@ class Engine:
     expected_buffers: Callable[[str | None, StepCounts], Buffers]
     memory: Callable[[StepCounts, Buffers, StepSizes], PeakMemory]
     may_divide: Callable[[PipelinePlan], bool]
+    has_branches: Callable[[PipelinePlan], bool]
     sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None
     own_schedule: OwnSchedule | None = None
 

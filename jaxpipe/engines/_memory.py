@@ -88,6 +88,7 @@ class StepSizes(NamedTuple):
         loss: What the loss of a microbatch computes with.
         past: The state that slices of a sequence carry; its cotangents are in float32 at least.
         past_cotangent: These cotangents.
+        head_read: Without a pipeline: what the loss of one microbatch gathers, the head.
         outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
         outer_residuals: Without a pipeline: what layers of embedding and head store.
         tiled_head_grads: Without a pipeline: sums of the head's gradient over parts of the logits.
@@ -113,6 +114,7 @@ class StepSizes(NamedTuple):
     loss: float
     past: float = 0.0
     past_cotangent: float = 0.0
+    head_read: float = 0.0
     outer_read: float = 0.0
     outer_residuals: float = 0.0
     tiled_head_grads: float = 0.0

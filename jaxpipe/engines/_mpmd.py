@@ -319,5 +319,6 @@ MPMD = Engine(
     expected_buffers=expected_buffers,
     memory=memory,
     may_divide=lambda plan: True,
+    has_branches=lambda plan: False,
     sliced_stage=_sliced_stage,
 )

@@ -220,5 +220,6 @@ SCHEDULED = Engine(
     expected_buffers=expected_buffers,
     memory=memory,
     may_divide=lambda plan: False,
+    has_branches=lambda plan: True,
     sliced_stage=_stacked.sliced_stage,
 )

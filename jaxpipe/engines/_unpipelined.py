@@ -140,7 +140,7 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
 
 
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
-    """Returns the peak, which is in the backward of a layer or in the loss."""
+    """Returns the peak, which is in the backward of a layer, in the loss or of the embedding."""
     cast, late = sizes.casts.stored + sizes.boundary_cast, sizes.grad_sums
     gradients = late if counts.num_microbatches > 1 else 0.0
     gathers = 0.0
@@ -149,10 +149,14 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
         cast += sizes.outer_read
     activations = buffers.residuals * sizes.residuals + sizes.outer_residuals
     work = sizes.work + sizes.largest_grad
-    if late + gathers + work >= sizes.loss:
+    # The gradients of head and embedding are whole until both are scattered.
+    ends = sizes.boundary_grads.whole if sizes.head_read else 0.0
+    if late + gathers + work >= max(sizes.loss, ends) + sizes.head_read:
         gradients, cast, logits = gradients + late, cast + gathers, 0.0
+    elif ends > sizes.loss:
+        gradients, cast, work, logits = gradients + ends, cast + sizes.head_read, 0.0, 0.0
     else:
-        work, logits = 0.0, sizes.loss
+        cast, work, logits = cast + sizes.head_read, 0.0, sizes.loss
     return PeakMemory(sizes.weights, sizes.optimizer, gradients, cast, activations, logits, work)
 
 
@@ -193,4 +197,5 @@ UNPIPELINED = Engine(
     expected_buffers=lambda family, counts: Buffers(1),
     memory=_memory,
     may_divide=lambda plan: True,
+    has_branches=lambda plan: False,
 )

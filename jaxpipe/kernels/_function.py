@@ -25,7 +25,7 @@ from ._on_mesh import GRANULARITY, MeshSpecs, attention_on_mesh
 from ._scores import Scores, same_tokens
 from ._selection import AttentionPlan, check_stored_scores
 from ._splash import splash_kernel
-from ._traces import axes_of_vmap, is_trace_to_read
+from ._traces import axes_of_vmap, trace_is_read_for
 
 _log = logging.getLogger("jaxpipe")
 
@@ -90,7 +90,10 @@ def attention(
     """
     scores = Scores(causal, window, soft_cap, scale)
     _check_shapes(q, k, v, segment_ids, sinks, window)
-    if is_trace_to_read():
+    if trace_is_read_for() == "tokens":
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return v + q[..., :1] + k[..., :1]
+    if trace_is_read_for():
         segments = None if segment_ids is None else (segment_ids, segment_ids)
         return dot_product_kernel(scores, q, k, v, sinks, segments, same_tokens(q.shape[1]))
     mesh = jax.sharding.get_abstract_mesh()

@@ -6,24 +6,28 @@ from typing import Any
 import jax
 
 # Contexts that JAX keeps traces apart by: a function of the user may be jitted.
-_is_read: Any = jax.make_user_context(False)
+_read_for: Any = jax.make_user_context("")
 _vmap_axes: Any = jax.make_user_context(())
 
 
-def trace_to_read() -> AbstractContextManager[None]:
+def trace_to_read(*, tokens: bool = False) -> AbstractContextManager[None]:
     """Traces attention as its formula, for programs that are read and never run.
 
     What a kernel computes cannot be read: how it treats rows, or its operations.
 
+    Args:
+        tokens: Whether the question is what functions do with tokens, apart from attention. It is
+            then traced as a function of each token.
+
     Returns:
         The context of the trace.
     """
-    return _is_read(True)
+    return _read_for("tokens" if tokens else "rows")
 
 
-def is_trace_to_read() -> bool:
-    """Returns whether the trace is read and never run."""
-    return _is_read.value
+def trace_is_read_for() -> str:
+    """Returns what a trace is read for, "rows" or "tokens"; "" if it is run."""
+    return _read_for.value
 
 
 def vmap_over_devices(axes: tuple[str, ...]) -> AbstractContextManager[None]:

@@ -305,3 +305,82 @@ def test_the_log_says_which_kernel_runs(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="jaxpipe"):
         jp.attention(x, x, x)
     assert "attention stores its scores (dot_product): cpus have no kernel" in caplog.text
+
+
+def shifted(x):
+    return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def scanned(x):
+    def step(state, token):
+        state = 0.9 * state + token
+        return state, state
+
+    return jax.lax.scan(step, x[:, 0] * 0, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def convolved(x):
+    kernel = jnp.full((4, 1, D), 0.1)
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=D
+    )
+
+
+MIXING = {
+    r"`pad`": shifted,
+    r"a loop carries something from token to token": scanned,
+    r"a convolution goes over tokens": convolved,
+    r"`cumsum` goes along tokens": lambda x: jnp.cumsum(x, axis=1),
+    r"a sum over tokens meets tokens": lambda x: x - jnp.mean(x, axis=1, keepdims=True),
+}
+
+
+def mixing_layer(mix: Callable, attend: Callable) -> Callable:
+    layer = layer_with(attend)
+    return lambda w, x, batch: layer(w, x, batch) + 0.1 * mix(x)
+
+
+@pytest.mark.parametrize("message", MIXING)
+def test_layers_that_mix_tokens_are_refused_in_branches(message: str):
+    """XLA may divide them by a permute, for which devices of all ranks would wait for ever."""
+    model = jp.Model(embed, mixing_layer(MIXING[message], jp.attention), loss)
+    params, batch = drawn()
+    pipe = jp.pipeline(
+        model, schedule="1f1b", mesh=mesh_of(stage=2, context=2), microbatches=2, sequence_dim=1
+    )
+    with pytest.raises(ValueError, match=rf"layer moves values .*{message}.*engine='mpmd'"):
+        pipe.value(pipe.shard(params), batch)
+
+
+def test_a_loss_that_shifts_tokens_is_refused_in_branches():
+    def next_token_loss(w, x, batch):
+        return loss(w, x[:, :-1], {"targets": batch["tokens"][:, 1:]})
+
+    params, batch = drawn()
+    model = jp.Model(embed, layer_with(jp.attention), next_token_loss, sequence_dim=1)
+    mesh = mesh_of(stage=2, context=2)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=2)
+    with pytest.raises(ValueError, match="loss moves values between tokens"):
+        pipe.value(pipe.shard(params), batch)
+
+
+@pytest.mark.parametrize("message", MIXING)
+@pytest.mark.parametrize("engine", ["circular", "mpmd"])
+def test_layers_that_mix_tokens_are_exact_without_branches(engine: str, message: str):
+    schedule, options = ENGINES[engine]
+    params, batch = drawn()
+    mix = MIXING[message]
+    model = jp.Model(embed, mixing_layer(mix, jp.attention), loss, sequence_dim=1)
+    mesh = mesh_of(stage=2, context=2)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=2, **options)
+
+    def plain(params):
+        x = embed(params["embed"], batch)
+        for w in params["layers"]:
+            x = mixing_layer(mix, written_out)(w, x, batch)
+        return loss(params["head"], x, batch)
+
+    true, true_grads = jax.jit(jax.value_and_grad(plain))(params)
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), batch)
+    assert_close(float(value), true, "loss")
+    jax.tree.map(lambda x, y: assert_close(x, y, "gradients"), pipe.unshard(grads), true_grads)

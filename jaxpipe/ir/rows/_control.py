@@ -293,8 +293,12 @@ def compare(
     num_blocks: int,
     *,
     draws: dict[tuple[int, ...], set[int | None]] | None = None,
+    ids_are_rows: bool = False,
 ) -> list[Relation]:
     """Returns the relations of the results of a function.
+
+    With `ids_are_rows` what is computed of no rows, such as the number of each, may differ between
+    blocks: then only what meets other rows is `Mixed`.
 
     `draws` collects the shapes of random bits that a block draws by one key, with their dims of
     rows. The relations are then those of a function that draws for the block what all rows would
@@ -304,7 +308,8 @@ def compare(
     if len(used_outputs) != len(part.jaxpr.outvars):
         return [Mixed(ANOTHER_PROGRAM)] * len(used_outputs)
     a, b = (_without_dead(closed, used_outputs) for closed in (whole, part))
-    return Walk(num_blocks, CONTROL, draws).of_jaxprs(a, b, relations)
+    walk = Walk(num_blocks, CONTROL, draws, ids_are_rows=ids_are_rows)
+    return walk.of_jaxprs(a, b, relations)
 
 
 def _without_dead(closed: ClosedJaxpr, used_outputs: list[bool]) -> ClosedJaxpr:

@@ -53,19 +53,25 @@ class Walk:
         num_blocks: int,
         control: Mapping[str, Callable[..., list[Relation]]],
         draws: dict[tuple[int, ...], set[int | None]] | None = None,
+        *,
+        ids_are_rows: bool = False,
     ):
         self.num_blocks = num_blocks
         self._control = control
         self._draws = draws
+        self._ids_are_rows = ids_are_rows
 
     def without(self, name: str) -> "Walk":
         """Returns a walk that does not know a primitive."""
         control = {k: f for k, f in self._control.items() if k != name}
-        return Walk(self.num_blocks, control, self._draws)
+        return self._with_control(control)
+
+    def _with_control(self, control: Mapping[str, Callable[..., list[Relation]]]) -> "Walk":
+        return Walk(self.num_blocks, control, self._draws, ids_are_rows=self._ids_are_rows)
 
     def with_rules(self, rules: Mapping[str, Callable[..., list[Relation]]]) -> "Walk":
         """Returns a walk with other rules for some primitives."""
-        return Walk(self.num_blocks, {**self._control, **rules}, self._draws)
+        return self._with_control({**self._control, **rules})
 
     def of_jaxprs(
         self, whole: ClosedJaxpr, part: ClosedJaxpr, relations: Sequence[Relation]
@@ -161,6 +167,9 @@ class Walk:
             if mixed is not None:
                 return [mixed] * count
             step = EquationPair(a, b, relations, self.num_blocks)
+            if self._ids_are_rows and all(isinstance(r, Whole | Zero) for r in relations):
+                dims = map(step.row_dim_out, range(count))
+                return [Whole() if dim is None else Rows(dim) for dim in dims]
             if name == "random_bits" and self._draws is not None and relations == (Whole(),):
                 dim = step.row_dim_out()
                 self._draws.setdefault(tuple(b.params["shape"]), set()).add(dim)
@@ -190,6 +199,8 @@ class Walk:
         if one is other:
             is_zero = np.isscalar(one) and not isinstance(one, str) and one == 0
             return Zero() if is_zero else Whole()
+        if self._ids_are_rows and jnp.shape(one) == jnp.shape(other):
+            return Whole()
         if isinstance(one, Tracer) or isinstance(other, Tracer):
             return Mixed("a captured array is another one for another number of rows")
         if jnp.issubdtype(jax.typeof(one).dtype, jax.dtypes.extended):

@@ -144,6 +144,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     # XLA:TPU gathers all weights of embedding and head once for all microbatches.
     for_all = model.hoists_gathers and candidate.microbatches > 1
     outer = on_mesh.boundary if for_all else on_mesh.outer
+    reads_head = 0.0 if for_all or not candidate.gathers else on_mesh.head or on_mesh.boundary
     keeps_gathered = policy == "none" and not pipelines
     head_grads = of_boundary.gradient * on_mesh.head
     past = tokens * n * _past_bytes(model, mesh)
@@ -169,6 +170,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         loss=LOGITS * logits,
         past=past,
         past_cotangent=past * max(1.0, _FLOAT32 / model.activation_bytes),
+        head_read=of_boundary.read * reads_head,
         outer_read=of_boundary.read * outer,
         outer_residuals=model.num_outer * (activation + kept),
         tiled_head_grads=head_grads * (candidate.vocab_tiling > 1),

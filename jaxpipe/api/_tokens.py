@@ -1,0 +1,81 @@
+"""Which functions of a model move values between tokens, beside attention.
+
+XLA divides what they compute over `context`, and may do so by a collective permute. In a branch
+that some ranks do not take, devices would wait for each other for ever.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..ir.rows import Mixed
+from ._layer_results import x_and_aux
+from ._losses import loss_parts
+from ._model import Model
+from ._pieces import shape_of
+from ._rows import Activations, compared, function_names, no_activations
+from ._sequences import CONTEXT
+
+
+def check_token_wise(
+    model: Model, weights: dict[str, PyTree], rows: PyTree, key: Any, mesh: Mesh
+) -> None:
+    """Checks that functions treat tokens one by one, apart from `jaxpipe.attention`.
+
+    Args:
+        weights: Shapes of the groups, those of layers of one layer; or a dict with one of each
+            kind.
+        rows: Shapes of what functions are given of a batch.
+
+    Raises:
+        ValueError: If one does not, or is not known to.
+    """
+    size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
+    if dim is None or size == 1:
+        return
+    names, x, key = function_names(model), no_activations(), jax.tree.map(shape_of, key)
+    batches = rows, jax.tree.map(partial(_share, dim, size), rows)
+
+    def judged(name: str, run: Callable, weights: PyTree, x: Activations) -> Activations:
+        relations, results, _ = compared(run, weights, x, batches, key, size, tokens=True)
+        mixed = next((r for r in relations if isinstance(r, Mixed)), None)
+        if mixed is not None:
+            reason = str(mixed).replace("rows", "tokens").replace("row ", "token ")
+            raise ValueError(
+                f"{name} moves values between tokens ({reason}), which the {size} devices of the "
+                f"axis {CONTEXT!r} divide. This engine runs it in a branch that other ranks do not "
+                "take, where devices could wait for each other. Write attention by "
+                "`jaxpipe.attention`, and shift targets in the batch; for all else take "
+                "`schedule='circular'` or `engine='mpmd'`."
+            )
+        count = len(jax.tree.leaves(results[0][0]))
+        return Activations((results[0][0], results[1][0]), tuple(relations[:count]))
+
+    def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
+        return (model.embed(weights, batch, key),)
+
+    def layer_of(function: Callable) -> Callable:
+        return lambda weights, x, batch, key: x_and_aux(function(weights, x, batch, key), x)
+
+    def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
+        return (loss_parts(model.loss(weights, x, batch, key)),)
+
+    x = judged("embed", embed, weights["embed"], x)
+    for name, function in zip(names[1:-1], model.layer_functions, strict=True):
+        params = weights["layers"][name] if model.has_kinds else weights["layers"]
+        if model.shared:
+            params = {"layer": params, "shared": weights["shared"]}
+        x = judged(name, layer_of(function), params, x)
+    head = {name: weights[name] for name in ("head", "embed")}
+    judged(names[-1], loss, head if model.tied else weights["head"], x)
+
+
+def _share(dim: int, size: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if leaf.ndim <= dim or leaf.shape[dim] % size:
+        return leaf
+    shape = *leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :]
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
