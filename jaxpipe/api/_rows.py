@@ -257,7 +257,7 @@ def row_report(
             x = judged(name, partial(_judge_layer, function, num_slices), params, x)
         head = {name: weights[name] for name in ("head", "embed")}
         judged(names[-1], partial(_judge_loss, model), head if model.tied else weights["head"], x)
-    except _UntracedError as error:
+    except UntracedError as error:
         reason = str(error)
         for name in names:
             if name not in verdicts:
@@ -309,7 +309,7 @@ def smallest_factor(count: int) -> int:
     return next((n for n in range(2, count + 1) if count % n == 0), 1)
 
 
-class _UntracedError(Exception):
+class UntracedError(Exception):
     """A function of the user raised; an engine traces it again, and raises what it raised."""
 
 
@@ -320,7 +320,7 @@ def _traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
             return trace(*arguments)
     except Exception as error:
         text = f"tracing it alone raised {type(error).__name__}: {str(error)[:200]}"
-        raise _UntracedError(text) from error
+        raise UntracedError(text) from error
 
 
 def _judge_embed(

@@ -17,7 +17,7 @@ from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
 from ._pieces import shape_of
-from ._rows import Activations, compared, function_names, no_activations
+from ._rows import Activations, UntracedError, compared, function_names, no_activations
 from ._sequences import CONTEXT
 
 
@@ -41,7 +41,13 @@ def check_token_wise(
     batches = rows, jax.tree.map(partial(_share, dim, size), rows)
 
     def judged(name: str, run: Callable, weights: PyTree, x: Activations) -> Activations:
-        relations, results, _ = compared(run, weights, x, batches, key, size, tokens=True)
+        try:
+            relations, results, _ = compared(run, weights, x, batches, key, size, tokens=True)
+        except UntracedError as error:
+            raise ValueError(
+                f"{name} is not known to treat tokens one by one, and this engine runs it in a "
+                f"branch that other ranks do not take: {error}"
+            ) from error.__cause__
         mixed = next((r for r in relations if isinstance(r, Mixed)), None)
         if mixed is not None:
             reason = str(mixed).replace("rows", "tokens").replace("row ", "token ")

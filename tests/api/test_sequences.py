@@ -128,7 +128,7 @@ SPLIT = {"scheduled": ("zero_bubble_h1", {}), "mpmd": ("zbv", {"engine": "mpmd"}
     "axes",
     [
         {"context": 2},
-        {"context": 4},
+        pytest.param({"context": 4}, marks=pytest.mark.slow),
         {"fsdp": 2, "context": 2},
         pytest.param({"data": 2, "context": 2}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2, "context": 2}, marks=pytest.mark.slow),
@@ -364,7 +364,10 @@ def test_a_loss_that_shifts_tokens_is_refused_in_branches():
         pipe.value(pipe.shard(params), batch)
 
 
-@pytest.mark.parametrize("message", MIXING)
+@pytest.mark.parametrize(
+    "message",
+    [next(iter(MIXING)), *(pytest.param(m, marks=pytest.mark.slow) for m in list(MIXING)[1:])],
+)
 @pytest.mark.parametrize("engine", ["circular", "mpmd"])
 def test_layers_that_mix_tokens_are_exact_without_branches(engine: str, message: str):
     schedule, options = ENGINES[engine]
@@ -384,3 +387,43 @@ def test_layers_that_mix_tokens_are_exact_without_branches(engine: str, message:
     (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), batch)
     assert_close(float(value), true, "loss")
     jax.tree.map(lambda x, y: assert_close(x, y, "gradients"), pipe.unshard(grads), true_grads)
+
+
+def test_a_module_takes_the_dim_of_tokens_from_the_pipeline():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def heads(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], H, C)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.q, self.k, self.v, self.out = (nnx.Linear(D, D, rngs=rngs) for _ in range(4))
+
+        def __call__(self, x: jax.Array, documents: jax.Array) -> jax.Array:
+            q, k, v = (heads(make(rms(x))) for make in (self.q, self.k, self.v))
+            out = jp.attention(q, k, v, segment_ids=documents)
+            return x + self.out(out.reshape(x.shape))
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(L)])
+            self.head = nnx.Linear(D, V, rngs=rngs)
+
+        def __call__(self, batch: Any) -> jax.Array:
+            x = self.embed(batch["tokens"])
+            for block in self.blocks:
+                x = block(x, batch["documents"])
+            return self.head(x)
+
+    def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1))
+
+    _, batch = drawn()
+    module = Decoder(nnx.Rngs(0))
+    model, params = jp.nnx.model(module, layers="blocks", loss=cross_entropy)
+    mesh = mesh_of(stage=2, context=2)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=2, sequence_dim=1)
+    value, _ = pipe.jit(pipe.value)(pipe.shard(params), batch)
+    assert_close(float(value), cross_entropy(module(batch), batch), "loss")

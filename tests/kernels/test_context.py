@@ -101,13 +101,15 @@ SCORES = {
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "size", [2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))]
+)
 def test_stored_scores_on_slices(scores: Scores, size: int):
     check(sliced_dot_product_attention(DEFAULT_RULES, scores), scores, {"context": size}, 96 * size)
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_cudnn_on_slices(scores: Scores, size: int):
     attend = cudnn_attention(DEFAULT_RULES, scores, packed=True, implementation="xla")
     check(attend, scores, {"context": size}, 256 * size)
@@ -119,7 +121,9 @@ def test_splash_on_slices(scores: Scores):
     check(attend, scores, {"context": 2}, 1024)
 
 
-@pytest.mark.parametrize("size", [3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))]
+)
 def test_splash_on_more_slices(size: int):
     check(KERNELS["splash"](DEFAULT_RULES), CAUSAL, {"context": size}, 512 * size)
 
