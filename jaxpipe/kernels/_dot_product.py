@@ -6,6 +6,7 @@ key head, V of a value head.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ._scores import CAUSAL, Placement, Scores, Segments, dense_mask, same_tokens
@@ -92,12 +93,12 @@ def dot_product_kernel(
         total = total + jnp.exp(of_sinks - largest)
     weights = (weights / total).astype(v.dtype)
     out = jnp.einsum("bkgtu,bukc->btkgc", weights, v)
-    return out.reshape(*q.shape[:3], v.shape[3])
+    return checkpoint_name(out.reshape(*q.shape[:3], v.shape[3]), "context")
 
 
 def _masked_attention(q: Array, k: Array, v: Array, mask: Array, scale: float | None) -> Array:
     out = jax.nn.dot_product_attention(q, k, as_wide(v, q), mask=mask, scale=scale)
-    return out[..., : v.shape[3]]
+    return checkpoint_name(out[..., : v.shape[3]], "context")
 
 
 def as_wide(v: Float[Array, "b u K V"], q: Float[Array, "b t H C"]) -> Float[Array, "b u K C"]:

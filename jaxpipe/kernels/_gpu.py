@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .._compat import import_pallas_gpu_attention
@@ -52,7 +53,7 @@ def cudnn_kernel(
         local_window_size=window,
         implementation=implementation,
     )
-    return out[..., : v.shape[3]]
+    return checkpoint_name(out[..., : v.shape[3]], "context")
 
 
 def pallas_kernel(
@@ -83,7 +84,7 @@ def pallas_kernel(
         block_sizes=sizes,
         interpret=interpret,
     )
-    return cast(jax.Array, out)[..., : v.shape[3]]
+    return checkpoint_name(cast(jax.Array, out)[..., : v.shape[3]], "context")
 
 
 def _one_per_query_head(

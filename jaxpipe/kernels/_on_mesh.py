@@ -26,7 +26,8 @@ from ._scores import CAUSAL, Scores
 from ._splash import SPLASH_BLOCK, splash_kernel
 
 Attention = Callable[..., jax.Array]
-"""`(q, k, v, segment_ids) -> out`; V is at most C."""
+"""`(q, k, v, segment_ids) -> out`; V is at most C. What a backward needs of `out` has the name
+"context" for policies of rematerialization."""
 
 
 class MeshSpecs(NamedTuple):

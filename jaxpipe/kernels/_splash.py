@@ -34,7 +34,7 @@ def splash_kernel(
     *,
     interpret: bool = False,
 ) -> Float[Array, "b t H V"]:
-    """Runs splash attention of one device. Policies that save "context" save all it needs."""
+    """Runs splash attention of one device."""
     block_q, block_kv = (_block(length) for length in (where.run, where.num_keys))
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv, block_q_dkv=block_q,
@@ -64,7 +64,7 @@ def splash_kernel(
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=scores.soft_cap,
-        # Named, so that a policy may save them and not run the kernel again.
+        # Of the result and the sums of the softmax: where both are saved, it does not run again.
         residual_checkpoint_name="context",
         mask_function=visible if masks else None,
         interpret=interpret,

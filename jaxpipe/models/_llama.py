@@ -220,7 +220,6 @@ def llama(
         )
         q, k = (rotate(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
         out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
-        out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
     layer = _of_slices_too(run_layer, attention)

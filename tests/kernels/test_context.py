@@ -236,3 +236,19 @@ def test_pairs_are_counted(where: Placement, scores: Scores):
     queries = jnp.asarray(where.starts[:, :, None, None] + np.arange(where.run)[:, None])
     seen = np.asarray(scores.visible(queries, jnp.arange(where.num_keys)))
     assert where.most_pairs(scores.visible) == seen.sum(axis=(1, 2, 3)).max()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("saved", "forwards"), [((), 2), (("context",), 1)])
+def test_a_policy_that_saves_context_does_not_run_the_kernel_again(size, saved, forwards):
+    attend = KERNELS["splash"](DEFAULT_RULES)
+    x, documents = jnp.ones((1, 1024, 2, 32)), jnp.ones((1, 1024), jnp.int32)
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(w):
+        return jnp.sin(attend(x @ w, jnp.cos(x @ w), jnp.sin(x @ w), documents)) @ w
+
+    with jax.set_mesh(make_mesh({"context": size}, devices=jax.devices()[:size])):
+        text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(layer(w))))(jnp.ones((32, 32))))
+    assert text.count("name=splash_mha_fwd") == forwards

@@ -103,9 +103,7 @@ def latent_attention(
         k = jnp.concatenate([plain, shared], axis=-1)
 
         q, k, v = name_qkv(*(constrain(heads, HEADS) for heads in (q, k, v)))
-        out = checkpoint_name(
-            constrain(attention(q, k, v, batch_inputs["segment_ids"]), HEADS), "context"
-        )
+        out = constrain(attention(q, k, v, batch_inputs["segment_ids"]), HEADS)
         y = project(out, w["out"])
         return checkpoint_name(y, "out_proj")
 
