@@ -90,6 +90,8 @@ def attention(
     """
     scores = Scores(causal, window, soft_cap, scale)
     _check_shapes(q, k, v, segment_ids, sinks, window)
+    if kernel not in ("auto", *GRANULARITY):
+        raise ValueError(f"`kernel` is {kernel!r}. Give 'auto' or one of {', '.join(GRANULARITY)}.")
     if trace_is_read_for() == "tokens":
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return v + q[..., :1] + k[..., :1]

@@ -242,7 +242,10 @@ def matrices(x: Any) -> bool:
     return x.ndim >= 2
 
 
-@pytest.mark.parametrize("pipe", PIPELINES)
+@pytest.mark.parametrize(
+    "pipe",
+    [pytest.param(p, marks=SLOW if p == "zero bubble, fsdp" else ()) for p in PIPELINES],
+)
 @pytest.mark.parametrize(
     "tx", ["muon", pytest.param("adamw", marks=SLOW), pytest.param("adafactor", marks=SLOW)]
 )

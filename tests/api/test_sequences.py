@@ -273,6 +273,7 @@ WRONG = {
     r"`sinks` has shape \(2,\)": {"sinks": jnp.ones(2)},
     "`window` is 0": {"window": 0},
     "`kernel` is 'splash', but the devices are cpus": {"kernel": "splash"},
+    "`kernel` is 'flash'. Give 'auto' or one of splash,": {"kernel": "flash"},
 }
 
 

@@ -61,7 +61,7 @@ def one_after_the_other(weights, inputs, batch_inputs):
     [
         {},
         {"delay": True},
-        {"scan_ticks": False},
+        pytest.param({"scan_ticks": False}, marks=pytest.mark.slow),
         {"scan_ticks": False, "scan_repeats": False, "delay": True},
     ],
     ids=["loops", "delayed", "ticks unrolled", "all unrolled, delayed"],
