@@ -185,7 +185,7 @@ def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_i
         == even.state.weights.num_parameters
         == plain.state.weights.num_parameters
     )
-    first, second, third = describe(uneven, 0).splitlines()
+    first, second, _, third = describe(uneven, 0).splitlines()
     assert first == describe(plain, 0).splitlines()[0]
     assert "engine scheduled on stage 2: 1 repeat(s) x 2 rank(s) x 1 to 3 layer(s), 4" in second
     assert third.startswith("schedule 1f1b: 6 ticks, bubble ")
