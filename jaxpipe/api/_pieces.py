@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ..autodiff.staged_model import slice_sequences
 from ..engines.fsdp import row_axes
 from ..kernels import vmap_over_devices
+from ..sharding import automatic_axes
 
 _LENGTH_DIM = 3
 """The dim of positions in leaves [M, D, rows, T, ...]."""
@@ -81,14 +82,10 @@ def on_pieces(function: Callable, num_shared: int, *arguments: PyTree) -> PyTree
         result = function(*shared, *jax.tree.map(lambda x: x[0], pieces))
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
     axes = (None,) * num_shared + (0,) * len(pieces)
-    with vmap_over_devices(_free_row_axes()):
+    free = automatic_axes()
+    rows = [axis for axis in row_axes(jax.sharding.get_abstract_mesh()) if axis in free]
+    with vmap_over_devices(tuple(rows)):
         return jax.vmap(function, in_axes=axes)(*arguments)
-
-
-def _free_row_axes() -> tuple[str, ...]:
-    mesh = jax.sharding.get_abstract_mesh()
-    free = set(mesh.axis_names) - set(mesh.manual_axes)
-    return tuple(axis for axis in row_axes(mesh) if axis in free)
 
 
 def sum_pieces(tree: PyTree) -> PyTree:

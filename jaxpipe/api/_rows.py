@@ -4,7 +4,7 @@ A microbatch has b rows, which D devices divide. A function that treats rows one
 b / D rows of each device. All others, and all functions beside them, are given the b rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -216,6 +216,21 @@ def no_activations() -> Activations:
     return Activations(((), ()), ())
 
 
+def layers_with_weights(
+    model: Model, weights: dict[str, PyTree]
+) -> Iterator[tuple[str, Callable, PyTree]]:
+    """Yields the name and the function of each kind of layers, and its first argument."""
+    for name, function in zip(function_names(model)[1:-1], model.layer_functions, strict=True):
+        params = weights["layers"][name] if model.has_kinds else weights["layers"]
+        shared = {"layer": params, "shared": weights["shared"]} if model.shared else None
+        yield name, function, shared or params
+
+
+def weights_of_loss(model: Model, weights: dict[str, PyTree]) -> PyTree:
+    """Returns the first argument of the loss."""
+    return {name: weights[name] for name in ("head", "embed")} if model.tied else weights["head"]
+
+
 def row_report(
     model: Model,
     weights: dict[str, PyTree],
@@ -250,13 +265,9 @@ def row_report(
 
     try:
         x = judged("embed", partial(_judge_embed, model), weights["embed"], no_x)
-        for name, function in zip(names[1:-1], model.layer_functions, strict=True):
-            params = weights["layers"][name] if model.has_kinds else weights["layers"]
-            if model.shared:
-                params = {"layer": params, "shared": weights["shared"]}
+        for name, function, params in layers_with_weights(model, weights):
             x = judged(name, partial(_judge_layer, function, num_slices), params, x)
-        head = {name: weights[name] for name in ("head", "embed")}
-        judged(names[-1], partial(_judge_loss, model), head if model.tied else weights["head"], x)
+        judged(names[-1], partial(_judge_loss, model), weights_of_loss(model, weights), x)
     except UntracedError as error:
         reason = str(error)
         for name in names:

@@ -17,7 +17,14 @@ from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
 from ._pieces import shape_of
-from ._rows import Activations, UntracedError, compared, function_names, no_activations
+from ._rows import (
+    Activations,
+    UntracedError,
+    compared,
+    layers_with_weights,
+    no_activations,
+    weights_of_loss,
+)
 from ._sequences import CONTEXT
 
 
@@ -37,7 +44,7 @@ def check_token_wise(
     size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
     if dim is None or size == 1:
         return
-    names, x, key = function_names(model), no_activations(), jax.tree.map(shape_of, key)
+    x, key = no_activations(), jax.tree.map(shape_of, key)
     batches = rows, jax.tree.map(partial(_share, dim, size), rows)
 
     def judged(name: str, run: Callable, weights: PyTree, x: Activations) -> Activations:
@@ -71,13 +78,9 @@ def check_token_wise(
         return (loss_parts(model.loss(weights, x, batch, key)),)
 
     x = judged("embed", embed, weights["embed"], x)
-    for name, function in zip(names[1:-1], model.layer_functions, strict=True):
-        params = weights["layers"][name] if model.has_kinds else weights["layers"]
-        if model.shared:
-            params = {"layer": params, "shared": weights["shared"]}
+    for name, function, params in layers_with_weights(model, weights):
         x = judged(name, layer_of(function), params, x)
-    head = {name: weights[name] for name in ("head", "embed")}
-    judged(names[-1], loss, head if model.tied else weights["head"], x)
+    judged(model.loss_name, loss, weights_of_loss(model, weights), x)
 
 
 def _share(dim: int, size: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -18,14 +18,17 @@ from jaxtyping import Array, Float, Int
 from .. import _compat
 from ..sharding import ROW_AXES, automatic_axes
 from ..sharding.specs import axes_of_dim
-from ._context import Kernel
+from ._context import Kernel, on_slices
 from ._dot_product import dot_product_kernel
 from ._gpu import cudnn_kernel, pallas_kernel
 from ._on_mesh import GRANULARITY, MeshSpecs, attention_on_mesh
-from ._scores import Scores, same_tokens
+from ._scores import Scores
 from ._selection import AttentionPlan, check_stored_scores
 from ._splash import splash_kernel
 from ._traces import axes_of_vmap, trace_is_read_for
+
+# Attention of whole sequences that stores its scores, which XLA can divide by itself.
+_stored = partial(on_slices, dot_product_kernel, axis=None, size=1, granularity=1)
 
 _log = logging.getLogger("jaxpipe")
 
@@ -96,8 +99,7 @@ def attention(
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return v + q[..., :1] + k[..., :1]
     if trace_is_read_for():
-        segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return dot_product_kernel(scores, q, k, v, sinks, segments, same_tokens(q.shape[1]))
+        return _stored(scores)((q, k, v, sinks), segment_ids)
     mesh = jax.sharding.get_abstract_mesh()
     size = mesh.shape.get(_LENGTH_AXIS, 1)
     is_slice = _LENGTH_AXIS in mesh.manual_axes
@@ -185,8 +187,7 @@ def _on_devices(
     _check_stored(plan, q, k)
     run = kernels[plan.kernel]
     if plan.kernel == "dot_product" and plan.context_size == 1:
-        segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return run(plan.scores, q, k, v, sinks, segments, same_tokens(q.shape[1]))
+        return _stored(plan.scores)((q, k, v, sinks), segment_ids)
     on_mesh = attention_on_mesh(run, plan.scores, GRANULARITY[plan.kernel], _specs)
     return on_mesh(q, k, v, segment_ids, sinks)
 

@@ -71,8 +71,12 @@ class Layout:
     @property
     def num_weight_shards(self) -> int:
         """Devices that gather weights from each other."""
-        shards = self.fsdp * (self.context if self.context_gathers else 1)
-        return shards * (self.expert if self.experts_gather else 1)
+        return self.num_expert_shards * (self.expert if self.experts_gather else 1)
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Devices that gather the weights of an expert from each other."""
+        return prod(self.size(axis) for axis in self.weight_axes)
 
     @property
     def weight_axes(self) -> tuple[str, ...]:

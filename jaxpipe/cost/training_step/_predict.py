@@ -1,7 +1,6 @@
 """The prediction of a step: stages, schedule, gradients and optimizer together."""
 
 from dataclasses import dataclass
-from math import prod
 
 from ...devices import Hardware
 from ...schedules import Schedule
@@ -134,7 +133,7 @@ def _gradients(
 ) -> tuple[float, float]:
     """Returns the exposed seconds of the gradients' reduction, and those over the network."""
     dense = sum(layer.dense_parameters for layer in layers) + work.embedding_parameters
-    own = prod(layout.size(axis) for axis in layout.weight_axes)
+    own = layout.num_expert_shards
     dense /= layout.tensor * own
     experts = sum(layer.expert_parameters for layer in layers)
     experts /= layout.tensor * layout.expert * own
@@ -158,6 +157,5 @@ def _optimizer(
 ) -> float:
     parameters = sum(device_parameters(layer, layout) for layer in layers)
     parameters += work.embedding_parameters / layout.tensor
-    shares = prod(layout.size(axis) for axis in layout.weight_axes)
-    shares *= layout.data if layout.shared_optimizer else 1
+    shares = layout.num_expert_shards * (layout.data if layout.shared_optimizer else 1)
     return layout.optimizer_bytes * parameters / shares / device.memory_rate
