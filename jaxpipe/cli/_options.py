@@ -3,11 +3,12 @@
 import argparse
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._input import is_file, short_repr, shorten
+from .._input import is_file, read_text, short_repr, shorten
 
 if TYPE_CHECKING:  # slow imports happen when a command runs
     from ..train import Config
@@ -87,12 +88,35 @@ def read_settings(settings: list[str]) -> "Config":
     from ..models import PRESETS
     from ..train import load_config
 
-    files = [text for text in settings if is_config_file(text)]
-    overrides = [text for text in settings if text not in files]
-    return load_config(files, overrides, presets=PRESETS)
+    return load_config(*split_settings(settings), presets=PRESETS)
 
 
-def is_config_file(text: str) -> bool:
+def split_settings(settings: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the files of settings, without MaxText's base.yml, and the `key=value` pairs."""
+    files = [text for text in settings if _is_config_file(text)]
+    pairs = [text for text in settings if text not in files]
+    for file in files:
+        if _is_maxtexts_base(file):
+            print(
+                f"jaxpipe: {short_repr(file)} is MaxText's base.yml and is not read: defaults are "
+                "those of `jaxpipe train --keys`. Give what you changed in it as key=value.",
+                file=sys.stderr,
+            )
+    return [file for file in files if not _is_maxtexts_base(file)], pairs
+
+
+def _is_maxtexts_base(file: str) -> bool:
+    """Returns whether a path is that of MaxText's base.yml, which need not be there."""
+    from ..train.config import MAX_YAML_BYTES
+
+    if Path(file).parts[-2:] != ("configs", "base.yml"):
+        return False
+    if not is_file(file):
+        return True
+    return "\nbase_output_directory:" in read_text(file, most_bytes=MAX_YAML_BYTES)
+
+
+def _is_config_file(text: str) -> bool:
     """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not."""
     from ..train import Config
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from jaxpipe import plan
+from jaxpipe.cli._options import split_settings
 from jaxpipe.models import PRESETS
 from jaxpipe.train import load_config
 
@@ -35,9 +36,11 @@ def test_the_trainer_reads_the_settings_of_the_tutorials(page: Path, tmp_path: P
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(yaml.safe_dump(content))
     for words in commands(text):
-        given = [tmp_path / word for word in words if word in files]
-        settings = [word for word in words if "=" in word]
-        assert len(given) + len(settings) == len(words) or words == ["--keys"], words
+        if words == ["--keys"]:
+            continue
+        given, settings = split_settings(words)
+        assert {*given} <= {*files} and all("=" in word for word in settings), words
+        given = [tmp_path / file for file in given]
         load_config(given, settings, presets=PRESETS)
 
 

@@ -266,7 +266,7 @@ def ticks_of(row: Row) -> lock_step.Ticks:
 
 
 def flax(value: Callable, row: Row, case: Case) -> Any:
-    """The model's layer as a module of Linen or NNX, in the frontend's pipeline."""
+    """The model's stage as a module of Linen or NNX, in the frontend's pipeline."""
     assert not row.dropout, "Flax draws other masks than the model's functions"
     assert not row.zero, "gradients of frontends lie as their weights do"
     mesh = mesh_of(row)
@@ -287,8 +287,9 @@ def flax(value: Callable, row: Row, case: Case) -> Any:
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         more = ("target_weights",) if row.model == "deepseek" else ()
+        stage = stack_weights(case.layer, (row.layers_per_stage,), ("layers_per_stage",))
         decoder = flax_decoder.FlaxDecoder(
-            case.model, case.layer, config, mesh, boundary, more, row.batch_axes
+            case.model, stage, config, mesh, boundary, more, row.batch_axes
         )
         value_and_grad = jax.value_and_grad(value(decoder), has_aux=True)
         return jax.jit(value_and_grad)(placed(case, mesh), case.batch_inputs, case.keys)

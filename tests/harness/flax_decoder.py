@@ -1,7 +1,7 @@
 """A decoder of Flax modules: embedding, the module that `create_pipeline` returns, and loss.
 
-One layer is a module, Linen or NNX, whose parameters are those of the model's layer and whose call
-computes the same. A layer's auxiliary losses and metrics are sown. Activations are dicts: the
+A stage is a module, Linen or NNX, whose parameters are those of the model's stage, [L, ...], and
+whose call computes the same. Its auxiliary losses and metrics are sown. Activations are dicts: the
 arrays that layers read beside the arguments of their call travel with `x`.
 
 R repeats, S ranks, L layers per stage, M microbatches, n = M / S of them on each rank.
@@ -28,16 +28,15 @@ from jaxpipe.autodiff.staged_model import Aux, combine_losses, sum_scalars
 from jaxpipe.models.weights import is_weight, stack_weights
 from jaxpipe.spmd.ranks import on_ranks
 
-STACK_AXES = ("circular_repeats", "stage", "layers")
 Activations = dict[str, jax.Array]
-LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Aux]]
-"""`(weights of one layer, activations, segment_ids, positions) -> (activations, aux)`"""
+StageFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Aux]]
+"""`(weights [L, ...], activations, segment_ids, positions) -> (activations, aux)`"""
 
 PipelineFn = Callable[..., tuple[PyTree, Aux]]
 """`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, aux)`"""
 
 METRICS_COLLECTION = "metrics"
-"""The collection that Linen layers sow their auxiliary losses and metrics into."""
+"""The collection that Linen stages sow their auxiliary losses and metrics into."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class FlaxDecoder:
     """Everything that a pipeline of Flax layers and the functions around it are built from.
 
     Attributes:
-        model: The model; one layer is its stage.
-        layer: Abstract weights of one layer.
+        model: The model.
+        stage: Abstract weights of a stage.
         config: The fields that `create_pipeline` reads.
         mesh: The mesh, or None.
         boundary_gathers: The gathers of `{"embed": weights}` and `{"head": weights}`, by name.
@@ -55,7 +54,7 @@ class FlaxDecoder:
     """
 
     model: StagedModel
-    layer: PyTree
+    stage: PyTree
     config: Any
     mesh: Mesh | None
     boundary_gathers: dict[str, spmd.Gather]
@@ -63,8 +62,8 @@ class FlaxDecoder:
     batch_axes: tuple[str, ...] = ()
 
 
-class LinenLayer(nn.Module):
-    """A decoder layer in Linen.
+class LinenStage(nn.Module):
+    """A stage in Linen.
 
     Attributes:
         weights: Its abstract weights, a tree of `models.Weight`.
@@ -72,7 +71,7 @@ class LinenLayer(nn.Module):
     """
 
     weights: Any
-    run: LayerFn
+    run: StageFn
 
     @nn.compact
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
@@ -97,10 +96,10 @@ def _box(tree: PyTree, arrays: PyTree) -> PyTree:
     )
 
 
-class NnxLayer(nnx.Module):
-    """A decoder layer in NNX; its arguments are the attributes of `LinenLayer`."""
+class NnxStage(nnx.Module):
+    """A stage in NNX; its arguments are the attributes of `LinenStage`."""
 
-    def __init__(self, weights: Any, run: LayerFn, rngs: nnx.Rngs):
+    def __init__(self, weights: Any, run: StageFn, rngs: nnx.Rngs):
         arrays = models.initialize(weights, rngs.params())
         self.weights = nnx.data(
             jax.tree.map(
@@ -126,9 +125,10 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
     """
-    layer = LinenLayer(decoder.layer, _layer_fn(decoder.model))
-    pipeline = linen_frontend.create_pipeline(decoder.config, layer, decoder.mesh)
-    tree = stack_weights(decoder.layer, pipeline.settings.dims, STACK_AXES)
+    stage = LinenStage(decoder.stage, _stage_fn(decoder.model))
+    pipeline = linen_frontend.create_pipeline(decoder.config, stage, decoder.mesh)
+    stacked = pipeline.settings.stacked
+    tree = stack_weights(decoder.stage, [*stacked.values()], (*stacked,))
 
     def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Aux]:
         variables = {"params": {"layers": _box(tree, stages)}}
@@ -148,7 +148,7 @@ def nnx_value(decoder: FlaxDecoder) -> Callable:
     Returns:
         `(weights, batch_inputs, keys) -> (loss, metrics)`.
     """
-    factory = partial(NnxLayer, decoder.layer, _layer_fn(decoder.model))
+    factory = partial(NnxStage, decoder.stage, _stage_fn(decoder.model))
     make = partial(nnx_frontend.create_pipeline, decoder.config, factory, decoder.mesh)
     # No arrays: the caller has them.
     graph, state = jax.eval_shape(lambda: nnx.split(make()))
@@ -164,7 +164,7 @@ def nnx_value(decoder: FlaxDecoder) -> Callable:
 
 
 def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
-    """Puts the weights of `stages` into `state`, the abstract state of a pipeline of `NnxLayer`."""
+    """Puts the weights of `stages` into `state`, the abstract state of a pipeline of `NnxStage`."""
     flat = []
     for path, variable in nnx.to_flat_state(state):
         array = stages
@@ -174,13 +174,12 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def _layer_fn(model: StagedModel) -> LayerFn:
-    """Returns the stage of one layer as a function of this layer."""
+def _stage_fn(model: StagedModel) -> StageFn:
+    """Returns the model's stage with the arguments of a module's call."""
 
     def call(weights, activations, segment_ids, positions):
-        stack = jax.tree.map(lambda w: w[None], weights)
         batch_inputs = activations | {"segment_ids": segment_ids, "positions": positions}
-        y, aux = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ((), ()))
+        y, aux = model.stage(weights, batch_inputs.pop("x"), batch_inputs, ((), ()))
         return activations | {"x": y}, aux
 
     return call
@@ -217,8 +216,11 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
         x = embed({"embed": weights["embed"]}, shares(batch_inputs))
         extra = {name: batch_inputs[name] for name in decoder.extra_batch_inputs}
         inputs = {"x": x.reshape(-1, *x.shape[2:])} | extra
+        stages = weights["stages"]  # [R, S, ...], which a module with one repeat stores as [S, ...]
+        if jax.tree.leaves(stages)[0].shape[0] == 1:
+            stages = jax.tree.map(lambda w: w[0], stages)
         y, stage_aux = pipeline(
-            weights["stages"], inputs, batch_inputs["segment_ids"], batch_inputs["positions"]
+            stages, inputs, batch_inputs["segment_ids"], batch_inputs["positions"]
         )
         value, loss_metrics = loss_of(
             model.boundary(weights), (shares(y["x"]), shares(batch_inputs))

@@ -16,7 +16,6 @@ FIELDS = {
     "once": {"pipeline_fsdp_ag_once": True},
     "repeat": {"pipeline_fsdp_ag_per_repeat": True},
     "delay": {"pipeline_delay_activation_forwarding": True},
-    "loop": {"scan_layers_per_stage": False},
     "flat": {"scan_pipeline_repeats": False},
     "unrolled": {"scan_pipeline_iterations": False},
     "rows": {"pipeline_batch_axes": ("fsdp",)},
@@ -29,7 +28,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """S ranks, R repeats, L layers per stage, names of `FIELDS`, and whether on a mesh."""
+    """S ranks, R repeats, L layers of a stage, names of `FIELDS`, and whether on a mesh."""
 
     ranks: int
     repeats: int
@@ -42,8 +41,9 @@ class Row:
         return f"S{self.ranks}-R{self.repeats}-L{self.layers}-{mesh}-{self.fields or 'plain'}"
 
     @property
-    def dims(self) -> tuple[int, int, int]:
-        return self.repeats, self.ranks, self.layers
+    def dims(self) -> tuple[int, ...]:
+        """Of stacked variables, as MaxText has them: [R, S, ...], or [S, ...] with one repeat."""
+        return (self.repeats, self.ranks) if self.repeats > 1 else (self.ranks,)
 
     @property
     def microbatches(self) -> int:
@@ -78,7 +78,7 @@ EXACT = [
     Row(2, 2, 2, fsdp=2),
     Row(3, 2, 1, "delay flat"),
     Row(4, 2, 1, "repeat", fsdp=2),
-    Row(2, 1, 2, "once loop remat"),
+    Row(2, 1, 2, "once remat"),
     Row(2, 2, 1, "repeat unrolled"),
 ]
 BY_HAND = [
@@ -100,14 +100,19 @@ def attention(q, k, v, segment_ids, positions):
     return jnp.einsum("bhqk,bkhc->bqhc", weights, v).reshape(*q.shape[:2], -1)
 
 
-def plain_loop(layer: Any, row: Row, weights: Any, *batch: Any) -> Any:
-    """Every layer of every microbatch, one after the other: `layer(w, x, seg, pos, l, m)`."""
-    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), weights)
+def by_stage(row: Row, weights: Any) -> Any:
+    """Stacked leaves as [stages, ...] leaves, in the order in which stages run."""
+    return jax.tree.map(lambda w: w.reshape(-1, *w.shape[len(row.dims) :]), weights)
+
+
+def plain_loop(stage: Any, row: Row, weights: Any, *batch: Any) -> Any:
+    """Every stage of every microbatch, one after the other: `stage(w, x, seg, pos, s, m)`."""
+    flat = by_stage(row, weights)
     numbers = jnp.arange(int(np.prod(row.dims)))
 
     def microbatch(of):
         (x, *batch_inputs), m = of
-        step = lambda x, of: (layer(of[0], x, *batch_inputs, of[1], m), None)  # noqa: E731
+        step = lambda x, of: (stage(of[0], x, *batch_inputs, of[1], m), None)  # noqa: E731
         return jax.lax.scan(step, x, (flat, numbers))[0]
 
     split = [x.reshape(row.microbatches, ROWS, *x.shape[1:]) for x in batch]

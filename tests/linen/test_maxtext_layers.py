@@ -41,6 +41,27 @@ class Layer(nn.Module):
         return shard(x + h @ self.kernel("wo"), NAMES), None
 
 
+def stage_of(num_layers: int, layer: Layer) -> nn.Module:
+    """A stage as MaxText's decoder makes it: one layer, or a scan over several."""
+    if num_layers == 1:
+        return layer
+
+    class Stage(nn.Module):
+        @nn.compact
+        def __call__(self, inputs, *rest):
+            scan: Any = nn.scan(
+                Layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,  # type: ignore[arg-type]
+                length=num_layers,
+                metadata_params={nn.PARTITION_NAME: "layers_per_stage"},
+            )
+            return scan(layer.mesh, layer.mode, name="layers")(inputs, *rest)
+
+    return Stage()
+
+
 def gradients(pipeline: Any, variables: Any, x: jax.Array) -> Any:
     def loss(variables, x):
         return frontends.scalar(pipeline.apply(variables, x))
@@ -61,7 +82,7 @@ def plain(batch: jax.Array) -> tuple[Any, Any]:
     variables = jax.device_get(meta.unbox(pipeline.init(jax.random.key(0), batch)))
 
     def loss(variables, x):
-        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), variables["params"]["layers"])
+        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), variables["params"]["layers"])
         for number in range(4):
             weights = jax.tree.map(lambda w: w[number], flat)  # noqa: B023
             x = Layer().apply({"params": weights}, x, None, None, False, "train")[0]
@@ -93,12 +114,14 @@ def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_conf
     fields = GATHERS[gather]
     if "rows" in gather:  # what splits weights where a layer reads them may not be a batch axis
         fields = fields | {"logical_axis_rules": [["embed", "fsdp"], ["mlp", "tensor"]]}
-    pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
-    dims = pipeline.settings.dims
+    num_layers = fields.get("num_layers_per_pipeline_stage", 1)
+    stage = stage_of(num_layers, Layer(mesh))
+    pipeline: Any = linen.create_pipeline(Config(**fields), stage, mesh)
     variables, (loss, (of_weights, of_inputs)) = plain
-    variables, of_weights = jax.tree.map(
-        lambda w: w.reshape(*dims, *w.shape[3:]), (variables, of_weights)
-    )
+    if num_layers > 1:  # [stages, layers of a stage, ...] of [repeats, ranks, ...]
+        variables, of_weights = (
+            {"params": {"layers": tree["params"]}} for tree in (variables, of_weights)
+        )
     true = loss, (of_weights, of_inputs)
     frontends.assert_trees_close(gradients(pipeline, variables, batch), true)
 
@@ -108,14 +131,14 @@ def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
     rows = NamedSharding(mesh, PartitionSpec(("stage", "fsdp")))
     fields = {"num_decoder_layers": 6, "pipeline_parallel_layers": 4}
     pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
-    outside = {"params": jax.tree.map(lambda w: w[0, 0, 0], plain[0]["params"]["layers"])}
+    outside = {"params": jax.tree.map(lambda w: w[0, 0], plain[0]["params"]["layers"])}
 
     def run(variables, outside, x, *, pipelined, shard):
         layer = lambda x: Layer().apply(outside, shard(x), None, None, False, "train")[0]  # noqa: E731
         return layer(pipelined(variables, layer(x)))
 
     def loop(variables, x):
-        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), variables["params"]["layers"])
+        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), variables["params"]["layers"])
         for number in range(4):
             weights = {"params": jax.tree.map(lambda w: w[number], flat)}  # noqa: B023
             x = Layer().apply(weights, x, None, None, False, "train")[0]
@@ -145,7 +168,7 @@ def test_explicit_axes_take_weights_that_are_not_placed_yet(every_axis, context,
             got = gradients(pipeline, on_one_device, batch)
             made = pipeline.init(jax.random.key(0), batch)
         spec = meta.unbox(made)["params"]["layers"]["wi"].sharding.spec
-        assert spec[1] == "stage" and "fsdp" in str(spec[3])
+        assert spec[1] == "stage" and "fsdp" in str(spec[2])
     else:
         got = gradients(pipeline, plain[0], batch)
     frontends.assert_trees_close(got, plain[1])

@@ -43,8 +43,8 @@ def shard(x: jax.Array) -> tuple[int, ...]:
 def bound(fields: str = "", **more) -> tuple[Any, Any, Any]:
     module, variables, _ = pipeline(fields, **more)
     module = module.bind(variables)
-    weights = module.layer_variables()
-    specs = {"params": {"w": PartitionSpec("stage", None, "fsdp", None)}}
+    weights = module.stage_variables()
+    specs = {"params": {"w": PartitionSpec("stage", "fsdp", None)}}
     return module, weights, specs
 
 
@@ -70,7 +70,7 @@ def test_setup_gives_the_documented_attributes(framework):
             linen.create_pipeline(config, Layer(), where)
             if framework == "linen"
             else nnx_pipelines.create_pipeline(
-                config, lambda rngs: nnx.Linear(2, 2, rngs=rngs), where, name="decoder"
+                config, lambda rngs: nnx.Linear(2, 2, rngs=rngs), where
             )
         )
         sizes = module.num_stages, module.forwarding_delay, module.microbatches_per_stage
@@ -81,7 +81,6 @@ def test_setup_gives_the_documented_attributes(framework):
         assert module.stages_in_logical == ("activation_stage", *names)
         assert module.state_io_logical == ("activation_stage", None, *names)
     assert module.stages_in_sharding is None and module.spmd_axis_name == "stage"
-    assert module.name == ("decoder" if framework == "nnx" else None)
     explicit: Any = linen.create_pipeline(config, Layer(), mesh)
     rows, length = ("data", "fsdp", "expert"), "context"
     assert explicit.stages_in_spec == PartitionSpec("stage", rows, length, None)
@@ -139,7 +138,7 @@ def test_states_have_the_documented_shapes():
     assert module.init_states(jnp.ones((M, 2, 3)), weights)["bsw"].keys() == weights.keys()
     state = module.init_states(jnp.ones((M, 2, 3)))
     assert state["prev_outputs"].shape == (2, 2, 3) and state["circ_storage"] is None
-    assert state["bsw"]["params"]["w"].shape == (2, 2, 1, WIDTH, WIDTH)
+    assert state["bsw"]["params"]["w"].shape == (2, 2, WIDTH, WIDTH)
 
 
 def test_gathers_take_what_each_stage_asks_for():
@@ -148,7 +147,7 @@ def test_gathers_take_what_each_stage_asks_for():
     ids = jnp.array([1, 0])
     taken = module.vmap_parallel_gather(weights, specs, ids, 0, 1)["params"]["w"]
     np.testing.assert_array_equal(taken, np.stack([w[1, 0], w[0, 1]]))
-    assert shard(taken) == (1, 1, WIDTH, WIDTH)
+    assert shard(taken) == (1, WIDTH, WIDTH)
     swapped = jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1), weights)
     same = module.vmap_parallel_gather(swapped, None, ids, 1, 0)["params"]["w"]
     np.testing.assert_array_equal(same, taken)
@@ -165,9 +164,9 @@ def test_gathers_take_what_each_stage_asks_for():
 def test_weights_are_whole_where_they_are_said_to_be():
     module, weights, _ = bound()
     logical = module.get_weight_sharding()
-    assert shard(weights["params"]["w"]) == (2, 1, 1, WIDTH // 2, WIDTH)
+    assert shard(weights["params"]["w"]) == (2, 1, WIDTH // 2, WIDTH)
     whole = module.all_gather_over_fsdp(weights, logical)["params"]["w"]
-    assert shard(whole) == (2, 1, 1, WIDTH, WIDTH)
+    assert shard(whole) == (2, 1, WIDTH, WIDTH)
     x = jnp.ones((2, 4, 6))
     assert shard(module.shard_dim_by_stages(x, 0)) == (1, 4, 6)
     spec = PartitionSpec(None, None, "fsdp")
@@ -185,7 +184,7 @@ def test_a_block_of_the_window_is_gathered_and_its_gradient_scattered(use_shardm
         return module.from_repeat_weights_to_bsw(w, specs, use_shardmap=use_shardmap)
 
     block, pull = jax.vjp(jax.jit(gather), repeat)
-    assert shard(block["params"]["w"]) == (1, 1, WIDTH, WIDTH)
+    assert shard(block["params"]["w"]) == (1, WIDTH, WIDTH)
     np.testing.assert_array_equal(block["params"]["w"], repeat["params"]["w"])
     (gradient,) = pull(block)
     np.testing.assert_array_equal(gradient["params"]["w"], repeat["params"]["w"])
@@ -195,7 +194,7 @@ def test_the_window_holds_the_repeats_that_ranks_are_in():
     module, weights, specs = bound("repeat")
     w = weights["params"]["w"]
     window = module.weight_prefetching(weights, specs, M - 1)
-    assert window["params"]["w"].shape == (2, 2, 1, WIDTH, WIDTH)
+    assert window["params"]["w"].shape == (2, 2, WIDTH, WIDTH)
     active = module.fetch_active_stage_weights(window, M)["params"]["w"]
     np.testing.assert_array_equal(active, np.stack([w[1, 0], w[0, 1]]))
     active = module.fetch_active_stage_weights(window, M + 1)["params"]["w"]
@@ -208,7 +207,7 @@ def test_the_call_gathers_weights_when_the_config_says(when):
     text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
     gathers = [site for site in xla.audit(text).sites if site.kind == "all-gather"]
     found = [(g.shape, g.executions) for g in gathers if g.shape.endswith(f"{WIDTH},{WIDTH}]")]
-    of_a_repeat, of_all = f"f32[1,{WIDTH},{WIDTH}]", f"f32[2,1,{WIDTH},{WIDTH}]"
+    of_a_repeat, of_all = f"f32[{WIDTH},{WIDTH}]", f"f32[2,{WIDTH},{WIDTH}]"
     if when == "tick":
         assert {shape for shape, _ in found} == {of_a_repeat}
         assert sum(executions for _, executions in found) > M  # and not one for each of 2 repeats
@@ -218,25 +217,25 @@ def test_the_call_gathers_weights_when_the_config_says(when):
 
 def test_weights_are_gathered_over_fsdp_transpose_too():
     mesh = jax.make_mesh((2, 2), ("stage", "fsdp_transpose"), (AxisType.Auto,) * 2)
-    rules = [["stage", "stage"], ["embed", "fsdp_transpose"], ["mlp", None]]
+    rules = [["layers", "stage"], ["embed", "fsdp_transpose"], ["mlp", None]]
     module, variables, x = pipeline("once", mesh, logical_axis_rules=rules)
-    assert shard(nn.meta.unbox(variables)["params"]["layers"]["w"]) == (2, 1, 1, WIDTH // 2, WIDTH)
+    assert shard(nn.meta.unbox(variables)["params"]["layers"]["w"]) == (2, 1, WIDTH // 2, WIDTH)
     text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
     gathers = [site for site in xla.audit(text).sites if site.kind == "all-gather"]
-    assert (f"f32[2,1,{WIDTH},{WIDTH}]", 1) in [(g.shape, g.executions) for g in gathers]
+    assert (f"f32[2,{WIDTH},{WIDTH}]", 1) in [(g.shape, g.executions) for g in gathers]
 
 
 def test_all_stages_are_made_and_run_at_once():
     module, _, x = pipeline()
-    keys = {"params": jax.random.split(KEY, 2).reshape(2, 1)}
+    keys = {"params": jax.random.split(KEY, 2)}
     init = module.get_vmap_func_for_init()
     made = init(keys, x[:2], None, None, False, "train")
     made = nn.meta.unbox(made)["params"]["w"]
-    assert made.shape == (2, 1, WIDTH, WIDTH)
+    assert made.shape == (2, WIDTH, WIDTH)
     xs = x[:4].reshape(2, 2, 3, WIDTH)
     run = module.get_main_vmap_func_for_iterations()
     y = jax.jit(lambda w: run({"params": {"w": w}}, xs))(made)
-    np.testing.assert_allclose(y, xs + jnp.tanh(xs @ made[:, None, 0]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(y, xs + jnp.tanh(xs @ made[:, None]), rtol=1e-5, atol=1e-6)
 
 
 def test_driven_by_hand_on_a_mesh_gradients_are_those_of_the_call():
@@ -245,8 +244,8 @@ def test_driven_by_hand_on_a_mesh_gradients_are_those_of_the_call():
 
     def by_hand(variables):
         bound = module.bind(variables)
-        weights, logical = bound.layer_variables(), bound.get_weight_sharding()
-        specs = {"params": {"w": PartitionSpec("stage", None, "fsdp", None)}}
+        weights, logical = bound.stage_variables(), bound.get_weight_sharding()
+        specs = {"params": {"w": PartitionSpec("stage", "fsdp", None)}}
         state = bound.init_states(xs)
         for t in range(9):
             if t % M == 0:
@@ -311,12 +310,12 @@ def test_debug_sharding_logs_how_every_weight_lies(caplog):
     module, variables, x = pipeline(debug_sharding=True)
     with caplog.at_level(logging.INFO, "jaxpipe"):
         jax.eval_shape(module.apply, variables, x)
-    line = "params.w  float32[2, 2, 1, 8, 8]  ('circular_repeats', 'stage', 'layers', 'embed', 'm"
-    assert line in caplog.text and "-> (None, 'stage', None" in caplog.text
+    line = "params.w  float32[2, 2, 8, 8]  ('circular_repeats', 'layers', 'embed', 'mlp') -> (N"
+    assert line in caplog.text and "-> (None, 'stage', " in caplog.text
 
 
 def test_own_rules_say_where_weights_lie():
-    rules = [["stage", "stage"], ["mlp", ["fsdp"]], ["mlp", []], ["embed", None]]
+    rules = [["layers", "stage"], ["mlp", ["fsdp"]], ["mlp", []], ["embed", None]]
     _, variables, _ = pipeline(logical_axis_rules=rules)
     w = nn.meta.unbox(variables)["params"]["layers"]["w"]
-    assert shard(w) == (2, 1, 1, WIDTH, WIDTH // 2)
+    assert shard(w) == (2, 1, WIDTH, WIDTH // 2)

@@ -147,7 +147,7 @@ def test_an_overridden_method_changes_the_loss():
         value, gradient = jax.value_and_grad(lambda v: jnp.sum(module.apply(v, x)))(variables)  # noqa: B023
         np.testing.assert_allclose(value, x.size * factor**4)
         np.testing.assert_allclose(
-            gradient["params"]["layers"]["scale"], jnp.full((2, 2, 1), x.size * factor**4 / 3)
+            gradient["params"]["layers"]["scale"], jnp.full((2, 2), x.size * factor**4 / 3)
         )
 
 
@@ -210,7 +210,7 @@ def test_methods_of_nnx_are_called_too_and_draw_the_same_keys(deterministic):
         (value, sown), gradients = run(pipeline, x)
         results.append(jax.device_get((value, sown, nnx.to_pure_dict(gradients))))
         (counts,) = jax.tree.leaves(nnx.to_pure_dict(nnx.state(pipeline, nnx.RngCount)))
-        np.testing.assert_array_equal(counts, jnp.full((2, 2, 1), 0 if deterministic else 1))
+        np.testing.assert_array_equal(counts, jnp.full((2, 2), 0 if deterministic else 1))
     frontends.assert_trees_close(results[1], results[0])
     assert {*calls} == {*LOOP} - {"vmap_gather"}  # there are no positions
 

@@ -148,7 +148,7 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
     x, *batch_inputs = batch_of(config)
     one = config_of(MODELS[model] | {"per_device_batch_size": float(x.shape[0])})
     mesh = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(one.mesh_axes)), one.mesh_axes)
-    count = config.num_pipeline_microbatches
+    count, dims = config.num_pipeline_microbatches, 1 + (config.num_pipeline_repeats > 1)
     with nn.logical_axis_rules(one.logical_axis_rules), jax.set_mesh(mesh):
         make = layer_class(model)
         layer = make(config=one, mesh=mesh, model_mode="train", rngs=nnx.Rngs(0))
@@ -156,7 +156,7 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
 
         def loss(weights, x):
             layers = {k.removeprefix("layers."): w for k, w in weights.items()}
-            layers = {k: w.reshape(-1, *w.shape[3:]) for k, w in layers.items()}
+            layers = {k: w.reshape(-1, *w.shape[dims:]) for k, w in layers.items()}
 
             def step(x, of_layer, sides):
                 module = nnx.merge(graph, replaced(params, of_layer), rest, copy=True)

@@ -58,19 +58,31 @@ class Decoder(nnx.Module):
         return x + self.mlp(self.norm2(x), deterministic), None
 
 
+class Stage(nnx.Module):
+    """Two layers, one after the other, as MaxText's decoder hands them in."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers_0, self.layers_1 = Decoder(rngs), Decoder(rngs)
+
+    def __call__(self, inputs, *rest):
+        for layer in (self.layers_0, self.layers_1):
+            inputs, _ = layer(inputs, *rest)
+        return inputs, None
+
+
+def stage_of(row: Row) -> Any:
+    return {1: Decoder, 2: Stage}[row.layers]
+
+
 def built(row: Row, **more: Any) -> Any:
-    return frontend.create_pipeline(row.config(**more), Decoder, row.mesh(), rngs=nnx.Rngs(7))
+    rngs = nnx.Rngs(7)
+    return frontend.create_nnx_pipeline(row.config(**more), stage_of(row), row.mesh(), rngs=rngs)
 
 
-def alone(key: Any) -> Any:
-    """A layer without a pipeline, or a mesh."""
+def alone(key: Any, row: Row = CONFIG) -> Any:
+    """A stage without a pipeline, or a mesh."""
     with nnx.use_eager_sharding(False):
-        return Decoder(nnx.Rngs(key))
-
-
-def flat(state: Any) -> Any:
-    """[R, S, L, ...] -> [layers, ...]"""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), state)
+        return stage_of(row)(nnx.Rngs(key))
 
 
 @pytest.mark.parametrize("row", frontends.EXACT[:1], ids=str)
@@ -78,22 +90,24 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline = built(row)
     inputs, *batch_inputs = row.batch()
     graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
-    layer_graph, dropout, _ = nnx.split(alone(0), nnx.RngState, ...)
-    keys = jax.tree.leaves(nnx.state(pipeline.layers, nnx.RngKey))[0].reshape(-1)
+    stage_graph, _ = nnx.split(alone(0, row))
+    rngs = frontends.by_stage(row, nnx.state(pipeline.layers, nnx.RngState))
 
     def loss(params, inputs):
         return frontends.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *batch_inputs))
 
-    def layer(w, x, segments, positions, number, m):
-        key = jax.random.fold_in(jax.random.fold_in(keys[number], 0), m)  # of call 0
-        state = jax.tree.map(lambda x: key if x.dtype == key.dtype else x, dropout)
-        return nnx.merge(layer_graph, w, state, copy=True)(x, segments, positions, False, "train")[
-            0
-        ]
+    def stage(w, x, segments, positions, number, m):
+        def draw(leaf):
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.zeros((), leaf.dtype)
+            return jax.random.fold_in(jax.random.fold_in(leaf[number], 0), m)  # of call 0
+
+        decoder: Any = nnx.merge(stage_graph, w, jax.tree.map(draw, rngs), copy=True)
+        return decoder(x, segments, positions, False, "train")[0]
 
     def true_loss(params, inputs):
         return frontends.scalar(
-            frontends.plain_loop(layer, row, params["layers"], inputs, *batch_inputs)
+            frontends.plain_loop(stage, row, params["layers"], inputs, *batch_inputs)
         )
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, inputs)
@@ -108,7 +122,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
     wanted = nnx.jit(lambda p: p(inputs, segments, positions))(built(row))
     pipeline, M = built(row), row.microbatches
     xs, seg, pos = (x.reshape(M, -1, *x.shape[1:]) for x in (inputs, segments, positions))
-    weights, state = pipeline.layer_variables(), pipeline.init_states(xs)
+    weights, state = pipeline.stage_variables(), pipeline.init_states(xs)
     step = jax.jit(lambda state, w: pipeline.run_one_iteration(state, w, pos, seg, False, "train"))
     in_use = weights
     for t in range(circular_ticks(row.ranks, row.repeats, M, 1 + ("delay" in row.fields))):
@@ -120,10 +134,11 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
 
 
 def test_a_layers_first_weights_depend_on_its_number_alone():
-    layouts = (Row(2, 2, 1), Row(4, 1, 1, fsdp=2), Row(2, 1, 2))
-    first, *others = (flat(nnx.state(built(row).layers, nnx.Param)) for row in layouts)
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+    first, other = (
+        frontends.by_stage(row, nnx.to_pure_dict(nnx.state(built(row).layers, nnx.Param)))
+        for row in (Row(2, 2, 1), Row(4, 1, 1, fsdp=2))
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, other)
     key = jax.random.fold_in(nnx.Rngs(7)(), 3)
     wanted = nnx.state(alone(key), nnx.Param)
     frontends.assert_trees_close(
@@ -132,13 +147,13 @@ def test_a_layers_first_weights_depend_on_its_number_alone():
 
 
 def test_names_of_stacked_dims_stand_in_front_and_weights_lie_where_they_say():
-    row = Row(2, 2, 2, fsdp=2)
+    row = Row(2, 2, 1, fsdp=2)
     pipeline = built(row)
     kernel = pipeline.layers.mlp.up.kernel
-    stacked = ("circular_repeats", "stage", "layers")
+    stacked = ("circular_repeats", "layers")
     assert tuple(kernel.get_metadata()["out_sharding"]) == (*stacked, "embed", "mlp")
     value = kernel.get_value()
-    assert value.sharding.shard_shape(value.shape) == (2, 1, 2, frontends.EMBED // 2, frontends.MLP)
+    assert value.sharding.shard_shape(value.shape) == (2, 1, frontends.EMBED // 2, frontends.MLP)
     logical = pipeline.get_weight_sharding()
     assert tuple(logical["mlp.up.kernel"]) == (*stacked, "embed", "mlp")
     assert tuple(logical["norm1.scale"]) == stacked  # names nothing
@@ -154,16 +169,16 @@ def test_dropout_differs_from_call_to_call_and_not_between_equal_pipelines():
 
 
 def test_what_layers_sow_comes_out_per_layer_and_microbatch_in_every_call_anew():
-    row = Row(2, 2, 2, "delay")
+    row = Row(2, 2, 1, "delay")
     pipeline = built(row)
     batch = row.batch()
     for _ in range(2):
         nnx.jit(lambda pipeline: pipeline(*batch, deterministic=True))(pipeline)
         (hidden,) = pipeline.layers.mlp.hidden.get_value()
-        assert hidden.shape == (2, 2, 2, 4)  # [R, S, L, M]
+        assert hidden.shape == (2, 2, 4)  # [R, S, M]
     graph, params, rest = nnx.split(alone(0), nnx.Param, ...)
     del params
-    true = np.zeros((8, 4))
+    true = np.zeros((4, 4))
 
     def layer(w, x, segments, positions, number, m):
         decoder: Any = nnx.merge(graph, w, rest, copy=True)
@@ -173,7 +188,7 @@ def test_what_layers_sow_comes_out_per_layer_and_microbatch_in_every_call_anew()
 
     frontends.plain_loop(layer, row, nnx.state(pipeline.layers, nnx.Param), *batch)
     jax.effects_barrier()
-    frontends.assert_trees_close(hidden.reshape(8, 4), true)
+    frontends.assert_trees_close(hidden.reshape(4, 4), true)
     left = nnx.pop(pipeline, nnx.Intermediate)
 
     @nnx.jit

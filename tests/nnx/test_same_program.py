@@ -15,7 +15,7 @@ from harness.frontends import Row
 from jaxpipe import linen as linen_rim
 from jaxpipe import nnx as nnx_rim
 
-ROW = Row(4, 2, 2, fsdp=2)
+ROW = Row(4, 2, 1, fsdp=2)
 WIDTHS = {
     "down": (frontends.MLP, frontends.EMBED, ("mlp", "embed")),
     "k": (frontends.EMBED, frontends.EMBED, ("embed", "heads")),

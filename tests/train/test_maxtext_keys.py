@@ -7,12 +7,18 @@ import pytest
 
 from jaxpipe import sharding
 from jaxpipe.train import Config, load_config
-from jaxpipe.train.config import ADVICE, ADVICE_BY_PATTERN, maxtext_advice, parse_override
+from jaxpipe.train.config import (
+    ADVICE,
+    ADVICE_BY_PATTERN,
+    SAME_KEYS,
+    maxtext_advice,
+    parse_override,
+)
 
 PRESETS = {"llama-tiny": {}}
 THEIRS = Path(__file__).with_name("maxtext_keys.txt").read_text().split()
 """All keys of base.yml of MaxText 0.2.5."""
-SHARED = set(THEIRS).intersection(Config.model_fields)
+SHARED = set(THEIRS).intersection([*Config.model_fields, *SAME_KEYS])
 """Those that are keys here too."""
 
 
@@ -27,7 +33,6 @@ def refusal(key: str) -> str:
     [
         ("scan_layers", "Layers are always stacked: leave it out. `scan_layers_per_stage`"),
         ("compile_topology", "Run `jaxpipe compile --topology v5p:2x2x1 KEY=...`."),
-        ("base_output_directory", "Write `output_dir=FOLDER`"),
         ("capacity_factor", "Experts here drop no tokens"),
         ("dcn_sequence_parallelism", "Write `dcn_context_parallelism`"),
         ("eval_local_sa_block_q", "`attention=splash` chooses its own blocks"),
@@ -42,6 +47,12 @@ def refusal(key: str) -> str:
 def test_a_key_of_maxtext_is_refused_with_what_to_write_instead(key, advice):
     start = f"the command line sets `{key}`, which is no key. MaxText has it. "
     assert refusal(key).startswith(start + advice)
+
+
+def test_a_key_with_another_name_here_means_the_same():
+    config = load_config([], ["base_output_directory=there"], presets=PRESETS)
+    assert str(config.output_dir) == "there"
+    assert set(SAME_KEYS.values()) <= set(Config.model_fields)
 
 
 def test_no_key_is_both_refused_and_there():

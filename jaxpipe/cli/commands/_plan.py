@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
 from ..._input import read_text
-from .._options import add_settings, bounded_float, bounded_integer, is_config_file, path, text
+from .._options import add_settings, bounded_float, bounded_integer, path, split_settings, text
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
@@ -108,10 +108,10 @@ def _read_values(settings: list[str]) -> dict[str, Any]:
     """Returns the keys that files and pairs give; later ones win, and pairs over files."""
     from ...train.config import MAX_YAML_BYTES, parse_override, parse_yaml
 
-    files = [text for text in settings if is_config_file(text)]
+    files, pairs = split_settings(settings)
     texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
     mappings = [parse_yaml(text, "a file of settings") for text in texts]
-    mappings += [parse_override(text) for text in settings if text not in files]
+    mappings += [parse_override(text) for text in pairs]
     return {key: value for values in mappings for key, value in values.items()}
 
 

@@ -1,21 +1,25 @@
-"""MaxText's pipeline of Flax layers: its config fields, and the methods of its modules.
+"""The names of MaxText's `maxtext.layers.pipeline`: pipelines of a stage in Linen or NNX.
 
-`linen` and `nnx` have the modules, which `jaxpipe.linen` and `jaxpipe.nnx` export. What is here is
-the part that both share and that needs no Flax.
+Example:
+    >>> from jaxpipe.compat import maxtext as pipeline
+    >>> pipeline.create_pipeline.__module__
+    'jaxpipe.compat.maxtext.linen._pipeline'
 """
 
-from ._frontend import first_microbatch as first_microbatch
-from ._frontend import run_batch as run_batch
-from ._layers import Layer as Layer
-from ._layers import layer_keys as layer_keys
-from ._layers import outputs_of as outputs_of
-from ._methods import LoopMethods as LoopMethods
-from ._methods import PipelineMethods as PipelineMethods
-from ._methods import WindowMethods as WindowMethods
-from ._methods import to_batch_inputs as to_batch_inputs
-from ._settings import AxisRules as AxisRules
-from ._settings import PipelineSettings as PipelineSettings
-from ._settings import pipeline_settings as pipeline_settings
-from ._weight_sharding import STACKED as STACKED
-from ._weight_sharding import reshard_weight as reshard_weight
-from ._weight_sharding import rules_in_stage as rules_in_stage
+from .linen import CircularPipeline as CircularPipeline
+from .linen import Pipeline as Pipeline
+from .linen import create_pipeline as create_pipeline
+from .nnx import CircularPipeline as NNXCircularPipeline
+from .nnx import Pipeline as NNXPipeline
+from .nnx import PipelineBase as PipelineBase
+from .nnx import create_nnx_pipeline as create_nnx_pipeline
+
+__all__ = [
+    "CircularPipeline",
+    "NNXCircularPipeline",
+    "NNXPipeline",
+    "Pipeline",
+    "PipelineBase",
+    "create_nnx_pipeline",
+    "create_pipeline",
+]

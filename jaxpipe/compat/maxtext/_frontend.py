@@ -12,24 +12,27 @@ from jaxtyping import PyTree
 
 from ...sharding.specs import typed_by_specs
 from ...spmd.circular_engine import circular
-from ._layers import (
-    Layer,
-    check_microbatches,
-    from_microbatches,
-    num_parts,
-    pipeline_layers,
-    to_microbatches,
-)
+from ...spmd.ranks import is_spec
 from ._method_loop import check_methods_can_run, loop_of_methods, overridden_methods
 from ._methods import PipelineMethods
 from ._overwritten_weights import (
     MICROBATCH,
     broadcast_to_slots,
-    layer_with_slots,
     slotted_weights,
     split_weights,
+    stage_with_slots,
 )
 from ._settings import PipelineSettings
+from ._stages import (
+    Stage,
+    check_microbatches,
+    from_microbatches,
+    from_stored,
+    num_parts,
+    pipeline_stages,
+    to_microbatches,
+    to_stored,
+)
 from ._weight_sharding import (
     describe_shardings,
     gather_of_names,
@@ -49,7 +52,7 @@ def split_batch(
 
 
 def run_batch(
-    layer: Layer,
+    stage: Stage,
     weights: Any,
     names: dict[str, Any],
     inputs: PyTree,
@@ -61,7 +64,7 @@ def run_batch(
     options: tuple[Any, Any],
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Runs a batch through all layers.
+    """Runs a batch through all stages.
 
     If a documented method of the module is overridden, the methods run the iterations.
 
@@ -72,7 +75,7 @@ def run_batch(
             Outputs then are too.
 
     Returns:
-        (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
+        (outputs like `inputs`, records as the module stores them, and with M behind the stage).
     """
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)
@@ -84,23 +87,25 @@ def run_batch(
         microbatches, pipeline.axis_rules, mesh, settings.batch_axes
     )
     weights = typed_by_specs(weights, specs, mesh)
+    weights = from_stored(weights, settings)
     others, slots = split_weights(weights, overwritten)
     overridden = overridden_methods(pipeline)
     if overridden:
         check_methods_can_run(pipeline, overridden, slots)
         state = pipeline.init_states(microbatches)
         engine, keys = loop_of_methods(pipeline, state, names, options), state["keys"]
-        ys, records = pipeline_layers(
-            engine, layer, weights, microbatches, batch_inputs, keys, settings, mesh
+        ys, records = pipeline_stages(
+            engine, stage, weights, microbatches, batch_inputs, keys, settings, mesh
         )
-        return ys if microbatched else from_microbatches(ys), records
+        return ys if microbatched else from_microbatches(ys), to_stored(records, settings)
+    names, specs = (_with_repeats(tree, settings) for tree in (names, specs))
     keys = draw_keys()
     _check_keys(keys, settings)
     if slots:
         M = settings.pipeline_shape.num_microbatches
         microbatch_ids = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
-        layer, batch_inputs = layer_with_slots(layer), batch_inputs | {MICROBATCH: microbatch_ids}
-        replicated = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
+        stage, batch_inputs = stage_with_slots(stage), batch_inputs | {MICROBATCH: microbatch_ids}
+        replicated = jax.tree.map(lambda _: PartitionSpec(None, None), slots)
         weights = slotted_weights(others, broadcast_to_slots(slots, M * parts))
         names, specs = (slotted_weights(_of(tree, others), replicated) for tree in (names, specs))
     gather = gather_of_names(
@@ -113,16 +118,23 @@ def run_batch(
         remat=settings.remat_tick,
         gather=gather,
     )
-    ys, records = pipeline_layers(
-        engine, layer, weights, microbatches, batch_inputs, keys, settings, mesh
+    ys, records = pipeline_stages(
+        engine, stage, weights, microbatches, batch_inputs, keys, settings, mesh
     )
-    return ys if microbatched else from_microbatches(ys), records
+    return ys if microbatched else from_microbatches(ys), to_stored(records, settings)
+
+
+def _with_repeats(specs: PyTree, settings: PipelineSettings) -> PyTree:
+    """Returns specs of [R, S, ...] leaves of those of leaves as a module stores them."""
+    if settings.dims[0] > 1:
+        return specs
+    return jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs, is_leaf=is_spec)
 
 
 def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
     if settings.batch_axes and jax.tree.leaves(keys):
         raise ValueError(
-            f"`pipeline_batch_axes` is {settings.batch_axes} and layers have random streams: each "
+            f"`pipeline_batch_axes` is {settings.batch_axes} and stages have random streams: each "
             "device would draw, for its own rows, other numbers than one with all rows. Leave "
             "`pipeline_batch_axes` at (), or the streams out."
         )
@@ -146,6 +158,6 @@ def first_microbatch(
     batch_inputs: dict[str, Any],
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized."""
+    """Returns (inputs, batch_inputs) of microbatch 0, by which stages are initialized."""
     split = split_batch(settings, inputs, batch_inputs, microbatched)
     return jax.tree.map(lambda leaf: leaf[0], split)

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from ...spmd.circular_engine import LoopPhase, run_repeats, run_ticks
 from ...spmd.stepwise import LoopState
-from ._layers import ActivationInFlight
 from ._methods import LoopMethods, PipelineMethods, WindowMethods
+from ._stages import ActivationInFlight, to_stored
 
 
 class _Batch(NamedTuple):
@@ -77,6 +77,7 @@ def loop_of_methods(
 
     def engine(stage, weights, inputs, batch_inputs, keys):
         del stage, keys
+        weights = to_stored(weights, pipeline.settings)
         batch = _Batch(batch_inputs["positions"], batch_inputs["segment_ids"], *options)
         start = {name: x for name, x in state.items() if name != "bsw"}
         if isinstance(inputs, ActivationInFlight):

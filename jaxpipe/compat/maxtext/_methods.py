@@ -1,11 +1,11 @@
 """Methods of MaxText's pipeline modules, each a thin wrapper of a pure function.
 
 The pipeline modules of both Flax frontends (Linen and NNX) inherit these methods. `PipelineMethods`
-declares the attributes that a frontend must provide. S ranks, R repeats, L layers per stage, M
-microbatches. All leaves are global arrays: weights are [R, S, L, ...], activations of an iteration
+declares the attributes that a frontend must provide. S ranks, R repeats, M microbatches. All leaves
+are global arrays: weights are [R, S, ...], or [S, ...] if R is 1, activations of an iteration
 [S, ...], `positions` and `segment_ids` [M, ...]. A loop state is the dict that `init_states`
 returns. A caller that runs all iterations by hand obtains the outputs of the pipeline's own call.
-Values that layers sow are dropped, unless the activations are `ActivationInFlight`.
+Values that stages sow are dropped, unless the activations are `ActivationInFlight`.
 
 The methods call each other. If a subclass overrides one, the pipeline's call runs them, see
 `_method_loop`.
@@ -23,8 +23,8 @@ from ...spmd import stepwise
 from ...spmd.ranks import AXIS
 from ...spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
-from ._layers import ActivationInFlight, Layer, stage_from_settings, with_records, without_records
 from ._settings import AxisRules, PipelineSettings
+from ._stages import ActivationInFlight, Stage, from_stored, with_records, without_records
 
 
 class PipelineAttributes:
@@ -134,15 +134,15 @@ class PipelineMethods(PipelineAttributes):
     mesh: Mesh | None
     settings: PipelineSettings
     axis_rules: AxisRules
-    layer_function: Callable[..., Layer]
-    """Function `(deterministic, model_mode, instance=None, records=False) -> layer`.
+    stage_function: Callable[..., Stage]
+    """Function `(deterministic, model_mode, instance=None, records=False) -> stage`.
 
-    The layer returns the values that it sows if `records` is True, otherwise none.
+    The stage returns the values that it sows if `records` is True, otherwise none.
     """
     draw_keys: Callable[[], Any]
-    """Function that returns new [R, S, L] dropout keys, or () if layers draw none."""
-    layer_variables: Callable[[], Any]
-    """Function that returns the [R, S, L, ...] arrays of all layers."""
+    """Function that returns new [R, S] dropout keys, or () if stages draw none."""
+    stage_variables: Callable[[], Any]
+    """Function that returns the arrays of all stages."""
 
     def need_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
@@ -178,9 +178,9 @@ class PipelineMethods(PipelineAttributes):
         """Returns a function that runs all stages of one iteration.
 
         Returns:
-            A function of weights [S, L, ...], inputs [S, ...], `segment_ids` and `positions` [S,
-            ...], `deterministic`, `model_mode` and keys [S, L]. It returns [S, ...] outputs. By
-            keyword it takes `instance`, a layer to run in place of the pipeline's own, and
+            A function of weights, inputs, `segment_ids` and `positions`, [S, ...] all, of
+            `deterministic`, `model_mode` and keys [S]. It returns [S, ...] outputs. By
+            keyword it takes `instance`, a stage to run in place of the pipeline's own, and
             `logical_partition_spec`, by which it gathers the weights.
         """
 
@@ -196,10 +196,10 @@ class PipelineMethods(PipelineAttributes):
             instance=None,
             logical_partition_spec=None,
         ):
-            """Returns [S, ...] outputs of [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
+            """Returns [S, ...] outputs of [S, ...] weights and inputs and [S] keys."""
             records = isinstance(inputs, ActivationInFlight)
-            layer = self.layer_function(deterministic, model_mode, instance, records)
-            stage = stage_from_settings(layer, self.settings)
+            stage = self.stage_function(deterministic, model_mode, instance, records)
+            stage = self.settings.remat_stage(stage)
             stage = self._remat_gathered(
                 with_records(stage) if records else without_records(stage), logical_partition_spec
             )
@@ -222,7 +222,7 @@ class PipelineMethods(PipelineAttributes):
         return self.settings.remat_tick(lambda w, *rest: stage(gather.unshard(w), *rest))
 
     def specs_without_repeats(self, names) -> Any:
-        """Returns physical specs of [S, ...] leaves from logical specs of [R, S, ...] leaves."""
+        """Returns physical specs of [S, ...] leaves from logical specs of all stages' weights."""
         names = self.get_logical_spec_repeats_removed(names)
         return weight_sharding.physical_specs(names, self.axis_rules, self.mesh)
 
@@ -299,7 +299,9 @@ class LoopMethods(PipelineMethods):
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
     ) -> Any:
-        """Returns the [S, ...] weights of each rank's current repeat, from [R, S, ...] leaves."""
+        """Returns the [S, ...] weights of each rank's current repeat."""
+        if self.settings.dims[0] == 1:
+            return pipeline_weights
         return self.get_current_repeat_from_stages(
             pipeline_weights, loop_iteration, physical_partition_spec
         )
@@ -324,7 +326,7 @@ class LoopMethods(PipelineMethods):
     ) -> stepwise.LoopState:
         """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
-        `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
+        `decoder_layer_instance`, if given, runs in place of the pipeline's own stage. If
         `logical_partition_spec` is given, weights are gathered over fsdp, context and expert by
         these specs.
         """
@@ -339,7 +341,7 @@ class LoopMethods(PipelineMethods):
         )
 
     def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
-        """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
+        """Returns variables that are no longer sharded over fsdp and fsdp_transpose."""
         specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
         axes = "fsdp", "fsdp_transpose"
         return weight_sharding.unshard_arrays(variables, specs, self.mesh, axes)
@@ -357,8 +359,9 @@ class WindowMethods(PipelineMethods):
 
     def init_states(self, inputs, weights=None) -> stepwise.LoopState:
         """Returns the loop state before iteration 0, with an empty window [2, S, ...] `bsw`."""
-        weights = self.layer_variables() if weights is None else weights
-        return super().init_states(inputs) | {"bsw": stepwise.empty_window(weights)}
+        weights = self.stage_variables() if weights is None else weights
+        window = stepwise.empty_window(from_stored(weights, self.settings))
+        return super().init_states(inputs) | {"bsw": window}
 
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
@@ -406,6 +409,8 @@ class WindowMethods(PipelineMethods):
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
+        if self.settings.dims[0] == 1:
+            return weights
         repeats = stepwise.repeat_of_rank_0(loop_iteration, self.settings.pipeline_shape)
         return self.gather_weights_across_stages_vmap(weights, repeats, 0, 1)
 
@@ -416,7 +421,12 @@ class WindowMethods(PipelineMethods):
         axes_to_gather=GATHERED_AXES,
         use_shardmap=False,
     ) -> Any:
-        """Returns one half of a window: a repeat's [S, ...] weights, over `axes_to_gather`."""
+        """Returns one half of a window: a repeat's [S, ...] weights, over `axes_to_gather`.
+
+        Without specs they stay as they are sharded.
+        """
+        if physical_partition_spec is None:
+            return repeat_weights
         return weight_sharding.unshard_arrays(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
@@ -425,7 +435,7 @@ class WindowMethods(PipelineMethods):
         """Returns the [2, S, ...] window for iteration `loop_iteration + 1`.
 
         The window changes whenever rank 0 starts a repeat: before iterations 0, M, 2 M, and so on.
-        `weights` are the [R, S, ...] leaves of all layers.
+        `weights` are those of all stages.
         """
         specs, read = physical_partition_spec, self.from_all_variables_to_repeat_weights
         gather = Gather("repeat", unshard=lambda w: self.from_repeat_weights_to_bsw(w, specs))

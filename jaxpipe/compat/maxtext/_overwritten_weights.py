@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from ...autodiff.staged_model import index_leading
 from ...sharding import manual_batch_axes
-from ._layers import Layer
+from ._stages import Stage
 
 MICROBATCH = "microbatch"
 """Key of the index of the microbatch in `batch_inputs`."""
@@ -31,21 +31,21 @@ def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict
 
 
 def slotted_weights(plain: PyTree, slots: PyTree) -> dict[str, PyTree]:
-    """Returns the weights of a layer made by `layer_with_slots`: ordinary weights and slots."""
+    """Returns the weights of a stage made by `stage_with_slots`: ordinary weights and slots."""
     return {"others": plain, "slots": slots}
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """Broadcasts [R, S, L, ...] weights to slots [R, S, L, M * p, ...], whose largest is kept."""
+    """Broadcasts [R, S, ...] weights to slots [R, S, M * p, ...], whose largest is kept."""
     return jax.tree.map(lambda w: _broadcast_to_slots(w, num_slots), overwritten)
 
 
-def layer_with_slots(layer: Layer) -> Layer:
-    """Returns `layer` for weights of `slotted_weights`, whose slots are [M * p, ...]."""
+def stage_with_slots(stage: Stage) -> Stage:
+    """Returns `stage` for weights of `slotted_weights`, whose slots are [M * p, ...]."""
 
     def run(weights, x, batch_inputs, rng):
         own, tag = _enter(index_leading(weights["slots"], _slot(batch_inputs[MICROBATCH])))
-        y, records = layer(weights["others"] | own, x, batch_inputs, rng)
+        y, records = stage(weights["others"] | own, x, batch_inputs, rng)
         return _leave(y, tag), records
 
     return run
@@ -60,16 +60,16 @@ def _slot(microbatch: jax.Array) -> jax.Array:
 
 
 def _slots_of(w: jax.Array, num_slots: int) -> jax.Array:
-    shape = (*w.shape[:3], num_slots, *w.shape[3:])
-    return jnp.broadcast_to(jnp.expand_dims(w, 3), shape)
+    shape = (*w.shape[:2], num_slots, *w.shape[2:])
+    return jnp.broadcast_to(jnp.expand_dims(w, 2), shape)
 
 
 def _largest(num_slots: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]:
     del num_slots
     # FP8 scales and histories are never negative, and a slot that was not set is zero.
-    largest = jnp.max(slots, axis=3)
-    was_set = jnp.any(slots != 0, axis=tuple(range(3, slots.ndim)))
-    return (jnp.where(was_set.reshape(*was_set.shape, *[1] * (w.ndim - 3)), largest, w),)
+    largest = jnp.max(slots, axis=2)
+    was_set = jnp.any(slots != 0, axis=tuple(range(2, slots.ndim)))
+    return (jnp.where(was_set.reshape(*was_set.shape, *[1] * (w.ndim - 2)), largest, w),)
 
 
 _broadcast_to_slots: Callable = jax.custom_vjp(_slots_of, nondiff_argnums=(1,))

@@ -1,7 +1,7 @@
 """The settings of a pipeline, read and checked from the keys of MaxText's config.
 
-The config is any object with attributes. It is read here, and nowhere else. S ranks, R repeats, L
-layers per stage, M microbatches.
+The config is any object with attributes. It is read here, and nowhere else. S ranks, R repeats, M
+microbatches.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +34,8 @@ class PipelineKeys:
         ici_pipeline_parallelism: Ranks within a slice. Default: the size of the axis `stage` of the
             mesh, over `dcn_pipeline_parallelism`, or 1.
         dcn_pipeline_parallelism: Slices that the ranks are spread over.
+        num_layers_per_pipeline_stage: Layers that the module of a stage has. It sets R; the module
+            itself runs its layers.
         num_decoder_layers: Layers of the model. Default: unknown.
         pipeline_parallel_layers: Layers in the pipeline. Default: all.
         num_pipeline_repeats: R. Default: the number that fits all layers, or 1 if their number is
@@ -60,7 +62,6 @@ class PipelineKeys:
     pipeline_fsdp_ag_per_repeat: bool = False
     scan_pipeline_iterations: bool = True
     scan_pipeline_repeats: bool | None = None
-    scan_layers_per_stage: bool = True
     set_remat_policy_on_pipeline_iterations: bool = True
     set_remat_policy_on_layers_per_stage: bool = False
     remat_policy: Any = "full"
@@ -135,43 +136,53 @@ AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""
 
 
+REPEATS, STAGES = "circular_repeats", "layers"
+"""MaxText's logical names of the dims over which a pipeline stacks weights."""
+
+
 NAMES = "`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"
 """Names of the config fields that the errors of `check_circular` mention."""
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """Settings by which a stack of layers runs as a pipeline.
+    """Settings by which a stack of stages runs as a pipeline.
 
     Attributes:
         pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
-        layers_per_stage: L, the layers of a stage.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
-            the layers with its own rows.
+            the stage with its own rows.
         remat_tick: Wraps the computation of a tick, as `jax.checkpoint` does.
-        remat_layer: Wraps a layer, as `jax.checkpoint` does.
+        remat_stage: Wraps a stage, as `jax.checkpoint` does.
     """
 
     pipeline_shape: PipelineShape
-    layers_per_stage: int
     batch_size: int | None
     gather: When
     batch_axes: tuple[str, ...]
     scan_ticks: bool
     scan_repeats: bool
-    scan_layers: bool
     remat_iterations: bool
     remat_tick: Callable
-    remat_layer: Callable
+    remat_stage: Callable
     policy: Callable
     rules: AxisRules | None
     debug_sharding: bool
 
     @property
-    def dims(self) -> tuple[int, int, int]:
-        """Returns (R, S, L), the leading dims of every stacked weight."""
-        return self.pipeline_shape.num_repeats, self.pipeline_shape.num_ranks, self.layers_per_stage
+    def dims(self) -> tuple[int, int]:
+        """Returns (R, S)."""
+        return self.pipeline_shape.num_repeats, self.pipeline_shape.num_ranks
+
+    @property
+    def stacked(self) -> dict[str, int]:
+        """Returns the names and sizes of the dims in front of those of a stage's weight.
+
+        They are MaxText's: [R, S], or [S] if there is one repeat.
+        """
+        repeats, ranks = self.dims
+        return ({REPEATS: repeats} if repeats > 1 else {}) | {STAGES: ranks}
 
     def rules_or(self, in_context: Iterable) -> AxisRules:
         """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`."""
@@ -195,16 +206,14 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     rules = keys.logical_axis_rules
     return PipelineSettings(
         pipeline_shape=shape,
-        layers_per_stage=keys.num_layers_per_pipeline_stage,
         batch_size=_batch_size(keys.micro_batch_size_to_train_on, shape.num_microbatches),
         gather=_gather(keys.pipeline_fsdp_ag_once, keys.pipeline_fsdp_ag_per_repeat),
         batch_axes=batch_axes,
         scan_ticks=scan_ticks,
         scan_repeats=scan_ticks if scan_repeats is None else scan_repeats,
-        scan_layers=keys.scan_layers_per_stage,
         remat_iterations=on_ticks,
         remat_tick=remat if on_ticks else keep,
-        remat_layer=remat if on_layers else keep,
+        remat_stage=remat if on_layers else keep,
         policy=_policy(remat, is_custom=keys.remat_policy == "custom"),
         rules=axis_rules(rules) if rules is not None else None,
         debug_sharding=keys.debug_sharding,

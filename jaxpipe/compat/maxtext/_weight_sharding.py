@@ -1,10 +1,10 @@
 """Shards and gathers the weights of a Flax module on a mesh by the logical names of their dims.
 
-A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
-logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims beyond the end of
-a spec keep their sharding. Flax's rules may have several entries for a name, and the first that
-fits an array applies. So names are resolved separately for each weight, and the engine gets specs
-over mesh axes.
+A stacked weight is [R, S, ...] with the names ("circular_repeats", "layers", ...), or [S, ...] with
+one repeat. A logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims
+beyond the end of a spec keep their sharding. Flax's rules may have several entries for a name, and
+the first that fits an array applies. So names are resolved separately for each weight, and the
+engine gets specs over mesh axes.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,7 @@ from ...sharding import GATHERED_AXES
 from ...sharding.specs import axes_of, check_divisible, padded_spec, reshard_to_spec, without_axes
 from ...spmd.ranks import AXIS, is_spec
 from ...spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
-from ._settings import AxisRules
-
-# Logical names of the dims that are in front of those of a layer's weight: [R, S, L, ...].
-STACKED = ("circular_repeats", "stage", "layers")
+from ._settings import REPEATS, STAGES, AxisRules
 
 
 def physical_spec(
@@ -33,14 +30,16 @@ def physical_spec(
 
     If a name has several rules, the first whose mesh axes no earlier dim uses applies. Axes that
     the mesh does not have are ignored. A name without a rule stands for the mesh axis of that name,
-    if there is one; otherwise its dim is not sharded, as in Flax.
+    if there is one; otherwise its dim is not sharded, as in Flax. Stages without a rule are on the
+    ranks that run them.
     """
     used: set[str] = set()
 
     def axes_of(name: Any) -> tuple[str, ...]:
         if isinstance(name, tuple):
             return tuple(axis for part in name for axis in axes_of(part))
-        offers = [axes for of, axes in rules if of == name] or [(name,)]
+        offers = [axes for of, axes in rules if of == name]
+        offers = offers or [(AXIS if name == STAGES else name,)]
         for offer in offers:
             axes = tuple(axis for axis in offer if axis in mesh_axes)
             if not used.intersection(axes):
@@ -70,7 +69,7 @@ def without_repeats(names: PyTree) -> PyTree:
     """Returns every logical spec without the name "circular_repeats"."""
 
     def rest(spec):
-        return PartitionSpec(*(name for name in spec if name != STACKED[0]))
+        return PartitionSpec(*(name for name in spec if name != REPEATS))
 
     return jax.tree.map(rest, names, is_leaf=is_spec)
 
@@ -83,7 +82,7 @@ def without_dims(specs: PyTree, count: int) -> PyTree:
 def reshard_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
-    """Returns `w` of all layers, sharded by the logical names of its dims; `path` is for errors."""
+    """Returns `w` of all stages, sharded by the logical names of its dims; `path` is for errors."""
     if mesh is None:
         return w
     spec = physical_spec(names, rules, mesh.axis_names)

@@ -10,6 +10,7 @@ from ._load import parse_override as parse_override
 from ._load import parse_yaml as parse_yaml
 from ._maxtext_keys import ADVICE as ADVICE
 from ._maxtext_keys import ADVICE_BY_PATTERN as ADVICE_BY_PATTERN
+from ._maxtext_keys import SAME_KEYS as SAME_KEYS
 from ._maxtext_keys import maxtext_advice as maxtext_advice
 from ._yaml import MAX_YAML_BYTES as MAX_YAML_BYTES
 from ._yaml import load_yaml as load_yaml

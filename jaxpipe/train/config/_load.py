@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ..._input import read_text, short_repr, shorten
 from ._config import Config
-from ._maxtext_keys import maxtext_advice
+from ._maxtext_keys import SAME_KEYS, maxtext_advice
 from ._yaml import MAX_YAML_BYTES, load_yaml
 
 ConfigValues = dict[str, Any]
@@ -70,6 +70,7 @@ def parse_override(text: str) -> ConfigValues:
         raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
     parsed = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
     is_number = isinstance(parsed, int | float) and not isinstance(parsed, bool)
+    key = SAME_KEYS.get(key, key)
     return {key: value.strip() if is_number and key in _TEXT_KEYS else parsed}
 
 
@@ -80,9 +81,8 @@ def parse_yaml(text: str, source: str) -> ConfigValues:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{source} holds a {type(values).__name__}. Write `key: value` lines.")
-    return {
-        key if isinstance(key, str) else short_repr(key): value for key, value in values.items()
-    }
+    named = {key if isinstance(key, str) else short_repr(key): x for key, x in values.items()}
+    return {SAME_KEYS.get(key, key): value for key, value in named.items()}
 
 
 def _read_yaml(file: str) -> ConfigValues:

@@ -15,9 +15,11 @@ _LARGE_MOE = (
     "[kv_lora,[fsdp]]]"
 )
 
+SAME_KEYS = {"base_output_directory": "output_dir"}
+"""Keys of MaxText that have another name here and the same values."""
+
 ADVICE: dict[str, str] = {
     # The run
-    "base_output_directory": "Write `output_dir=FOLDER`; the run's folder is `run_name` inside it.",
     "hardware": "JAX finds the devices; `emulate_devices=N` emulates some on a CPU.",
     "compile_topology": "Run `jaxpipe compile --topology v5p:2x2x1 KEY=...`.",
     "compile_topology_num_slices": "Run `jaxpipe compile --topology v5p:2x2x1 --num-slices N`.",

@@ -5,38 +5,53 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax import nnx
 
-from .._layers import Layer
 from .._methods import LoopMethods, PipelineMethods, WindowMethods
 from .._settings import AxisRules, PipelineSettings, pipeline_settings
+from .._stages import Stage
 from .._weight_sharding import rules_in_stage
 from . import _run as run
 from . import _stacked as stacked
+from ._nnx_stage import Factory, as_linen
 
 
 class PipelineBase(PipelineMethods, nn.Module):
-    """A stack of equal layers that runs as a pipeline.
+    """A stack of equal stages that runs as a pipeline.
 
     Attributes:
         config: Any object with MaxText's fields, which docs/flax.md lists.
-        layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
-            and returns outputs like inputs, or (outputs, None).
+        layers: A stage, or a factory of one in NNX, `rngs -> module`. Its call is `(inputs,
+            segment_ids, positions, deterministic, model_mode)` and returns outputs like inputs, or
+            (outputs, None).
         mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
         remat_policy: A policy of `jax.checkpoint` that replaces the config's.
     """
 
     config: Any
-    layers: nn.Module
+    layers: nn.Module | Factory
     mesh: Any
     remat_policy: Any = None
 
     def setup(self):
-        """Raises an error if the config is invalid.
+        """Raises an error if the config or the stage is invalid.
 
         The attributes that MaxText's `setup` calculates are properties of the base class
         `PipelineAttributes`, which do not need this method.
         """
-        _ = self.settings
+        _ = self.settings, self.stage
+
+    @property
+    def stage(self) -> nn.Module:
+        """Returns the stage as a Linen module."""
+        if isinstance(self.layers, nn.Module):
+            return self.layers
+        if isinstance(self.layers, nnx.Module) or not callable(self.layers):
+            raise TypeError(
+                f"`layers` is of the type {type(self.layers).__name__}. Give a Linen module, or a "
+                "function of `rngs` that returns an NNX module."
+            )
+        return as_linen(self.layers)
 
     @property
     def settings(self) -> PipelineSettings:
@@ -48,48 +63,48 @@ class PipelineBase(PipelineMethods, nn.Module):
         """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(nn.get_logical_axis_rules())
 
-    def layer_function(
+    def stage_function(
         self,
         deterministic: bool,
         model_mode: str,
         instance: nn.Module | None = None,
         records: bool = False,
-    ) -> Layer:
-        """Returns the layer, or `instance`, as a pure function.
+    ) -> Stage:
+        """Returns the stage, or `instance`, as a pure function.
 
         With `records` it returns the values that it sows into mutable collections.
         """
         rules = rules_in_stage(self.settings.rules)
-        layer = self.layers if instance is None else instance
+        stage = self.stage if instance is None else instance
         mutable = run.mutable_collections(self) if records else []
-        return run.layer_function(layer, rules, mutable, deterministic, model_mode)
+        return run.stage_function(stage, rules, mutable, deterministic, model_mode)
 
     def draw_keys(self) -> Any:
-        """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
+        """Returns [R, S] keys by random stream, or () if the module has no random streams."""
         return run.draw_keys(self)
 
-    def layer_variables(self) -> dict[str, Any]:
-        """Returns the [R, S, L, ...] arrays of all layers, by collection.
+    def stage_variables(self) -> dict[str, Any]:
+        """Returns the arrays of all stages, by collection.
 
         The methods of MaxText call these arrays weights.
         """
         return stacked.without_boxes(run.stacked_variables(self))
 
     def get_weight_sharding(self, *init_args) -> Any:
-        """Returns logical specs of the [R, S, L, ...] variables, by collection.
+        """Returns logical specs of the variables of all stages, by collection.
 
         `init_args` are the arguments of a call. They may be omitted if the module is bound to
         variables.
         """
         if not init_args:
-            return stacked.logical_specs(run.stacked_variables(self))
+            return stacked.logical_specs(run.stacked_variables(self), [*self.settings.stacked])
         return run.weight_sharding(self, *init_args)
 
     def get_vmap_func_for_init(self) -> Callable:
-        """Returns the function that initializes all layers of a repeat.
+        """Returns the function that initializes all stages of a repeat.
 
-        Its arguments are [S, L] keys by random stream and those of a layer's call. It returns
-        variables with [S, L, ...] leaves.
+        Its arguments are [S] keys by random stream and those of a stage's call. It returns
+        variables with [S, ...] leaves.
         """
         return run.init_stages(self)
 
@@ -104,7 +119,7 @@ class PipelineBase(PipelineMethods, nn.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Runs a batch through all layers."""
+        """Runs a batch through all stages."""
         if self.is_initializing():
             options = deterministic, model_mode
             return run.initialize(
@@ -134,14 +149,15 @@ class CircularPipeline(WindowMethods, PipelineBase):
 
 
 def create_pipeline(
-    config: Any, layers: nn.Module, mesh: Any, remat_policy: Any = None
+    config: Any, layers: nn.Module | Factory, mesh: Any, remat_policy: Any = None
 ) -> Pipeline | CircularPipeline:
     """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
 
     Args:
         config: Any object with MaxText's fields, which docs/flax.md lists.
-        layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
-            and returns outputs like inputs, or (outputs, None).
+        layers: A stage: a Linen module, or a function `rngs -> module` that makes one in NNX. Its
+            call is `(inputs, segment_ids, positions, deterministic, model_mode)` and returns
+            outputs like inputs, or (outputs, None).
         mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
         remat_policy: A policy of `jax.checkpoint` that replaces the config's.
 
@@ -151,7 +167,10 @@ def create_pipeline(
     Raises:
         ValueError: If the config has an invalid value, or fields that contradict each other or
             `mesh`.
+        TypeError: If `layers` is neither a Linen module nor a function.
     """
     settings = pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
-    return kind(config, layers, mesh, remat_policy)
+    pipeline = kind(config, layers, mesh, remat_policy)
+    _ = pipeline.stage
+    return pipeline

@@ -1,4 +1,4 @@
-"""Runs a Linen layer as a pure function, and initializes and calls a pipeline module with it."""
+"""Runs a Linen stage as a pure function, and initializes and calls a pipeline module with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,29 +13,30 @@ from flax.errors import ModifyScopeVariableError
 from ...._input import clause
 from ....spmd.ranks import at_init
 from .._frontend import first_microbatch, run_batch
-from .._layers import Layer, layer_keys, outputs_of
 from .._methods import to_batch_inputs
-from .._settings import AxisRules
+from .._settings import REPEATS, AxisRules
+from .._stages import Stage, outputs_of, stage_keys
 from .._weight_sharding import reshard_weight, rules_in_stage
 from . import _collections as collections
 from . import _stacked as stacked
+from ._nnx_stage import check_draws_nothing
 
 NAME = "layers"
-"""Name of the variables of all layers in each collection of the pipeline."""
+"""Name of the variables of all stages in each collection of the pipeline."""
 
 
-def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *options: Any) -> Layer:
-    """Returns `layer` as a function `(variables, x, batch_inputs, rngs) -> (y, sown)`.
+def stage_function(stage: nn.Module, rules: AxisRules | None, mutable: Any, *options: Any) -> Stage:
+    """Returns `stage` as a function `(variables, x, batch_inputs, rngs) -> (y, sown)`.
 
     Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`, and it runs under
     `rules`, or those in context. Writing a collection that it may not is a `ValueError`.
     """
-    layer = layer.clone(parent=None, name=None)
+    stage = stage.clone(parent=None, name=None)
 
     def apply(variables, x, batch_inputs, rngs):
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
             try:
-                y, sown = layer.apply(
+                y, sown = stage.apply(
                     variables,
                     x,
                     batch_inputs["segment_ids"],
@@ -58,31 +59,32 @@ def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *opt
     return apply
 
 
-def init_of(layer: nn.Module, rules: AxisRules | None) -> Callable:
-    """Returns the layer's `init` of keys and a call's arguments, without sown collections."""
-    layer = layer.clone(parent=None, name=None)
+def init_of(stage: nn.Module, rules: AxisRules | None) -> Callable:
+    """Returns the stage's `init` of keys and a call's arguments, without sown collections."""
+    stage = stage.clone(parent=None, name=None)
 
     def init(keys, *arguments):
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
-            return collections.stored(unfreeze(layer.init(keys, *arguments)))
+            return collections.stored(unfreeze(stage.init(keys, *arguments)))
 
     return at_init(init)
 
 
 def init_stages(pipeline: Any) -> Callable:
-    """Returns the layer's `init` for all layers of a repeat."""
+    """Returns the stage's `init` for all stages of a repeat."""
     rules = rules_in_stage(pipeline.settings.rules)
-    return stacked.init_stages(init_of(pipeline.layers, rules))
+    return stacked.map_keys(init_of(pipeline.stage, rules))
 
 
 def init_all(pipeline: Any) -> Callable:
-    """Returns the layer's `init` for all layers of the pipeline, from keys by random stream."""
-    dims = pipeline.settings.dims
-    stack = stacked.stack_repeats(pipeline.get_vmap_func_for_init(), dims)
+    """Returns the stage's `init` for all stages of the pipeline, from keys by random stream."""
+    dims, init_all = pipeline.settings.stacked, pipeline.get_vmap_func_for_init()
+    if REPEATS in dims:
+        init_all = stacked.map_keys(init_all)
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> dict[str, Any]:
-        layers = {name: layer_keys(key, dims) for name, key in keys.items()}
-        return stack(layers, *arguments)
+        by_stage = {name: stage_keys(key, [*dims.values()]) for name, key in keys.items()}
+        return stacked.with_names(init_all(by_stage, *arguments), [*dims])
 
     return init
 
@@ -95,12 +97,14 @@ def initialize(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Creates the variables of all layers and returns the inputs unchanged."""
+    """Creates the variables of all stages and returns the inputs unchanged."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     arrays = inputs, segment_ids, positions
     variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
     reshard = partial(reshard_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
-    for name, collection in stacked.reshard_variables(variables, reshard).items():
+    for name, collection in stacked.reshard_variables(
+        variables, [*pipeline.settings.stacked], reshard
+    ).items():
         pipeline.put_variable(name, NAME, collection)
     return inputs
 
@@ -114,12 +118,18 @@ def init_batch(
     *options: Any,
     microbatched: bool = False,
 ) -> dict[str, Any]:
-    """Returns the variables of all layers, from keys by random stream and a call's arguments."""
+    """Returns the variables of all stages, from keys by random stream and a call's arguments."""
+    arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched)
+    return init_all(pipeline)(keys, *arrays, *options)
+
+
+def _first_arrays(
+    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, microbatched: bool
+) -> tuple[Any, Any, Any]:
+    """Returns (inputs, segment ids, positions) of microbatch 0."""
     batch_inputs = to_batch_inputs(segment_ids, positions)
     x, batch_inputs = first_microbatch(pipeline.settings, inputs, batch_inputs, microbatched)
-    return init_all(pipeline)(
-        keys, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
-    )
+    return x, batch_inputs["segment_ids"], batch_inputs["positions"]
 
 
 def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
@@ -130,11 +140,12 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
     def init(*arrays):
         return init_batch(pipeline, {"params": jax.random.key(0)}, *arrays, *options)
 
-    return stacked.logical_specs(jax.eval_shape(init, *arrays))
+    variables = jax.eval_shape(init, *arrays)
+    return stacked.logical_specs(variables, [*pipeline.settings.stacked])
 
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
-    """Returns the variables of all layers by collection, in their boxes."""
+    """Returns the variables of all stages by collection, in their boxes."""
     stacks = {
         name: collection[NAME]
         for name, collection in pipeline.variables.items()
@@ -148,15 +159,15 @@ def stacked_variables(pipeline: Any) -> dict[str, Any]:
 
 
 def mutable_collections(pipeline: Any) -> Any:
-    """Returns the filter of the collections into which a layer may sow."""
+    """Returns the filter of the collections into which a stage may sow."""
     return collections.mutable_in_layer(pipeline.scope.mutable, stacked_variables(pipeline))
 
 
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
-    """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
+    """Returns [R, S] keys by random stream, or () if the module has no random streams."""
     dims = pipeline.settings.dims
     names = pipeline.scope.rngs
-    return {name: layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
+    return {name: stage_keys(pipeline.make_rng(name), dims) for name in names} or ()
 
 
 def run(
@@ -168,10 +179,13 @@ def run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Runs inputs through all layers and stores the values that the layers sow."""
+    """Runs inputs through all stages and stores the values that they sow."""
+    if not (isinstance(pipeline.layers, nn.Module) or pipeline.scope.rngs or options[0]):
+        arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched)
+        check_draws_nothing(pipeline.layers, arrays, *options)
     ys, sown = run_batch(
-        pipeline.layer_function(*options, records=True),
-        pipeline.layer_variables(),
+        pipeline.stage_function(*options, records=True),
+        pipeline.stage_variables(),
         pipeline.get_weight_sharding() if names is None else names,
         inputs,
         to_batch_inputs(segment_ids, positions),

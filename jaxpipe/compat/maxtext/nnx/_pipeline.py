@@ -5,18 +5,18 @@ from functools import partial
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._frontend import run_batch
-from .._layers import Layer
 from .._methods import LoopMethods, PipelineMethods, WindowMethods, to_batch_inputs
 from .._settings import AxisRules, pipeline_settings
+from .._stages import Stage, from_stored
 from .._weight_sharding import reshard_weight, rules_in_stage
-from . import _layer as layer
 from . import _stacked as stacked
+from . import _stage as stage
 from ._sown import store, without_sown
 
 
@@ -34,33 +34,35 @@ class _Given:
 
 
 class NNXPipelineBase(PipelineMethods, nnx.Module):
-    """A stack of equal layers that runs as a pipeline.
+    """A stack of equal stages that runs as a pipeline.
 
     Attributes:
-        layers: A module with the variables of all layers, [R, S, L, ...].
+        layers: A module with the variables of all stages, [R, S, ...], or [S, ...] with one repeat.
         settings: The settings that the config describes.
         mesh: The mesh, or None.
         remat_policy: The constructor's argument `remat_policy`.
-        name: The constructor's argument `name`.
-        factory: The function that creates a layer.
+        factory: The function that creates a stage.
     """
 
     def __init__(
         self,
         config: Any,
-        layers: stacked.Factory,
+        stage_factory: stacked.Factory,
         mesh: Mesh | None,
         remat_policy: Any = None,
         *,
         rngs: nnx.Rngs | None = None,
-        name: str | None = None,
     ):
-        """Creates all layers."""
+        """Creates all stages."""
+        if isinstance(stage_factory, nnx.Module | linen.Module) or not callable(stage_factory):
+            raise TypeError(
+                f"`layers` is of the type {type(stage_factory).__name__}. Give a function of "
+                "`rngs` that returns an NNX module."
+            )
         self.settings = pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
         self.remat_policy = remat_policy
-        self.name = name
-        self.factory = layers
+        self.factory = stage_factory
         self._given = _Given(config)
         self.setup(nnx.Rngs(0) if rngs is None else rngs)
 
@@ -74,7 +76,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         reshard = partial(reshard_weight, rules=self.axis_rules, mesh=self.mesh)
         init_stages = self.get_vmap_func_for_init()
         self.layers = stacked.stacked_module(
-            self.factory, init_stages, rngs, self.settings.dims, reshard
+            self.factory, init_stages, rngs, self.settings.stacked, reshard
         )
 
     @property
@@ -82,41 +84,43 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(get_logical_axis_rules())
 
-    def layer_function(
+    def stage_function(
         self,
         deterministic: bool,
         model_mode: str,
         instance: nnx.Module | None = None,
         records: bool = False,
-    ) -> Layer:
-        """Returns a layer, or `instance`, as a pure function.
+    ) -> Stage:
+        """Returns a stage, or `instance`, as a pure function.
 
         With `records` it returns the values that it sows.
         """
         rules = rules_in_stage(self.settings.rules)
         layers = self.layers if instance is None else instance
-        return layer.layer_function(layers, rules, records, deterministic, model_mode)
+        names = [*self.settings.stacked] if instance is None else []
+        options = deterministic, model_mode
+        return stage.stage_function(layers, names, rules, records, *options)
 
     def draw_keys(self) -> Any:
-        """Returns new [R, S, L] keys of every random stream; every call draws other keys."""
-        return layer.draw_keys(self.layers, advance=True)
+        """Returns new [R, S] keys of every random stream; every call draws other keys."""
+        return from_stored(stage.draw_keys(self.layers, advance=True), self.settings)
 
-    def layer_variables(self) -> dict[str, jax.Array]:
-        """Returns the [R, S, L, ...] arrays of all layers, by path.
+    def stage_variables(self) -> dict[str, jax.Array]:
+        """Returns the arrays of all stages, by path.
 
         The methods of MaxText call these arrays weights.
         """
-        return layer.weights_of(_weight_state(self.layers))
+        return stage.weights_of(_weight_state(self.layers))
 
     def get_weight_sharding(self, *init_args) -> dict[str, Any]:
-        """Returns logical specs of the [R, S, L, ...] arrays, by path; `init_args` are ignored."""
+        """Returns logical specs of the arrays of all stages, by path, whatever `init_args` are."""
         del init_args
-        return stacked.logical_specs(_weight_state(self.layers))
+        return stacked.logical_specs(_weight_state(self.layers), [*self.settings.stacked])
 
     def get_vmap_func_for_init(self) -> Callable:
-        """Returns the function that initializes all layers of a repeat.
+        """Returns the function that initializes all stages of a repeat.
 
-        Its arguments are [S, L] keys by random stream. It returns a state with [S, L, ...] leaves.
+        Its arguments are [S] keys by random stream. It returns a state with [S, ...] leaves.
         """
         return stacked.init_stages(self.factory)
 
@@ -131,7 +135,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Runs a batch through all layers."""
+        """Runs a batch through all stages."""
         return _run(
             self,
             inputs,
@@ -155,6 +159,38 @@ class NNXCircularPipeline(WindowMethods, NNXPipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
+def create_nnx_pipeline(
+    config: Any,
+    stage_factory: stacked.Factory,
+    mesh: Mesh | None,
+    remat_policy: Any = None,
+    *,
+    rngs: nnx.Rngs | None = None,
+) -> NNXPipeline | NNXCircularPipeline:
+    """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
+
+    Args:
+        config: Any object with MaxText's fields, which docs/flax.md lists.
+        stage_factory: `rngs -> module`, which makes a stage. The module's call is `(inputs,
+            segment_ids, positions, deterministic, model_mode)` and returns outputs like inputs, or
+            (outputs, None).
+        mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
+        rngs: Streams of keys for the stages. Default: seed 0.
+
+    Returns:
+        The NNX module, with all stages initialized.
+
+    Raises:
+        ValueError: If the config has an invalid value, or fields that contradict each other or
+            `mesh`.
+        TypeError: If `stage_factory` is no function.
+    """
+    settings = pipeline_settings(config, mesh, remat_policy)
+    kind = NNXCircularPipeline if settings.gather == "repeat" else NNXPipeline
+    return kind(config, stage_factory, mesh, remat_policy, rngs=rngs)
+
+
 def create_pipeline(
     config: Any,
     layers: stacked.Factory,
@@ -162,29 +198,20 @@ def create_pipeline(
     remat_policy: Any = None,
     *,
     rngs: nnx.Rngs | None = None,
-    name: str | None = None,
 ) -> NNXPipeline | NNXCircularPipeline:
-    """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
+    """Calls `create_nnx_pipeline`, by the name and the arguments that Linen's has.
 
     Args:
         config: Any object with MaxText's fields, which docs/flax.md lists.
-        layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
-            deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
-        mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+        layers: `rngs -> module`, which makes a stage.
+        mesh: A mesh with the axis "stage", or None.
         remat_policy: A policy of `jax.checkpoint` that replaces the config's.
-        rngs: Streams of keys for the layers. Default: seed 0.
-        name: A name for the module. The pipeline does not use it.
+        rngs: Streams of keys for the stages. Default: seed 0.
 
     Returns:
-        The NNX module, with all layers initialized.
-
-    Raises:
-        ValueError: If the config has an invalid value, or fields that contradict each other or
-            `mesh`.
+        The NNX module, with all stages initialized.
     """
-    settings = pipeline_settings(config, mesh, remat_policy)
-    kind = NNXCircularPipeline if settings.gather == "repeat" else NNXPipeline
-    return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)
+    return create_nnx_pipeline(config, layers, mesh, remat_policy, rngs=rngs)
 
 
 def _weight_state(layers: nnx.Module) -> PyTree:
@@ -201,18 +228,18 @@ def _run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Runs inputs through all layers and stores the values they sow in `pipeline.layers`."""
+    """Runs inputs through all stages and stores the values they sow in `pipeline.layers`."""
     layers, deterministic = pipeline.layers, options[0]
     counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
     ys, sown = run_batch(
-        pipeline.layer_function(*options, records=True),
-        pipeline.layer_variables(),
+        pipeline.stage_function(*options, records=True),
+        pipeline.stage_variables(),
         pipeline.get_weight_sharding() if names is None else names,
         inputs,
         to_batch_inputs(segment_ids, positions),
         pipeline.draw_keys,
         pipeline,
-        overwritten=layer.overwritten_in(_weight_state(layers)),
+        overwritten=stage.overwritten_in(_weight_state(layers)),
         options=options,
         microbatched=microbatched,
     )

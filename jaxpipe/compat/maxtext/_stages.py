@@ -1,14 +1,15 @@
-"""Runs layers of any framework as a circular pipeline, and collects the values they record.
+"""Runs stages of any framework as a circular pipeline, and collects the values they record.
 
-R repeats, S ranks, L layers per stage, M microbatches; p devices that shard the rows of a
-microbatch, each of which calls the stage with its own rows, or 1. A layer is a pure function
-`(weights, x, batch_inputs, rng) -> (y, records)`. Records (Flax calls them sown values) travel
-with their microbatch. Every stage writes its own entries, so the pipeline returns records per
-layer and microbatch, of any shapes.
+R repeats, S ranks, M microbatches; p devices that shard the rows of a microbatch, each of which
+calls the stage with its own rows, or 1. A stage is a pure function `(weights, x, batch_inputs,
+rng) -> (y, records)`. Records (Flax calls them sown values) travel with their microbatch. Every
+stage writes its own entries, so the pipeline returns records per stage and microbatch, of any
+shapes. All weights, keys and records here are [R, S, ...]; `to_stored` and `from_stored` have the
+form in which a module stores them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,19 +19,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ...autodiff import Remat
 from ...spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
-# `(weights, x, batch_inputs, rng) -> (y, records)`, a pure function of one layer.
-Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+# `(weights, x, batch_inputs, rng) -> (y, records)`, a pure function.
+Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class ActivationInFlight(NamedTuple):
     """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
-        records: [p, R * S, L, ...] leaves. Inside a stage p is 1.
+        records: [p, R * S, ...] leaves. Inside a stage p is 1.
         stage: [p], the index of the next stage.
     """
 
@@ -39,8 +39,18 @@ class ActivationInFlight(NamedTuple):
     stage: Int[Array, "... p"]
 
 
-def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
-    """Returns [R, S, L] keys: `key` folded with each layer's index, whatever the layout."""
+def from_stored(tree: PyTree, settings: PipelineSettings) -> PyTree:
+    """Returns [R, S, ...] leaves of leaves as a module stores them, [S, ...] with one repeat."""
+    return tree if settings.dims[0] > 1 else jax.tree.map(lambda x: x[None], tree)
+
+
+def to_stored(tree: PyTree, settings: PipelineSettings) -> PyTree:
+    """Inverts `from_stored`."""
+    return tree if settings.dims[0] > 1 else jax.tree.map(lambda x: x[0], tree)
+
+
+def stage_keys(key: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Returns keys of these dims: `key` folded with each stage's index, whatever the layout."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(math.prod(dims)))
@@ -90,39 +100,17 @@ def from_microbatches(x: PyTree) -> PyTree:
 
 
 def outputs_of(y: PyTree, x: PyTree) -> PyTree:
-    """Returns the outputs of `y`, a layer's result, which may be (outputs, None) as for scans."""
+    """Returns the outputs of `y`, a stage's result, which may be (outputs, None) as for scans."""
     is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
 
 
-def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
-    """Returns a stage of L layers: a layer whose weights, keys and records are [L, ...] leaves."""
-    layer = remat(layer)
-
-    def scanned(weights, x, batch_inputs, rng):
-        def run_layer(x, layer_inputs):
-            w, key = layer_inputs
-            return layer(w, x, batch_inputs, key)
-
-        return lax.scan(run_layer, x, (weights, rng))
-
-    def unrolled(weights, x, batch_inputs, rng):
-        records = []
-        for i in range(jax.tree.leaves(weights)[0].shape[0]):
-            w, key = jax.tree.map(lambda leaf: leaf[i], (weights, rng))  # noqa: B023
-            x, layer_records = layer(w, x, batch_inputs, key)
-            records.append(layer_records)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
-
-    return scanned if scan else unrolled
-
-
-def without_records(stage: Layer) -> Layer:
+def without_records(stage: Stage) -> Stage:
     """Returns `stage` with the contract of the engines: it drops records and returns no aux."""
     return lambda weights, x, batch_inputs, rng: (stage(weights, x, batch_inputs, rng)[0], {})
 
 
-def with_records(stage: Layer) -> Layer:
+def with_records(stage: Stage) -> Stage:
     """Returns `stage` with the contract of the engines, for `ActivationInFlight`."""
 
     def record(weights, in_flight, batch_inputs, rng):
@@ -138,9 +126,9 @@ def with_records(stage: Layer) -> Layer:
     return record
 
 
-def pipeline_layers(
+def pipeline_stages(
     engine: Callable,
-    layer: Layer,
+    stage: Stage,
     weights: PyTree,
     inputs: PyTree,
     batch_inputs: PyTree,
@@ -148,28 +136,25 @@ def pipeline_layers(
     settings: PipelineSettings,
     mesh: Mesh | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Runs microbatches through all layers; returns outputs and [R, S, L, M, ...] records.
+    """Runs microbatches through all stages; returns outputs and [R, S, M, ...] records.
 
     Records that p devices compute from their own rows are summed.
     """
-    shapes = layer_shapes(layer, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
-    stage = stage_from_settings(layer, settings)
+    shapes = record_shapes(stage, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
+    stage = settings.remat_stage(stage)
     if not jax.tree.leaves(shapes):
         return engine(without_records(stage), weights, inputs, batch_inputs, keys)[0], shapes
-    repeats, ranks, layers = settings.dims
-    microbatches = settings.pipeline_shape.num_microbatches
+    (repeats, ranks), microbatches = settings.dims, settings.pipeline_shape.num_microbatches
     if settings.batch_axes:
         _check_scalars(shapes, settings.batch_axes)
     each = (microbatches, num_parts(mesh, settings.batch_axes))
-    empty = jax.tree.map(
-        lambda s: jnp.zeros((*each, repeats * ranks, layers, *s.shape), s.dtype), shapes
-    )
+    empty = jax.tree.map(lambda s: jnp.zeros((*each, repeats * ranks, *s.shape), s.dtype), shapes)
     in_flight = ActivationInFlight(inputs, empty, jnp.zeros(each, jnp.int32))
     done = engine(with_records(stage), weights, in_flight, batch_inputs, keys)[0]
 
-    def in_order(x):  # [M, p, R * S, L, ...] -> [R, S, L, M, ...]
-        x = jnp.moveaxis(jnp.sum(x, axis=1, dtype=x.dtype), 0, 2)
-        return x.reshape(repeats, ranks, layers, microbatches, *x.shape[3:])
+    def in_order(x):  # [M, p, R * S, ...] -> [R, S, M, ...]
+        x = jnp.moveaxis(jnp.sum(x, axis=1, dtype=x.dtype), 0, 1)
+        return x.reshape(repeats, ranks, microbatches, *x.shape[2:])
 
     return done.x, jax.tree.map(in_order, done.records)
 
@@ -179,16 +164,10 @@ def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(records):
         if x.ndim:
             raise ValueError(
-                f"A layer records {jax.tree_util.keystr(path)} of shape {x.shape}, and with "
+                f"`layers` records {jax.tree_util.keystr(path)} of shape {x.shape}, and with "
                 f"`pipeline_batch_axes` = {batch_axes} devices see their own rows, and their "
                 "records are added up. Record scalars, or leave `pipeline_batch_axes` at ()."
             )
-
-
-def stage_from_settings(layer: Layer, settings: PipelineSettings) -> Layer:
-    """Returns the stage that runs `layers_per_stage` calls of `layer` by the settings."""
-    scan = settings.scan_layers and settings.layers_per_stage > 1
-    return stage_of_layers(layer, scan=scan, remat=settings.remat_layer)
 
 
 def num_parts(mesh: Mesh | None, batch_axes: tuple[str, ...]) -> int:
@@ -196,8 +175,8 @@ def num_parts(mesh: Mesh | None, batch_axes: tuple[str, ...]) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes)
 
 
-def layer_shapes(
-    layer: Layer,
+def record_shapes(
+    stage: Stage,
     weights: Any,
     inputs: Any,
     batch_inputs: Any,
@@ -205,18 +184,18 @@ def layer_shapes(
     mesh: Mesh | None = None,
     batch_axes: tuple[str, ...] = (),
 ) -> PyTree:
-    """Returns shapes and dtypes of the records of one layer and microbatch."""
+    """Returns shapes and dtypes of the records of one stage and microbatch."""
 
     def first(dims, tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), tree)
 
     def run(weights, x, batch_inputs, rng):
-        y, records = layer(weights, x, batch_inputs, rng)
+        y, records = stage(weights, x, batch_inputs, rng)
         traces.append((_described(x), _described(y), first(0, records)))
 
     traces: list[Any] = []
-    arrays = first(3, weights), first(1, inputs), first(1, batch_inputs), first(3, keys)
-    if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
+    arrays = first(2, weights), first(1, inputs), first(1, batch_inputs), first(2, keys)
+    if mesh is not None:  # A stage may communicate over the axes that are manual where it runs.
         rows = PartitionSpec(batch_axes)
         arrays = *arrays[:1], *(_sharded(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]
         specs = PartitionSpec(), rows, rows, PartitionSpec()
@@ -227,7 +206,7 @@ def layer_shapes(
     ((input_types, output_types, records),) = traces
     if input_types != output_types:
         raise ValueError(
-            f"`layers` was given {input_types} and returned {output_types}. A layer must return "
+            f"`layers` was given {input_types} and returned {output_types}. A stage must return "
             "what the next one can take: the same structure, shapes and dtypes."
         )
     return records

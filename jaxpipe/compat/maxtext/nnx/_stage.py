@@ -1,11 +1,12 @@
-"""Runs an NNX layer as a pure function, and decides how its variables are handled.
+"""Runs an NNX stage as a pure function, and decides how its variables are handled.
 
 Weights are all variables except random state and sown values. A call may only read weights. Random
-state is seeded anew for every layer and microbatch. Values that a layer sows are returned once per
-layer and microbatch. A layer must not update a variable for its next call: that would be the call
+state is seeded anew for every stage and microbatch. Values that a stage sows are returned once per
+stage and microbatch. A stage must not update a variable for its next call: that would be the call
 for the next microbatch, and microbatches are in different stages at the same time.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,8 +17,8 @@ from flax.core.spmd import logical_axis_rules
 from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
-from .._layers import Layer, outputs_of
 from .._settings import AxisRules
+from .._stages import Stage, outputs_of
 from ._sown import call, captured_types, without_sown
 from ._stacked import without_names
 
@@ -47,34 +48,39 @@ def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def layer_function(
-    layers: nnx.Module, rules: AxisRules | None, records: bool, *options: Any
-) -> Layer:
-    """Returns a layer as a function `(weights, x, batch_inputs, keys) -> (y, sown)`.
+def stage_function(
+    layers: nnx.Module,
+    stacked: Sequence[str],
+    rules: AxisRules | None,
+    records: bool,
+    *options: Any,
+) -> Stage:
+    """Returns a stage as a function `(weights, x, batch_inputs, keys) -> (y, sown)`.
 
     Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`, and it runs under
-    `rules`, or those in context. Changing a variable other than by `sow` is a `ValueError`.
+    `rules`, or those in context. `stacked` are the names of the dims over which the variables of
+    `layers` are stacked. Changing a variable other than by `sow` is a `ValueError`.
     """
     graph, counts, _, weight_state = nnx.split(without_sown(layers), nnx.RngCount, nnx.RngKey, ...)
     names = list(weights_of(counts))
-    weight_state = without_names(weight_state)
+    weight_state = without_names(weight_state, stacked)
     types = captured_types(layers)
 
     def apply(weights, x, batch_inputs, keys):
         zeros = with_weights(counts, {name: jnp.zeros((), jnp.uint32) for name in names})
-        layer = nnx.merge(graph, with_weights(weight_state, weights), zeros, keys or nnx.State({}))
+        stage = nnx.merge(graph, with_weights(weight_state, weights), zeros, keys or nnx.State({}))
         with nullcontext() if rules is None else logical_axis_rules(rules):
             y, sown = call(
-                layer, types, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
+                stage, types, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
             )
-        check_unchanged(weights, weights_of(nnx.state(layer, nnx.Not(nnx.RngState))))
+        check_unchanged(weights, weights_of(nnx.state(stage, nnx.Not(nnx.RngState))))
         return outputs_of(y, x), sown if records else {}
 
     return apply
 
 
 def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a layer's call set or created a variable other than by `sow`."""
+    """Raises a `ValueError` if a call set or created a variable other than by `sow`."""
     is_unchanged = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
     changed = sorted(name for name in after if not is_unchanged(name))
     if changed:
@@ -92,7 +98,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
-    """Returns [R, S, L] keys of all random streams, or (); `advance` increments their counts."""
+    """Returns stored keys of all random streams, or (); `advance` increments their counts."""
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     counts_by_name = weights_of(counts)
     drawn = [
