@@ -3,6 +3,7 @@
 CPUs run splash attention in Pallas's interpreter, and cuDNN's in XLA's form of the same call.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -59,7 +60,9 @@ def written_out(q, k, v, segment_ids, scores: Scores, sinks=None) -> jax.Array:
     return jnp.stack(outs, axis=2)
 
 
-def check(attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=None, rows=1):
+def check(
+    attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=None, rows=1, packed=True
+):
     def heads(seed: int, count: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), (rows, length, count, 32))
 
@@ -67,6 +70,7 @@ def check(attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=No
     ends = jnp.arange(rows)[:, None] * 100 + np.array([[length // 3, length // 2 + 5]])
     place = jnp.arange(length)
     documents = jnp.sum(place[None, None] >= ends[..., None], axis=1).astype(jnp.int32)
+    documents = documents if packed else jnp.zeros_like(documents)
 
     def results(attend):
         def loss(inputs):
@@ -113,6 +117,37 @@ def test_stored_scores_on_slices(scores: Scores, size: int):
 def test_cudnn_on_slices(scores: Scores, size: int):
     attend = cudnn_attention(DEFAULT_RULES, scores, packed=True, implementation="xla")
     check(attend, scores, {"context": size}, 256 * size)
+
+
+@pytest.mark.parametrize(
+    "scores", [CAUSAL, Scores(causal=False), Scores(window=200), Scores(window=700)], ids=str
+)
+def test_cudnn_on_slices_of_one_document(scores: Scores):
+    attend = cudnn_attention(DEFAULT_RULES, scores, packed=False, implementation="xla")
+    check(attend, scores, {"context": 2}, 1024, packed=False)
+
+
+def test_cudnn_has_masks_of_parts_of_the_queries_alone():
+    attend = cudnn_attention(DEFAULT_RULES, packed=False, implementation="xla")
+    x, documents = jnp.ones((1, 2048, 2, 32)), jnp.ones((1, 2048), jnp.int32)
+    with jax.set_mesh(make_mesh({"context": 4}, devices=jax.devices()[:4])):
+        text = str(jax.make_jaxpr(attend)(x, x, x, documents))
+    masks = {tuple(map(int, shape)) for shape in re.findall(r"bool\[1,1,(\d+),(\d+)\]", text)}
+    assert {shape for shape in masks if shape[0] > 1} == {
+        (128, 768),
+        (128, 1024),
+        (128, 1792),
+        (128, 2048),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_parts_of_queries_reach_the_same_number_of_keys_on_every_device(size: int):
+    where = balanced(2048, size, 0)
+    _, reach = sum(part.keys_seen(CAUSAL.visible) for part in where.parts(512))
+    assert reach.min() == reach.max()
+    # Of half of the sequence, and of half of a part above the diagonal.
+    assert 512 * reach.max() <= (1 + 1 / (4 * size)) * where.most_pairs(CAUSAL.visible)
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
