@@ -47,9 +47,10 @@ def cudnn_kernel(
     """
     assert sinks is None and scores.soft_cap is None, "checked where a kernel is selected"
     run = partial(jax.nn.dot_product_attention, scale=scores.scale, implementation=implementation)
-    # Behind a tail, what the first device is sent is of no document.
+    # Padding is behind the document, but what the first device is sent as the end of a slice before
+    # its own is not.
     is_behind_tail = len(where.starts) == 1 and not where.is_whole
-    if not packed and not is_behind_tail:
+    if scores.causal and not packed and not is_behind_tail:
         segments = None
     # cuDNN has no window that also looks ahead.
     if where.is_whole and (scores.causal or scores.window is None):

@@ -26,7 +26,10 @@ from jaxpipe.kernels._context import balanced
 from jaxpipe.kernels._on_mesh import GRANULARITY, attention_on_mesh, by_rules
 from jaxpipe.kernels._scores import Placement
 from jaxpipe.kernels._splash import _mask_infos, _Runs, splash_kernel
-from jaxpipe.sharding import DEFAULT_RULES, make_mesh
+from jaxpipe.models import initialize
+from jaxpipe.models.layers import latent_attention, latent_attention_weights
+from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, no_constraint
+from small_models import small_deepseek_v2
 
 KERNELS = {
     "dot_product": sliced_dot_product_attention,
@@ -287,3 +290,33 @@ def test_a_policy_that_saves_context_does_not_run_the_kernel_again(size, saved, 
     with jax.set_mesh(make_mesh({"context": size}, devices=jax.devices()[:size])):
         text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(layer(w))))(jnp.ones((32, 32))))
     assert text.count("name=splash_mha_fwd") == forwards
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_latent_attention_on_slices(kernel: str):
+    """Its keys are computed from narrow vectors, and its values are narrower than keys."""
+    config = small_deepseek_v2(
+        base_num_query_heads=2, q_lora_rank=12, qk_nope_head_dim=48, qk_rope_head_dim=16,
+        v_head_dim=32,
+    )  # fmt: skip
+    tree = latent_attention_weights(config.attention, branches=2, dtype=jnp.float32)
+    w, place = initialize(tree, jax.random.key(0)), jnp.arange(1024, dtype=jnp.int32)[None]
+    x = jax.random.normal(jax.random.key(1), (1, 1024, config.base_emb_dim))
+    batch_inputs = {"positions": place % 600, "segment_ids": place // 600}
+
+    def gradients(attention, constrain=no_constraint):
+        attend = latent_attention(config.attention, attention=attention, constrain=constrain)
+
+        def loss(w, x):
+            y = attend(w, x, batch_inputs)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(w, x)
+
+    true = gradients(partial(written_out, scores=CAUSAL))
+    with jax.set_mesh(make_mesh({"context": 2}, devices=jax.devices()[:2])):
+        on_slices = gradients(KERNELS[kernel](DEFAULT_RULES), constrain_with())
+    for (path, leaf), expected in zip(
+        jax.tree_util.tree_leaves_with_path(on_slices), jax.tree.leaves(true), strict=True
+    ):
+        assert_close(leaf, expected, jax.tree_util.keystr(path))
