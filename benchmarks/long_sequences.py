@@ -6,12 +6,20 @@
     pip install "jaxpipe[train,aot-gpu]" nvidia-cudnn-cu12
     JAX_PLATFORMS=cpu python benchmarks/long_sequences.py --gpus [--dump-hlo DIR]
 
+    python benchmarks/long_sequences.py --beside-maxtext [--dump-hlo DIR]
+
 Compiles the real train step of every row for chips that are not there, one row after the other:
 some minutes each on two cores. `busy` is the sum of the compiler's own estimates of cycles,
 `exposed` what a chip waits for collectives, and `attention` what its kernels take at half of the
 peak, for which the compiler has no estimate; `step` is their sum, without bubbles. In brackets is
 what `jaxpipe plan` says of the same layout, which sees no compiled program. XLA:GPU has no
 estimates of cycles: of GPUs the peak is printed, and what is sent.
+
+MaxText's figures are of its `train_compile` with jax 0.11.2 and libtpu 0.0.48.1, at commit
+e591f30c of 2026-08-22: base.yml with `model_name=llama3-8b compile_topology=v5p-32
+compile_topology_num_slices=1`, the layout of the row and, of the rows with our flags, what
+`jaxpipe compile --print-flags` sets as `compile_xla_flags`. `peak_memory_in_bytes` of the compiled
+step is its peak, and `jaxpipe.xla.step_time` reads its text as it reads ours.
 """
 
 import argparse

@@ -97,6 +97,18 @@ compiled for v5p: GB and seconds per chip of one step, full rematerialization, w
 has no estimate for kernels: `attention` counts their products at half of the peak. In brackets is
 what `jaxpipe plan` says without compiling. Nothing ran on a device.""",
     ),
+    "long-gpus": Benchmark(
+        "Long sequences on GPUs",
+        "long_sequences.py",
+        ("--gpus",),
+        ("jax", "jaxlib", "jax_cuda12_plugin"),
+        False,
+        """\
+The same, compiled by XLA:GPU for H100s without one: the attention is cuDNN's, on slices with masks
+of parts of the queries. XLA:GPU has no estimates of time, and without a GPU it does not know the
+memory that cuDNN works in, which comes on top. `GB` are results of collectives, of a step and GPU:
+all-gather, reduce-scatter, all-reduce, all-to-all. In brackets is what `jaxpipe plan` says.""",
+    ),
     "kinds": Benchmark(
         "Layers that differ",
         "kinds.py",
