@@ -17,9 +17,9 @@ estimates of cycles: of GPUs the peak is printed, and what is sent.
 
 MaxText's figures are of its `train_compile` with jax 0.11.2 and libtpu 0.0.48.1, at commit
 e591f30c of 2026-08-22: base.yml with `model_name=llama3-8b compile_topology=v5p-32
-compile_topology_num_slices=1`, the layout of the row and, of the rows with our flags, what
-`jaxpipe compile --print-flags` sets as `compile_xla_flags`. `peak_memory_in_bytes` of the compiled
-step is its peak, and `jaxpipe.xla.step_time` reads its text as it reads ours.
+compile_topology_num_slices=1`, the layout of the row and, of `flags`, what `jaxpipe compile
+--print-flags` sets as `compile_xla_flags`. `peak_memory_in_bytes` of the compiled step is its peak,
+and `jaxpipe.xla.step_time` reads its text as it reads ours.
 """
 
 import argparse
@@ -147,6 +147,17 @@ GPU_ROWS = {
         },
     ),
 }
+FSDP_8 = LLAMA_8B | {"ici_fsdp_parallelism": 8, "ici_context_parallelism": 2}
+FSDP_2 = LLAMA_8B | {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 8}
+LIBTPU, OURS = {"compile_default_flags": "none"}, {"compile_default_flags": "all"}
+# name: (what is compiled, MaxText's GB of the peak and seconds busy and exposed)
+BESIDE_MAXTEXT = {
+    "fsdp 8, cp 2": (Row("v5p:2x2x4", 16, 16, 16384, FSDP_8 | LIBTPU), (20.75, 3.57, 0.16)),
+    "fsdp 8, cp 2, 32k": (Row("v5p:2x2x4", 16, 8, 32768, FSDP_8 | LIBTPU), (21.01, 3.57, 0.19)),
+    "fsdp 2, cp 8": (Row("v5p:2x2x4", 16, 16, 16384, FSDP_2 | LIBTPU), (21.18, 3.87, 0.30)),
+    "fsdp 2, cp 8, 32k": (Row("v5p:2x2x4", 16, 8, 32768, FSDP_2 | LIBTPU), (21.14, 3.86, 0.38)),
+    "fsdp 8, cp 2, flags": (Row("v5p:2x2x4", 16, 16, 16384, FSDP_8 | OURS), (20.75, 3.13, 0.10)),
+}
 SENT = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 
@@ -154,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="long sequences, compiled ahead of time")
     parser.add_argument("rows", nargs="*", default=[*ROWS], help=f"of {', '.join(ROWS)}")
     parser.add_argument("--gpus", action="store_true", help="GPUs in place of TPUs")
+    parser.add_argument("--beside-maxtext", action="store_true", help="what MaxText compiles too")
     parser.add_argument("--dump-hlo", type=Path, metavar="DIR", help="keep the programs in DIR")
     args = parser.parse_args()
     unknown = [name for name in args.rows if name not in ROWS]
@@ -161,7 +173,13 @@ def main() -> None:
         parser.error(f"{unknown} are no rows. Rows are {', '.join(ROWS)}.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.dump_hlo or Path(temporary)
-        for text in of_gpus(folder) if args.gpus else of_tpus(args.rows, folder):
+        if args.gpus:
+            lines = of_gpus(folder)
+        elif args.beside_maxtext:
+            lines = beside_maxtext(folder)
+        else:
+            lines = of_tpus(args.rows, folder)
+        for text in lines:
             print(text, flush=True)
 
 
@@ -196,6 +214,21 @@ def of_gpus(folder: Path) -> Iterator[str]:
         yield (
             f"{start_of_line(name, row, report)}{f'({predicted_bytes:.1f})':>8}  {sent:<24}"
             f"{f'({predicted_seconds:.2f})':>8}"
+        )
+
+
+def beside_maxtext(folder: Path) -> Iterator[str]:
+    yield "GB (1e9 bytes) and seconds of a step, per chip, without kernels; (MaxText's)"
+    yield (
+        f"{'row':<20}{'chips':>6} {'batch':<12}{'peak':>7}{'':>8}{'busy':>7}{'':>8}{'exposed':>9}"
+        f"{'':>8}{'step':>7}"
+    )
+    for name, (row, (peak, busy, exposed)) in BESIDE_MAXTEXT.items():
+        report, time = compile_row(row.settings, folder / name.replace(" ", "-"), row.topology)
+        yield (
+            f"{start_of_line(name, row, report)}{f'({peak:.1f})':>8}{time.busy:>7.2f}"
+            f"{f'({busy:.2f})':>8}{time.exposed:>9.2f}{f'({exposed:.2f})':>8}"
+            f"{time.busy + time.exposed:>7.2f}{f'({busy + exposed:.2f})':>8}"
         )
 
 
