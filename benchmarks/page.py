@@ -97,6 +97,33 @@ compiled for v5p: GB and seconds per chip of one step, full rematerialization, w
 has no estimate for kernels: `attention` counts their products at half of the peak. In brackets is
 what `jaxpipe plan` says without compiling. Nothing ran on a device.""",
     ),
+    "long-maxtext": Benchmark(
+        "Long sequences beside MaxText's",
+        "long_sequences.py",
+        ("--beside-maxtext",),
+        ("jax", "jaxlib", "libtpu"),
+        False,
+        """\
+llama3-8b on 16 v5p chips: 262,144 tokens in sequences of 16,384 or 32,768 (`32k`), which `context`
+divides and balances in both, with full rematerialization. Both are compiled with libtpu's own flags
+and, in the last row, with our [default flags](compile.md#which-flags-is-a-step-compiled-with). In
+brackets are MaxText's, at commit e591f30c, with the same jax and libtpu; the script says how they
+were read. Gathers of MaxText's weights are parts of its products, so that less is exposed. The
+kernels, splash in both, are left out. Nothing ran on a device.""",
+    ),
+    "long-gpus": Benchmark(
+        "Long sequences on GPUs",
+        "long_sequences.py",
+        ("--gpus",),
+        ("jax", "jaxlib", "jax_cuda12_plugin"),
+        False,
+        """\
+Llama 3 compiled by XLA:GPU for H100s, without one: the attention is cuDNN's, on slices with masks
+of parts of the queries. XLA:GPU has no estimates of time, and without a GPU it does not know the
+memory that cuDNN works in, which is added to the peak. `GB` are results of collectives, of a step
+and GPU: all-gather, reduce-scatter, all-reduce, all-to-all. In brackets is what `jaxpipe plan`
+says. Nothing ran on a device.""",
+    ),
     "kinds": Benchmark(
         "Layers that differ",
         "kinds.py",

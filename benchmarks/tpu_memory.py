@@ -140,23 +140,29 @@ def gigabytes(totals: dict, kind: str) -> float:
 
 
 def compile_row(settings: dict, folder: Path, topology: str = "v5p:2x2x1") -> tuple[dict, StepTime]:
-    """Compiles a row in a process of its own: a compiler's crash ends one row.
+    """Returns the report of `jaxpipe compile`, and the time of a step whose kernels take none."""
+    report = compile_report(settings, folder, topology)
+    (program,) = folder.glob("*.hlo")
+    return report, without_kernels(program, report["platform"])
 
-    Returns:
-        The report of `jaxpipe compile`, and the time of a step whose kernels take none.
-    """
+
+def compile_report(settings: dict, folder: Path, topology: str) -> dict:
+    """Compiles a row in a process of its own: a compiler's crash ends one row."""
     keys = [f"{key}={str(value).lower()}" for key, value in settings.items()]
     command = [sys.executable, "-m", "jaxpipe", "compile", *keys]
     command += ["--topology", topology, "--json", "--dump-hlo", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    report = json.loads(done.stdout)
-    rates = device_rates(report["platform"])
+    return json.loads(done.stdout)
+
+
+def without_kernels(program: Path, platform: str) -> StepTime:
+    """Plays a program of XLA:TPU, whose kernels have no estimate."""
+    rates = device_rates(platform)
     assert rates is not None
-    (program,) = folder.glob("*.hlo")
     text = program.read_text(encoding="utf-8")
-    return report, step_time(text, replace(rates, peak_tflops=math.inf))
+    return step_time(text, replace(rates, peak_tflops=math.inf))
 
 
 if __name__ == "__main__":

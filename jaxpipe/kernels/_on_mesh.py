@@ -21,7 +21,7 @@ from ..sharding import (
 )
 from ._context import Kernel, on_slices
 from ._dot_product import dot_product_kernel
-from ._gpu import cudnn_kernel, pallas_kernel
+from ._gpu import CUDNN_BLOCK, cudnn_kernel, pallas_kernel
 from ._scores import CAUSAL, Scores
 from ._splash import SPLASH_BLOCK, splash_kernel
 
@@ -135,7 +135,7 @@ def _split_over(name: str, rules: Rules, sizes: dict[str, int]) -> list[str]:
     return [axis for axis in dict(rules)[name] if sizes[axis] > 1]
 
 
-GRANULARITY = {"splash": SPLASH_BLOCK, "cudnn": 64, "pallas": 128, "dot_product": 1}
+GRANULARITY = {"splash": SPLASH_BLOCK, "cudnn": CUDNN_BLOCK, "pallas": 128, "dot_product": 1}
 """Tokens in blocks of which kernels work; parts of a slice are multiples of them."""
 
 

@@ -108,6 +108,19 @@ class Placement(NamedTuple):
             last = np.minimum(last, queries - visible.least)
         return int(np.maximum(last - first + 1, 0).sum(axis=(1, 2)).max())
 
+    def parts(self, length: int) -> list["Placement"]:
+        """Returns the placements of parts of `length` queries, which the runs are cut into."""
+        starts = self.starts[:, :, None] + np.arange(0, self.run, length)  # [n, R, parts of a run]
+        columns = starts.reshape(len(starts), -1, 1).swapaxes(0, 1)
+        return [self._replace(starts=column, run=length) for column in columns]
+
+    def keys_seen(self, visible: Visible) -> Int[np.ndarray, "2 n"]:
+        """Returns the first key that a query of each device sees, and the one behind the last."""
+        first, last = self.starts.min(axis=1), self.starts.max(axis=1) + self.run
+        first = np.zeros_like(first) if visible.most is None else first - visible.most
+        last = np.full_like(last, self.num_keys) if visible.least is None else last - visible.least
+        return np.clip(np.stack([first, last]), 0, self.num_keys)
+
     @property
     def is_whole(self) -> bool:
         """True if queries and keys are the same tokens."""

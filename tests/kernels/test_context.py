@@ -3,6 +3,7 @@
 CPUs run splash attention in Pallas's interpreter, and cuDNN's in XLA's form of the same call.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -25,7 +26,10 @@ from jaxpipe.kernels._context import balanced
 from jaxpipe.kernels._on_mesh import GRANULARITY, attention_on_mesh, by_rules
 from jaxpipe.kernels._scores import Placement
 from jaxpipe.kernels._splash import _mask_infos, _Runs, splash_kernel
-from jaxpipe.sharding import DEFAULT_RULES, make_mesh
+from jaxpipe.models import initialize
+from jaxpipe.models.layers import latent_attention, latent_attention_weights
+from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, no_constraint
+from small_models import small_deepseek_v2
 
 KERNELS = {
     "dot_product": sliced_dot_product_attention,
@@ -59,7 +63,9 @@ def written_out(q, k, v, segment_ids, scores: Scores, sinks=None) -> jax.Array:
     return jnp.stack(outs, axis=2)
 
 
-def check(attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=None, rows=1):
+def check(
+    attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=None, rows=1, packed=True
+):
     def heads(seed: int, count: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), (rows, length, count, 32))
 
@@ -67,6 +73,7 @@ def check(attend, scores: Scores, axes: dict[str, int], length: int, *, sinks=No
     ends = jnp.arange(rows)[:, None] * 100 + np.array([[length // 3, length // 2 + 5]])
     place = jnp.arange(length)
     documents = jnp.sum(place[None, None] >= ends[..., None], axis=1).astype(jnp.int32)
+    documents = documents if packed else jnp.zeros_like(documents)
 
     def results(attend):
         def loss(inputs):
@@ -113,6 +120,37 @@ def test_stored_scores_on_slices(scores: Scores, size: int):
 def test_cudnn_on_slices(scores: Scores, size: int):
     attend = cudnn_attention(DEFAULT_RULES, scores, packed=True, implementation="xla")
     check(attend, scores, {"context": size}, 256 * size)
+
+
+@pytest.mark.parametrize(
+    "scores", [CAUSAL, Scores(causal=False), Scores(window=200), Scores(window=700)], ids=str
+)
+def test_cudnn_on_slices_of_one_document(scores: Scores):
+    attend = cudnn_attention(DEFAULT_RULES, scores, packed=False, implementation="xla")
+    check(attend, scores, {"context": 2}, 1024, packed=False)
+
+
+def test_cudnn_has_masks_of_parts_of_the_queries_alone():
+    attend = cudnn_attention(DEFAULT_RULES, packed=False, implementation="xla")
+    x, documents = jnp.ones((1, 2048, 2, 32)), jnp.ones((1, 2048), jnp.int32)
+    with jax.set_mesh(make_mesh({"context": 4}, devices=jax.devices()[:4])):
+        text = str(jax.make_jaxpr(attend)(x, x, x, documents))
+    masks = {tuple(map(int, shape)) for shape in re.findall(r"bool\[1,1,(\d+),(\d+)\]", text)}
+    assert {shape for shape in masks if shape[0] > 1} == {
+        (128, 768),
+        (128, 1024),
+        (128, 1792),
+        (128, 2048),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_parts_of_queries_reach_the_same_number_of_keys_on_every_device(size: int):
+    where = balanced(2048, size, 0)
+    _, reach = sum(part.keys_seen(CAUSAL.visible) for part in where.parts(512))
+    assert reach.min() == reach.max()
+    # Of half of the sequence, and of half of a part above the diagonal.
+    assert 512 * reach.max() <= (1 + 1 / (4 * size)) * where.most_pairs(CAUSAL.visible)
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
@@ -252,3 +290,33 @@ def test_a_policy_that_saves_context_does_not_run_the_kernel_again(size, saved, 
     with jax.set_mesh(make_mesh({"context": size}, devices=jax.devices()[:size])):
         text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(layer(w))))(jnp.ones((32, 32))))
     assert text.count("name=splash_mha_fwd") == forwards
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_latent_attention_on_slices(kernel: str):
+    """Its keys are computed from narrow vectors, and its values are narrower than keys."""
+    config = small_deepseek_v2(
+        base_num_query_heads=2, q_lora_rank=12, qk_nope_head_dim=48, qk_rope_head_dim=16,
+        v_head_dim=32,
+    )  # fmt: skip
+    tree = latent_attention_weights(config.attention, branches=2, dtype=jnp.float32)
+    w, place = initialize(tree, jax.random.key(0)), jnp.arange(1024, dtype=jnp.int32)[None]
+    x = jax.random.normal(jax.random.key(1), (1, 1024, config.base_emb_dim))
+    batch_inputs = {"positions": place % 600, "segment_ids": place // 600}
+
+    def gradients(attention, constrain=no_constraint):
+        attend = latent_attention(config.attention, attention=attention, constrain=constrain)
+
+        def loss(w, x):
+            y = attend(w, x, batch_inputs)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(w, x)
+
+    true = gradients(partial(written_out, scores=CAUSAL))
+    with jax.set_mesh(make_mesh({"context": 2}, devices=jax.devices()[:2])):
+        on_slices = gradients(KERNELS[kernel](DEFAULT_RULES), constrain_with())
+    for (path, leaf), expected in zip(
+        jax.tree_util.tree_leaves_with_path(on_slices), jax.tree.leaves(true), strict=True
+    ):
+        assert_close(leaf, expected, jax.tree_util.keystr(path))

@@ -14,7 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
-from jaxpipe.kernels import cudnn_attention, dot_product_attention, pallas_gpu_attention
+from jaxpipe.kernels import (
+    Scores,
+    cudnn_attention,
+    dot_product_attention,
+    pallas_gpu_attention,
+)
 from jaxpipe.sharding import DEFAULT_RULES, make_mesh
 from jaxpipe.xla import topology_devices
 
@@ -156,3 +161,25 @@ def test_forward_and_backward_compile_for_gpus_that_are_not_there(attention, cal
         step = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arguments).compile()
     text = step.as_text() or ""
     assert all(f'{call}"' in text for call in calls)
+
+
+@gpu_compiler
+@pytest.mark.parametrize(
+    "scores", [Scores(), Scores(window=300), Scores(causal=False, window=300)], ids=str
+)
+@pytest.mark.parametrize("size", [1, 4])
+def test_slices_compile_for_gpus_that_are_not_there(scores: Scores, size: int):
+    mesh = make_mesh({"fsdp": 8 // size, "context": size}, devices=topology_devices("h100:8"))
+    attention = cudnn_attention(DEFAULT_RULES, scores, packed=True)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(attention(q, k, v, segments).astype(jnp.float32))
+
+    where = jax.sharding.NamedSharding(mesh, P("fsdp", "context"))
+    x = jax.ShapeDtypeStruct((8, 2048, 4, 64), jnp.bfloat16, sharding=where)
+    segments = jax.ShapeDtypeStruct((8, 2048), jnp.int32, sharding=where)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x, segments).compile()
+    text = step.as_text() or ""
+    assert 'fmhaScaleBiasSoftmaxBackward"' in text
+    assert ('"PADDING"' in text) == (scores == Scores() and size > 1)
