@@ -15,6 +15,8 @@ _UNREAD = frozenset(("mlpwo",))
 """Tensors that policies name and no backward reads, as they are only added to others: compilers
 store none of them."""
 
+_LAYER_INPUT = "decoder_layer_input"
+
 Axes = tuple[str, ...]
 """Names of mesh axes."""
 
@@ -173,6 +175,10 @@ class PlannedModel:
         """Returns the tensors that a layer keeps, beside `saved`, to recompute the next one."""
         unread = _UNREAD.intersection(self.saved_names(policy))
         return tuple(tensor for name, tensor in self.tensors if name in unread)
+
+    def saves_inputs(self, policy: str) -> bool:
+        """Returns whether a policy saves what enters the later layers of a stage, too."""
+        return _LAYER_INPUT in self.saved_names(policy)
 
     @property
     def read(self) -> tuple[tuple[str, Tensor], ...]:

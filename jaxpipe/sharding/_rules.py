@@ -30,7 +30,7 @@ DEFAULT_RULES: Rules = (
     ("microbatches", ()),
     ("stage", ("stage",)),
     ("circular_repeats", ()),
-    ("layers", ("stage",)),
+    ("layers", ()),
     ("embed", ("fsdp", "context", "expert")),
     ("embed_no_exp", ("fsdp", "context")),
     ("q_lora", ("fsdp", "context", "expert")),

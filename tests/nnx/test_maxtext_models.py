@@ -4,6 +4,7 @@ They need MaxText 0.2.5, which needs Python 3.12 and jax 0.11.
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,11 +63,32 @@ LATENT = {
     "v_head_dim": 8,
     "rope_type": "yarn",
 }
-MODELS = {
-    "llama2": {"decoder_block": "llama2"},
-    "mixtral": {"decoder_block": "mixtral", **EXPERTS},
-    "deepseek": {"decoder_block": "deepseek", **EXPERTS, **LATENT},
+WINDOW = {"sliding_window_size": 4}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama2": ("llama2.LlamaDecoderLayer", {}, {}),
+    "mistral": ("mistral.MistralDecoderLayer", {}, {}),
+    "gemma": ("gemma.GemmaDecoderLayer", {}, {}),
+    "gemma2": ("gemma2.Gemma2DecoderLayer", WINDOW | {"attn_logits_soft_cap": 50.0}, {}),
+    "gemma3": ("gemma3.Gemma3DecoderLayer", WINDOW | {"use_qk_norm": True}, {}),
+    "gpt3": ("gpt3.Gpt3DecoderLayer", {"fused_qkv": True, "mlp_activations": ["gelu"]}, {}),
+    "qwen2": ("qwen2.Qwen2DecoderLayer", {"attention_bias": True}, {"quant": None}),
+    "qwen3": ("qwen3.Qwen3DecoderLayer", {"use_qk_norm": True}, {"quant": None}),
+    "qwen3_moe": ("qwen3.Qwen3MoeDecoderLayer", EXPERTS | {"use_qk_norm": True}, {"quant": None}),
+    "olmo3": ("olmo3.Olmo3DecoderLayer", WINDOW, {"attention_type": "LOCAL_SLIDING"}),
+    "llama4": (
+        "llama4.Llama4DecoderLayer",
+        EXPERTS | {"shared_experts": 1},
+        {"is_moe_layer": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss.GptOssDecoderLayer",
+        EXPERTS | WINDOW | {"attention_sink": True},
+        {"attention_type": "LOCAL_SLIDING"},
+    ),
+    "mixtral": ("mixtral.MixtralDecoderLayer", EXPERTS, {}),
+    "deepseek": ("deepseek.DeepSeekMoELayer", EXPERTS | LATENT, {}),
 }
+"""The class of the layer, fields of the config, and arguments of the class."""
 PIPELINES = {
     "2 ranks": {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 4},
     "4 ranks": {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 2},
@@ -88,6 +110,7 @@ CASES = [
     ("llama2", "explicit"),
     ("mixtral", "2 ranks"),
     ("deepseek", "4 ranks"),
+    *((model, "4 ranks") for model in MODELS if model not in ("llama2", "mixtral", "deepseek")),
 ]
 WITHOUT_THEIRS = {("llama2", "explicit"), ("mixtral", "2 ranks")}
 """Cases in which MaxText's own pipeline fails, called like this, with jax 0.12."""
@@ -101,9 +124,17 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 
 def layer_class(model: str) -> Any:
-    names = {"llama2": "LlamaDecoderLayer", "mixtral": "MixtralDecoderLayer"}
-    module = pytest.importorskip(f"maxtext.models.{model}")
-    return getattr(module, names.get(model, "DeepSeekMoELayer"))
+    """The class of a family's layer, called with a config, a mesh and streams."""
+    name, _, arguments = MODELS[model]
+    module, _, kind = name.partition(".")
+    types = pytest.importorskip("maxtext.common.common_types").AttentionType
+    if "attention_type" in arguments:
+        arguments = {"attention_type": types[arguments["attention_type"]]}
+    return partial(getattr(pytest.importorskip(f"maxtext.models.{module}"), kind), **arguments)
+
+
+def fields_of(model: str) -> dict[str, Any]:
+    return {"decoder_block": model} | MODELS[model][1]
 
 
 def flat(state: Any) -> dict[str, Any]:
@@ -146,7 +177,7 @@ def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool)
 def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
     """The same of a loop over layers, on one device, a microbatch at a time."""
     x, *batch_inputs = batch_of(config)
-    one = config_of(MODELS[model] | {"per_device_batch_size": float(x.shape[0])})
+    one = config_of(fields_of(model) | {"per_device_batch_size": float(x.shape[0])})
     mesh = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(one.mesh_axes)), one.mesh_axes)
     count, dims = config.num_pipeline_microbatches, 1 + (config.num_pipeline_repeats > 1)
     with nn.logical_axis_rules(one.logical_axis_rules), jax.set_mesh(mesh):
@@ -176,7 +207,9 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
 def test_maxtexts_layers_have_the_gradients_of_a_plain_loop_and_of_its_own_pipeline(model, layout):
     with jax.numpy_dtype_promotion("standard"):  # MaxText's layers promote
         ranks = PIPELINES[layout]["ici_pipeline_parallelism"]
-        config = config_of(MODELS[model] | PIPELINES[layout] | {"num_pipeline_microbatches": ranks})
+        config = config_of(
+            fields_of(model) | PIPELINES[layout] | {"num_pipeline_microbatches": ranks}
+        )
         mesh = pytest.importorskip("maxtext.utils.maxtext_utils").get_mesh_from_config(config)
         theirs = pytest.importorskip("maxtext.layers.pipeline")
 

@@ -185,8 +185,12 @@ class PipelineSettings:
         return ({REPEATS: repeats} if repeats > 1 else {}) | {STAGES: ranks}
 
     def rules_or(self, in_context: Iterable) -> AxisRules:
-        """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`."""
-        return axis_rules(self.rules or in_context or DEFAULT_RULES)
+        """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`.
+
+        These have none for stages: the trainer's "layers" are those outside of the pipeline.
+        """
+        stages = (STAGES, (AXIS,))
+        return axis_rules(self.rules or in_context or (stages, *DEFAULT_RULES))
 
 
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:

@@ -77,7 +77,8 @@ def make_request(
         name = settings.get("pipeline_engine", usual_engine(None).config_name)
         if name in CONFIG_ENGINES and not CONFIG_ENGINES[name].runs_schedules:
             settings["pipeline_engine"] = usual_engine(schedule).config_name
-    fixed, chosen = _fixed(settings)
+    _check_said_once(settings, batch=batch, sequence=sequence, devices=devices)
+    fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
     layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
     engines = engines_that_read(values | layers)
@@ -143,6 +144,26 @@ def make_request(
     )
 
 
+def _check_said_once(
+    settings: Mapping[str, Any], *, batch: int | None, sequence: int | None, devices: Devices
+) -> None:
+    """Refuses sizes of a batch that arguments and keys give differently."""
+    length = settings.get("max_target_length")
+    if None not in (sequence, length) and sequence != length:
+        raise ValueError(
+            f"`sequence` is {sequence} and `max_target_length` {length}. Give one of them."
+        )
+    rows = settings.get("per_device_batch_size")
+    if batch is None or rows is None:
+        return
+    whole = rows * devices.num_devices * settings.get("gradient_accumulation_steps", 1)
+    if batch != whole:
+        raise ValueError(
+            f"`batch` is {batch}, and `per_device_batch_size` = {rows} makes {whole:g} rows on "
+            f"{devices.num_devices} devices. Give one of them."
+        )
+
+
 def _check_positive(**values: float | int) -> None:
     for name, value in values.items():
         if value <= 0:
@@ -183,7 +204,7 @@ def _yaml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fixed(settings: Mapping[str, Any]) -> tuple[Values, set[str]]:
+def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[str]]:
     """Returns the fields of candidates that are given, and the keys that give them."""
     fixed: Values = {}
     chosen = {key for key in settings if key in _CHOSEN}
@@ -194,8 +215,13 @@ def _fixed(settings: Mapping[str, Any]) -> tuple[Values, set[str]]:
         ici, dcn = (settings.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
         chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(settings)
         if ici not in (None, -1):
-            fixed[axis] = int(ici) * int(dcn or 1)
+            fixed[axis] = int(ici) * (num_slices if dcn == -1 else int(dcn or 1))
         if dcn not in (None, 1):
+            if dcn not in (-1, num_slices):
+                raise ValueError(
+                    f"`dcn_{name}_parallelism` is {dcn}, and there are {num_slices} slices. One "
+                    "axis is divided over all slices: give their number, or `num_slices`."
+                )
             fixed["across"] = axis
     gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
     if gathers:

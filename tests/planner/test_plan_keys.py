@@ -1,0 +1,247 @@
+"""Every key of a run changes a plan, is refused, or has a reason why it does not change it."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.autodiff.backward import TENSORS
+from jaxpipe.models import PRESETS
+from jaxpipe.train import Config, load_config
+
+LLAMA: dict[str, Any] = {
+    "model_name": "llama2-7b",
+    "pipeline_engine": "circular",
+    "ici_pipeline_parallelism": 2,
+    "ici_fsdp_parallelism": 2,
+    "num_pipeline_microbatches": 8,
+    "remat_policy": "full",
+}
+EXPERTS: dict[str, Any] = {
+    "model_name": "deepseek2-16b",
+    "pipeline_engine": "none",
+    "ici_pipeline_parallelism": 1,
+    "ici_expert_parallelism": 4,
+    "remat_policy": "full",
+}
+
+# What a run does around its steps: files, logs, data, seeds and devices that a plan is told.
+AROUND = (
+    "run_name",
+    "output_dir",
+    "steps",
+    "log_period",
+    "max_minutes",
+    "init_weights_seed",
+    "init_from",
+    "dropout_seed",
+    "dataset_type",
+    "data_files",
+    "text_separator",
+    "text_field",
+    "token_dtype",
+    "token_eod",
+    "data_sources",
+    "tokenizer_path",
+    "enable_data_shuffling",
+    "data_shuffle_seed",
+    "packing",
+    "eval_files",
+    "eval_data_sources",
+    "eval_split_fraction",
+    "eval_split_seed",
+    "eval_interval",
+    "eval_steps",
+    "keep_best",
+    "debug_sharding",
+    "compile_xla_flags",
+    "compile_default_flags",
+    "emulate_devices",
+    "distributed",
+    "step_timeout_minutes",
+    "mpmd_timeout_seconds",
+    "mpmd_trace_step",
+    "enable_checkpointing",
+    "checkpoint_period",
+    "checkpoint_minutes",
+    "async_checkpointing",
+    "max_to_keep",
+    "begin_anew",
+    "allow_unverified",
+    "allow_data_change",
+    "allow_learning_rate_change",
+    "enable_tensorboard",
+    "enable_wandb",
+    "wandb_project",
+    "profile_steps",
+    "peak_tflops_per_device",
+    "enable_progress_bar",
+    "jax_cache_dir",
+    "bad_step_policy",
+)
+
+# Keys that change a program and no plan, with the reason.
+UNCOUNTED = {
+    **dict.fromkeys(
+        ("learning_rate", "learning_rate_schedule", "learning_rate_schedule_steps"), "a scalar"
+    ),
+    **dict.fromkeys(("warmup_steps_fraction", "learning_rate_final_fraction"), "a scalar"),
+    **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"), "a scalar"),
+    **dict.fromkeys(("gradient_clipping_threshold", "max_gradient_norm"), "a sum of squares"),
+    "weight_decay_exclude": "a mask that is known when a step is traced",
+    "normalization_layer_epsilon": "a scalar",
+    **dict.fromkeys(("rope_max_timescale", "rope_type", "llama31_rope_factor"), "other angles"),
+    **dict.fromkeys(("rope_factor", "original_max_position_embeddings"), "other angles"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale"), "other angles"),
+    "z_loss_multiplier": "one more number of each token",
+    **dict.fromkeys(("dropout_rate", "enable_dropout"), "masks of 1 byte, which are drawn again"),
+    **dict.fromkeys(("scan_pipeline_iterations", "scan_pipeline_repeats"), "the same ticks"),
+    "scan_layers_per_stage": "the same layers and residuals, written out",
+    "shard_mode": "the same collectives",
+    "deterministic": "other orders of additions",
+    **dict.fromkeys(("enable_nnx", "pure_nnx_decoder"), "the same program"),
+    **dict.fromkeys(("routed_score_func", "routed_bias_update_rate"), "numbers of a router"),
+    **dict.fromkeys(("routed_scaling_factor", "norm_topk_prob"), "numbers of a router"),
+    **dict.fromkeys(("n_routing_groups", "topk_routing_group"), "numbers of a router"),
+    **dict.fromkeys(("group_score_experts", "load_balance_loss_weight"), "numbers of a router"),
+    "mlpwo": "no backward reads it, and the input of the next layer is saved as well",
+    "megablox": "which kernel a grouped product has",
+    "logical_axis_rules": "where weights lie: tests/planner/test_plan_memory.py",
+    "pipeline_layout": "a layout that is given: tests/planner/test_plan.py",
+}
+
+# Keys whose other value is not twice, or the opposite of, the one that they have.
+OTHERS: dict[str, Any] = {
+    "model_name": "llama3-8b",
+    "num_vocab_tiling": 1,
+    "base_num_query_heads": 64,
+    "base_num_kv_heads": 8,
+    "adam_b1": 0.5,
+    "adam_b2": 0.5,
+    "attention": "dot_product",
+    "dtype": "float32",
+    "weight_dtype": "bfloat16",
+    "quantization": "fp8",
+    "remat_policy": "minimal",
+    "pipeline_engine": "scheduled",
+    "pipeline_schedule": "1f1b",
+    "num_pipeline_repeats": 4,
+    "num_experts_per_tok": 4,
+    "v_head_dim": 64,
+    "qk_nope_head_dim": 256,
+    "learning_rate_schedule": "constant",
+    "weight_decay_exclude": ["norm"],
+    "rope_type": "llama3.1",
+    "routed_score_func": "sigmoid",
+    "enable_nnx": True,
+    "ici_data_parallelism": 4,
+    "megablox": False,
+    "num_pipeline_microbatches": 16,
+}
+# Layouts in which a key does something.
+_SCHEDULED = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+WITH: dict[str, dict[str, Any]] = {
+    **{name: {"remat_policy": "custom"} for name in TENSORS},
+    "decoder_layer_input": {
+        "remat_policy": "custom",
+        "num_layers_per_pipeline_stage": 4,
+        "set_remat_policy_on_layers_per_stage": False,
+    },
+    "num_vocab_tiling": {"num_vocab_tiling": 2},
+    "mla_q": {"remat_policy": "custom", "q_lora_rank": 1536},
+    "pipeline_fsdp_ag_per_repeat": {"num_pipeline_repeats": 4},
+    "shard_optimizer_over_data": {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 2},
+    "pipeline_vocab_parallel": _SCHEDULED,
+    "pipeline_schedule": {"pipeline_engine": "scheduled", "pipeline_schedule": "zero_bubble_h1"},
+    "pipeline_fsdp_ag_once": {"pipeline_fsdp_ag_per_layer": True},
+    "gradient_accumulation_steps": {"num_pipeline_microbatches": 4},
+    "num_layers_per_pipeline_stage": {"num_layers_per_pipeline_stage": 4},
+}
+
+
+DEFAULTS = load_config([], [], presets=PRESETS).model_dump()
+
+
+def answer(keys: dict[str, Any], *batch: int) -> tuple[float, float] | str:
+    """The memory and the time of the plan, or why there is none."""
+    return _answer(json.dumps(keys), *batch)
+
+
+@cache
+def _answer(keys: str, *batch: int) -> tuple[float, float] | str:
+    try:
+        best = jp.plan(json.loads(keys), "v5p-8", *batch).best
+    except ValueError as error:
+        return str(error)
+    return best.memory.total, best.time.seconds
+
+
+def other(key: str, value: Any) -> Any:
+    if OTHERS.get(key, value) != value:
+        return OTHERS[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return 2 * value if value > 0 else 2
+    names = get_args(Config.model_fields[key].annotation)
+    return next(name for name in names if isinstance(name, str) and name != value)
+
+
+def answers(key: str) -> Iterator[tuple[Any, Any]]:
+    """Answers without and with another value of `key`, for a dense model and one of experts."""
+    for model in (LLAMA, EXPERTS):
+        keys = model | WITH.get(key, {})
+        value = other(key, (DEFAULTS | PRESETS[model["model_name"]] | keys)[key])
+        # The number of rows of a batch stands in the keys where it is not an argument.
+        batch = () if key in ("per_device_batch_size", "max_target_length") else (48, 2048)
+        yield answer(keys, *batch), answer(keys | {key: value}, *batch)
+
+
+# `decoder_block` is what its preset says: with another one all sizes are of another model.
+COUNTED = [key for key in Config.model_fields if key not in {*AROUND, *UNCOUNTED, "decoder_block"}]
+
+
+@pytest.mark.parametrize("key", COUNTED)
+def test_a_key_of_a_step_changes_the_plan_or_is_refused(key: str):
+    is_refused = False
+    for before, after in answers(key):
+        if isinstance(before, str):
+            continue
+        if before != after and not isinstance(after, str):
+            return
+        is_refused |= isinstance(after, str)
+    assert is_refused
+
+
+def test_keys_that_change_no_plan_are_keys_and_in_one_list():
+    names = [*AROUND, *UNCOUNTED]
+    assert len({*names}) == len(names) and {*names} <= {*Config.model_fields}
+
+
+def test_keys_with_a_reason_change_no_plan():
+    before = answer(LLAMA, 48, 2048)
+    for key, reason in UNCOUNTED.items():
+        if key in ("logical_axis_rules", "pipeline_layout", "megablox"):
+            continue
+        value = other(key, DEFAULTS[key])
+        after = answer(
+            LLAMA | ({"enable_nnx": True} if "nnx" in key else {}) | {key: value}, 48, 2048
+        )
+        assert after == before or isinstance(after, str), f"{key}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_target_length": 4096}, "`sequence` is 2048 and `max_target_length` 4096"),
+        ({"per_device_batch_size": 2}, "`batch` is 48, and `per_device_batch_size` = 2 makes 8"),
+        ({"dcn_data_parallelism": 2}, "`dcn_data_parallelism` is 2, and there are 1 slices"),
+    ],
+)
+def test_sizes_that_contradict_the_request_are_refused(keys: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        jp.plan(LLAMA | keys, "v5p-8", 48, 2048)
+    assert jp.plan(LLAMA | {"per_device_batch_size": 12}, "v5p-8", 48, 2048).best
