@@ -119,22 +119,22 @@ def test_layers_that_alternate_compute_the_loss_of_the_plain_program():
     for i, w in enumerate(layers):
         x = names["global_layer" if i % 3 == 2 else "local_layer"](w, x, batch)
     wanted = names["next_token_loss"](params["head"], x, batch)
-    close(pipe.value(pipe.shard(params), batch)[0], wanted, 1e-5)
+    close(pipe.jit(pipe.value)(pipe.shard(params), batch)[0], wanted, 1e-5)
 
     pipe = jp.pipeline(names["found"], schedule="circular", mesh=mesh, microbatches=4)
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), names["module"](batch), batch)
-    close(pipe.value(pipe.shard(names["module_params"]), batch)[0], wanted, 1e-5)
+    close(pipe.jit(pipe.value)(pipe.shard(names["module_params"]), batch)[0], wanted, 1e-5)
 
     pipe = jp.pipeline(names["zamba"], schedule="1f1b", mesh=mesh, microbatches=4)
     zamba = names["Zamba"](names["nnx"].Rngs(0))
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), zamba(batch), batch)
-    close(pipe.value(pipe.shard(names["zamba_params"]), batch)[0], wanted, 1e-5)
+    close(pipe.jit(pipe.value)(pipe.shard(names["zamba_params"]), batch)[0], wanted, 1e-5)
 
     pipe = jp.pipeline(names["reading"], schedule="1f1b", mesh=mesh, microbatches=4)
     batch |= {"patches": jax.random.normal(jax.random.key(6), (8, 5, 3))}
     reading = names["VisionLanguageModel"](names["nnx"].Rngs(0))
     wanted = names["next_token_loss"](np.eye(D, V, dtype=np.float32), reading(batch), batch)
-    close(pipe.value(pipe.shard(names["reading_params"]), batch)[0], wanted, 1e-5)
+    close(pipe.jit(pipe.value)(pipe.shard(names["reading_params"]), batch)[0], wanted, 1e-5)
 
 
 def test_the_unet_computes_the_loss_of_the_plain_program():
