@@ -109,7 +109,8 @@ CASES = [
     Row(3, 2, 1, "delay"),
     Row(2, 2, 1, "once flat", fsdp=2),
     Row(2, 3, 1, "repeat", fsdp=2),
-    Row(2, 2, 2, "repeat unrolled remat"),
+    Row(2, 1, 1, "repeat unrolled remat"),
+    Row(2, 1, 1),
 ]
 
 
@@ -125,6 +126,12 @@ def test_methods_that_are_wrapped_are_called_and_give_what_the_call_gives(row):
     counted = counting(plain, names, calls)(config, Layer(), row.mesh())
     got = with_gradients(counted, variables, x, positions)
     skipped = {"get_pipeline_remat_policy"} if "remat" in row.fields else set()
+    if row.repeats == 1:  # as in MaxText: all weights are of the one repeat
+        skipped |= {
+            "gather_weights_across_stages_vmap",
+            "get_current_repeat_from_stages",
+            "vmap_parallel_gather",
+        }
     assert {*calls} == {*names} - skipped
     frontends.assert_trees_close(got, with_gradients(module, variables, x, positions))
 
