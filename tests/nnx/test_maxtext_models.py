@@ -69,7 +69,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral.MistralDecoderLayer", {}, {}),
     "gemma": ("gemma.GemmaDecoderLayer", {}, {}),
     "gemma2": ("gemma2.Gemma2DecoderLayer", WINDOW | {"attn_logits_soft_cap": 50.0}, {}),
-    "gemma3": ("gemma3.Gemma3DecoderLayer", WINDOW | {"use_qk_norm": True}, {}),
+    "gemma3": (
+        "gemma3.Gemma3DecoderLayer",
+        WINDOW | {"model_name": "gemma3-4b", "override_model_config": True},
+        {},
+    ),
     "gpt3": ("gpt3.Gpt3DecoderLayer", {"fused_qkv": True, "mlp_activations": ["gelu"]}, {}),
     "qwen2": ("qwen2.Qwen2DecoderLayer", {"attention_bias": True}, {"quant": None}),
     "qwen3": ("qwen3.Qwen3DecoderLayer", {"use_qk_norm": True}, {"quant": None}),
@@ -77,12 +81,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "olmo3": ("olmo3.Olmo3DecoderLayer", WINDOW, {"attention_type": "LOCAL_SLIDING"}),
     "llama4": (
         "llama4.Llama4DecoderLayer",
-        EXPERTS | {"shared_experts": 1},
+        EXPERTS | {"num_experts_per_tok": 1, "shared_experts": 1, "chunk_attn_window_size": 4},
         {"is_moe_layer": True},
     ),
     "gpt_oss": (
         "gpt_oss.GptOssDecoderLayer",
-        EXPERTS | WINDOW | {"attention_sink": True},
+        EXPERTS | WINDOW | {"attention_sink": True, "mlp_activations_limit": 7.0},
         {"attention_type": "LOCAL_SLIDING"},
     ),
     "mixtral": ("mixtral.MixtralDecoderLayer", EXPERTS, {}),
