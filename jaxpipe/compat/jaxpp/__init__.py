@@ -27,6 +27,7 @@ from ._schedules import DualPipeV as DualPipeV
 from ._schedules import Eager1F1B as Eager1F1B
 from ._schedules import GPipe as GPipe
 from ._schedules import Interleaved1F1B as Interleaved1F1B
+from ._schedules import InterleavedBaseSchedule as InterleavedBaseSchedule
 from ._schedules import InterleavedGPipe as InterleavedGPipe
 from ._schedules import KimiK2 as KimiK2
 from ._schedules import NamedSchedule as NamedSchedule
