@@ -161,7 +161,7 @@ def translated_shardings(
 
     `translate` returns a sharding in terms of the current context, or the same object. `nest`
     replaces `jax.shard_map` with a mesh; it is called with the function, JAX's own result for it,
-    and the arguments except `check_vma`.
+    and the arguments.
     """
     # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
@@ -254,7 +254,7 @@ def _nested(jax_shard_map: Callable) -> Callable:
         nest = _nest.get()
         if nest is None or mesh is None:
             return plain
-        return nest(f, plain, mesh=mesh, **options)
+        return nest(f, plain, mesh=mesh, check_vma=check_vma, **options)
 
     return nested
 

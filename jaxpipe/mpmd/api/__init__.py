@@ -15,9 +15,9 @@ if typing.TYPE_CHECKING:
     from ._base_schedule import BaseSchedule as BaseSchedule
     from ._base_schedule import as_schedule as as_schedule
     from ._base_schedule import require_positive as require_positive
+    from ._in_group import sharding_in_group as sharding_in_group
     from ._jit import mpmd_jit_by_yield as mpmd_jit_by_yield
     from ._jit import mpmd_jit_with_loop as mpmd_jit_with_loop
-    from ._jit import sharding_in_group as sharding_in_group
     from ._mesh import MpmdMesh as MpmdMesh
     from ._mesh import MpmdSharding as MpmdSharding
     from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
