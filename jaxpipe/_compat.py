@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls
+from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls, xla_bridge
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
@@ -109,6 +109,16 @@ def load_on_devices(
         return jax.stages.Compiled(unloaded.load(), [], info, out_tree, no_kwargs=no_kwargs)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
         return None  # another version of JAX, or a device whose programs cannot be saved
+
+
+def devices_are_known() -> bool:
+    """Returns whether JAX has used a device: it then reads no more settings for them."""
+    return xla_bridge.backends_are_initialized()
+
+
+def cpu_devices_asked_for() -> int:
+    """Returns JAX's setting for the number of emulated CPU devices; -1 if it has none."""
+    return getattr(jax.config, "jax_num_cpu_devices", -1)
 
 
 def distributed_state() -> Any:

@@ -184,8 +184,11 @@ def test_an_array_of_another_process_has_a_shape_and_no_numbers():
     assert (there.shape, there.dtype, there.aval.str_short()) == ((3,), np.float32, "float32[3]")
     assert not there.is_partially_addressable
     assert there.to_mpmd_local_array is None and there.first_mpmd_replica is None
-    with pytest.raises(ValueError, match=r"lives on the groups \(1,\) of the processes"):
-        np.asarray(there)
+    assert np.array(there).dtype == object and np.asarray(there).item() is there
+    assert "MpmdArray(shape=(3,)" in f"{there} {there:.3f} {there!r} {np.array(there)}"
+    for read in (float, bool, lambda x: np.asarray(x, np.float32), lambda x: x.item()):
+        with pytest.raises(ValueError, match=r"lives on the groups \(1,\) of the processes"):
+            read(there)
 
 
 def test_arrays_that_are_not_those_of_their_groups_are_refused():
