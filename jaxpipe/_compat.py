@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls, xla_bridge
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
@@ -158,6 +159,9 @@ _translate: ContextVar[Callable[[NamedSharding], NamedSharding] | None] = Contex
     "translate", default=None
 )
 _nest: ContextVar[Callable[..., Callable] | None] = ContextVar("nest", default=None)
+_constraint_of: ContextVar[Callable[[Any], NamedSharding | None] | None] = ContextVar(
+    "constraint_of", default=None
+)
 _patching = threading.Lock()
 _patches: list[tuple[Any, str, Any]] = []
 _patched = 0
@@ -165,13 +169,20 @@ _patched = 0
 
 @contextmanager
 def translated_shardings(
-    translate: Callable[[NamedSharding], NamedSharding], nest: Callable[..., Callable] | None = None
+    translate: Callable[[NamedSharding], NamedSharding],
+    nest: Callable[..., Callable] | None = None,
+    constraint_of: Callable[[NamedSharding | P], NamedSharding | None] | None = None,
 ) -> Iterator[None]:
     """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 
     `translate` returns a sharding in terms of the current context, or the same object. `nest`
     replaces `jax.shard_map` with a mesh; it is called with the function, JAX's own result for it,
     and the arguments.
+
+    `constraint_of` lets functions that are written for explicit axes run on automatic ones. It
+    returns the constraint that an `out_sharding` means, or None to leave it to JAX. The results of
+    products and of `jax.sharding.reshard` are constrained. Other functions ignore their
+    `out_sharding`: the compiler chooses.
     """
     # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
@@ -179,12 +190,12 @@ def translated_shardings(
         _patched += 1
         if _patched == 1:
             _patches.extend(_patch(*patch) for patch in _sharding_patches())
-    token, nest_token = _translate.set(translate), _nest.set(nest)
+    tokens = _translate.set(translate), _nest.set(nest), _constraint_of.set(constraint_of)
     try:
         yield
     finally:
-        _translate.reset(token)
-        _nest.reset(nest_token)
+        for variable, token in zip((_translate, _nest, _constraint_of), tokens, strict=True):
+            variable.reset(token)
         with _patching:
             _patched -= 1
             while not _patched and _patches:
@@ -213,6 +224,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     return [
         (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
         (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
+        (lax.dot_general_p, "bind", _product(lax.dot_general_p.bind)),
         (shard_map, "_shard_map", _nested(shard_map._shard_map)),
         (pjit.jit_p, "bind", _jit(pjit.jit_p.bind)),
         (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
@@ -251,11 +263,33 @@ def _constrain(bind: Callable) -> Callable:
 
 def _reshard(bind: Callable) -> Callable:
     def reshard(x: Any, *, dst_sharding: Any, concrete_mesh: Any, **params: Any) -> Any:
+        if _is_constraint(dst_sharding):
+            return pjit.with_sharding_constraint(x, dst_sharding)
         meant = _translated(dst_sharding)
         mesh = concrete_mesh if meant is dst_sharding else None
         return bind(x, dst_sharding=meant, concrete_mesh=mesh, **params)
 
     return reshard
+
+
+def _product(bind: Callable) -> Callable:
+    def product(*operands: Any, out_sharding: Any, **params: Any) -> Any:
+        if not _is_constraint(out_sharding):
+            return bind(*operands, out_sharding=out_sharding, **params)
+        return pjit.with_sharding_constraint(
+            bind(*operands, out_sharding=None, **params), out_sharding
+        )
+
+    return product
+
+
+def _is_constraint(sharding: Any) -> bool:
+    """Returns whether a sharding is one that `constraint_of` has returned to this thread."""
+    return (
+        _constraint_of.get() is not None
+        and sharding is not None
+        and sharding.mesh.are_all_axes_auto
+    )
 
 
 def _nested(jax_shard_map: Callable) -> Callable:
@@ -300,7 +334,12 @@ def _check(check: Callable) -> Callable:
 
 
 def _canonicalize(canonicalize: Callable) -> Callable:
-    def translated(sharding: Any, *rest: Any, **options: Any) -> Any:
-        return canonicalize(_translated(sharding), *rest, **options)
+    def translated(sharding: Any, api_name: str, *rest: Any, **options: Any) -> Any:
+        constraint_of = _constraint_of.get()
+        if constraint_of is not None and isinstance(sharding, NamedSharding | P):
+            constraint = constraint_of(sharding)
+            if constraint is not None:
+                return constraint if api_name in ("einsum", "dot_general", "reshard") else None
+        return canonicalize(_translated(sharding), api_name, *rest, **options)
 
     return translated

@@ -1,5 +1,6 @@
 """Says what shardings and shard maps of the mesh of all groups mean inside of one group."""
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,7 +12,9 @@ from jaxtyping import PyTree
 
 from ..._input import clause
 from ...sharding.specs import axes_of
-from ._mesh import MpmdMesh, check_reduced
+from ._mesh import SUM_ONCE, MpmdMesh, check_reduced
+
+_LOG = logging.getLogger("jaxpipe.mpmd")
 
 
 def sharding_in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
@@ -27,6 +30,39 @@ def sharding_in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
         return sharding
     check_reduced(sharding.spec, "A sharding inside `fun`")
     return sharding.update(mesh=group)
+
+
+def constraints_in_group(
+    mesh: MpmdMesh,
+) -> Callable[[NamedSharding | P], NamedSharding | None]:
+    """Returns a function from a sharding over explicit axes to the constraint that it means.
+
+    The function returns None for a sharding of another mesh, and inside a `jax.shard_map`. It
+    leaves out `reduced` and `unreduced` axes, which say where gradients are summed over devices and
+    not what the sums are, and logs the first of them.
+    """
+    sizes = [tuple(m.shape.items()) for m in (mesh.jax_mesh, mesh.unstack[0])]
+    warned: list[P] = []
+
+    def constraint(sharding: NamedSharding | P) -> NamedSharding | None:
+        context = jax.sharding.get_abstract_mesh()
+        if isinstance(sharding, NamedSharding):
+            if tuple(sharding.mesh.shape.items()) not in sizes:
+                return None
+            sharding = sharding.spec
+        if context.manual_axes:
+            return None
+        delayed = sharding.reduced | sharding.unreduced
+        if delayed and not warned:
+            warned.append(sharding)
+            _LOG.warning(
+                "A sharding inside the step has the spec %s. Within a group gradients are summed "
+                "over devices for every microbatch, not once a step: to sum them once, %s",
+                *(sharding, SUM_ONCE.format(axis=min(delayed))),
+            )
+        return NamedSharding(context, P(*sharding.partitions))
+
+    return constraint
 
 
 def shard_map_in_group(

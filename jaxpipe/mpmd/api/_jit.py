@@ -22,7 +22,7 @@ from ..ir._marks import tracing
 from ..ir._reduce import Last, treduce_i
 from ._arguments import broadcast_prefix, static_arguments, type_of
 from ._array import MpmdArray
-from ._in_group import shard_map_in_group, sharding_in_group
+from ._in_group import constraints_in_group, shard_map_in_group, sharding_in_group
 from ._mesh import (
     DELAYED,
     MpmdMesh,
@@ -120,7 +120,9 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
     refuses to combine it with a type on the mesh of one group.
     """
     translated = translated_shardings(
-        partial(sharding_in_group, mesh), partial(shard_map_in_group, mesh)
+        partial(sharding_in_group, mesh),
+        partial(shard_map_in_group, mesh),
+        constraints_in_group(mesh) if mesh.has_explicit_axes else None,
     )
     with no_ambient_mesh():
         try:

@@ -68,6 +68,11 @@ class MpmdMesh:
         """Returns the dim of `jax_mesh.devices` whose indices are the groups."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
 
+    @property
+    def has_explicit_axes(self) -> bool:
+        """Returns whether an axis of `jax_mesh` is explicit."""
+        return AxisType.Explicit in self.jax_mesh.axis_types
+
     @cached_property
     def auto_mesh(self) -> Mesh:
         """Returns the mesh of all devices with automatic axes."""
@@ -207,12 +212,16 @@ def check_reduced(spec: PartitionSpec, what: str) -> None:
         raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
 
 
-DELAYED = (
-    "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
-    "only. To reduce gradients once a step, let each device keep its own: "
+SUM_ONCE = (
+    "let each device keep its own: "
     "`jax.vmap(jax.value_and_grad(loss), (None, 0), spmd_axis_name={axis!r})`, constrained to "
     "`PartitionSpec({axis!r})`, and sum the first dim of what the loop over microbatches returns."
 )
+
+DELAYED = (
+    "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
+    "only. To reduce gradients once a step, "
+) + SUM_ONCE
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
