@@ -16,9 +16,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls, xla_bridge
+from jax._src import (
+    api_util,
+    config,
+    core,
+    distributed,
+    pjit,
+    shard_map,
+    sharding_impls,
+    xla_bridge,
+)
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import discharge
 from jax.experimental import serialize_executable
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -110,6 +121,13 @@ def load_on_devices(
         return jax.stages.Compiled(unloaded.load(), [], info, out_tree, no_kwargs=no_kwargs)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
         return None  # another version of JAX, or a device whose programs cannot be saved
+
+
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose own references, of `jax.new_ref`, are values in place of effects."""
+    if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
+        return closed
+    return discharge.discharge_state(closed, should_discharge=False)
 
 
 def devices_are_known() -> bool:

@@ -173,3 +173,60 @@ def test_a_shard_map_that_is_made_outside_of_the_step_is_refused_by_name():
     with pytest.raises(ValueError, match=r"Call `jax\.shard_map` inside of `fun`"):
         lowered(centered_shards, P("data"), made)
     np.testing.assert_allclose(made(WEIGHTS[0], XS[0]), centered(WEIGHTS[0], XS[0]), atol=1e-6)
+
+
+# References.
+
+
+def with_refs(w: Any, x: Any) -> Any:
+    """Writes of single rows, in Python and in a loop, also in a nested function."""
+    state = jax.new_ref(x)
+    state[0] = state[1] * 2
+
+    def turn(i: Any, _: Any) -> None:
+        state[i] = jnp.tanh(state[i] @ w)
+
+    jax.jit(lambda: jax.lax.fori_loop(0, len(x), turn, None))()
+    return jax.freeze(state)
+
+
+def without_refs(w: Any, x: Any) -> Any:
+    return jnp.tanh(x.at[0].set(2 * x[1]) @ w)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_references_inside_of_stages_are_values(schedule: str):
+    step = mpmd_jit_with_loop(in_loop(jax.value_and_grad(over(with_refs)), schedule), groups(2))
+    true = total(jax.value_and_grad(over(without_refs, lambda x: x)))
+    assert_close(step(WEIGHTS, XS), true)
+
+
+def test_references_cross_marks_and_are_used_behind_the_loop():
+    def loss(weights: Any, x: Any, mark: Callable = mark_stage_end) -> Any:
+        state = jax.new_ref(x)
+        for w in weights:
+            state[...] = mark(jnp.tanh(state[...] @ w))
+        return jnp.sum(state[...] ** 2)
+
+    def step(weights: Any, xs: Any) -> Any:
+        value, grads = in_loop(jax.value_and_grad(loss))(weights, xs)
+        count = jax.new_ref(value)
+        count[...] += 1
+        return count[...], grads
+
+    value, grads = total(jax.value_and_grad(partial(loss, mark=lambda x: x)))
+    assert_close(mpmd_jit_with_loop(step, groups(2))(WEIGHTS, XS), (value + 1, grads))
+
+
+def test_a_reference_that_microbatches_share_is_refused_by_name():
+    def step(weights: Any, xs: Any) -> Any:
+        count = jax.new_ref(jnp.zeros(()))
+
+        def loss(x: Any) -> Any:
+            count[...] += 1
+            return over(plain)(weights, x)
+
+        return treduce(loss, xs, schedule="1f1b", operation=Add), count[...]
+
+    with pytest.raises(ValueError, match="reads or writes to a reference"):
+        mpmd_jit_with_loop(step, groups(2)).lower(WEIGHTS, XS)

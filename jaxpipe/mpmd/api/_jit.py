@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..._compat import trace_settings, translated_shardings
+from ..._compat import trace_settings, translated_shardings, without_refs
 from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
@@ -161,6 +161,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _to_pure_graph(closed: Any) -> Graph:
+    closed = without_refs(closed)
     if names := effects_of(closed, prints=True):
         raise ValueError(
             f"The function has the effects of {', '.join(names)}. Programs of several groups have "

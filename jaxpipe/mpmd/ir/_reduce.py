@@ -17,6 +17,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
 
+from ..._compat import without_refs
+
 
 @runtime_checkable
 class ReduceOp(Protocol):
@@ -233,6 +235,13 @@ def treduce_with_shapes(
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
+    closed = without_refs(closed)
+    if any(isinstance(const, jax.Ref) for const in closed.consts):
+        raise ValueError(
+            f"The function of `{caller}` reads or writes to a reference (`jax.new_ref`) that is "
+            "made outside of it. Microbatches run on several groups, which share no memory: return "
+            "the values and combine them by `operation`, or make the reference inside."
+        )
     operations = _broadcast_operation(operation_of(shape), shape)
     reductions(closed.out_avals, operations, length)  # raises if one does not fit its result
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
