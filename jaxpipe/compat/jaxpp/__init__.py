@@ -8,12 +8,15 @@ from ...mpmd.api import BaseSchedule as BaseSchedule
 from ...mpmd.api import MpmdArray as MpmdArray
 from ...mpmd.api import MpmdMesh as MpmdMesh
 from ...mpmd.api import MpmdSharding as MpmdSharding
+from ...mpmd.api import add_multi_p as add_multi_p
 from ...mpmd.api import cross_mpmd_all_reduce as cross_mpmd_all_reduce
 from ...mpmd.api import cross_mpmd_stack as cross_mpmd_stack
+from ...mpmd.api import gather_multi_p as gather_multi_p
 from ...mpmd.api import mpmd_jit_by_yield as mpmd_jit_by_yield
 from ...mpmd.api import mpmd_jit_with_loop as mpmd_jit_with_loop
 from ...mpmd.api import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
 from ...mpmd.api import place_with as place_with
+from ...mpmd.api import place_with_p as place_with_p
 from ...mpmd.api import spmd_to_mpmd_reshard as spmd_to_mpmd_reshard
 from ...mpmd.ir import Add as Add
 from ...mpmd.ir import Concat as Concat

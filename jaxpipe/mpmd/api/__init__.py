@@ -8,9 +8,12 @@ if typing.TYPE_CHECKING:
     from .._engine import mpmd_value as mpmd_value
     from .._engine import mpmd_value_and_grad as mpmd_value_and_grad
     from ..ir._marks import is_tracing as is_tracing
+    from ._across import add_multi_p as add_multi_p
     from ._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
     from ._across import cross_mpmd_stack as cross_mpmd_stack
+    from ._across import gather_multi_p as gather_multi_p
     from ._across import place_with as place_with
+    from ._across import place_with_p as place_with_p
     from ._array import MpmdArray as MpmdArray
     from ._base_schedule import BaseSchedule as BaseSchedule
     from ._base_schedule import as_schedule as as_schedule

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -37,6 +37,9 @@ class MpmdMesh:
     jax_mesh: Mesh
     mpmd_axis_name: str
 
+    mesh_stack: ClassVar[list["MpmdMesh"]] = []
+    """The meshes whose contexts are entered, the innermost last. No function reads it."""
+
     def __post_init__(self) -> None:
         mesh, name = self.jax_mesh, self.mpmd_axis_name
         if name not in mesh.axis_names:
@@ -52,11 +55,13 @@ class MpmdMesh:
             )
 
     def __enter__(self) -> "MpmdMesh":
-        """Returns the mesh. The context has no effect: a compiled function stores its mesh."""
+        """Returns the mesh and adds it to `mesh_stack`. A compiled function stores its own mesh."""
+        self.mesh_stack.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         del exception
+        self.mesh_stack.pop()
 
     @property
     def mpmd_dim(self) -> int:
