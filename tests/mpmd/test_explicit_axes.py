@@ -140,6 +140,27 @@ def test_out_shardings_in_a_stage_run_and_change_no_number(name: str):
     check(STAGES[name], plain)
 
 
+@pytest.mark.parametrize("grad", [plain, unreduced])
+def test_under_plain_jit_the_loop_is_a_scan_with_types(grad: Callable):
+    """Its sums are divided, or unreduced, as the results of a microbatch are."""
+    true_value, true_weights = reference(einsum, grad)
+
+    def step(weights: Any, xs: Any) -> Any:
+        loss = losses(einsum, jaxpp.mark_stage_end)
+        values, grads = jaxpp.treduce(lambda x: grad(loss, weights, x), xs, jaxpp.Std1F1B(2))
+        return values, updated(weights, grads)
+
+    mesh = MESH[0].mesh
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(WEIGHTS, NamedSharding(mesh, P("fsdp", None)))
+        values, new = jax.jit(step)(
+            weights, jax.device_put(XS, NamedSharding(mesh, P(None, "fsdp")))
+        )
+    np.testing.assert_allclose(values.sum(), true_value, rtol=TOLERANCE)
+    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(true_weights), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE * np.max(np.abs(y)))
+
+
 def test_products_and_reshards_are_constrained():
     mesh = jax.make_mesh((2, FSDP), ("stage", "fsdp"), devices=jax.devices()[: 2 * FSDP])
     groups = jaxpp.MpmdMesh(mesh, "stage")

@@ -131,9 +131,10 @@ def test_every_attribute_is_there_and_is_a_method_or_not(name: str):
 
 
 def test_every_module_of_jaxpp_that_scripts_import_is_there():
-    """`jaxpp.api`, `jaxpp.schedules` and `jaxpp.types`, each under `jaxpipe.mpmd.jaxpp`."""
+    """`jaxpp.api` and others, each under `jaxpipe.mpmd.jaxpp`."""
     modules = {
         "api": (*JAXPP, "add_multi_p", "gather_multi_p", "place_with_p", "collect_task_times_ms"),
+        "mesh": ("MpmdMesh",),
         "schedules": ("BaseSchedule", "InterleavedBaseSchedule", "FusedTask", "Std1F1B", "Task"),
         "types": ("MpmdSharding", "TaskType"),
     }
