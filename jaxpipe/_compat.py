@@ -208,12 +208,14 @@ def translated_shardings(
         _patched += 1
         if _patched == 1:
             _patches.extend(_patch(*patch) for patch in _sharding_patches())
-    tokens = _translate.set(translate), _nest.set(nest), _constraint_of.set(constraint_of)
+    token, nest_token = _translate.set(translate), _nest.set(nest)
+    constraint_token = _constraint_of.set(constraint_of)
     try:
         yield
     finally:
-        for variable, token in zip((_translate, _nest, _constraint_of), tokens, strict=True):
-            variable.reset(token)
+        _translate.reset(token)
+        _nest.reset(nest_token)
+        _constraint_of.reset(constraint_token)
         with _patching:
             _patched -= 1
             while not _patched and _patches:
@@ -351,13 +353,17 @@ def _check(check: Callable) -> Callable:
     return check_own
 
 
+_CONSTRAINED = ("einsum", "dot_general", "reshard", "repeat", "take", "jnp.percentile")
+"""The functions, as JAX names them to itself, whose results are constrained to `out_sharding`."""
+
+
 def _canonicalize(canonicalize: Callable) -> Callable:
     def translated(sharding: Any, api_name: str, *rest: Any, **options: Any) -> Any:
         constraint_of = _constraint_of.get()
         if constraint_of is not None and isinstance(sharding, NamedSharding | P):
             constraint = constraint_of(sharding)
             if constraint is not None:
-                return constraint if api_name in ("einsum", "dot_general", "reshard") else None
+                return constraint if api_name in _CONSTRAINED else None
         return canonicalize(_translated(sharding), api_name, *rest, **options)
 
     return translated

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe.mpmd.jaxpp as jaxpp
 from mpmd.small import TOLERANCE, numbers, on_host, runs
 
 FSDP, MICROBATCHES = 2, 3
+REDUCED = P(reduced=frozenset({"fsdp"}))
 WEIGHTS = [on_host({"in": numbers(i, 8, 16) / 4, "out": numbers(i + 9, 16, 8) / 4}) for i in (0, 1)]
 XS = np.asarray(numbers(2, MICROBATCHES, 4, 8))
 
@@ -54,19 +55,20 @@ def movements(w: Any, x: Any) -> Any:
     noise = jax.random.normal(jax.random.key(0), (4, 4, 4), out_sharding=P("fsdp"))
     h = jnp.tanh(h * scale + noise + jax.nn.one_hot(jnp.arange(4), 4))
     rows = table.at[jnp.array([1, 3, 0, 2])].get(out_sharding=P("fsdp"))
-    return x + h.sum((1, 2))[:, None] * rows
+    scores = jnp.repeat(h.sum((1, 2))[:, None], 8, 1, total_repeat_length=8, out_sharding=P("fsdp"))
+    return x + scores * rows
 
 
 @in_stage
 def named(w: Any, x: Any) -> Any:
     """Shardings of a mesh: the reference has a mesh of its own."""
-    (mesh,) = {leaf.mesh for leaf in MESH}
+    (mesh,) = MESH
     h = jnp.dot(x, w["in"], out_sharding=NamedSharding(mesh, P("fsdp")))
     h = jnp.dot(jnp.tanh(h), w["out"], out_sharding=NamedSharding(mesh, P("fsdp")))
     return jax.sharding.reshard(x + h, NamedSharding(mesh, P("fsdp")))
 
 
-MESH: list[NamedSharding] = []
+MESH: list[Mesh] = []
 
 
 def plain(loss: Callable, weights: Any, x: Any) -> Any:
@@ -75,7 +77,7 @@ def plain(loss: Callable, weights: Any, x: Any) -> Any:
 
 def unreduced(loss: Callable, weights: Any, x: Any) -> Any:
     """The pattern of JaxPP's page: weights that are gathered once, gradients that are partial."""
-    gathered = jax.tree.map(lambda w: jax.sharding.reshard(w, P(reduced={"fsdp"})), weights)
+    gathered = jax.tree.map(lambda w: jax.sharding.reshard(w, REDUCED), weights)
     return jax.value_and_grad(loss)(gathered, x)
 
 
@@ -96,10 +98,10 @@ def updated(weights: Any, grads: Any) -> Any:
 
 def reference(stage: Callable, grad: Callable) -> Any:
     mesh = jax.make_mesh((FSDP,), ("fsdp",), devices=jax.devices()[:FSDP])
-    MESH[:] = [NamedSharding(mesh, P())]
+    MESH[:] = [mesh]
 
     def step(weights: Any, xs: Any) -> Any:
-        total = None
+        total: Any = None
         for x in xs:
             new = grad(losses(stage, lambda x: x), weights, x)
             total = new if total is None else jax.tree.map(jnp.add, total, new)
@@ -116,7 +118,7 @@ def check(stage: Callable, grad: Callable, place: Callable = lambda tree, mesh: 
     true = reference(stage, grad)
     mesh = jax.make_mesh((2, FSDP), ("stage", "fsdp"), devices=jax.devices()[: 2 * FSDP])
     assert set(mesh.axis_types) == {AxisType.Explicit}
-    MESH[:] = [NamedSharding(mesh, P())]
+    MESH[:] = [mesh]
 
     def step(weights: Any, xs: Any) -> Any:
         loss = losses(stage, jaxpp.mark_stage_end)
@@ -150,7 +152,7 @@ def test_under_plain_jit_the_loop_is_a_scan_with_types(grad: Callable):
         values, grads = jaxpp.treduce(lambda x: grad(loss, weights, x), xs, jaxpp.Std1F1B(2))
         return values, updated(weights, grads)
 
-    mesh = MESH[0].mesh
+    mesh = MESH[0]
     with jax.set_mesh(mesh):
         weights = jax.device_put(WEIGHTS, NamedSharding(mesh, P("fsdp", None)))
         values, new = jax.jit(step)(
@@ -178,7 +180,7 @@ def test_reduced_weights_and_unreduced_gradients_are_summed_and_that_is_said(cap
     assert "P(reduced={'fsdp'})" in said[0] and "spmd_axis_name='fsdp'" in said[0]
 
 
-@pytest.mark.parametrize("spec", [P("fsdp"), P(("stage", "fsdp")), P(reduced={"fsdp"})], ids=str)
+@pytest.mark.parametrize("spec", [P("fsdp"), P(("stage", "fsdp")), REDUCED], ids=str)
 def test_arguments_with_types_of_explicit_axes_are_moved_to_their_groups(spec: P):
     def place(tree: Any, mesh: Any) -> Any:
         return jax.device_put(tree, NamedSharding(mesh, spec)) if isinstance(tree, list) else tree

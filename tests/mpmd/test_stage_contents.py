@@ -175,6 +175,18 @@ def test_a_shard_map_that_is_made_outside_of_the_step_is_refused_by_name():
     np.testing.assert_allclose(made(WEIGHTS[0], XS[0]), centered(WEIGHTS[0], XS[0]), atol=1e-6)
 
 
+# Constraints.
+
+
+def test_a_constraint_of_a_number_says_nothing():
+    def stage(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w) * jax.lax.with_sharding_constraint(2.0, P())
+
+    step = mpmd_jit_with_loop(in_loop(jax.value_and_grad(over(stage))), groups(2, data=2))
+    true = total(jax.value_and_grad(over(lambda w, x: 2 * plain(w, x), lambda x: x)))
+    assert_close(step(WEIGHTS, XS), true)
+
+
 # References.
 
 
