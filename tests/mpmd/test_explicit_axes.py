@@ -188,6 +188,16 @@ def test_arguments_with_types_of_explicit_axes_are_moved_to_their_groups(spec: P
     check(einsum, plain, place)
 
 
+def test_an_argument_whose_sums_are_not_computed_is_refused_by_name():
+    mesh = jax.make_mesh((2, 2), ("stage", "fsdp"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        partial_sums = P(unreduced=frozenset({"fsdp"}))
+        x = jax.jit(lambda: jax.sharding.reshard(jnp.ones((4, 4)), partial_sums))()
+    step = jaxpp.mpmd_jit_with_loop(lambda x: x * 2, jaxpp.MpmdMesh(mesh, "stage"))
+    with pytest.raises(ValueError, match=r"float32\[4, 4\], has the spec .*Reduce it before"):
+        step(x)
+
+
 def test_automatic_axes_have_no_out_sharding_as_in_jax():
     mesh = jaxpp.MpmdMesh(jax.make_mesh((2, 2), ("stage", "fsdp"), (AxisType.Auto,) * 2), "stage")
     with pytest.raises(ValueError, match="that are of type Auto"):

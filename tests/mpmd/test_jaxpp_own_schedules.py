@@ -26,8 +26,10 @@ from jaxpipe.mpmd.jaxpp.schedules import (
     InterleavedGPipe,
     KimiK2,
     ScheduleTasks,
+    SequentialMicrobatchesIterator,
     Std1F1B,
     Task,
+    ZBSequentialMicrobatchesIterator,
     ZeroBubble,
 )
 from jaxpipe.mpmd.jaxpp.types import TaskType
@@ -99,6 +101,29 @@ class Snake(InterleavedBaseSchedule):
         return [of_rank(rank) for rank in range(self.mpmd_dim)]
 
 
+class Iterated(BaseSchedule):
+    """1F1B with JaxPP's iterators of microbatches."""
+
+    iterator: type[SequentialMicrobatchesIterator] = SequentialMicrobatchesIterator
+
+    def tasks(self, n_mubatches: int) -> Any:
+        def of_rank(stage: int) -> list[Any]:
+            it = self.iterator()
+            warmup = min(self.num_stages - 1 - stage, n_mubatches)
+            steady = n_mubatches - warmup
+            return [
+                *(it.fwd(stage) for _ in range(warmup)),
+                *(it.fwd_bwd(stage, stage) for _ in range(steady)),
+                *(it.bwd(stage) for _ in range(warmup)),
+            ]
+
+        return [of_rank(stage) for stage in range(self.num_stages)]
+
+
+class IteratedHalves(Iterated):
+    iterator = ZBSequentialMicrobatchesIterator
+
+
 def backwards_last(kind: type[Any], *args: int) -> BaseSchedule:
     """A subclass whose forwards all run before its backwards, which keep their order."""
 
@@ -121,6 +146,8 @@ OWN: dict[str, Callable[[], BaseSchedule]] = {
     "InHalves": lambda: InHalves(2),
     "Snake": lambda: Snake(4, 2),
     "Snake-apart": lambda: Snake(4, 2, fused=False),
+    "Iterated": lambda: Iterated(2),
+    "IteratedHalves": lambda: IteratedHalves(2),
     "Std1F1B": lambda: backwards_last(Std1F1B, 2),
     "Eager1F1B": lambda: backwards_last(Eager1F1B, 2),
     "GPipe": lambda: backwards_last(GPipe, 2),

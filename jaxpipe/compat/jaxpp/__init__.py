@@ -26,6 +26,8 @@ from ...mpmd.ir import pipeline_enter_stage as pipeline_enter_stage
 from ...mpmd.ir import treduce as treduce
 from ...mpmd.ir import treduce_i as treduce_i
 from ...mpmd.profiling import collect_task_times_ms as collect_task_times_ms
+from ._next_tasks import SequentialMicrobatchesIterator as SequentialMicrobatchesIterator
+from ._next_tasks import ZBSequentialMicrobatchesIterator as ZBSequentialMicrobatchesIterator
 from ._schedules import DualPipeV as DualPipeV
 from ._schedules import Eager1F1B as Eager1F1B
 from ._schedules import GPipe as GPipe

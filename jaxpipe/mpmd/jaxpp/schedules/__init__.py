@@ -7,7 +7,9 @@ from ....compat.jaxpp import Interleaved1F1B as Interleaved1F1B
 from ....compat.jaxpp import InterleavedBaseSchedule as InterleavedBaseSchedule
 from ....compat.jaxpp import InterleavedGPipe as InterleavedGPipe
 from ....compat.jaxpp import KimiK2 as KimiK2
+from ....compat.jaxpp import SequentialMicrobatchesIterator as SequentialMicrobatchesIterator
 from ....compat.jaxpp import Std1F1B as Std1F1B
+from ....compat.jaxpp import ZBSequentialMicrobatchesIterator as ZBSequentialMicrobatchesIterator
 from ....compat.jaxpp import ZeroBubble as ZeroBubble
 from ...api import BaseSchedule as BaseSchedule
 from ...api import FusedTask as FusedTask
