@@ -81,7 +81,7 @@ def test_processes_that_differ_in_what_travels_say_so_before_the_first_step():
         assert "ValueError: Processes differ" in end.err and message in end.err, end.err
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_ends_first_waits_for_the_last_step_of_the_others(slow: int):
     """The loss is in process 1: the other prints what it knows of it, and ends 3 seconds early."""
     script = SCRIPT.with_name("leave_script.py")
