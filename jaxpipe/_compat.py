@@ -15,9 +15,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls
+from jax import lax
+from jax._src import (
+    api_util,
+    config,
+    core,
+    distributed,
+    pjit,
+    shard_map,
+    sharding_impls,
+    xla_bridge,
+)
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import discharge
 from jax.experimental import serialize_executable
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -111,6 +123,23 @@ def load_on_devices(
         return None  # another version of JAX, or a device whose programs cannot be saved
 
 
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose own references, of `jax.new_ref`, are values in place of effects."""
+    if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
+        return closed
+    return discharge.discharge_state(closed, should_discharge=False)
+
+
+def devices_are_known() -> bool:
+    """Returns whether JAX has used a device: it then reads no more settings for them."""
+    return xla_bridge.backends_are_initialized()
+
+
+def cpu_devices_asked_for() -> int:
+    """Returns JAX's setting for the number of emulated CPU devices; -1 if it has none."""
+    return getattr(jax.config, "jax_num_cpu_devices", -1)
+
+
 def distributed_state() -> Any:
     """Returns the state of `jax.distributed`, whose `client` is None until it is initialised."""
     return distributed.global_state
@@ -148,6 +177,9 @@ _translate: ContextVar[Callable[[NamedSharding], NamedSharding] | None] = Contex
     "translate", default=None
 )
 _nest: ContextVar[Callable[..., Callable] | None] = ContextVar("nest", default=None)
+_constraint_of: ContextVar[Callable[[Any], NamedSharding | None] | None] = ContextVar(
+    "constraint_of", default=None
+)
 _patching = threading.Lock()
 _patches: list[tuple[Any, str, Any]] = []
 _patched = 0
@@ -155,13 +187,20 @@ _patched = 0
 
 @contextmanager
 def translated_shardings(
-    translate: Callable[[NamedSharding], NamedSharding], nest: Callable[..., Callable] | None = None
+    translate: Callable[[NamedSharding], NamedSharding],
+    nest: Callable[..., Callable] | None = None,
+    constraint_of: Callable[[NamedSharding | P], NamedSharding | None] | None = None,
 ) -> Iterator[None]:
     """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 
     `translate` returns a sharding in terms of the current context, or the same object. `nest`
     replaces `jax.shard_map` with a mesh; it is called with the function, JAX's own result for it,
-    and the arguments except `check_vma`.
+    and the arguments.
+
+    `constraint_of` lets functions that are written for explicit axes run on automatic ones. It
+    returns the constraint that an `out_sharding` means, or None to leave it to JAX. The results of
+    products and of `jax.sharding.reshard` are constrained. Other functions ignore their
+    `out_sharding`: the compiler chooses.
     """
     # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
@@ -170,11 +209,13 @@ def translated_shardings(
         if _patched == 1:
             _patches.extend(_patch(*patch) for patch in _sharding_patches())
     token, nest_token = _translate.set(translate), _nest.set(nest)
+    constraint_token = _constraint_of.set(constraint_of)
     try:
         yield
     finally:
         _translate.reset(token)
         _nest.reset(nest_token)
+        _constraint_of.reset(constraint_token)
         with _patching:
             _patched -= 1
             while not _patched and _patches:
@@ -203,6 +244,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     return [
         (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
         (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
+        (lax.dot_general_p, "bind", _product(lax.dot_general_p.bind)),
         (shard_map, "_shard_map", _nested(shard_map._shard_map)),
         (pjit.jit_p, "bind", _jit(pjit.jit_p.bind)),
         (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
@@ -241,11 +283,33 @@ def _constrain(bind: Callable) -> Callable:
 
 def _reshard(bind: Callable) -> Callable:
     def reshard(x: Any, *, dst_sharding: Any, concrete_mesh: Any, **params: Any) -> Any:
+        if _is_constraint(dst_sharding):
+            return pjit.with_sharding_constraint(x, dst_sharding)
         meant = _translated(dst_sharding)
         mesh = concrete_mesh if meant is dst_sharding else None
         return bind(x, dst_sharding=meant, concrete_mesh=mesh, **params)
 
     return reshard
+
+
+def _product(bind: Callable) -> Callable:
+    def product(*operands: Any, out_sharding: Any, **params: Any) -> Any:
+        if not _is_constraint(out_sharding):
+            return bind(*operands, out_sharding=out_sharding, **params)
+        return pjit.with_sharding_constraint(
+            bind(*operands, out_sharding=None, **params), out_sharding
+        )
+
+    return product
+
+
+def _is_constraint(sharding: Any) -> bool:
+    """Returns whether a sharding is one that `constraint_of` has returned to this thread."""
+    return (
+        _constraint_of.get() is not None
+        and sharding is not None
+        and sharding.mesh.are_all_axes_auto
+    )
 
 
 def _nested(jax_shard_map: Callable) -> Callable:
@@ -254,7 +318,7 @@ def _nested(jax_shard_map: Callable) -> Callable:
         nest = _nest.get()
         if nest is None or mesh is None:
             return plain
-        return nest(f, plain, mesh=mesh, **options)
+        return nest(f, plain, mesh=mesh, check_vma=check_vma, **options)
 
     return nested
 
@@ -289,8 +353,17 @@ def _check(check: Callable) -> Callable:
     return check_own
 
 
+_CONSTRAINED = ("einsum", "dot_general", "reshard", "repeat", "take", "jnp.percentile")
+"""The functions, as JAX names them to itself, whose results are constrained to `out_sharding`."""
+
+
 def _canonicalize(canonicalize: Callable) -> Callable:
-    def translated(sharding: Any, *rest: Any, **options: Any) -> Any:
-        return canonicalize(_translated(sharding), *rest, **options)
+    def translated(sharding: Any, api_name: str, *rest: Any, **options: Any) -> Any:
+        constraint_of = _constraint_of.get()
+        if constraint_of is not None and isinstance(sharding, NamedSharding | P):
+            constraint = constraint_of(sharding)
+            if constraint is not None:
+                return constraint if api_name in _CONSTRAINED else None
+        return canonicalize(_translated(sharding), api_name, *rest, **options)
 
     return translated

@@ -163,7 +163,10 @@ def test_a_constraint_on_a_result_over_the_axis_of_groups_is_refused():
 
 @pytest.mark.parametrize("kind", ["unreduced", "reduced"])
 def test_reduced_and_unreduced_axes_are_refused_with_what_to_write_instead(kind: str):
-    """JAX has them for explicit axes, and those of a group are automatic."""
+    """JAX has them for explicit axes, and those of a group are automatic.
+
+    A reshard to them in a step for explicit axes runs: test_explicit_axes.py.
+    """
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     explicit = jax.sharding.Mesh(
         devices, ("stage", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
@@ -173,16 +176,21 @@ def test_reduced_and_unreduced_axes_are_refused_with_what_to_write_instead(kind:
     where = jax.sharding.NamedSharding(explicit, spec)
     instead = r".*spmd_axis_name='fsdp'"
 
-    def named(place: Any) -> Any:
-        return lambda x: jax.sharding.reshard(x, place)
+    def constrained(x: Any) -> Any:
+        return jax.jit(jnp.sin, out_shardings=where)(x)
+
+    def resharded(x: Any) -> Any:
+        return jax.sharding.reshard(x, spec)
+
+    automatic = groups(2, fsdp=2)
 
     cases: list[tuple[str, Any]] = [
         (r"`in_specs\[0\]` has the spec", lambda: mpmd_jit_with_loop(f, mesh, in_specs=(spec,))),
         (r"`out_specs` has the spec", lambda: mpmd_jit_with_loop(f, mesh, out_specs=spec)),
         (r"`in_shardings", lambda: mpmd_jit_with_loop(f, mesh, in_shardings=where)),
         (r"`MpmdSharding` has the spec", lambda: MpmdSharding(mesh, {0}, spec)),
-        (r"A sharding inside `fun` has", lambda: mpmd_jit_with_loop(named(where), mesh)),
-        (r"educed axes can only refer to", lambda: mpmd_jit_with_loop(named(spec), mesh)),
+        (r"A sharding inside `fun` has", lambda: mpmd_jit_with_loop(constrained, mesh)),
+        (r"educed axes can only refer to", lambda: mpmd_jit_with_loop(resharded, automatic)),
     ]
     f: Any = lambda x: 2 * x  # noqa: E731
     for message, make in cases:

@@ -3,6 +3,7 @@
 `JAXPP` is what `jaxpp.api` offers and documents, as facts: names and parameter names.
 """
 
+import importlib
 import inspect
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe.mpmd
 import jaxpipe.mpmd.jaxpp as jaxpp
-from mpmd.small import groups, numbers
+from mpmd.small import WIDTH, batch, compare, gradients, groups, layers, numbers
 
 JIT = (
     "in_shardings",
@@ -129,6 +130,20 @@ def test_every_attribute_is_there_and_is_a_method_or_not(name: str):
             assert tuple(parameters(found)) == expected, attribute
 
 
+def test_every_module_of_jaxpp_that_scripts_import_is_there():
+    """`jaxpp.api` and others, each under `jaxpipe.mpmd.jaxpp`."""
+    modules = {
+        "api": (*JAXPP, "add_multi_p", "gather_multi_p", "place_with_p", "collect_task_times_ms"),
+        "mesh": ("MpmdMesh",),
+        "schedules": ("BaseSchedule", "InterleavedBaseSchedule", "FusedTask", "Std1F1B", "Task"),
+        "types": ("MpmdSharding", "TaskType"),
+    }
+    for module, names in modules.items():
+        found = importlib.import_module(f"jaxpipe.mpmd.jaxpp.{module}")
+        assert all(hasattr(found, name) for name in names), module
+        assert getattr(jaxpp, module) is found
+
+
 def test_values_and_the_version_are_there():
     assert isinstance(jaxpp.__version__, str)
     assert all(hasattr(op, "state") and hasattr(op, "update") for op in (jaxpp.Add, jaxpp.Max))
@@ -144,6 +159,31 @@ def test_tasks_are_lists_whose_items_name_stage_and_microbatch():
         assert [schedule.get_mpmd_idx(stage) for stage in range(4)] == ranks
         assert isinstance(schedule, jaxpp.BaseSchedule)
     assert jaxpp.ZeroBubble(2).is_partial_bwd and not jaxpp.GPipe(2).is_partial_bwd
+
+
+def test_primitives_of_jaxpp_run_where_its_functions_do():
+    """`gather_multi_p` concatenates, where `cross_mpmd_stack` stacks."""
+
+    def step(weights: Any, *data: Any) -> Any:
+        _, grads = gradients("1f1b")(weights, *data)
+        first, last = (w["in"] for w in grads)
+        return (
+            jaxpp.add_multi_p.bind(first, last),
+            jaxpp.gather_multi_p.bind(first, last, axis=1),
+            jaxpp.place_with_p.bind(first, last),
+        )
+
+    results = compare(step, groups(2), layers(2), *batch(2))
+    assert [x.mpmd_idxs for x in results] == [(0, 1), (0, 1), (1,)]
+    assert results[1].shape == (WIDTH, 4 * WIDTH)
+
+
+def test_the_contexts_of_meshes_are_a_stack():
+    one, two = groups(2), groups(3)
+    assert jaxpp.MpmdMesh.mesh_stack == []
+    with one as entered, two:
+        assert entered is one and jaxpp.MpmdMesh.mesh_stack == [one, two]
+    assert jaxpp.MpmdMesh.mesh_stack == []
 
 
 def test_a_mesh_knows_its_devices_and_groups():
@@ -184,8 +224,11 @@ def test_an_array_of_another_process_has_a_shape_and_no_numbers():
     assert (there.shape, there.dtype, there.aval.str_short()) == ((3,), np.float32, "float32[3]")
     assert not there.is_partially_addressable
     assert there.to_mpmd_local_array is None and there.first_mpmd_replica is None
-    with pytest.raises(ValueError, match=r"lives on the groups \(1,\) of the processes"):
-        np.asarray(there)
+    assert np.array(there).dtype == object and np.asarray(there).item() is there
+    assert "MpmdArray(shape=(3,)" in f"{there} {there:.3f} {there!r} {np.array(there)}"
+    for read in (float, bool, lambda x: np.asarray(x, np.float32), lambda x: x.item()):
+        with pytest.raises(ValueError, match=r"lives on the groups \(1,\) of the processes"):
+            read(there)
 
 
 def test_arrays_that_are_not_those_of_their_groups_are_refused():

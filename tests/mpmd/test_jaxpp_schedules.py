@@ -130,7 +130,7 @@ def test_tasks_are_the_actions_of_the_schedule(case: str):
         (rank, part.action)
         for rank, tasks in enumerate(schedule.tasks(8))
         for task in tasks
-        for part in ((task.forward, task.backward) if isinstance(task, FusedTask) else (task,))
+        for part in (task if isinstance(task, FusedTask) else (task,))
     ]
     assert unfused == list(enumerate_actions(schedule.schedule(8)))
 
@@ -244,7 +244,7 @@ ERRORS = {
     "`num_stages` is 0. Give at least 1.": lambda: GPipe(0),
     "`num_stages` is -2. Give at least 1.": lambda: DualPipeV(-2),
     "`mpmd_dim` is 0. Give at least 1.": lambda: Interleaved1F1B(4, 0),
-    "`num_stages` is 6, no multiple of `mpmd_dim`, which is 4. Give every rank the same number": (
+    "`num_stages` is 6, which can not be evenly divided by `mpmd_dim`, 4. Give every rank the": (
         lambda: KimiK2(6, 4)
     ),
     f"`mpmd_dim` is 2 for 4 stages, but Eager1F1B {ONE_STAGE_PER_RANK}": lambda: Eager1F1B(4, 2),
@@ -253,7 +253,9 @@ ERRORS = {
         lambda: DualPipeV(7)
     ),
     "`num_stages` is 4 and `mpmd_dim` 4, but DualPipeV has two": lambda: DualPipeV(4, 4),
-    "`num_microbatches` is 5; to cross on every rank takes 6.": lambda: DualPipeV(6).tasks(5),
+    "`num_microbatches` is 5. Give at least 6: DualPipeV requires n_mubatches=5": (
+        lambda: DualPipeV(6).tasks(5)
+    ),
     "`num_microbatches` is 2, fewer than 4 stages. Give at least 4": (
         lambda: ZeroBubble(4).schedule(2)
     ),

@@ -81,6 +81,25 @@ def test_processes_that_differ_in_what_travels_say_so_before_the_first_step():
         assert "ValueError: Processes differ" in end.err and message in end.err, end.err
 
 
+LEAVES = [
+    "script:1",
+    "child:1",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("script:0", "child:0")),
+]
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_a_process_that_ends_first_waits_for_the_last_step_of_the_others(case: str):
+    """The loss is in process 1: the other prints what it knows of it. One ends 3 seconds early."""
+    script = SCRIPT.with_name("leave_script.py")
+    first, second = run_processes(script, case, 2, seconds=60, devices=1)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "first step, losses MpmdArray(shape=(6,), dtype=float32, mpmd_idxs=(1,)" in first.out
+    loss = 2 * 4 * np.tanh(np.tanh(1.0)) ** 2
+    numbers = second.out.split("losses [")[1].split("]")[0].split()
+    np.testing.assert_allclose(np.array(numbers, float), [loss] * 6, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_prints_come_once_for_each_microbatch_from_the_process_that_has_the_stage():
     """The numbers are those that one process computes by hand."""

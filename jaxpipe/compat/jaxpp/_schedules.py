@@ -3,17 +3,65 @@
 p ranks (JaxPP's `mpmd_dim`), v stages on each rank, M microbatches.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ...mpmd.api import BaseSchedule
+from ...mpmd.api import BaseSchedule, Tasks, require_positive, tasks_of
 from ...schedules import Action, FusedPair, Schedule, builders, check, num_ranks
 from ...schedules.language import ScheduleStep
 
 
-@dataclass(frozen=True)
 class NamedSchedule(BaseSchedule):
-    """A kind of schedule for some stages and ranks, built later for a number of microbatches.
+    """A kind of schedule that is one of `jaxpipe.schedules`, built for a number of microbatches.
+
+    A subclass may override `tasks`: its lists are then what runs.
+
+    Raises:
+        TypeError: If a subclass overrides a method by which JaxPP computes tasks, such as
+            `get_rank_warmup_ops`, and not `tasks`.
+    """
+
+    mpmd_dim: int
+    """The number of ranks. Each rank runs the same number of stages."""
+
+    fuse_last: ClassVar[bool] = False
+    """Whether JaxPP fuses a forward of the last stage with the backward after it."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        unused = sorted(_STEPS_OF_JAXPP & vars(cls).keys())
+        if unused and cls.tasks is NamedSchedule.tasks:
+            raise TypeError(
+                f"`{cls.__name__}.{unused[0]}` is a step by which JaxPP computes tasks, and the "
+                "tasks of this class are not computed so. Override `tasks`."
+            )
+
+    @abstractmethod
+    def _build(self, num_microbatches: int) -> Schedule:
+        """Returns the schedule whose tasks are `tasks`, unless these are overridden."""
+
+    def tasks(self, n_mubatches: int) -> Tasks:
+        """Returns the tasks of each rank for a number of microbatches: `tasks(M)[rank]`."""
+        return tasks_of(check(self._build(n_mubatches)), fuse_last=self.fuse_last)
+
+
+_STEPS_OF_JAXPP = {
+    "_get_rank_warmup_ops",
+    "_tasks_for_rank",
+    "backward_stage_index",
+    "build_schedule",
+    "forward_stage_index",
+    "get_rank_warmup_ops",
+    "microbatches_per_round",
+}
+"""The methods of JaxPP's schedules that a subclass could override in place of `tasks`."""
+
+
+@dataclass(frozen=True)
+class InterleavedBaseSchedule(BaseSchedule):
+    """The base class of schedules with several stages on each rank. A subclass defines `tasks`.
 
     Args:
         num_stages: The number of stages of the model.
@@ -26,11 +74,12 @@ class NamedSchedule(BaseSchedule):
     mpmd_dim: int
 
     def __post_init__(self) -> None:
-        _require_positive(num_stages=self.num_stages, mpmd_dim=self.mpmd_dim)
+        super().__post_init__()
+        require_positive(mpmd_dim=self.mpmd_dim)
         if self.num_stages % self.mpmd_dim:
             raise ValueError(
-                f"`num_stages` is {self.num_stages}, no multiple of `mpmd_dim`, which is "
-                f"{self.mpmd_dim}. Give every rank the same number of stages."
+                f"`num_stages` is {self.num_stages}, which can not be evenly divided by "
+                f"`mpmd_dim`, {self.mpmd_dim}. Give every rank the same number of stages."
             )
 
     def get_mpmd_idx(self, stage_id: int) -> int:
@@ -40,7 +89,11 @@ class NamedSchedule(BaseSchedule):
 
 @dataclass(frozen=True, init=False)
 class _OneStagePerRank(NamedSchedule):
-    """A kind of schedule with one stage on each rank: `mpmd_dim`, if given, is `num_stages`."""
+    """A kind of schedule with one stage on each rank: `mpmd_dim`, if given, is `num_stages`.
+
+    `mpmd_dim` is no field, so that a dataclass that inherits from it has its own fields behind
+    `num_stages`, as in JaxPP.
+    """
 
     def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
         if mpmd_dim is not None and mpmd_dim != num_stages:
@@ -49,31 +102,36 @@ class _OneStagePerRank(NamedSchedule):
                 "one stage on each rank. Leave it out, or choose InterleavedGPipe or "
                 "Interleaved1F1B."
             )
-        super().__init__(num_stages, num_stages)
+        super().__init__(num_stages)
+
+    @property
+    def mpmd_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns the number of ranks."""
+        return self.num_stages
 
 
 @dataclass(frozen=True, init=False)
 class GPipe(_OneStagePerRank):
     """GPipe, all forwards before all backwards: `schedules.gpipe`."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(builders.gpipe(self.num_stages, num_microbatches))
+    def _build(self, num_microbatches: int) -> Schedule:
+        return builders.gpipe(self.num_stages, num_microbatches)
 
 
 @dataclass(frozen=True, init=False)
 class Std1F1B(_OneStagePerRank):
     """1F1B, which runs each backward as soon as it is ready: `schedules.one_f_one_b`."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(builders.one_f_one_b(self.num_stages, num_microbatches))
+    def _build(self, num_microbatches: int) -> Schedule:
+        return builders.one_f_one_b(self.num_stages, num_microbatches)
 
 
 @dataclass(frozen=True, init=False)
 class Eager1F1B(_OneStagePerRank):
     """1F1B with twice the warmup, which hides transfers: `schedules.eager_one_f_one_b`."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(builders.eager_one_f_one_b(self.num_stages, num_microbatches))
+    def _build(self, num_microbatches: int) -> Schedule:
+        return builders.eager_one_f_one_b(self.num_stages, num_microbatches)
 
 
 @dataclass(frozen=True, init=False)
@@ -83,28 +141,24 @@ class ZeroBubble(_OneStagePerRank):
     Requires at least as many microbatches as stages.
     """
 
-    @property
-    def is_partial_bwd(self) -> bool:
-        return True
+    is_partial_bwd = True
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(builders.zero_bubble_h1(self.num_stages, num_microbatches))
+    def _build(self, num_microbatches: int) -> Schedule:
+        return builders.zero_bubble_h1(self.num_stages, num_microbatches)
 
 
 @dataclass(frozen=True)
-class InterleavedGPipe(NamedSchedule):
+class InterleavedGPipe(NamedSchedule, InterleavedBaseSchedule):
     """GPipe with several stages on each rank: `schedules.interleaved_gpipe`."""
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(
-            _interleaved(
-                builders.interleaved_gpipe, self.num_stages, self.mpmd_dim, num_microbatches
-            )
+    def _build(self, num_microbatches: int) -> Schedule:
+        return _interleaved(
+            builders.interleaved_gpipe, self.num_stages, self.mpmd_dim, num_microbatches
         )
 
 
 @dataclass(frozen=True)
-class Interleaved1F1B(NamedSchedule):
+class Interleaved1F1B(NamedSchedule, InterleavedBaseSchedule):
     """1F1B with several stages on each rank: `schedules.interleaved_one_f_one_b`.
 
     With one stage on each rank it is `Eager1F1B`.
@@ -119,15 +173,16 @@ class Interleaved1F1B(NamedSchedule):
     """
 
     fuse_steady_state: bool = False
+    fuse_last = True
 
-    def schedule(self, num_microbatches: int) -> Schedule:
+    def _build(self, num_microbatches: int) -> Schedule:
         builder = builders.interleaved_one_f_one_b
         plain = _interleaved(builder, self.num_stages, self.mpmd_dim, num_microbatches)
-        return check(_pair_steady_state(plain, more_warmup=0) if self.fuse_steady_state else plain)
+        return _pair_steady_state(plain, more_warmup=0) if self.fuse_steady_state else plain
 
 
 @dataclass(frozen=True)
-class KimiK2(NamedSchedule):
+class KimiK2(Interleaved1F1B):
     """Interleaved 1F1B with one more warmup forward: `schedules.kimi_k2`.
 
     On the last rank too, `fuse_steady_state` then pairs actions of different microbatches, so on
@@ -140,15 +195,13 @@ class KimiK2(NamedSchedule):
             between warmup and drain.
     """
 
-    fuse_steady_state: bool = False
-
-    def schedule(self, num_microbatches: int) -> Schedule:
+    def _build(self, num_microbatches: int) -> Schedule:
         plain = _interleaved(builders.kimi_k2, self.num_stages, self.mpmd_dim, num_microbatches)
-        return check(_pair_steady_state(plain, more_warmup=1) if self.fuse_steady_state else plain)
+        return _pair_steady_state(plain, more_warmup=1) if self.fuse_steady_state else plain
 
 
 @dataclass(frozen=True, init=False)
-class DualPipeV(NamedSchedule):
+class DualPipeV(NamedSchedule, InterleavedBaseSchedule):
     """DualPipeV, two stages on each rank in a V, with fused pairs: `schedules.dualpipev`.
 
     Requires at least as many microbatches as stages.
@@ -159,30 +212,37 @@ class DualPipeV(NamedSchedule):
     """
 
     def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
-        ranks = num_stages // 2 if mpmd_dim is None else mpmd_dim
-        if num_stages != 2 * ranks:
-            raise ValueError(
-                f"`num_stages` is {num_stages} and `mpmd_dim` {ranks}, but DualPipeV has two "
-                "stages on each rank. Give an even `num_stages`, and half of it or no `mpmd_dim`."
-            )
-        super().__init__(num_stages, ranks)
+        super().__init__(num_stages, num_stages // 2 if mpmd_dim is None else mpmd_dim)
 
-    @property
-    def is_partial_bwd(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        if self.num_stages != 2 * self.mpmd_dim:
+            raise ValueError(
+                f"`num_stages` is {self.num_stages} and `mpmd_dim` {self.mpmd_dim}, but DualPipeV "
+                "has two stages on each rank. Give an even `num_stages`, and half of it or no "
+                f"`mpmd_dim`. (DualPipeV only supports 2 * mpmd_dim stages, {self.num_stages=} "
+                f"requested with {self.mpmd_dim=}, in the words of JaxPP.)"
+            )
+        super().__post_init__()
+
+    is_partial_bwd = True
 
     def get_mpmd_idx(self, stage_id: int) -> int:
         """Returns the rank of a stage: the second half of the stages visits ranks in reverse."""
         return min(stage_id, self.num_stages - 1 - stage_id)
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        return check(builders.dualpipev(self.mpmd_dim, num_microbatches))
+    def _build(self, num_microbatches: int) -> Schedule:
+        if num_microbatches < self.num_stages:
+            raise ValueError(
+                f"`num_microbatches` is {num_microbatches}. Give at least {self.num_stages}: "
+                f"DualPipeV requires n_mubatches={num_microbatches} >= {self.num_stages=}."
+            )
+        return builders.dualpipev(self.mpmd_dim, num_microbatches)
 
 
 def _interleaved(
     builder: Callable[..., Schedule], num_stages: int, num_ranks: int, num_microbatches: int
 ) -> Schedule:
-    _require_positive(num_microbatches=num_microbatches)
+    require_positive(num_microbatches=num_microbatches)
     group_size = _group_size(num_ranks, num_microbatches)
     num_chunks = num_stages // num_ranks
     return builder(num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size)
@@ -231,9 +291,3 @@ def _paired(forward: ScheduleStep, backward: ScheduleStep) -> tuple[ScheduleStep
     if forward.microbatch == backward.microbatch:
         return forward, backward
     return (FusedPair(forward, backward),)
-
-
-def _require_positive(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"`{name}` is {count}. Give at least 1.")

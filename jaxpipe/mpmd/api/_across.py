@@ -18,7 +18,8 @@ from jaxtyping import Array, Shaped
 T = TypeVar("T")
 
 SUM, STACK, WITH = "cross_mpmd_all_reduce", "cross_mpmd_stack", "place_with"
-sum_p, stack_p, with_p = map(Primitive, (SUM, STACK, WITH))
+CONCAT = "gather_multi"
+add_multi_p, stack_p, place_with_p, gather_multi_p = map(Primitive, (SUM, STACK, WITH, CONCAT))
 
 
 def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -36,7 +37,7 @@ def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         ValueError: If no array is given, or the arrays differ in shape or dtype.
     """
     _check_alike(SUM, args)
-    return sum_p.bind(*args)
+    return add_multi_p.bind(*args)
 
 
 def cross_mpmd_stack(arrays: Sequence[Shaped[Array, "..."]], axis: int = 0) -> Shaped[Array, "..."]:
@@ -73,7 +74,7 @@ def place_with(x: T, other: Shaped[Array, "..."]) -> T:
     Returns:
         A pytree like `x`, with the same values.
     """
-    return jax.tree.map(lambda leaf: with_p.bind(leaf, other), x)
+    return jax.tree.map(lambda leaf: place_with_p.bind(leaf, other), x)
 
 
 def _check_alike(name: str, args: Sequence[Any]) -> None:
@@ -94,6 +95,10 @@ def _sum(*args: Any) -> Any:
 
 def _stack(*args: Any, axis: int) -> Any:
     return jnp.stack(args, axis)
+
+
+def _concat(*args: Any, axis: int = 0) -> Any:
+    return jnp.concatenate(args, axis)
 
 
 def _first(x: Any, other: Any) -> Any:
@@ -119,6 +124,7 @@ def _aval(shape: jax.ShapeDtypeStruct) -> ShapedArray:
     return ShapedArray(shape.shape, shape.dtype)
 
 
-_define(sum_p, _sum)
+_define(add_multi_p, _sum)
 _define(stack_p, _stack)
-_define(with_p, _first)
+_define(place_with_p, _first)
+_define(gather_multi_p, _concat)

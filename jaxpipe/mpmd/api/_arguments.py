@@ -238,9 +238,22 @@ def assign_arguments(
             else:
                 moving.append(_Move(leaf, slot, sharding))
     if moving:
+        for move in moving:
+            _check_reduced_argument(move.array)
         moved = jax.device_put([m.array for m in moving], [m.sharding for m in moving])
         for move, array in zip(moving, moved, strict=True):
             slots[move.slot] = array
+
+
+def _check_reduced_argument(array: Any) -> None:
+    """Checks that the devices of an array have its values, and not parts of their sums."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
+        raise ValueError(
+            f"An argument, {array.dtype}{list(array.shape)}, has the spec {sharding.spec}, whose "
+            "sums over devices are not computed yet. Reduce it before the call, with "
+            "`jax.sharding.reshard`."
+        )
 
 
 def _assign_mpmd_array(

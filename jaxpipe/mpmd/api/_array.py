@@ -16,7 +16,9 @@ class MpmdArray:
     """An array that some groups of a mesh hold: each of these groups has the same whole array.
 
     Pytrees treat it as a leaf. `numpy.asarray` and `float` return its content in a process that has
-    one of its groups. `mpmd_to_spmd_reshard` converts it to a `jax.Array`.
+    one of its groups. In other processes `numpy.asarray` returns an array of dtype `object` that
+    holds the `MpmdArray`, which prints its shape and groups, and `float` raises an error.
+    `mpmd_to_spmd_reshard` converts it to a `jax.Array`.
 
     Args:
         partially_addressable_arrays: The array of each group that belongs to this process, in any
@@ -198,7 +200,14 @@ class MpmdArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.asarray(self._ready(), dtype)
+        if self.is_partially_addressable or dtype is not None:
+            return np.asarray(self._ready(), dtype)
+        # JaxPP's arrays are objects to NumPy, so its scripts print `np.array(loss)` in every
+        # process, also where the loss is not.
+        self.check_not_deleted()
+        array = np.empty((), object)
+        array[()] = self
+        return array
 
     def check_not_deleted(self) -> None:
         """Raises a `RuntimeError` if the array was deleted or donated."""

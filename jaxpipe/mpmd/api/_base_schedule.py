@@ -1,105 +1,76 @@
-"""Defines the base class of JaxPP's schedules and its tasks, and reads the schedule of a loop."""
+"""Defines the base class of JaxPP's schedules, and reads the schedule of a loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ...schedules import FAMILIES, Action, FusedPair, Op, Schedule, build, check
-from ...schedules.language import ScheduleStep
-
-_NAMES = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A single action. `str` shows the forward of stage 2 for microbatch 0 as `fwd_2__0`.
-
-    Its backward is `bwd_2__0`. The two halves of a split backward are `bwd_i_2__0` (gradients of
-    inputs) and `bwd_w_2__0` (gradients of weights).
-    """
-
-    action: Action
-
-    @property
-    def stage_id(self) -> int:
-        """Returns the index of the stage."""
-        return self.action.stage
-
-    @property
-    def mubatch_idx(self) -> int:
-        """Returns the index of the microbatch."""
-        return self.action.microbatch
-
-    def __str__(self) -> str:
-        stage, microbatch = self.action.stage, self.action.microbatch
-        suffix = "" if self.action.slice is None else f"s{self.action.slice}"
-        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{suffix}"
-
-
-class FusedTask(NamedTuple):
-    """A forward and a backward in one task, in this order if the backward needs the forward."""
-
-    forward: Task
-    backward: Task
-
-    def __str__(self) -> str:
-        return f"FusedTask({self.forward}, {self.backward})"
-
-
-Tasks = list[list[Task | FusedTask]]
-
-
-def tasks_of(schedule: Schedule) -> Tasks:
-    """Returns the tasks of each rank, in order.
-
-    A `FusedPair` becomes one task. A forward and the backward of the same microbatch also become
-    one task if they are adjacent on the last stage, because nothing is sent between them. They are
-    not a `FusedPair`: the halves of a pair are independent, but this backward needs the forward.
-    """
-    return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
-
-
-def _tasks(program: Iterable[ScheduleStep], last_stage: int) -> list[Task | FusedTask]:
-    tasks: list[Task | FusedTask] = []
-    for step in program:
-        if isinstance(step, FusedPair):
-            tasks.append(FusedTask(Task(step.forward), Task(step.backward)))
-            continue
-        forward = Task(replace(step, op=Op.F))
-        if step.op is Op.B and step.stage == last_stage and tasks[-1] == forward:
-            tasks[-1] = FusedTask(forward, Task(step))
-        else:
-            tasks.append(Task(step))
-    return tasks
+from ...schedules import FAMILIES, Schedule, build, check
+from ._tasks import FusedTask, Task, schedule_of
 
 
 @dataclass(frozen=True)
 class BaseSchedule(ABC):
-    """A kind of schedule under JaxPP's name.
+    """A kind of schedule under JaxPP's name. `tasks` is what a schedule of your own overrides.
 
     Args:
         num_stages: The number of stages of the model.
+
+    Raises:
+        ValueError: If `num_stages` is below 1.
+
+    Example:
+        >>> from jaxpipe.mpmd.jaxpp.schedules import Task, TaskType
+        >>> class Sequential(BaseSchedule):
+        ...     def tasks(self, n_mubatches):
+        ...         kinds = TaskType.FWD, TaskType.BWD
+        ...         return [
+        ...             [Task.make(s, m, kind) for m in range(n_mubatches) for kind in kinds]
+        ...             for s in range(self.num_stages)
+        ...         ]
+        >>> print(Sequential(2).schedule(2))
+        0F0 0B0 0F1 0B1
+        1F0 1B0 1F1 1B1
     """
 
     num_stages: int
+    is_partial_bwd: bool = field(default=False, init=False, repr=False)
 
-    @property
-    def is_partial_bwd(self) -> bool:
-        """Returns whether the backward of a stage is split into two tasks."""
-        return False
+    def __post_init__(self) -> None:
+        require_positive(num_stages=self.num_stages)
 
-    @abstractmethod
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Returns the order of every rank's actions, which passes `check`."""
-
-    @abstractmethod
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the index of the rank that runs a stage."""
+        """Returns the index of the rank that runs a stage: `stage_id`, unless overridden."""
+        return stage_id
 
-    def tasks(self, n_mubatches: int) -> Tasks:
-        """Returns the schedule for M microbatches as JaxPP's tasks: `tasks(M)[rank]`."""
-        return tasks_of(self.schedule(n_mubatches))
+    @abstractmethod
+    def tasks(self, n_mubatches: int) -> Sequence[Sequence[Task | FusedTask | None]]:
+        """Returns the tasks of each rank for a number of microbatches, in order: `tasks(M)[rank]`.
+
+        They are checked before anything is compiled: every task is there once, on the rank that
+        `get_mpmd_idx` says, and no rank waits for itself.
+        """
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Returns the order of every rank's actions that `tasks` says, which passes `check`."""
+        ranks = [int(self.get_mpmd_idx(stage)) for stage in range(self.num_stages)]
+        return schedule_of(
+            self.tasks(num_microbatches),
+            self.num_stages,
+            num_microbatches,
+            ranks=ranks,
+            name=f"{type(self).__name__}.tasks({num_microbatches})",
+        )
+
+
+def require_positive(**counts: int) -> None:
+    """Checks that each count is 1 or more. The message has JaxPP's too, which scripts may match."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(
+                f"`{name}` is {count}. Give at least 1. (The argument `{name}` must be `>= 0`, in "
+                "the words of JaxPP, which refuses 0 too.)"
+            )
 
 
 def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedule:
@@ -107,7 +78,9 @@ def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedul
     if isinstance(schedule, str):
         return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
     if isinstance(schedule, BaseSchedule):
-        return schedule.schedule(num_microbatches)
+        named = schedule.schedule(num_microbatches)
+        overridden = type(schedule).schedule is not BaseSchedule.schedule
+        return as_schedule(named, num_microbatches) if overridden else named
     if not isinstance(schedule, Schedule):
         said = f"the class {schedule.__name__}" if isinstance(schedule, type) else repr(schedule)
         raise ValueError(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..._compat import trace_settings, translated_shardings
+from ..._compat import trace_settings, translated_shardings, without_refs
 from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
@@ -22,6 +22,7 @@ from ..ir._marks import tracing
 from ..ir._reduce import Last, treduce_i
 from ._arguments import broadcast_prefix, static_arguments, type_of
 from ._array import MpmdArray
+from ._in_group import constraints_in_group, shard_map_in_group, sharding_in_group
 from ._mesh import (
     DELAYED,
     MpmdMesh,
@@ -118,7 +119,11 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
     """
-    translated = translated_shardings(partial(sharding_in_group, mesh))
+    translated = translated_shardings(
+        partial(sharding_in_group, mesh),
+        partial(shard_map_in_group, mesh),
+        constraints_in_group(mesh) if mesh.has_explicit_axes else None,
+    )
     with no_ambient_mesh():
         try:
             with translated, jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
@@ -128,25 +133,15 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
         except ValueError as error:
             if "educed axes can only refer to" in str(error):
                 raise ValueError(f"{clause(error)}. {DELAYED.format(axis='fsdp')}") from None
+            if "should match the mesh passed to shard_map" in str(error):
+                raise ValueError(
+                    f"{clause(error)}. Call `jax.shard_map` inside of `fun`, where it may name the "
+                    "mesh of all groups, or leave out its `mesh`: then it takes that of a group."
+                ) from None
             if "cannot change the size of the mesh" not in str(error):
                 raise
         with jax.sharding.use_abstract_mesh(mesh.auto_mesh.abstract_mesh):
             return jitted.trace(*args, **kwargs)
-
-
-def sharding_in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding over the mesh of all groups as one over the mesh of one group.
-
-    The axes of a group are automatic, even if the axes of `sharding` are explicit. A sharding of
-    another mesh, and any sharding inside a `jax.shard_map`, is returned unchanged.
-    """
-    group, theirs = mesh.unstack[0].abstract_mesh, tuple(sharding.mesh.shape.items())
-    if theirs not in (tuple(mesh.jax_mesh.shape.items()), tuple(group.shape.items())):
-        return sharding
-    if sharding.mesh.abstract_mesh == group or jax.sharding.get_abstract_mesh().manual_axes:
-        return sharding
-    check_reduced(sharding.spec, "A sharding inside `fun`")
-    return sharding.update(mesh=group)
 
 
 def _changes_mesh(jaxpr: Any, axis: str) -> bool:
@@ -166,6 +161,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _to_pure_graph(closed: Any) -> Graph:
+    closed = without_refs(closed)
     if names := effects_of(closed, prints=True):
         raise ValueError(
             f"The function has the effects of {', '.join(names)}. Programs of several groups have "

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -37,6 +37,9 @@ class MpmdMesh:
     jax_mesh: Mesh
     mpmd_axis_name: str
 
+    mesh_stack: ClassVar[list["MpmdMesh"]] = []
+    """The meshes whose contexts are entered, the innermost last. No function reads it."""
+
     def __post_init__(self) -> None:
         mesh, name = self.jax_mesh, self.mpmd_axis_name
         if name not in mesh.axis_names:
@@ -52,11 +55,13 @@ class MpmdMesh:
             )
 
     def __enter__(self) -> "MpmdMesh":
-        """Returns the mesh. The context has no effect: a compiled function stores its mesh."""
+        """Returns the mesh and adds it to `mesh_stack`. A compiled function stores its own mesh."""
+        self.mesh_stack.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         del exception
+        self.mesh_stack.pop()
 
     @property
     def mpmd_dim(self) -> int:
@@ -67,6 +72,11 @@ class MpmdMesh:
     def mpmd_axis(self) -> int:
         """Returns the dim of `jax_mesh.devices` whose indices are the groups."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
+
+    @property
+    def has_explicit_axes(self) -> bool:
+        """Returns whether an axis of `jax_mesh` is explicit."""
+        return AxisType.Explicit in self.jax_mesh.axis_types
 
     @cached_property
     def auto_mesh(self) -> Mesh:
@@ -207,12 +217,16 @@ def check_reduced(spec: PartitionSpec, what: str) -> None:
         raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
 
 
-DELAYED = (
-    "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
-    "only. To reduce gradients once a step, let each device keep its own: "
+SUM_ONCE = (
+    "let each device keep its own: "
     "`jax.vmap(jax.value_and_grad(loss), (None, 0), spmd_axis_name={axis!r})`, constrained to "
     "`PartitionSpec({axis!r})`, and sum the first dim of what the loop over microbatches returns."
 )
+
+DELAYED = (
+    "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
+    "only. To reduce gradients once a step, "
+) + SUM_ONCE
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:

@@ -77,7 +77,8 @@ def _mark(anchor: T, part: int | None) -> T:
     if not leaves:
         return anchor
     mark_id = next(_MARK_IDS)
-    return tree.unflatten(stage_end_p.bind(*leaves, backward=False, mark_id=mark_id, part=part))
+    marked = stage_end_p.bind(*leaves, backward=False, mark_id=mark_id, part=part, order=0)
+    return tree.unflatten(marked)
 
 
 def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
@@ -93,18 +94,23 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
     return mark_stage_end(anchor, name)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
-    out = stage_end_p.bind(*primals, **params)
+def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> tuple[list[Any], list[Any]]:
+    """Marks the tangents too. `order` counts the derivatives by which a mark was made."""
+    out = stage_end_p.bind(*primals, order=order, **params)
     with_tangent = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    marked = (
-        stage_end_p.bind(*(tangents[i] for i in with_tangent), **params) if with_tangent else []
-    )
+    values = [tangents[i] for i in with_tangent]
+    marked = stage_end_p.bind(*values, order=order + 1, **params) if values else []
     by_position = dict(zip(with_tangent, marked, strict=True))
     return out, [by_position.get(i, t) for i, t in enumerate(tangents)]
 
 
 def _transpose(
-    cotangents: Any, *arguments: Any, backward: bool, mark_id: int, part: int | None
+    cotangents: Any,
+    *arguments: Any,
+    backward: bool,
+    mark_id: int,
+    part: int | None,
+    order: int,
 ) -> list[Any]:
     del arguments
     nonzero = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
@@ -112,9 +118,8 @@ def _transpose(
         return list(cotangents)
     if part is not None:  # JAX's scan cannot transpose zeros of some of its stacked results
         cotangents, nonzero = list(map(ad.instantiate_zeros, cotangents)), range(len(cotangents))
-    marked = stage_end_p.bind(
-        *(cotangents[i] for i in nonzero), backward=not backward, mark_id=mark_id, part=part
-    )
+    params = {"backward": not backward, "mark_id": mark_id, "part": part, "order": order}
+    marked = stage_end_p.bind(*(cotangents[i] for i in nonzero), **params)
     by_position = dict(zip(nonzero, marked, strict=True))
     return [by_position.get(i, t) for i, t in enumerate(cotangents)]
 

@@ -15,7 +15,10 @@ from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
+
+from ..._compat import without_refs
 
 
 @runtime_checkable
@@ -233,13 +236,27 @@ def treduce_with_shapes(
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
+    closed = without_refs(closed)
+    if any(isinstance(const, jax.Ref) for const in closed.consts):
+        raise ValueError(
+            f"The function of `{caller}` reads or writes to a reference (`jax.new_ref`) that is "
+            "made outside of it. Microbatches run on several groups, which share no memory: return "
+            "the values and combine them by `operation`, or make the reference inside."
+        )
     operations = _broadcast_operation(operation_of(shape), shape)
     reductions(closed.out_avals, operations, length)  # raises if one does not fit its result
-    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-    lifted = closed.jaxpr.replace(constvars=[], invars=inputs)
+    lifted = ClosedJaxpr(
+        closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]),
+        (),
+    )
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # The types of results have shardings, which the primitive does not know.
+        options = {"num_microbatches": length, "operations": operations}
+        out = _scan(*closed.consts, jaxpr=lifted, **options)
+        return jax.tree.structure(shape).unflatten(out)
     out = treduce_p.bind(
         *closed.consts,
-        jaxpr=ClosedJaxpr(lifted, ()),
+        jaxpr=lifted,
         num_microbatches=length,
         schedule=schedule,
         operations=operations,
@@ -357,7 +374,23 @@ def _scan(
         return [t.update(x, y, i) for t, x, y in zip(each, carry, new, strict=True)], None
 
     indices = jnp.arange(num_microbatches, dtype=jnp.int32)
-    return lax.scan(turn, [t.init() for t in each], indices)[0]
+    init = [_with_type_of(aval, t) for aval, t in zip(jaxpr.out_avals, each, strict=True)]
+    return lax.scan(turn, init, indices)[0]
+
+
+def _with_type_of(aval: Any, reduction: Reduction) -> jax.Array:
+    """Returns the array before the first microbatch, divided over explicit axes as results are."""
+    init, operation, sharding = reduction.init(), reduction.operation, aval.sharding
+    spec = sharding.spec
+    if isinstance(operation, Concat):
+        axis = operation.axis % (len(aval.shape) + 1)
+        partitions = spec.partitions
+        spec = spec.update(partitions=(*partitions[:axis], None, *partitions[axis:]))
+    elif not isinstance(operation, _Add | _Max | _Last):
+        return init
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return init
+    return jax.sharding.reshard(init, NamedSharding(sharding.mesh, spec))
 
 
 def _abstract(*consts: Any, jaxpr: Any, num_microbatches: int, operations: Any, **_: Any) -> Any:

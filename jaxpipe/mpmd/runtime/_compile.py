@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
 from ...ir.graph import Graph, has_print
+from .._threads import num_threads_for
 from ..api._mesh import MpmdMesh
 from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
@@ -40,8 +41,7 @@ class Executables:
 def check_threads(mesh: MpmdMesh) -> None:
     """Checks that XLA has more threads than CPU devices that wait for each other.
 
-    A program on several devices that has started on one of them occupies a thread of XLA's pool
-    while it waits for the others. If all threads wait, the programs they wait for cannot start.
+    Importing `jaxpipe.mpmd` sees to it, unless JAX has used its devices before.
 
     Raises:
         ValueError: If the threads may all be occupied.
@@ -54,8 +54,8 @@ def check_threads(mesh: MpmdMesh) -> None:
         raise ValueError(
             f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
             f"{threads} threads, which can all come to wait for each other. Set "
-            f"NPROC={max(64, 4 * len(devices))} before JAX is imported, or call "
-            "`jaxpipe.emulate_devices`."
+            f"NPROC={num_threads_for(len(devices))} before JAX first uses a device, import "
+            "`jaxpipe.mpmd` before that, or call `jaxpipe.emulate_devices`."
         )
 
 

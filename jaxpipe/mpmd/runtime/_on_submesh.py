@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
 from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
@@ -39,6 +41,12 @@ def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
                 params["sharding"].memory_kind, mesh, "`with_sharding_constraint` inside a stage"
             )
             sharding = NamedSharding(mesh, spec)
+            if not eqn.inputs:  # the constraint of a literal
+                assert plain.equation is not None
+                (literal,) = plain.equation.invars
+                assert isinstance(literal, Literal)
+                value = jnp.asarray(literal.val, eqn.outputs[0].aval.dtype)
+                return replace(plain, run=lambda: [value], params={}, equation=None)
             params = {"sharding": spec, "dims": params["unconstrained_dims"]}
             return replace(plain, run=_constrain(sharding), params=params, equation=None)
     return eqn.operation

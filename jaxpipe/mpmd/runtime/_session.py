@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
+from ._leave import wait_at_exit
 from ._rendezvous import (
     Transport,
     check_agreement,
@@ -21,7 +22,7 @@ from ._rendezvous import (
 from ._watchdog import Watchdog, start_watchdog
 
 START_SECONDS = 3600.0
-"""Time to wait for other processes that compile, in seconds."""
+"""Time to wait for other processes that compile, or that end their last step, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Session:
 def open_session(timeout: float) -> Session:
     """Returns the session of this process; without progress for `timeout` seconds a step fails."""
     watchdog = start_watchdog(timeout)
+    wait_at_exit(watchdog, START_SECONDS)
     return Session(open_transport(START_SECONDS), watchdog, Counter(), itertools.count())
 
 

@@ -115,6 +115,11 @@ def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
     raise MpmdError(watchdog.reasons[0])
 
 
+def has_pending_items(watchdog: Watchdog) -> bool:
+    """Returns whether a program or a transfer of this process has not finished."""
+    return bool(watchdog.incoming or watchdog.pending)
+
+
 def report_failure(watchdog: Watchdog, error: Exception) -> None:
     """Reports that a step has ended early with an error.
 

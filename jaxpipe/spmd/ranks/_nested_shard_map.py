@@ -41,13 +41,21 @@ class _Call(NamedTuple):
 
 
 def nested_shard_map(
-    f: Callable, plain: Callable, *, mesh: Any, in_specs: PyTree, out_specs: PyTree, axis_names: Any
+    f: Callable,
+    plain: Callable,
+    *,
+    mesh: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    axis_names: Any,
+    check_vma: bool,
 ) -> Callable:
     """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
 
     `plain`, the result of JAX's `shard_map`, is called where no axis is manual, or `mesh` is not
-    the whole mesh in context.
+    the whole mesh in context. Elsewhere `check_vma` is not read.
     """
+    del check_vma
 
     @wraps(f)
     def call(*arguments: Any) -> Any:

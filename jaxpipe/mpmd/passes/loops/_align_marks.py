@@ -1,6 +1,6 @@
 """Finds which stage every mark ends, also if some are rematerialized, constant or dead code."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ....ir.graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, variables
@@ -30,6 +30,7 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     part_of_each = {eqn: part for eqn, part in parts.items() if part is not None}
     if part_of_each:
         return MarkedBody(body, part_of_each)
+    _check_first_derivatives(parts)
     forward = [eqn for eqn in body.eqns if is_mark(eqn) and not is_backward_mark(eqn)]
     backward = [eqn for eqn in body.eqns if is_mark(eqn) and is_backward_mark(eqn)]
     mark_ids, possible = [_mark_id(eqn) for eqn in forward], (num_stages, num_stages - 1)
@@ -61,6 +62,24 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
         if old in stage_of_mark:
             marks[new] = stage_of_mark[old]
     return MarkedBody(with_outputs(body, renamed, replacements), marks)
+
+
+def _check_first_derivatives(marks: Iterable[Eqn]) -> None:
+    """Checks that marks are those of a function and of its backward, and no other derivative's.
+
+    A gradient penalty passes the stages four times: forward, back for the gradient, forward again
+    for the derivative of that backward, and back. A schedule has two passes, F and B.
+    """
+    for eqn in marks:
+        assert isinstance(eqn.operation, PrimitiveCall)
+        if eqn.operation.params["order"] > is_backward_mark(eqn):
+            raise ValueError(
+                "The loop differentiates through marks other than once by `jax.grad`, `jax.vjp` "
+                "or `jax.value_and_grad`: a gradient penalty, `jax.hessian`, `jax.jvp` and "
+                "`jax.linearize` across marks pass the stages more often than the one forward and "
+                "the one backward that a schedule has. Take such derivatives inside a stage, or "
+                "leave the marks out and give a schedule of one stage."
+            )
 
 
 def forward_mark_ids(body: Graph) -> list[int]:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....ir.graph import Eqn, PrimitiveCall, Var, variables
-from ...api._across import STACK, SUM, WITH
+from ...api._across import CONCAT, STACK, SUM, WITH
 from ...ir._eqns import prints
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
@@ -169,7 +169,7 @@ def _common_ranks(values: set[Var], needed_on: RankSets, otherwise: set[int]) ->
 def _ranks_of_eqn(eqn: Eqn, operands: Sequence[_ValueOnRanks]) -> set[int]:
     """Returns the ranks that run an equation, given the ranks that hold its inputs."""
     name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
-    if name in (SUM, STACK):
+    if name in (SUM, STACK, CONCAT):
         return set().union(*(operand.ranks for operand in operands))
     if name == WITH:
         of_last = [operand.ranks for operand in operands if operand.value is eqn.inputs[-1]]

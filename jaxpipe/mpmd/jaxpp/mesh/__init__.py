@@ -1,0 +1,3 @@
+"""The name of `jaxpp.mesh`."""
+
+from ...api import MpmdMesh as MpmdMesh
