@@ -199,8 +199,8 @@ def translated_shardings(
 
     `constraint_of` lets functions that are written for explicit axes run on automatic ones. It
     returns the constraint that an `out_sharding` means, or None to leave it to JAX. The results of
-    products and of `jax.sharding.reshard` are constrained. Other functions ignore their
-    `out_sharding`: the compiler chooses.
+    the functions in `_CONSTRAINED` are constrained. Other functions ignore their `out_sharding`:
+    the compiler chooses.
     """
     # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
@@ -353,7 +353,8 @@ def _check(check: Callable) -> Callable:
     return check_own
 
 
-_CONSTRAINED = ("einsum", "dot_general", "reshard", "repeat", "take", "jnp.percentile")
+# `repeat` and `percentile` read `out_sharding.mesh`, so they cannot be given None.
+_CONSTRAINED = ("einsum", "dot_general", "reshard", "repeat", "jnp.percentile")
 """The functions, as JAX names them to itself, whose results are constrained to `out_sharding`."""
 
 

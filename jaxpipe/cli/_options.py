@@ -95,25 +95,29 @@ def split_settings(settings: list[str]) -> tuple[list[str], list[str]]:
     """Returns the files of settings, without MaxText's base.yml, and the `key=value` pairs."""
     files = [text for text in settings if _is_config_file(text)]
     pairs = [text for text in settings if text not in files]
-    for file in files:
-        if _is_maxtexts_base(file):
-            print(
-                f"jaxpipe: {short_repr(file)} is MaxText's base.yml and is not read: defaults are "
-                "those of `jaxpipe train --keys`. Give what you changed in it as key=value.",
-                file=sys.stderr,
-            )
-    return [file for file in files if not _is_maxtexts_base(file)], pairs
+    unread = [file for file in files if _is_maxtexts_base(file)]
+    for file in unread:
+        what = "is MaxText's" if is_file(file) else "is not there and has the name of MaxText's"
+        print(
+            f"jaxpipe: {short_repr(file)} {what} base.yml. It is not read: defaults are those of "
+            "`jaxpipe train --keys`. Give what you changed in it as key=value.",
+            file=sys.stderr,
+        )
+    return [file for file in files if file not in unread], pairs
 
 
 def _is_maxtexts_base(file: str) -> bool:
-    """Returns whether a path is that of MaxText's base.yml, which need not be there."""
+    """Returns whether a path is that of MaxText's base.yml, which need not be there.
+
+    The file has `hardware`, which is no key of jaxpipe.
+    """
     from ..train.config import MAX_YAML_BYTES
 
     if Path(file).parts[-2:] != ("configs", "base.yml"):
         return False
     if not is_file(file):
         return True
-    return "\nbase_output_directory:" in read_text(file, most_bytes=MAX_YAML_BYTES)
+    return "\nhardware:" in read_text(file, most_bytes=MAX_YAML_BYTES)
 
 
 def _is_config_file(text: str) -> bool:

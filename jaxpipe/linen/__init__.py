@@ -1,4 +1,4 @@
-"""Linen: `model` is for `jaxpipe.pipeline`, and `create_pipeline(config, layers, mesh)` a layer."""
+"""Linen: `model` is for `jaxpipe.pipeline`; `create_pipeline` makes MaxText's pipeline."""
 
 from ..compat.maxtext.linen import CircularPipeline as CircularPipeline
 from ..compat.maxtext.linen import Pipeline as Pipeline

@@ -7,7 +7,7 @@ Functions and classes that JaxPP also has keep JaxPP's names; all of JaxPP's nam
 import typing
 
 from .. import _lazy
-from ._threads import set_num_threads as _set_num_threads
+from .._threads import set_num_threads as _set_num_threads
 
 _set_num_threads()
 

@@ -1,4 +1,4 @@
-"""NNX: `model` is for `jaxpipe.pipeline`, and `create_pipeline(config, layers, mesh)` a layer."""
+"""NNX: `model` is for `jaxpipe.pipeline`; `create_nnx_pipeline` makes MaxText's pipeline."""
 
 from ..compat.maxtext.nnx import CircularPipeline as CircularPipeline
 from ..compat.maxtext.nnx import Pipeline as Pipeline

@@ -19,14 +19,14 @@ def test_the_command_of_maxtexts_nnx_pipeline_is_read_as_it_stands(capsys):
     config = read_settings(COMMAND.split())
     assert (str(config.output_dir), config.steps) == ("pipeline_test", 15)
     assert config.num_layers_per_pipeline_stage == 2 and config.enable_nnx
-    assert "base.yml' is MaxText's base.yml and is not read" in capsys.readouterr().err
+    assert "is not there and has the name of MaxText's base.yml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_maxtexts", [True, False])
 def test_a_base_yml_of_ones_own_is_read(is_maxtexts, tmp_path: Path, capsys):
     file = tmp_path / "configs" / "base.yml"
     file.parent.mkdir()
-    file.write_text("steps: 3\n" + ("base_output_directory: ''\n" if is_maxtexts else ""))
+    file.write_text("steps: 3\n" + ("hardware: 'tpu'\n" if is_maxtexts else ""))
     files, pairs = split_settings([str(file), "steps=4"])
     assert files == ([] if is_maxtexts else [str(file)]) and pairs == ["steps=4"]
     assert ("not read" in capsys.readouterr().err) == is_maxtexts

@@ -33,7 +33,10 @@ StageFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activation
 """`(weights [L, ...], activations, segment_ids, positions) -> (activations, aux)`"""
 
 PipelineFn = Callable[..., tuple[PyTree, Aux]]
-"""`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, aux)`"""
+"""`(weights, inputs [M, ...], segment_ids, positions) -> (outputs, aux)`
+
+Weights are [R, S, L, ...], or [S, L, ...] with one repeat.
+"""
 
 METRICS_COLLECTION = "metrics"
 """The collection that Linen stages sow their auxiliary losses and metrics into."""

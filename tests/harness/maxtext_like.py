@@ -51,7 +51,6 @@ class Config:
             "pipeline_fsdp_ag_per_repeat": False,
             "scan_pipeline_iterations": True,
             "scan_pipeline_repeats": False,
-            "scan_layers_per_stage": False,
             "set_remat_policy_on_pipeline_iterations": True,
             "set_remat_policy_on_layers_per_stage": False,
             "remat_policy": "custom",

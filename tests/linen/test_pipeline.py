@@ -251,7 +251,7 @@ def test_what_devices_sow_of_their_own_rows_is_added_up():
     ("of", "rngs", "message"),
     [
         (jnp.mean, {"dropout": KEY}, "and stages have random streams"),
-        (lambda h: h[0], {}, r"`layers` records .*'sown'.* of shape \(4, 16\), and with"),
+        (lambda h: h[0], {}, r"The stage records .*'sown'.* of shape \(4, 16\), and with"),
     ],
     ids=["random numbers", "arrays"],
 )
@@ -435,7 +435,7 @@ def test_a_batch_or_a_layer_that_does_not_fit_is_refused():
 
     pipeline: Any = linen.create_pipeline(config, Wider(), None)
     variables = pipeline.init(KEY, jnp.ones((4, 3)))
-    with pytest.raises(ValueError, match=r"`layers` was given .*\[2, 3\].* and returned"):
+    with pytest.raises(ValueError, match=r"The stage was given .*\[2, 3\].* and returned"):
         pipeline.apply(variables, jnp.ones((4, 3)))
 
 

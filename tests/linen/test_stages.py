@@ -101,6 +101,8 @@ def test_a_factory_of_nnx_in_linen_has_the_gradients_of_a_loop_over_its_stages(r
     variables = pipeline.init(KEY, x)
     assert {*variables} == {"params"}
 
+    dims = pipeline.settings.stacked
+
     def loss(variables, x):
         y, sown = pipeline.apply(variables, x, deterministic=True, mutable=["intermediates"])
         return frontends.scalar(y) + jnp.sum(sown["intermediates"]["layers"]["mean"][0])
@@ -110,9 +112,7 @@ def test_a_factory_of_nnx_in_linen_has_the_gradients_of_a_loop_over_its_stages(r
 
     def true_loss(variables, x):
         weights = meta.unbox(variables)["params"]["layers"]
-        stacked = jax.tree.map(
-            lambda w: w.reshape(layers, *w.shape[-w.ndim + len(dims) :]), weights
-        )
+        stacked = jax.tree.map(lambda w: w.reshape(layers, *w.shape[len(dims) :]), weights)
         ys, total = [], 0.0
         for rows in x.reshape(4, 2, 3, WIDTH):
             for number in range(layers):
@@ -124,21 +124,66 @@ def test_a_factory_of_nnx_in_linen_has_the_gradients_of_a_loop_over_its_stages(r
             ys.append(rows)
         return frontends.scalar(jnp.concatenate(ys)) + total
 
-    dims = pipeline.settings.stacked
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
     true = jax.jit(jax.value_and_grad(true_loss, (0, 1)))(variables, x)
     frontends.assert_trees_close(meta.unbox(got), meta.unbox(true))
 
 
-def test_a_stage_of_nnx_in_linen_draws_from_the_keys_of_apply_and_from_no_others():
+def test_a_stage_of_nnx_in_linen_draws_by_stage_and_microbatch():
     config = SimpleNamespace(num_decoder_layers=2)
     pipeline: Any = linen.create_pipeline(config, Mlp, mesh_of(2, 1))
+    x = jax.random.normal(KEY, (4, 3, WIDTH))
+    variables, rngs = pipeline.init(KEY, x), {"dropout": jax.random.key(1)}
+    base = pipeline.apply(variables, "dropout", method="make_rng", rngs=rngs)
+
+    def make(*, rngs: nnx.Rngs) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return Mlp(rngs)
+
+    stage: Any = nnx.bridge.ToLinen(make)
+
+    def true(variables, x):
+        weights, ys = meta.unbox(variables)["params"]["layers"], []
+        for m, rows in enumerate(x.reshape(2, 2, 3, WIDTH)):
+            for number in range(2):
+                key = jax.random.fold_in(jax.random.fold_in(base, number), m)
+                w = {"params": jax.tree.map(lambda w: w[number], weights)}  # noqa: B023
+                rows = stage.apply(w, rows, None, None, False, "train", rngs={"dropout": key})
+            ys.append(rows)
+        return frontends.scalar(jnp.concatenate(ys))
+
+    def loss(variables, x):
+        return frontends.scalar(pipeline.apply(variables, x, rngs=rngs))
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
+    wanted = jax.jit(jax.value_and_grad(true, (0, 1)))(variables, x)
+    frontends.assert_trees_close(meta.unbox(got), meta.unbox(wanted))
+
+
+@pytest.mark.parametrize("rngs", [{}, {"params": KEY}, {"noise": KEY}])
+def test_a_stage_of_nnx_in_linen_draws_from_no_stream_that_is_not_given(rngs):
+    config = SimpleNamespace(num_decoder_layers=2)
+    pipeline: Any = linen.create_pipeline(config, Mlp, mesh_of(2, 1))
+    variables = pipeline.init(KEY, jnp.ones((2, 3, WIDTH)))
+    names = ", ".join(rngs) or "none"
+    with pytest.raises(ValueError, match=f"draws random numbers, .*: it was given {names}. Give"):
+        pipeline.apply(variables, jnp.ones((2, 3, WIDTH)), rngs=rngs)
+
+
+def test_a_stage_of_nnx_in_linen_changes_no_variable():
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+        def __call__(self, x, segment_ids, positions, deterministic, model_mode):
+            return self.norm(x, use_running_average=deterministic)
+
+    config = SimpleNamespace(num_decoder_layers=2)
+    pipeline: Any = linen.create_pipeline(config, Normed, mesh_of(2, 1))
     x = jax.random.normal(KEY, (2, 3, WIDTH))
     variables = pipeline.init(KEY, x)
-    run = jax.jit(lambda key: pipeline.apply(variables, x, rngs={"dropout": key}))
-    first, other = run(KEY), run(jax.random.key(1))
-    assert np.abs(first - other).max() > 1e-3
-    with pytest.raises(ValueError, match=r"draws random numbers \(dropout.rngs.count\), and"):
+    np.testing.assert_allclose(pipeline.apply(variables, x, deterministic=True), x, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"changes its variables \['norm.mean', 'norm.var'\]"):
         pipeline.apply(variables, x)
 
 
@@ -200,10 +245,10 @@ def test_a_window_is_prefetched_without_specs():
 
 @pytest.mark.parametrize("create", [linen.create_pipeline, nnx_pipelines.create_nnx_pipeline])
 def test_what_is_no_stage_is_refused_when_the_pipeline_is_made(create):
-    with pytest.raises(TypeError, match=r"`layers` is of the type .*that returns an NNX module"):
+    with pytest.raises(TypeError, match=r"is of the type .*that returns an NNX module"):
         create(SimpleNamespace(ici_pipeline_parallelism=2), NnxAddsOne(nnx.Rngs(0)), None)
 
 
 def test_a_linen_module_is_no_factory():
-    with pytest.raises(TypeError, match="`layers` is of the type AddsOne"):
+    with pytest.raises(TypeError, match="`stage_factory` is of the type AddsOne"):
         nnx_pipelines.create_pipeline(SimpleNamespace(ici_pipeline_parallelism=2), AddsOne(), None)

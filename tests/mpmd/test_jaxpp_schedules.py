@@ -131,6 +131,7 @@ def test_tasks_are_the_actions_of_the_schedule(case: str):
         for rank, tasks in enumerate(schedule.tasks(8))
         for task in tasks
         for part in (task if isinstance(task, FusedTask) else (task,))
+        if part is not None
     ]
     assert unfused == list(enumerate_actions(schedule.schedule(8)))
 

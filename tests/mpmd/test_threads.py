@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxpipe.mpmd import _threads
+from jaxpipe import _threads
 from quick import ENVIRONMENT
 
 SCRIPT = """

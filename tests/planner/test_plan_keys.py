@@ -136,10 +136,16 @@ OTHERS: dict[str, Any] = {
     "weight_decay_exclude": ["norm"],
     "rope_type": "llama3.1",
     "routed_score_func": "sigmoid",
-    "enable_nnx": True,
-    "ici_data_parallelism": 4,
+    "ici_data_parallelism": 2,
+    "ici_pipeline_parallelism": 4,
+    "ici_fsdp_parallelism": 1,
+    "ici_expert_parallelism": 2,
     "megablox": False,
-    "num_pipeline_microbatches": 16,
+    "dropout_rate": 0.1,
+    "num_pipeline_microbatches": 4,
+    "base_moe_mlp_dim": 704,
+    "num_experts": 32,
+    "q_lora_rank": 1536,
 }
 # Layouts in which a key does something.
 _SCHEDULED = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
@@ -151,6 +157,17 @@ WITH: dict[str, dict[str, Any]] = {
         "set_remat_policy_on_layers_per_stage": False,
     },
     "num_vocab_tiling": {"num_vocab_tiling": 2},
+    "topk_routing_group": {"n_routing_groups": 4},
+    "num_pipeline_slices": {
+        "pipeline_engine": "scheduled",
+        "pipeline_schedule": "seq1f1b",
+        "num_pipeline_slices": 4,
+    },
+    **{
+        f"ici_{axis}_parallelism": {"ici_fsdp_parallelism": -1}
+        for axis in ("data", "pipeline", "tensor", "context")
+    },
+    "mlpwo": {"remat_policy": "custom"},
     "mla_q": {"remat_policy": "custom", "q_lora_rank": 1536},
     "pipeline_fsdp_ag_per_repeat": {"num_pipeline_repeats": 4},
     "shard_optimizer_over_data": {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 2},
@@ -163,6 +180,13 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 DEFAULTS = load_config([], [], presets=PRESETS).model_dump()
+
+
+# Keys that a plan for one slice of TPUs only refuses, and what it says.
+REFUSED = {
+    "quantization": "the planner knows neither time nor memory of its products",
+    **{key: "and `num_slices` 1" for key in Config.model_fields if key.startswith("dcn_")},
+}
 
 
 def answer(keys: dict[str, Any], *batch: int) -> tuple[float, float] | str:
@@ -206,14 +230,11 @@ COUNTED = [key for key in Config.model_fields if key not in {*AROUND, *UNCOUNTED
 
 @pytest.mark.parametrize("key", COUNTED)
 def test_a_key_of_a_step_changes_the_plan_or_is_refused(key: str):
-    is_refused = False
-    for before, after in answers(key):
-        if isinstance(before, str):
-            continue
-        if before != after and not isinstance(after, str):
-            return
-        is_refused |= isinstance(after, str)
-    assert is_refused
+    if key in REFUSED:
+        assert all(REFUSED[key] in after for _, after in answers(key))
+        return
+    # One of the models may have no such key.
+    assert any(b != a for b, a in answers(key) if not (isinstance(a, str) or isinstance(b, str)))
 
 
 def test_keys_that_change_no_plan_are_keys_and_in_one_list():
@@ -221,16 +242,16 @@ def test_keys_that_change_no_plan_are_keys_and_in_one_list():
     assert len({*names}) == len(names) and {*names} <= {*Config.model_fields}
 
 
+NNX = {"enable_nnx": True, "pure_nnx_decoder": True}  # neither is accepted alone
+
+
 def test_keys_with_a_reason_change_no_plan():
-    before = answer(LLAMA, 48, 2048)
+    assert answer(LLAMA | NNX, 48, 2048) == answer(LLAMA, 48, 2048)
     for key, reason in UNCOUNTED.items():
-        if key in ("logical_axis_rules", "pipeline_layout", "megablox"):
+        if key in ("logical_axis_rules", "pipeline_layout", "megablox", *NNX):
             continue
-        value = other(key, DEFAULTS[key])
-        after = answer(
-            LLAMA | ({"enable_nnx": True} if "nnx" in key else {}) | {key: value}, 48, 2048
-        )
-        assert after == before or isinstance(after, str), f"{key}: {reason}"
+        found = [pair for pair in answers(key) if not isinstance(pair[1], str)]
+        assert found and all(before == after for before, after in found), f"{key}: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +259,7 @@ def test_keys_with_a_reason_change_no_plan():
     [
         ({"max_target_length": 4096}, "`sequence` is 2048 and `max_target_length` 4096"),
         ({"per_device_batch_size": 2}, "`batch` is 48, and `per_device_batch_size` = 2 makes 8"),
-        ({"dcn_data_parallelism": 2}, "`dcn_data_parallelism` is 2, and there are 1 slices"),
+        ({"dcn_data_parallelism": 2}, "`dcn_data_parallelism` is 2, and `num_slices` 1"),
     ],
 )
 def test_sizes_that_contradict_the_request_are_refused(keys: dict[str, Any], message: str):

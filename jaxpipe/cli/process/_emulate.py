@@ -4,6 +4,8 @@ import gc
 import os
 from collections.abc import Mapping
 
+from ..._threads import num_threads_for
+
 # Emulated devices outnumber cores. XLA:CPU's concurrency-optimised scheduler then starts
 # collectives in an order that can starve one of its participants, and 40 s (the default) is not
 # long for a collective whose participants share two cores.
@@ -14,17 +16,12 @@ _FLAGS = {
 }
 
 
-# A program of several devices waits in a thread of XLA's pool until its inputs are on all of them.
-# If the pool has only as many threads as cores, all may wait for inputs that need a thread too.
-_THREADS = 64
-
-
 def emulation_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns `XLA_FLAGS` and `NPROC` for emulated devices; flags of `environment` win."""
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
     old = environment.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in old]
-    threads = environment.get("NPROC", str(max(_THREADS, 4 * num_devices)))
+    threads = environment.get("NPROC", str(num_threads_for(num_devices)))
     return {"XLA_FLAGS": " ".join([old, *added]).strip(), "NPROC": threads}
 
 

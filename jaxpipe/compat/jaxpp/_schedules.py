@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...mpmd.api import BaseSchedule, Tasks, require_positive, tasks_of
+from ...mpmd.api import BaseSchedule, ScheduleTasks, require_positive, tasks_of
 from ...schedules import Action, FusedPair, Schedule, builders, check, num_ranks
 from ...schedules.language import ScheduleStep
 
@@ -42,7 +42,7 @@ class NamedSchedule(BaseSchedule):
     def _build(self, num_microbatches: int) -> Schedule:
         """Returns the schedule whose tasks are `tasks`, unless these are overridden."""
 
-    def tasks(self, n_mubatches: int) -> Tasks:
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
         """Returns the tasks of each rank for a number of microbatches: `tasks(M)[rank]`."""
         return tasks_of(check(self._build(n_mubatches)), fuse_last=self.fuse_last)
 

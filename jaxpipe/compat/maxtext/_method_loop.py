@@ -152,7 +152,7 @@ def _remat(pipeline: PipelineMethods) -> Callable[[Callable], Callable]:
 
 
 def _with_records(state: LoopState, inputs: ActivationInFlight) -> LoopState:
-    """Returns the loop state for activations that carry what layers record, nothing so far."""
+    """Returns the loop state for activations that carry what stages record, nothing so far."""
 
     def in_flight(buffer: PyTree, num_dims: int) -> PyTree:
         if buffer is None:

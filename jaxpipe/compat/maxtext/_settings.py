@@ -187,10 +187,12 @@ class PipelineSettings:
     def rules_or(self, in_context: Iterable) -> AxisRules:
         """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`.
 
-        These have none for stages: the trainer's "layers" are those outside of the pipeline.
+        Stages are always sharded over the ranks. In `DEFAULT_RULES`, "layers" are the trainer's
+        layers outside of the pipeline, which are not sharded.
         """
-        stages = (STAGES, (AXIS,))
-        return axis_rules(self.rules or in_context or (stages, *DEFAULT_RULES))
+        rules = axis_rules(self.rules or in_context or DEFAULT_RULES)
+        has_stages = any(name == STAGES and AXIS in axes for name, axes in rules)
+        return rules if has_stages else ((STAGES, (AXIS,)), *rules)
 
 
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:

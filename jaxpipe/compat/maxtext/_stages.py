@@ -164,7 +164,7 @@ def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(records):
         if x.ndim:
             raise ValueError(
-                f"`layers` records {jax.tree_util.keystr(path)} of shape {x.shape}, and with "
+                f"The stage records {jax.tree_util.keystr(path)} of shape {x.shape}, and with "
                 f"`pipeline_batch_axes` = {batch_axes} devices see their own rows, and their "
                 "records are added up. Record scalars, or leave `pipeline_batch_axes` at ()."
             )
@@ -206,7 +206,7 @@ def record_shapes(
     ((input_types, output_types, records),) = traces
     if input_types != output_types:
         raise ValueError(
-            f"`layers` was given {input_types} and returned {output_types}. A stage must return "
+            f"The stage was given {input_types} and returned {output_types}. A stage must return "
             "what the next one can take: the same structure, shapes and dtypes."
         )
     return records

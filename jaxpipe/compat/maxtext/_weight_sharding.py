@@ -20,7 +20,7 @@ from ...sharding import GATHERED_AXES
 from ...sharding.specs import axes_of, check_divisible, padded_spec, reshard_to_spec, without_axes
 from ...spmd.ranks import AXIS, is_spec
 from ...spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
-from ._settings import REPEATS, STAGES, AxisRules
+from ._settings import REPEATS, AxisRules
 
 
 def physical_spec(
@@ -30,16 +30,14 @@ def physical_spec(
 
     If a name has several rules, the first whose mesh axes no earlier dim uses applies. Axes that
     the mesh does not have are ignored. A name without a rule stands for the mesh axis of that name,
-    if there is one; otherwise its dim is not sharded, as in Flax. Stages without a rule are on the
-    ranks that run them.
+    if there is one; otherwise its dim is not sharded, as in Flax.
     """
     used: set[str] = set()
 
     def axes_of(name: Any) -> tuple[str, ...]:
         if isinstance(name, tuple):
             return tuple(axis for part in name for axis in axes_of(part))
-        offers = [axes for of, axes in rules if of == name]
-        offers = offers or [(AXIS if name == STAGES else name,)]
+        offers = [axes for of, axes in rules if of == name] or [(name,)]
         for offer in offers:
             axes = tuple(axis for axis in offer if axis in mesh_axes)
             if not used.intersection(axes):

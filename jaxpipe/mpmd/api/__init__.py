@@ -28,7 +28,6 @@ if typing.TYPE_CHECKING:
     from ._tasks import FusedTask as FusedTask
     from ._tasks import ScheduleTasks as ScheduleTasks
     from ._tasks import Task as Task
-    from ._tasks import Tasks as Tasks
     from ._tasks import TaskType as TaskType
     from ._tasks import schedule_of as schedule_of
     from ._tasks import tasks_of as tasks_of

@@ -79,7 +79,8 @@ def shard_map_in_group(
     """Returns `jax.shard_map(f, mesh=mesh, ...)` over the other axes than that of the groups.
 
     `plain`, JAX's result, is returned if `mesh` is not the mesh of all groups. The axis of the
-    groups is not manual inside, so that a collective over it is an error and not a sum over one.
+    groups is not manual inside, so that a collective over it is an error: otherwise it would
+    silently be a sum over an axis of size 1.
     """
     theirs = tuple(mesh.shape.items())
     if mpmd_mesh.mpmd_dim == 1 or theirs != tuple(mpmd_mesh.jax_mesh.shape.items()):

@@ -110,10 +110,8 @@ class FusedTask(tuple[Task, ...]):
 ScheduleTasks = list[list[Task | FusedTask | None]]
 """The tasks of each rank, in order. None, JaxPP's task of an idle rank, says nothing."""
 
-Tasks = list[list[Task | FusedTask]]
 
-
-def tasks_of(schedule: Schedule, *, fuse_last: bool = True) -> Tasks:
+def tasks_of(schedule: Schedule, *, fuse_last: bool = True) -> ScheduleTasks:
     """Returns the tasks of each rank, in order.
 
     A `FusedPair` becomes one task. With `fuse_last` a forward and the backward of the same
@@ -125,8 +123,8 @@ def tasks_of(schedule: Schedule, *, fuse_last: bool = True) -> Tasks:
     return [_tasks(program, last) for program in schedule.programs]
 
 
-def _tasks(program: Iterable[ScheduleStep], last_stage: int) -> list[Task | FusedTask]:
-    tasks: list[Task | FusedTask] = []
+def _tasks(program: Iterable[ScheduleStep], last_stage: int) -> list[Task | FusedTask | None]:
+    tasks: list[Task | FusedTask | None] = []
     for step in program:
         if isinstance(step, FusedPair):
             tasks.append(FusedTask((Task.of(step.forward), Task.of(step.backward))))

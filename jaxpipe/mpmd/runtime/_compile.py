@@ -19,8 +19,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
+from ..._threads import num_threads_for
 from ...ir.graph import Graph, has_print
-from .._threads import num_threads_for
 from ..api._mesh import MpmdMesh
 from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
@@ -41,7 +41,7 @@ class Executables:
 def check_threads(mesh: MpmdMesh) -> None:
     """Checks that XLA has more threads than CPU devices that wait for each other.
 
-    Importing `jaxpipe.mpmd` sees to it, unless JAX has used its devices before.
+    Importing `jaxpipe.mpmd` sets `NPROC` accordingly, unless JAX has used its devices before.
 
     Raises:
         ValueError: If the threads may all be occupied.
@@ -55,7 +55,8 @@ def check_threads(mesh: MpmdMesh) -> None:
             f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
             f"{threads} threads, which can all come to wait for each other. Set "
             f"NPROC={num_threads_for(len(devices))} before JAX first uses a device, import "
-            "`jaxpipe.mpmd` before that, or call `jaxpipe.emulate_devices`."
+            "`jaxpipe.mpmd` before that and after the number of devices is set, or call "
+            "`jaxpipe.emulate_devices`."
         )
 
 

@@ -46,7 +46,10 @@ def _leave(watchdog: Watchdog, timeout: float) -> None:
 
 
 def _has_failed(watchdog: Watchdog) -> bool:
-    """Returns whether an exception that is not caught, or the watchdog, ends this process."""
+    """Returns whether an exception that is not caught, or the watchdog, ends this process.
+
+    `sys.exit(1)` in a main process leaves no trace that can be read here.
+    """
     error = sys.exc_info()[1]  # in a child process, which calls this while the exception passes
     exits = isinstance(error, SystemExit) and not error.code
     uncaught = hasattr(sys, "last_value") or not (error is None or exits)

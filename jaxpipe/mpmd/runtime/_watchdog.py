@@ -158,7 +158,8 @@ def _watch_pending(watchdog: Watchdog) -> None:
 def _poll(watchdog: Watchdog) -> str | None:
     """Removes the items that have finished. Returns the failure of an item, None if none failed."""
     while watchdog.incoming:
-        watchdog.pending.append(watchdog.incoming.popleft())
+        watchdog.pending.append(watchdog.incoming[0])
+        watchdog.incoming.popleft()
     finished = [item for item in watchdog.pending if _is_finished(item)]
     # Without peers no other process waits, and the reader of the array sees the error.
     if watchdog.has_peers and any(map(_failure, finished)):

@@ -187,9 +187,8 @@ def _residuals(
     if candidate.scope == "layer":
         return n * (activation + kept) + masked
     passed_on = tokens * _passed_on_bytes(model, candidate.mesh, candidate.policy)
-    if model.saves_inputs(
-        candidate.policy
-    ):  # then nothing is computed again from what is passed on
+    # A policy that saves the inputs of layers recomputes nothing from what is passed on.
+    if model.saves_inputs(candidate.policy):
         passed_on = activation
     return activation + n * kept + (n - 1) * passed_on + masked
 

@@ -77,7 +77,6 @@ def make_request(
         name = settings.get("pipeline_engine", usual_engine(None).config_name)
         if name in CONFIG_ENGINES and not CONFIG_ENGINES[name].runs_schedules:
             settings["pipeline_engine"] = usual_engine(schedule).config_name
-    _check_said_once(settings, batch=batch, sequence=sequence, devices=devices)
     fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
     layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
@@ -86,8 +85,18 @@ def make_request(
         values | ({"max_target_length": sequence} if sequence else {}), fixed, engines
     )
     accumulation = fixed.get("accumulation", 1)
-    rows = batch or round(config.per_device_batch_size * devices.num_devices * accumulation)
-    sequence = config.max_target_length
+    rows = round(config.per_device_batch_size * devices.num_devices * accumulation)
+    if batch and "per_device_batch_size" in settings and batch != rows:
+        raise ValueError(
+            f"`batch` is {batch}, and `per_device_batch_size` = {config.per_device_batch_size:g} "
+            f"makes {rows} rows on {devices.num_devices} devices. Give one of them."
+        )
+    length = settings.get("max_target_length")
+    if sequence and length not in (None, sequence):
+        raise ValueError(
+            f"`sequence` is {sequence} and `max_target_length` {length}. Give one of them."
+        )
+    rows, sequence = batch or rows, config.max_target_length
     _check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
     values |= {
         "max_target_length": sequence,
@@ -105,6 +114,7 @@ def make_request(
             f"`pipeline_layout` has {sum(counts)} layers, and the model's pipeline {pipelined}. "
             "Give a layout of as many."
         )
+    model = model_plan(config, sizes, devices.platform)
     return Request(
         devices,
         rows,
@@ -115,11 +125,11 @@ def make_request(
             sizes,
             pipelined,
             MODEL_FAMILIES[config.decoder_block].weights(sizes, layers_after=uniform - pipelined),
-            model_plan(config, sizes, devices.platform),
+            model,
             weight_dtype=config.weight_dtype,
             rules=axis_rules(config),
         ),
-        _work(sizes, config.dtype),
+        _work(sizes, config.dtype, stores_scores=model.attention.kernel == "dot_product"),
         TrainerSource(values, devices.num_slices),
         Space(
             devices,
@@ -142,26 +152,6 @@ def make_request(
         before,
         uniform - pipelined,
     )
-
-
-def _check_said_once(
-    settings: Mapping[str, Any], *, batch: int | None, sequence: int | None, devices: Devices
-) -> None:
-    """Refuses sizes of a batch that arguments and keys give differently."""
-    length = settings.get("max_target_length")
-    if None not in (sequence, length) and sequence != length:
-        raise ValueError(
-            f"`sequence` is {sequence} and `max_target_length` {length}. Give one of them."
-        )
-    rows = settings.get("per_device_batch_size")
-    if batch is None or rows is None:
-        return
-    whole = rows * devices.num_devices * settings.get("gradient_accumulation_steps", 1)
-    if batch != whole:
-        raise ValueError(
-            f"`batch` is {batch}, and `per_device_batch_size` = {rows} makes {whole:g} rows on "
-            f"{devices.num_devices} devices. Give one of them."
-        )
 
 
 def _check_positive(**values: float | int) -> None:
@@ -215,12 +205,12 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
         ici, dcn = (settings.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
         chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(settings)
         if ici not in (None, -1):
-            fixed[axis] = int(ici) * (num_slices if dcn == -1 else int(dcn or 1))
+            fixed[axis] = int(ici) * int(dcn or 1)
         if dcn not in (None, 1):
-            if dcn not in (-1, num_slices):
+            if dcn != num_slices or "across" in fixed:
                 raise ValueError(
-                    f"`dcn_{name}_parallelism` is {dcn}, and there are {num_slices} slices. One "
-                    "axis is divided over all slices: give their number, or `num_slices`."
+                    f"`dcn_{name}_parallelism` is {dcn}, and `num_slices` {num_slices}. One axis "
+                    "is divided over all slices: give their number to one of these keys."
                 )
             fixed["across"] = axis
     gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
@@ -236,7 +226,7 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     return fixed, chosen
 
 
-def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
+def _work(sizes: ModelConfig, dtype: str, *, stores_scores: bool) -> ModelWork:
     """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
     latent = experts = None
     if isinstance(sizes, DeepseekConfig):
@@ -265,7 +255,13 @@ def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
     )
     itemsize = float(jnp.dtype(dtype).itemsize)
     layers = (
-        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
+        replace(
+            layer,
+            weight_bytes=itemsize,
+            boundary_bytes=itemsize * work.hidden,
+            attention=layer.attention
+            and replace(layer.attention, fused=not stores_scores, whole_square=stores_scores),
+        )
         for layer in work.layers
     )
     return replace(work, layers=tuple(layers))

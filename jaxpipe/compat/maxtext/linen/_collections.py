@@ -1,8 +1,8 @@
-"""Decides how a pipeline handles the variable collections of a Linen layer.
+"""Decides how a pipeline handles the variable collections of a Linen stage.
 
 Weights (`params`, and the scales of FP8) are stacked, and so are all other collections that the
-layer's `init` creates. A layer may read all of them. Values that a layer sows are returned once per
-layer and microbatch. A layer must not update a collection for its next call: that would be the call
+stage's `init` creates. A stage may read all of them. Values that a stage sows are returned once per
+stage and microbatch. A stage must not update a collection for its next call: that would be the call
 for the next microbatch, and microbatches are in different stages at the same time.
 """
 
@@ -18,7 +18,7 @@ SOWN = ("intermediates", "metrics")
 
 
 def is_sown(name: str, collection: Any) -> bool:
-    """Returns whether a layer has only sown into a collection: `SOWN`, or tuples alone."""
+    """Returns whether a stage has only sown into a collection: `SOWN`, or tuples alone."""
     return name in SOWN or not jax.tree.leaves(_without_tuples(collection))
 
 
@@ -31,14 +31,14 @@ def _without_tuples(collection: Any) -> Any:
 
 
 def stored(variables: dict[str, Any]) -> dict[str, Any]:
-    """Returns the variables that `init` created, without collections that the layer sows."""
+    """Returns the variables that `init` created, without collections that the stage sows."""
     return {
         name: collection for name, collection in variables.items() if not is_sown(name, collection)
     }
 
 
-def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
-    """Returns `mutable`, the filter of collections that a layer may write, without weights."""
+def mutable_in_stage(mutable: Any, variables: dict[str, Any]) -> Any:
+    """Returns `mutable`, the filter of collections that a stage may write, without weights."""
     for name in variables:
         if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
             raise ValueError(_cannot_flow(name))
@@ -46,17 +46,17 @@ def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
 
 
 def check_sown(new: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a layer's call created a collection by other means than `sow`."""
+    """Raises a `ValueError` if a stage's call created a collection by other means than `sow`."""
     for name, collection in new.items():
         if not is_sown(name, collection):
             raise ValueError(_cannot_flow(name))
 
 
 NOT_CARRIED = (
-    "A layer's call would leave values in it for its next call. In a pipeline that would be the "
-    "next microbatch, which other stages already work on. Let the layer only read it (running "
+    "A stage's call would leave values in it for its next call. In a pipeline that would be the "
+    "next microbatch, which other stages already work on. Let the stage only read it (running "
     "statistics: `nn.BatchNorm(use_running_average=True)`), and leave its collection out of "
-    "`mutable`; if it holds what layers report, sow it with the default `reduce_fn`, or into "
+    "`mutable`; if it holds what stages report, sow it with the default `reduce_fn`, or into "
     "'intermediates' or 'metrics'."
 )
 

@@ -1,6 +1,6 @@
-"""A stage that a factory makes in NNX, as a Linen module."""
+"""Wraps a stage that a factory makes in NNX as a Linen module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from ....spmd.ranks import at_init
+from ..nnx import check_unchanged, weights_of, without_sown
 
 Factory = Callable[[nnx.Rngs], nnx.Module]
 
@@ -16,7 +17,8 @@ def as_linen(factory: Factory) -> nn.Module:
     """Returns the module that `factory` makes, with boxes around variables that name their dims."""
 
     def make(*, rngs: nnx.Rngs) -> nnx.Module:
-        if "default" not in rngs and "params" in rngs:  # what Linen's `make_rng` falls back to
+        # At `init`, as Linen's `make_rng` does. At `apply`, `ToLinen` adds the stream "default".
+        if "default" not in rngs and "params" in rngs:
             setattr(rngs, "default", rngs.params)  # noqa: B010
         return _make(factory, rngs)
 
@@ -33,27 +35,44 @@ def _boxed(variable: nnx.Variable) -> Any:
     return value if names is None else nn.LogicallyPartitioned(value, tuple(names))
 
 
-def check_draws_nothing(factory: Factory, arrays: Any, *options: Any) -> None:
-    """Raises a `ValueError` if the stage draws random numbers when it is called.
+def check_call(factory: Factory, streams: Collection[str], arrays: Any, *options: Any) -> None:
+    """Checks that a call of the stage changes no variable and draws from these streams alone.
 
-    `ToLinen` would draw them from the key 0, the same for all stages and microbatches.
+    `ToLinen` would drop changes, and would draw from the key 0 what is to come from other streams:
+    the same numbers for all stages and microbatches.
+
+    Raises:
+        ValueError: If it does.
     """
-    drawn = []
+    others = set()
 
     def call(*arrays: Any) -> None:
-        stage: Any = _make(factory, nnx.Rngs(0))
-        before = _counts(stage)
+        stage: Any = _make(factory, nnx.Rngs(0, **dict.fromkeys(streams, 0)))
+        counts, variables = _counts(stage), _variables(stage)
         stage(*arrays, *options)
-        drawn.extend(name for name, count in _counts(stage).items() if count is not before[name])
+        drawn = {count.tag for path, count in _counts(stage).items() if _moved(count, counts[path])}
+        others.update(drawn.difference(streams))
+        check_unchanged(variables, _variables(stage))
 
     jax.eval_shape(at_init(call), *arrays)
-    if drawn:
+    if others:
         raise ValueError(
-            f"A stage draws random numbers ({', '.join(sorted(drawn))}), and `apply` has no `rngs` "
-            'to draw them from. Give it `rngs={"dropout": key}`, or `deterministic=True`.'
+            f"A stage draws random numbers, and `apply` has no `rngs` to draw them from: it was "
+            f"given {', '.join(sorted(streams)) or 'none'}. Give all streams, such as "
+            '`rngs={"dropout": key}`, or `deterministic=True`.'
         )
 
 
-def _counts(module: nnx.Module) -> dict[str, Any]:
-    state = nnx.to_flat_state(nnx.state(module, nnx.RngCount))
-    return {".".join(map(str, path)): variable.get_value() for path, variable in state}
+def _counts(module: nnx.Module) -> dict[Any, nnx.Variable]:
+    return {
+        path: count.replace(count.get_value())
+        for path, count in nnx.to_flat_state(nnx.state(module, nnx.RngCount))
+    }
+
+
+def _moved(after: nnx.Variable, before: nnx.Variable) -> bool:
+    return after.get_value() is not before.get_value()
+
+
+def _variables(module: nnx.Module) -> dict[str, Any]:
+    return weights_of(nnx.state(without_sown(module), nnx.Not(nnx.RngState)))

@@ -19,7 +19,7 @@ from .._stages import Stage, outputs_of, stage_keys
 from .._weight_sharding import reshard_weight, rules_in_stage
 from . import _collections as collections
 from . import _stacked as stacked
-from ._nnx_stage import check_draws_nothing
+from ._nnx_stage import check_call
 
 NAME = "layers"
 """Name of the variables of all stages in each collection of the pipeline."""
@@ -160,7 +160,7 @@ def stacked_variables(pipeline: Any) -> dict[str, Any]:
 
 def mutable_collections(pipeline: Any) -> Any:
     """Returns the filter of the collections into which a stage may sow."""
-    return collections.mutable_in_layer(pipeline.scope.mutable, stacked_variables(pipeline))
+    return collections.mutable_in_stage(pipeline.scope.mutable, stacked_variables(pipeline))
 
 
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
@@ -180,9 +180,9 @@ def run(
     microbatched: bool = False,
 ) -> Any:
     """Runs inputs through all stages and stores the values that they sow."""
-    if not (isinstance(pipeline.layers, nn.Module) or pipeline.scope.rngs or options[0]):
+    if not isinstance(pipeline.layers, nn.Module):
         arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched)
-        check_draws_nothing(pipeline.layers, arrays, *options)
+        check_call(pipeline.layers, [*pipeline.scope.rngs], arrays, *options)
     ys, sown = run_batch(
         pipeline.stage_function(*options, records=True),
         pipeline.stage_variables(),

@@ -5,6 +5,7 @@ from ._pipeline import NNXPipeline as Pipeline
 from ._pipeline import NNXPipelineBase as PipelineBase
 from ._pipeline import create_nnx_pipeline as create_nnx_pipeline
 from ._pipeline import create_pipeline as create_pipeline
+from ._sown import without_sown as without_sown
 from ._stage import check_unchanged as check_unchanged
 from ._stage import weights_of as weights_of
 
@@ -16,4 +17,5 @@ __all__ = [
     "create_nnx_pipeline",
     "create_pipeline",
     "weights_of",
+    "without_sown",
 ]

@@ -56,8 +56,8 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         """Creates all stages."""
         if isinstance(stage_factory, nnx.Module | linen.Module) or not callable(stage_factory):
             raise TypeError(
-                f"`layers` is of the type {type(stage_factory).__name__}. Give a function of "
-                "`rngs` that returns an NNX module."
+                f"`stage_factory` is of the type {type(stage_factory).__name__}. Give a function "
+                "of `rngs` that returns an NNX module."
             )
         self.settings = pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh

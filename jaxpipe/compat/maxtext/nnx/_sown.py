@@ -1,4 +1,4 @@
-"""Takes sown values out of a layer and puts them into the module of all layers.
+"""Takes sown values out of a stage and puts them into the module of all stages.
 
 Under `nnx.capture`, modules store sown values in `__captures__`, separately from their variables.
 Otherwise each `sow` creates a variable: an `nnx.Intermediate`, or a variable that holds a tuple.
@@ -39,16 +39,16 @@ def without_sown(layers: nnx.Module) -> nnx.Module:
     return layers
 
 
-def call(layer: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]:
-    """Returns the layer's result and the values that it sows."""
+def call(stage: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]:
+    """Returns the stage's result and the values that it sows."""
     if not types:
-        return layer(*arguments), nnx.pop(layer, is_sown)  # type: ignore[operator]
-    y, *sown = nnx.capture(layer, *types)(*arguments)
+        return stage(*arguments), nnx.pop(stage, is_sown)  # type: ignore[operator]
+    y, *sown = nnx.capture(stage, *types)(*arguments)
     return y, nnx.merge_state(*sown)
 
 
 def store(layers: nnx.Module, sown: PyTree) -> None:
-    """Stores the sown values of all layers where each module would have stored its own."""
+    """Stores the sown values of all stages where each module would have stored its own."""
     if not captured_types(layers):
         nnx.pop(layers, is_sown)
         nnx.update(layers, sown)

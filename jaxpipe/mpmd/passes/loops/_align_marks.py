@@ -72,6 +72,7 @@ def _check_first_derivatives(marks: Iterable[Eqn]) -> None:
     """
     for eqn in marks:
         assert isinstance(eqn.operation, PrimitiveCall)
+        # Forward marks have order 0, and those of their backward at most 1.
         if eqn.operation.params["order"] > is_backward_mark(eqn):
             raise ValueError(
                 "The loop differentiates through marks other than once by `jax.grad`, `jax.vjp` "

@@ -21,11 +21,12 @@ def num_threads_for(num_devices: int) -> int:
 def set_num_threads() -> None:
     """Sets `NPROC` if JAX is about to emulate several CPU devices and the caller has not set it.
 
-    XLA reads the variable when JAX first uses a device. Later it would say what is not so.
+    XLA reads the variable when JAX first uses a device. A later change has no effect, and
+    `check_threads` would read a number that is not in force.
     """
     num_devices = _emulated_devices(os.environ)
     if "jax" in sys.modules:
-        from .._compat import cpu_devices_asked_for, devices_are_known
+        from ._compat import cpu_devices_asked_for, devices_are_known
 
         if devices_are_known():
             return
@@ -37,4 +38,5 @@ def set_num_threads() -> None:
 def _emulated_devices(environment: Mapping[str, str]) -> int:
     flag = r"--xla_force_host_platform_device_count=(\d{1,9})"
     counts = re.findall(flag, environment.get("XLA_FLAGS", ""))
-    return int(counts[-1]) if counts else 0
+    asked = environment.get("JAX_NUM_CPU_DEVICES", "")
+    return max(int(counts[-1]) if counts else 0, int(asked) if asked.isdigit() else 0)
