@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 SUM, STACK, WITH = "cross_mpmd_all_reduce", "cross_mpmd_stack", "place_with"
 CONCAT = "gather_multi"
-add_multi_p, stack_p, place_with_p, gather_multi_p = map(Primitive, (SUM, STACK, WITH, CONCAT))
+add_multi_p = Primitive(SUM)
+"""The primitive of `cross_mpmd_all_reduce`."""
+stack_p = Primitive(STACK)
+place_with_p = Primitive(WITH)
+"""The primitive of `place_with`."""
+gather_multi_p = Primitive(CONCAT)
+"""The primitive that concatenates the arrays of several groups."""
 
 
 def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
