@@ -100,7 +100,10 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-SLOW = "layer, looped_bfs", "layer, uneven, circular", "accumulate, circular, ZeRO-1"
+SLOW = (
+    *("once, looped_bfs", "repeat, looped_bfs", "tick, looped_bfs", "layer, looped_bfs"),
+    *("layer, uneven", "layer, uneven, circular", "accumulate, circular, ZeRO-1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,11 @@ OTHERS = {
     [
         (FSDP, {"gather": "layer", "schedule": "circular"}),
         pytest.param(FSDP, {"gather": "layer", "layers_per_stage": (3, 5)}, marks=pytest.mark.slow),
-        (DATA, {"gather": "layer", "zero1": True, "accumulate": 2, "microbatches": 2}),
+        pytest.param(
+            DATA,
+            {"gather": "layer", "zero1": True, "accumulate": 2, "microbatches": 2},
+            marks=pytest.mark.slow,
+        ),
         ({"stage": 1, "data": 2, "fsdp": 2}, {"zero1": True, "schedule": None}),
         ({"stage": 2}, {"accumulate": 2, "engine": "mpmd"}),
     ],

@@ -217,7 +217,6 @@ QUICK = [
     ("zero bubble", "stage 4, fsdp 2"),
     ("interleaved", "data 2"),
     ("mpmd", "fsdp 2"),
-    ("mpmd, zero bubble", "stage 4, fsdp 2"),
 ]
 
 

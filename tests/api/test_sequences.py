@@ -146,21 +146,27 @@ def test_engines(engine: str, axes: dict[str, int]):
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(n, marks=pytest.mark.slow if n == "scheduled" else ()) for n in ENGINES],
+)
 def test_windows(engine: str):
     schedule, options = ENGINES[engine]
     model, mesh = model_with(jp.attention, 5), mesh_of(stage=2, context=4)
     check(jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=2, **options), 5)
 
 
-@pytest.mark.parametrize("engine", SPLIT)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(n, marks=pytest.mark.slow if n == "scheduled" else ()) for n in SPLIT],
+)
 def test_backwards_in_two_parts(engine: str):
     schedule, options = SPLIT[engine]
     model, mesh = model_with(jp.attention), mesh_of(stage=2, context=2)
     check(jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=4, **options))
 
 
-@pytest.mark.parametrize("gather", ["once", "layer"])
+@pytest.mark.parametrize("gather", [pytest.param("once", marks=pytest.mark.slow), "layer"])
 def test_gathered_weights(gather: Any):
     mesh = mesh_of(stage=2, fsdp=2, context=2)
     check(

@@ -26,6 +26,7 @@ def published(predictions: Any) -> Any:
     return importlib.import_module("_published")
 
 
+@pytest.mark.slow  # half a minute: it fits and predicts every published row
 def test_the_page_is_what_the_script_writes(predictions: Any):
     written = (DOCS / "predictions.md").read_text()
     assert predictions.page() == written, "run: python docs/_predictions.py"

@@ -25,7 +25,7 @@ def chunks(name: str, wanted: int) -> int:
     return wanted if "chunks" in FAMILIES[name].takes else 1
 
 
-SLOW = ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2")
+SLOW = ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2", "v_half", "v_min")
 """Families whose rows are in `make test-slow`: each is a variant of one in `make test`."""
 
 
@@ -70,14 +70,14 @@ def compositions() -> list[Row]:
                   layers_per_stage=2, packed=True),
         scheduled("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble",
                   remat="none"),
+        # The sums over rows that it stores are the same on all devices of these axes.
+        scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
+                  remat="none"),
     ]  # fmt: skip
     return [
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
-        # The sums over rows that it stores are the same on all devices of these axes.
-        scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
-                  remat="none"),
         scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),

@@ -76,24 +76,23 @@ def compositions() -> list[Row]:
         row(4, 2, 8, axes=fsdp, delay=True),
         row(4, 2, 4, axes=fsdp, packed=True),
         row(3, 1, 9, axes=None, packed=True, dropout=0.1),
+        full(4, 2, 8, axes=tensor),
+        row(1, 2, 2, axes=fsdp, packed=True),
     ]
     return [
         full(2, 3, 4, axes=fsdp),
-        full(4, 2, 8, axes=tensor),
         full(8, 1, 16, axes=()),
         row(2, 2, 4, axes=both, delay=True, tied=True),
-        row(1, 2, 2, axes=fsdp, packed=True),
         *slow(in_slow_job),
     ]
 
 
 def gathers() -> list[Row]:
     """Weights gathered once, or per repeat, as XLA likes or by each device with its own rows."""
-    in_first_job = [(4, "once", ())]
     return [
         Row("circular", "llama", ranks, repeats, rounds * ranks, axes=(("fsdp", 2),), delay=delay,
             dropout=0.1, packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes,
-            job=job((ranks, gather, batch_axes) in in_first_job))
+            job="slow")
         for ranks, repeats, rounds, layers, delay in GATHERED_SIZES
         for gather in ("tick", "once", "repeat")
         for batch_axes in ((), MANUAL)
@@ -126,7 +125,7 @@ def zero() -> list[Row]:
         row("deepseek", 2, 1, 4, axes=both, gather="once"),
     ]
     first = row("llama", 3, 1, 3, axes=(("data", 2),), gather="once", packed=True)
-    return [first, *slow(in_slow_job)]
+    return slow([first, *in_slow_job])
 
 
 def many_repeats() -> list[Row]:
@@ -147,7 +146,7 @@ def many_repeats() -> list[Row]:
     return [
         Row("circular", "mlp", 2, 9, 2, tied=True, job="slow"),
         Row("circular", "llama", 2, 4, 4, axes=fsdp, gather="repeat", packed=True,
-            batch_axes=MANUAL, scan_repeats=False),
+            batch_axes=MANUAL, scan_repeats=False, job="slow"),
         *slow(in_slow_job),
     ]  # fmt: skip
 
@@ -237,7 +236,7 @@ def in_fp8() -> list[Row]:
         fp8("deepseek", 2, 1, 4, axes=fsdp, batch_axes=MANUAL),
     ]
     first = fp8("llama", 2, 2, 4, axes=fsdp, gather="repeat")
-    return [first, *slow(in_slow_job)]
+    return slow([first, *in_slow_job])
 
 
 def job(first: bool) -> Literal["test", "slow"]:

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, int, Settings]] = {
 
 
 # Each differs from another layout in a count or a schedule that other tests of engines run.
-SLOW = ("1f1b on 3", "zero bubble on 4", "1f1b on 8")
+SLOW = ("1f1b on 2", "1f1b on 3", "zero bubble on 4", "1f1b on 8")
 
 
 def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
