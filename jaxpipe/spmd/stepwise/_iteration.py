@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ...autodiff.staged_model import fold_in_microbatch, with_aux
+from ...sharding.specs import typed_by_specs
 from ..circular_engine import (
     PipelineShape,
     State,
@@ -26,7 +27,7 @@ from ..circular_engine import (
     work_at,
     work_of_rank,
 )
-from ..ranks import on_ranks
+from ..ranks import AXIS, on_ranks
 
 LoopState = dict[str, Any]
 """The buffers between two iterations, see `init_states`."""
@@ -88,6 +89,22 @@ def init_states(
     }
 
 
+def _on_ranks(f: Callable, *, mesh: Mesh | None, in_dims: tuple, out_dims: int) -> Callable:
+    """Returns `on_ranks` of `f`, with arguments split over the ranks in explicit axes too.
+
+    A caller by hand may have made them on all devices, and from jax 0.12 on their types must agree.
+    """
+    run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+    def typed(tree: PyTree, dim: int | None) -> PyTree:
+        if dim is None:
+            return tree
+        spec = PartitionSpec(*[None] * dim, AXIS)
+        return typed_by_specs(tree, jax.tree.map(lambda _: spec, tree), mesh)
+
+    return lambda *arguments: run(*map(typed, arguments, in_dims))
+
+
 def iteration_inputs(
     t: int | Int[Array, ""],
     state_io: PyTree,
@@ -106,7 +123,7 @@ def iteration_inputs(
         return next_input(state, t, from_stream=work_at(t, shape).from_stream)
 
     state = State(state_io, shift, (), circ_storage)
-    return on_ranks(rank, mesh=mesh, in_dims=(0, None), out_dims=0)(state, jnp.int32(t))
+    return _on_ranks(rank, mesh=mesh, in_dims=(0, None), out_dims=0)(state, jnp.int32(t))
 
 
 def new_loop_state(
@@ -122,7 +139,7 @@ def new_loop_state(
     state = State(
         loop_state["state_io"], loop_state["shift"], in_flight, loop_state["circ_storage"]
     )
-    state = on_ranks(rank, mesh=mesh, in_dims=(0, 0, None), out_dims=0)(state, output, t)
+    state = _on_ranks(rank, mesh=mesh, in_dims=(0, 0, None), out_dims=0)(state, output, t)
     return loop_state | {
         "state_io": state.stream,
         "shift": state.handoff,
@@ -162,7 +179,7 @@ def take_repeats(
         )
 
     out_dim = stages_dim - (repeat_dim < stages_dim)
-    return on_ranks(take, mesh=mesh, in_dims=(stages_dim, 0), out_dims=out_dim)(weights, ids)
+    return _on_ranks(take, mesh=mesh, in_dims=(stages_dim, 0), out_dims=out_dim)(weights, ids)
 
 
 def keys_of_iteration(
@@ -183,4 +200,4 @@ def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
     def rank(weights, x, batch_inputs, rng):
         return stage(weights, x, batch_inputs, rng)[0]
 
-    return on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0), out_dims=0)
+    return _on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0), out_dims=0)
