@@ -145,9 +145,8 @@ def _attention(layer: LayerWork, layout: Layout, device: Device) -> tuple[float,
     seconds = flops / (peak * device.reached.attention)
     if attention.fused:
         return seconds, 0.0
-    # Scores, mask, softmax, dropout and the product: some 10 bytes read or written for each.
     scores = attention.heads * positions * layout.tokens / layout.tensor
-    return seconds, 10.0 * scores / device.memory_rate
+    return seconds, attention.score_bytes * scores / device.memory_rate
 
 
 def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:

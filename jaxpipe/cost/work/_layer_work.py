@@ -31,6 +31,9 @@ class Attention:
     fused: bool = True  # whether scores stay on the chip, as in flash attention
     # Whether all T x T scores are computed, also those that the mask removes.
     whole_square: bool = False
+    # Bytes that are read or written for each score that leaves the chip: scores, mask, softmax,
+    # dropout and the product. 10 in 16 bits; 16 in float32, by cycles of XLA:TPU (docs/dev/LOG.md).
+    score_bytes: float = 10.0
 
     def positions(self, length: int) -> float:
         """Returns the positions that a token attends to, on average."""
