@@ -1,5 +1,6 @@
 """What a model computes, keeps and moves per token, without a device or a layout."""
 
+from ._layer_work import FLOAT32_SCORE_BYTES as FLOAT32_SCORE_BYTES
 from ._layer_work import ActivationBytes as ActivationBytes
 from ._layer_work import Attention as Attention
 from ._layer_work import LayerWork as LayerWork

@@ -18,6 +18,12 @@ class Product:
     copies: int | float = 1  # how often a token passes it: the experts that it chooses, else 1
 
 
+SCORE_BYTES = 10.0
+"""Bytes read or written for a score in 16 bits: scores, mask, softmax, dropout and the product."""
+FLOAT32_SCORE_BYTES = 16.0
+"""The same for a score in float32, by cycles of XLA:TPU (docs/dev/LOG.md)."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """The part of attention that grows with the length of a sequence."""
@@ -31,9 +37,8 @@ class Attention:
     fused: bool = True  # whether scores stay on the chip, as in flash attention
     # Whether all T x T scores are computed, also those that the mask removes.
     whole_square: bool = False
-    # Bytes that are read or written for each score that leaves the chip: scores, mask, softmax,
-    # dropout and the product. 10 in 16 bits; 16 in float32, by cycles of XLA:TPU (docs/dev/LOG.md).
-    score_bytes: float = 10.0
+    # Bytes that are read or written for each score that leaves the chip.
+    score_bytes: float = SCORE_BYTES
 
     def positions(self, length: int) -> float:
         """Returns the positions that a token attends to, on average."""

@@ -6,7 +6,14 @@ of activations in bfloat16.
 
 from dataclasses import dataclass, replace
 
-from ._layer_work import ActivationBytes, Attention, LayerWork, ModelWork, Product
+from ._layer_work import (
+    SCORE_BYTES,
+    ActivationBytes,
+    Attention,
+    LayerWork,
+    ModelWork,
+    Product,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ def transformer(
     tied: bool = False,
     dropout: bool = False,
     fused_attention: bool = True,
+    score_bytes: float = SCORE_BYTES,
     window: int = 0,
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
@@ -59,11 +67,15 @@ def transformer(
     """
     channels = head_channels or hidden // heads
     if latent is None:
-        attention, products = _grouped_attention(
-            hidden, heads, kv_heads or heads, channels, window, fused_attention
-        )
+        attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels, window)
     else:
         attention, products = _latent_attention(hidden, heads, latent)
+    attention = replace(
+        attention,
+        fused=fused_attention,
+        whole_square=not fused_attention,
+        score_bytes=score_bytes,
+    )
     dense = _layer("dense", hidden, products, attention, _mlp(hidden, mlp, gated), dropout)
     kinds = [(dense, layers)]
     if experts is not None:
@@ -79,9 +91,9 @@ def transformer(
 
 
 def _grouped_attention(
-    D: int, H: int, K: int, C: int, window: int, fused: bool
+    D: int, H: int, K: int, C: int, window: int
 ) -> tuple[Attention, tuple[Product, ...]]:
-    attention = Attention(H, C, C, 2 * K * C, window, fused, whole_square=not fused)
+    attention = Attention(H, C, C, 2 * K * C, window)
     return attention, (Product(D, (H + 2 * K) * C), Product(H * C, D, "row"))
 
 

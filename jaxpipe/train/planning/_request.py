@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...autodiff.backward import TENSORS, saved_names
-from ...cost.work import Attention, Experts, LatentAttention, ModelWork, transformer
+from ...cost.work import FLOAT32_SCORE_BYTES, Experts, LatentAttention, ModelWork, transformer
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...models import PRESETS, DeepseekConfig
 from ...planner import (
@@ -226,13 +226,6 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     return fixed, chosen
 
 
-def _stored(attention: Attention | None) -> Attention | None:
-    """Returns attention whose scores, in float32, leave the chip."""
-    if attention is None:
-        return None
-    return replace(attention, fused=False, whole_square=True, score_bytes=16.0)
-
-
 def _work(sizes: ModelConfig, dtype: str, *, stores_scores: bool) -> ModelWork:
     """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
     latent = experts = None
@@ -257,17 +250,14 @@ def _work(sizes: ModelConfig, dtype: str, *, stores_scores: bool) -> ModelWork:
         kv_heads=getattr(sizes, "base_num_kv_heads", None),
         head_channels=getattr(sizes, "head_dim", None),
         tied=getattr(sizes, "logits_via_embedding", False),
+        fused_attention=not stores_scores,
+        score_bytes=FLOAT32_SCORE_BYTES,
         latent=latent,
         experts=experts,
     )
     itemsize = float(jnp.dtype(dtype).itemsize)
     layers = (
-        replace(
-            layer,
-            weight_bytes=itemsize,
-            boundary_bytes=itemsize * work.hidden,
-            attention=_stored(layer.attention) if stores_scores else layer.attention,
-        )
+        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
         for layer in work.layers
     )
     return replace(work, layers=tuple(layers))

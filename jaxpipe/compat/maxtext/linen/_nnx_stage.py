@@ -1,6 +1,6 @@
 """Wraps a stage that a factory makes in NNX as a Linen module."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -8,9 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from ....spmd.ranks import at_init
-from ..nnx import check_unchanged, weights_of, without_sown
-
-Factory = Callable[[nnx.Rngs], nnx.Module]
+from ..nnx import Factory, check_unchanged, one_stage, weights_of, without_sown
 
 
 def as_linen(factory: Factory) -> nn.Module:
@@ -20,14 +18,9 @@ def as_linen(factory: Factory) -> nn.Module:
         # At `init`, as Linen's `make_rng` does. At `apply`, `ToLinen` adds the stream "default".
         if "default" not in rngs and "params" in rngs:
             setattr(rngs, "default", rngs.params)  # noqa: B010
-        return _make(factory, rngs)
+        return one_stage(factory, rngs)
 
     return nnx.bridge.ToLinen(make, metadata_fn=_boxed, parent=None)
-
-
-def _make(factory: Factory, rngs: nnx.Rngs) -> nnx.Module:
-    with nnx.use_eager_sharding(False):  # only stacked variables are sharded
-        return factory(rngs)
 
 
 def _boxed(variable: nnx.Variable) -> Any:
@@ -47,10 +40,10 @@ def check_call(factory: Factory, streams: Collection[str], arrays: Any, *options
     others = set()
 
     def call(*arrays: Any) -> None:
-        stage: Any = _make(factory, nnx.Rngs(0, **dict.fromkeys(streams, 0)))
+        stage: Any = one_stage(factory, nnx.Rngs(0, **dict.fromkeys(streams, 0)))
         counts, variables = _counts(stage), _variables(stage)
         stage(*arrays, *options)
-        drawn = {count.tag for path, count in _counts(stage).items() if _moved(count, counts[path])}
+        drawn = {tag for tag, count in _counts(stage) if not any(count is c for _, c in counts)}
         others.update(drawn.difference(streams))
         check_unchanged(variables, _variables(stage))
 
@@ -63,15 +56,10 @@ def check_call(factory: Factory, streams: Collection[str], arrays: Any, *options
         )
 
 
-def _counts(module: nnx.Module) -> dict[Any, nnx.Variable]:
-    return {
-        path: count.replace(count.get_value())
-        for path, count in nnx.to_flat_state(nnx.state(module, nnx.RngCount))
-    }
-
-
-def _moved(after: nnx.Variable, before: nnx.Variable) -> bool:
-    return after.get_value() is not before.get_value()
+def _counts(module: nnx.Module) -> list[tuple[str, Any]]:
+    """Returns the stream and the count of everything that draws."""
+    state = nnx.to_flat_state(nnx.state(module, nnx.RngCount))
+    return [(count.tag, count.get_value()) for _, count in state]
 
 
 def _variables(module: nnx.Module) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from .._methods import LoopMethods, PipelineMethods, WindowMethods
 from .._settings import AxisRules, PipelineSettings, pipeline_settings
 from .._stages import Stage
 from .._weight_sharding import rules_in_stage
+from ..nnx import Factory
 from . import _run as run
 from . import _stacked as stacked
-from ._nnx_stage import Factory, as_linen
+from ._nnx_stage import as_linen
 
 
 class PipelineBase(PipelineMethods, nn.Module):

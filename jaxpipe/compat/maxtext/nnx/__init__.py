@@ -6,16 +6,20 @@ from ._pipeline import NNXPipelineBase as PipelineBase
 from ._pipeline import create_nnx_pipeline as create_nnx_pipeline
 from ._pipeline import create_pipeline as create_pipeline
 from ._sown import without_sown as without_sown
+from ._stacked import Factory as Factory
+from ._stacked import one_stage as one_stage
 from ._stage import check_unchanged as check_unchanged
 from ._stage import weights_of as weights_of
 
 __all__ = [
     "CircularPipeline",
+    "Factory",
     "Pipeline",
     "PipelineBase",
     "check_unchanged",
     "create_nnx_pipeline",
     "create_pipeline",
+    "one_stage",
     "weights_of",
     "without_sown",
 ]

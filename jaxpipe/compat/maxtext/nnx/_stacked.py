@@ -22,15 +22,15 @@ def init_stages(factory: Factory) -> Callable[[dict[str, jax.Array]], PyTree]:
     """Returns a function from [S] keys by random stream to the [S, ...] state of a repeat."""
 
     def init(keys: dict[str, jax.Array]) -> PyTree:
-        return nnx.state(one_stage(factory, keys))
+        return nnx.state(one_stage(factory, nnx.Rngs(**keys)))
 
     return jax.vmap(init)
 
 
-def one_stage(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
+def one_stage(factory: Factory, rngs: nnx.Rngs) -> nnx.Module:
     """Creates one stage, without sharding its variables: only stacked variables are sharded."""
     with nnx.use_eager_sharding(False):
-        return factory(nnx.Rngs(**keys))
+        return factory(rngs)
 
 
 def stacked_module(
@@ -47,7 +47,8 @@ def stacked_module(
     """
     keys = {name: stage_keys(stream(), [*dims.values()]) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
-    graph, _ = jax.eval_shape(lambda: nnx.split(one_stage(factory, dict.fromkeys(keys, 0))))
+    abstract = dict.fromkeys(keys, 0)
+    graph, _ = jax.eval_shape(lambda: nnx.split(one_stage(factory, nnx.Rngs(**abstract))))
     init_all = jax.vmap(init_stages) if REPEATS in dims else init_stages
     state = with_names(init_all(keys), dims)
     resharded = [
