@@ -6,7 +6,7 @@ from functools import cache
 from math import exp, log
 from statistics import fmean, median
 
-from _published import TORCHTITAN, Case
+from _published import TORCHTITAN, Case, has_experts
 
 from jaxpipe.cost.training_step import Efficiency, efficiency
 
@@ -26,13 +26,14 @@ class Constants:
         products: By chip, what large products reach of the peak in fp8, or in bfloat16 if it is an
             A100 or a v5p.
         dtypes: By dtype, what other dtypes reach of that.
-        experts: By kind of device, what products of experts reach of what equally large ones do.
+        experts: By kind of device and release, what products of experts reach of what equally large
+            ones do.
         attention: What PyTorch's attention reaches on the GPUs of torchtitan's report.
     """
 
     products: dict[str, float]
     dtypes: dict[str, float]
-    experts: dict[str, float]
+    experts: dict[tuple[str, str], float]
     attention: float
 
     def reached(self, case: Case) -> Efficiency:
@@ -47,14 +48,30 @@ class Constants:
         products *= self.dtypes.get(case.layout.dtype, 1.0)
         if case.layout.dtype == "bf16" and not case.device.torus_axes and _chip(case) != "a100":
             products = known.products
-        experts = self.experts.get(case.device.kind, median(self.experts.values() or [1.0]))
-        return replace(known, products=products, experts=experts)
+        return replace(known, products=products, experts=self.experts_of(case))
+
+    def experts_of(self, case: Case) -> float:
+        """Returns what experts reach: of the release, or of the nearest that has a row."""
+        releases = sorted(stack for kind, stack in self.experts if kind == case.device.kind)
+        if not releases:
+            return median(self.experts.values() or [1.0])
+        before = [stack for stack in releases if stack <= case.stack]
+        return self.experts[case.device.kind, before[-1] if before else releases[0]]
+
+    @property
+    def newest(self) -> dict[str, float]:
+        """What experts reach with the newest release that has a row, by kind of device."""
+        return {kind: self.experts[kind, stack] for kind, stack in sorted(self.experts)}
 
     def described(self) -> Iterator[tuple[str, str]]:
         """Yields what the constants are, and their values."""
         yield "large products, of the peak, by chip", _listed(self.products)
         yield "another dtype, of fp8, or of bfloat16 on v5p", _listed(self.dtypes)
-        yield "products of experts, of equally large ones, by device", _listed(self.experts)
+        by_release = {f"{kind} {stack}".strip(): v for (kind, stack), v in self.experts.items()}
+        yield (
+            "products of experts, of equally large ones, by device and release",
+            _listed(by_release),
+        )
         yield "attention of PyTorch in torchtitan's report, of the peak", f"{self.attention:.2f}"
 
 
@@ -99,21 +116,17 @@ def _products(rows: Rows) -> tuple[dict[str, float], dict[str, float]]:
     )
 
 
-def _experts(rows: Rows, all_rows: Rows = ()) -> dict[str, float]:
-    """Returns the median of what rows suggest for products of experts, by kind of device."""
+def _experts(rows: Rows, all_rows: Rows = ()) -> dict[tuple[str, str], float]:
+    """Returns the median of what rows suggest for experts, by kind of device and release."""
     all_rows = all_rows or rows
-    first = Constants(*_products(tuple(c for c in all_rows if not has_experts(c))), {"": 1.0}, 1.0)
-    found: dict[str, list[float]] = {}
+    products, dtypes = _products(tuple(case for case in all_rows if not has_experts(case)))
+    first = Constants(products, dtypes, {("", ""): 1.0}, 1.0)
+    found: dict[tuple[str, str], list[float]] = {}
     for case in rows:
         if has_experts(case):
             value = suggested(case, "experts", first.reached(case))
-            found.setdefault(case.device.kind, []).append(value)
-    return {kind: median(values) for kind, values in found.items()}
-
-
-def has_experts(case: Case) -> bool:
-    """Returns whether a model has experts."""
-    return any(layer.num_experts for layer in case.work.layers)
+            found.setdefault((case.device.kind, case.stack), []).append(value)
+    return {key: median(values) for key, values in found.items()}
 
 
 def _chip(case: Case) -> str:

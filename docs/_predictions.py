@@ -8,17 +8,23 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 
-from _fit import Constants, constants, has_experts, without
+from _fit import Constants, constants, without
 from _published import (
     HELD_BACK,
+    LATER,
     SOURCES,
     TORCHTITAN,
     Case,
     ProfiledCase,
     cases,
+    fitted_cases,
+    has_experts,
+    later_cases,
+    left_out,
     profiled_cases,
+    read,
     table_5,
 )
 
@@ -30,14 +36,24 @@ PAGE = Path(__file__).parent / "predictions.md"
 @cache
 def held_back() -> tuple[tuple[Case, float], ...]:
     """Returns the rows that nothing is fitted to, with the predicted seconds of a step."""
-    fitted = constants(cases())
-    return tuple((case, case.seconds(fitted.reached(case))) for case in cases(HELD_BACK))
+    return _with_constants(cases(HELD_BACK))
+
+
+@cache
+def later() -> tuple[tuple[Case, float], ...]:
+    """Returns the rows of later releases and of other sources, with the predicted seconds."""
+    return _with_constants(later_cases())
+
+
+def _with_constants(rows: Iterable[Case]) -> tuple[tuple[Case, float], ...]:
+    fitted = constants(fitted_cases())
+    return tuple((case, case.seconds(fitted.reached(case))) for case in rows)
 
 
 @cache
 def compared() -> tuple[tuple[Case, float, float], ...]:
     """Returns the rows with the seconds of a step: leaving the row out, and with all rows."""
-    rows = cases()
+    rows = fitted_cases()
     fitted = constants(rows)
     return tuple(
         (case, case.seconds(without(case, rows).reached(case)), case.seconds(fitted.reached(case)))
@@ -64,7 +80,7 @@ def known(case: Case) -> Efficiency:
 
 def schedule_ratio() -> tuple[float, float]:
     """Returns how much faster torchtitan is with interleaved 1F1B: published, predicted."""
-    reached = constants(cases())
+    reached = constants(fitted_cases())
     plain, interleaved = table_5()
     predicted = plain.seconds(reached.reached(plain)) / interleaved.seconds(
         reached.reached(interleaved)
@@ -105,7 +121,16 @@ def targets() -> Iterator[tuple[str, str, bool]]:
 
 def page() -> str:
     """Returns the text of the page."""
-    parts = (_targets(), _constants(), _zero_bubble(), _sources(), _held_back())
+    parts = (
+        _targets(),
+        _by_device(),
+        _ranking(),
+        _constants(),
+        _zero_bubble(),
+        _sources(),
+        _held_back(),
+        _later(),
+    )
     return "\n".join([HEAD, *(line for part in parts for line in part), ""])
 
 
@@ -140,7 +165,7 @@ such rows apart."""
 
 
 def _constants() -> Iterator[str]:
-    fitted = constants(cases())
+    fitted = constants(fitted_cases())
     yield CONSTANTS_HEAD
     yield "| constant | values |\n|---|---|"
     for name, text in fitted.described():
@@ -151,8 +176,8 @@ def _constants() -> Iterator[str]:
 CONSTANTS_HEAD = """
 ## Constants
 
-These are fitted to the rows below, and no others. No row has a constant of its own, unless it is
-the only one of its device.
+These are fitted to the rows of the next sections, and no others. No row has a constant of its own,
+unless it is the only one of its device and release. Plans use those of the newest release.
 """
 CONSTANTS_NOTE = """
 Not fitted but chosen, as round numbers, and equal for all: fused attention reaches 0.5 of the
@@ -239,6 +264,160 @@ devices, and that tensor parallelism there does not run beside products. Seconds
 """
 
 
+def _later() -> Iterator[str]:
+    yield LATER_HEAD
+    yield "| model | release or table | devices | dtype | layout | published | predicted | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case, seconds in later():
+        yield (
+            f"| {case.row['model'].split(' (')[0]} | {case.row['table'].split('/')[-1]} "
+            f"| {case.layout.devices} {case.device.kind} | {case.layout.dtype} | {_layout(case)} "
+            f"| {case.measured:.2f} | {seconds:.2f} | {_error(seconds, case)} |"
+        )
+    for case in profiled_cases(LATER):
+        model = " ".join(case.row["model"].split()[:2])
+        yield (
+            f"| {model} | table {case.row['table']} | {case.row['pp']} a100 | bf16 "
+            f"| {case.row['schedule']}, {case.microbatches} microbatches | {case.measured:.2f} "
+            f"| {case.predicted:.2f} | {_error(case.predicted, case)} |"
+        )
+    yield "\nRows of the same file from which nothing is predicted:\n"
+    reasons: dict[str, int] = {}
+    for row in read(LATER):
+        if (why := left_out(row)) and "below" not in why:
+            key = f"{row['source'].split('@')[0]}: {why}"
+            reasons[key] = reasons.get(key, 0) + 1
+    yield from (f"- {count} of {key}." for key, count in reasons.items())
+
+
+LATER_HEAD = """
+## Later releases, and other sources
+
+Rows that came after the model was made. Of Megatron-Bridge, constants of experts are fitted to the
+rows of 26.04 and 26.06, as the same layout got up to a third faster since 26.02; those rows are
+above, and none of these is fitted to. Rows of the Zero Bubble paper with few microbatches are
+predicted from the profile of the fewest that has one. Seconds of a step.
+"""
+
+
+@cache
+def unfitted() -> tuple[tuple[Case, float], ...]:
+    """Returns all rows with seconds that are not fitted to them."""
+    return (*((case, alone) for case, alone, _ in compared()), *held_back(), *later())
+
+
+def _by_device() -> Iterator[str]:
+    yield BY_DEVICE_HEAD
+    yield "| source | device | models | rows | dates | mean error | signed |"
+    yield "|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, str, bool], list[tuple[Case, float]]] = {}
+    for case, seconds in unfitted():
+        groups.setdefault((case.source, case.device.kind, has_experts(case)), []).append(
+            (case, seconds)
+        )
+    for (source, kind, experts), rows in sorted(groups.items()):
+        dates = sorted({case.date for case, _ in rows} - {""})
+        each = [seconds / case.measured - 1 for case, seconds in rows]
+        yield (
+            f"| {source} | {kind} | {'with' if experts else 'without'} experts | {len(rows)} "
+            f"| {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]])) or 'not stated'} "
+            f"| {fmean(map(abs, each)):.1%} | {fmean(each):+.1%} |"
+        )
+
+
+BY_DEVICE_HEAD = """
+## How far off, by source and device
+
+All rows below but those of profiles, by constants that are not fitted to the row itself. *signed*
+is the mean of errors with their sign: above zero, a step is predicted too slow.
+"""
+
+
+def rankings() -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yields groups of layouts of one model: what they are of, and (predicted, measured)."""
+    groups: dict[str, list[tuple[float, float, str]]] = {}
+    tables = [(case, case.seconds(known(case))) for case in table_5()]
+    for case, seconds in (*unfitted(), *tables):
+        layout = case.layout
+        name = (
+            f"{case.row['model'].split(' (')[0]}, {layout.devices} {case.device.kind}, "
+            f"{layout.batch} x {layout.sequence:,}, {layout.dtype} {case.stack}".strip()
+        )
+        groups.setdefault(name, []).append((seconds, case.measured, _layout(case) + layout.remat))
+    for case in (*profiled_cases(), *profiled_cases(LATER)):
+        model = " ".join(case.row["model"].split()[:2])
+        name = f"{model}, {case.row['pp']} a100, M {case.microbatches}"
+        groups.setdefault(name, []).append((case.predicted, case.measured, case.row["schedule"]))
+    for name, rows in groups.items():
+        by_layout: dict[str, tuple[float, float]] = {}
+        for seconds, measured, layout in sorted(rows, key=lambda row: row[1]):
+            by_layout.setdefault(layout, (seconds, measured))  # of several releases the fastest
+        if len(by_layout) > 1:
+            yield name, list(by_layout.values())
+
+
+def _ranking() -> Iterator[str]:
+    yield RANKING_HEAD
+    yield "| model, devices, step, dtype | layouts | pairs in order | chosen is slower by |"
+    yield "|---|---|---|---|"
+    right = pairs = best = groups = 0
+    for name, rows in rankings():
+        ordered = sorted(rows)
+        mine = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :]]
+        agree = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in mine)
+        regret = ordered[0][1] / min(measured for _, measured in rows) - 1
+        right, pairs, best, groups = (
+            right + agree,
+            pairs + len(mine),
+            best + (regret == 0),
+            groups + 1,
+        )
+        yield f"| {name} | {len(rows)} | {agree} of {len(mine)} | {regret:.1%} |"
+    yield (
+        f"\nThe fastest is chosen in {best} of {groups} groups, and {right} of {pairs} pairs are "
+        "in order."
+    )
+
+
+RANKING_HEAD = """
+## Which layout is the fastest
+
+Layouts of one model for the same tokens on the same devices, of which a planner chooses one; of
+Megatron-Bridge with the releases of one constant. Where several releases measured one layout, the
+fastest counts. *chosen is slower by* is what it costs to
+take the one that is predicted to be the fastest.
+"""
+
+
+def evidence() -> dict[tuple[str, bool], tuple[int, int, float, float, str]]:
+    """Returns what predictions rest on, by kind of device and whether a model has experts.
+
+    Returns:
+        Rows, rows with a pipeline, the range of measured over predicted (a tenth of the rows is
+        below, a tenth above; of fewer than ten rows the least and the most), and the last date.
+    """
+    groups: dict[tuple[str, bool], list[tuple[Case, float]]] = {}
+    for case, seconds in unfitted():
+        kind = case.device.kind.removesuffix("-500w")
+        groups.setdefault((kind, has_experts(case)), []).append((case, seconds))
+    return {
+        key: (
+            len(rows),
+            sum(case.layout.stage > 1 for case, _ in rows),
+            *_range([case.measured / seconds for case, seconds in rows]),
+            max(case.date for case, _ in rows),
+        )
+        for key, rows in sorted(groups.items())
+    }
+
+
+def _range(ratios: list[float]) -> tuple[float, float]:
+    if len(ratios) < 10:
+        return round(min(ratios), 2), round(max(ratios), 2)
+    tenths = quantiles(ratios, n=10)
+    return round(tenths[0], 2), round(tenths[-1], 2)
+
+
 def _error(predicted: float, case: Case | ProfiledCase) -> str:
     return f"{predicted / case.measured - 1:+.1%}"
 
@@ -262,7 +441,8 @@ def _layout(case: Case) -> str:
 
 if __name__ == "__main__":
     if "--fit" in sys.argv:
-        fitted: Constants = constants(cases())
+        fitted: Constants = constants(fitted_cases())
         print("\n".join(f"{name}: {text}" for name, text in fitted.described()))
+        print("\n".join(f"    {key}: {row}," for key, row in evidence().items()))
     else:
         PAGE.write_text(page())

@@ -80,6 +80,9 @@ def _llama(layers: int, hidden: int, heads: int, width: int) -> ModelWork:
 
 
 _405B = _llama(126, 16384, 128, 53248)
+_GPT3 = transformer(
+    layers=96, hidden=12288, heads=96, mlp=49152, vocab=50304, gated=False, tied=True
+)
 MODELS: dict[str, ModelWork] = {
     "megatron-22B": _gpt(48, 6144, 64),
     "turing-530B": _gpt(105, 20480, 128),
@@ -105,9 +108,12 @@ MODELS: dict[str, ModelWork] = {
     ),
     "Qwen3_30B_a3B": _qwen(48, 2048, 32, 768),
     "Qwen3_235B_a22B": _qwen(94, 4096, 64, 1536),
-    "gpt3-175b": transformer(
-        layers=96, hidden=12288, heads=96, mlp=49152, vocab=50304, gated=False, tied=True
-    ),
+    "gpt3-175b": _GPT3,
+    "GPT3-175B": _GPT3,
+    "LLAMA2-13B": transformer(layers=40, hidden=5120, heads=40, mlp=13824, vocab=32000),
+    "llama2-7b": transformer(layers=32, hidden=4096, heads=32, mlp=11008, vocab=32000),
+    "LLAMA3-70B": _llama(80, 8192, 64, 28672),
+    "megatron-1T": _gpt(128, 25600, 160),
 }
 """The sizes of the models, by the first word or words of the column `model`."""
 
@@ -143,6 +149,22 @@ class Case:
     def source(self) -> str:
         """The short name of the source."""
         return next(name for name in SOURCES if name in self.row["source"])
+
+    @property
+    def stack(self) -> str:
+        """The release of software that constants of experts are fitted to; "" if it has no name."""
+        if self.source != BRIDGE:
+            return ""
+        release = self.row["table"][:5]
+        return next((stack for stack in reversed(STACKS) if stack <= release), STACKS[0])
+
+    @property
+    def date(self) -> str:
+        """The month that the measurement is of, as far as its source says."""
+        if self.source == BRIDGE:
+            year, month = self.row["table"].split(".")[:2]
+            return f"20{year}-{month}"
+        return DATES.get(self.source, "")
 
 
 def _count(row: dict[str, str], column: str) -> int:
@@ -195,11 +217,15 @@ def _layers_per_stage(model: str, num_stages: int) -> tuple[int, ...] | None:
     return layers.get(num_stages)
 
 
+_DTYPES = {"fp8-cs": "fp8", "fp8-cs (fp8-mx)": "fp8", "fp8-mx": "mxfp8"}
+"""What releases before 26.02 call dtypes: scales of whole tensors, or of blocks."""
+
+
 def _megatron_bridge(row: dict[str, str]) -> Case:
     data, tensor, stage = (_count(row, name) for name in ("dp", "tp", "pp"))
     chunks = _count(row, "vpp")
     expert = max(1, _count(row, "ep") // tensor)
-    dtype = row["note"].split(";")[0].lower()
+    dtype = _DTYPES.get(row["note"].split(";")[0].lower(), row["note"].split(";")[0].lower())
     rows = _count(row, "micro_batch")
     fsdp = row["fsdp"] not in ("", "0")
     # The recipes of nvfp4 do not run the communication of tensor parallelism beside products.
@@ -244,7 +270,9 @@ def _torchtitan(row: dict[str, str]) -> Case:
         microbatches=microbatches,
         rows=local // microbatches,
         sequence=_count(row, "seq"),
-        schedule={"1F1B": "1f1b", "interleaved 1F1B": "interleaved_1f1b"}.get(row["schedule"]),
+        schedule={"1f1b": "1f1b", "interleaved 1f1b": "interleaved_1f1b"}.get(
+            row["schedule"].lower()
+        ),
         remat="selective" if row["remat"] == "selective" else "full",
         gather="layer",
         order=MEGATRON_ORDER,
@@ -260,12 +288,15 @@ _RECOMPUTED = {
     "llama3.1-405b": 0.64,  # all but attention, its output and the MLP's second product
     "deepseek3-671b": 1.0,  # all but the output of attention
     "gpt3-175b": 1.0,
+    "llama3.1-70b": 1.0,  # not looked up
+    "llama3.1-8b": 1.0,  # not looked up
 }
 """The fraction of a forward that the recipes of MaxText compute again."""
 
 
 def _maxtext(row: dict[str, str]) -> Case:
-    devices = int(row["num_devices"])
+    device = next(HARDWARE[k] for k in ("v6e", "v5p", "tpu7x") if k in row["hardware"].lower())
+    devices = int(row["num_devices"]) * device.devices_per_chip
     slices = 2 if row["hardware"].startswith("2 x") else 0
     layout = Layout(
         fsdp=devices,
@@ -277,9 +308,8 @@ def _maxtext(row: dict[str, str]) -> Case:
         dtype="int8" if "int8" in row["note"] else "bf16",
         overlap=("fsdp", "tensor"),
     )
-    if row["model"] == "gpt3-175b":
+    if row["model"] == "gpt3-175b" and device.kind == "v5p":
         layout = replace(layout, fsdp=devices // 8, tensor=8, rows=8 * layout.rows)
-    device = hardware("v6e" if "v6e" in row["hardware"] else "v5p")
     return Case(row, _model(row), layout, device, _measured(row))
 
 
@@ -332,10 +362,34 @@ def _maxtext_table(row: dict[str, str]) -> Case:
     return Case(shown, work, layout, hardware(kind), measured)
 
 
+def _jax_toolbox(row: dict[str, str]) -> Case:
+    """MaxText on eight H100, which keeps what `minimal_flash` names."""
+    devices = int(row["num_devices"])
+    layout = Layout(
+        fsdp=devices,
+        rows=int(row["global_batch"]) // devices,
+        sequence=int(row["seq"]),
+        recomputed=0.14,
+        gather="layer",
+    )
+    return Case(row, _model(row), layout, hardware("h100"), _measured(row))
+
+
+BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"
 TORCHTITAN = "pytorch/torchtitan"
+STACKS = ("26.02", "26.04", "26.06")
+"""Releases of Megatron-Bridge from which on its experts are faster than before."""
+DATES = {
+    "arXiv:2205.05198": "2022-05",
+    "arXiv:2401.10241": "2023-11",
+    TORCHTITAN: "2024-12",
+}
+"""The months of sources that have one date."""
 SOURCES: dict[str, Callable[[dict[str, str]], Case]] = {
     "arXiv:2205.05198": _megatron,
-    "NVIDIA-NeMo/Megatron-Bridge": _megatron_bridge,
+    BRIDGE: _megatron_bridge,
+    "NVIDIA/NeMo": _megatron_bridge,
+    "NVIDIA/JAX-Toolbox": _jax_toolbox,
     TORCHTITAN: _torchtitan,
     "AI-Hypercomputer/tpu-recipes": _maxtext,
     "AI-Hypercomputer/maxtext": _maxtext_table,
@@ -350,15 +404,53 @@ def read(name: str) -> list[dict[str, str]]:
 
 FITTED = ("throughput.csv", "tpu_v6e.csv")
 HELD_BACK = ("not_fitted.csv", "maxtext_tables.csv")
+LATER = "throughput_2.csv"
 
 
 @cache
 def cases(files: tuple[str, ...] = FITTED) -> tuple[Case, ...]:
     """Returns the rows of files that are predicted from sizes."""
-    rows = (row for name in files for row in read(name))
+    rows = (row for name in files for row in read(name) if not left_out(row))
     return tuple(
         make(row) for row in rows for name, make in SOURCES.items() if name in row["source"]
     )
+
+
+@cache
+def fitted_cases() -> tuple[Case, ...]:
+    """Returns the rows that constants are fitted to: of later releases, those with experts."""
+    later = (case for case in cases((LATER,)) if case.row["table"] in STACKS)
+    return cases() + tuple(case for case in later if has_experts(case))
+
+
+@cache
+def later_cases() -> tuple[Case, ...]:
+    """Returns the rows of `LATER` that nothing is fitted to."""
+    fitted = {id(case) for case in fitted_cases()}
+    return tuple(case for case in cases((LATER,)) if id(case) not in fitted)
+
+
+def has_experts(case: Case) -> bool:
+    """Returns whether a model has experts."""
+    return any(layer.num_experts for layer in case.work.layers)
+
+
+_LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
+    ({"unit": "GiB activations"}, "memory of another program, read off a figure"),
+    ({"source": "arXiv:2401.10241"}, "predicted from its profile, below"),
+    ({"source": "md@b5bcd76c6", "table": "5"}, "table 5, below"),
+    ({"source": "torchtitan issue"}, "neither batch nor length is stated"),
+    ({"source": "marin"}, "widths, batch or length are not stated, or the host limits the step"),
+    ({"note": "fp8; 464"}, "the chip has no products in fp8, and the recipe's are not described"),
+    ({"table": "ironwood", "seq": "131072"}, "how sequences are divided is not stated"),
+)
+"""Rows that are not predicted from sizes: texts in their columns, and the reason."""
+
+
+def left_out(row: dict[str, str]) -> str:
+    """Returns the reason that a row is not predicted from sizes; "" if it is."""
+    rows = (why for texts, why in _LEFT_OUT if all(t in row[c] for c, t in texts.items()))
+    return next(rows, "") if "unit" in row else ""
 
 
 def table_5() -> tuple[Case, ...]:
@@ -392,32 +484,34 @@ class ProfiledCase:
 
 
 @cache
-def profiled_cases() -> list[ProfiledCase]:
+def profiled_cases(name: str = "throughput.csv") -> list[ProfiledCase]:
     """Returns the rows of the Zero Bubble paper.
 
     Ranks wait while they send and receive. Zero-bubble schedules have no barrier at the optimizer.
+    Few microbatches have no profile: they have that of the fewest which do.
     """
     profiles = {(row["model"], row["m"]): row for row in read("zero_bubble_profile.csv")}
     found = []
-    for row in read("throughput.csv"):
+    for row in read(name):
         if "2401.10241" not in row["source"]:
             continue
         model = row["model"].split()[1]
-        microbatches = int(row["note"].split(";")[0].removeprefix("m="))
-        profile = profiles[model, str(microbatches)]
+        microbatches = int(row["note"].split(";")[0].split()[0].removeprefix("m="))
+        least = min(int(m) for of, m in profiles if of == model)
+        profile = profiles[model, str(max(microbatches, least))]
         names = ("T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")
         times = tuple(float(profile[name]) / 1e3 for name in names)
-        name, chunks = _ZERO_BUBBLE_SCHEDULES.get(row["schedule"], (None, 1))
+        family, chunks = _ZERO_BUBBLE_SCHEDULES.get(row["schedule"], (None, 1))
         layout = Layout(
             stage=int(row["pp"]),
             microbatches=microbatches,
-            schedule=name or _searched(int(row["pp"]), microbatches, times, model),
+            schedule=family or _searched(int(row["pp"]), microbatches, times, model),
             chunks=chunks,
             order=MEGATRON_ORDER,
             optimizer_bytes=46.0,
             overlap=(),
         )
-        barrier = not row["schedule"].startswith("ZB")
+        barrier = not row["schedule"].startswith("ZB") or "sync" in row["schedule"]
         predicted = _profiled_seconds(layout, times, model, barrier)
         found.append(ProfiledCase(row, microbatches, _measured(row), predicted))
     return found

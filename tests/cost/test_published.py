@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.cost.training_step import predict
+from jaxpipe.cost.training_step import EVIDENCE, predict
 from jaxpipe.devices import hardware
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +30,29 @@ def published(predictions: Any) -> Any:
 def test_the_page_is_what_the_script_writes(predictions: Any):
     written = (DOCS / "predictions.md").read_text()
     assert predictions.page() == written, "run: python docs/_predictions.py"
+    assert predictions.evidence() == EVIDENCE, "run: python docs/_predictions.py --fit"
+
+
+def test_rows_that_came_after_the_model_are_predicted(predictions):
+    """Of models without experts on average within 7%, and none further off than 20%."""
+    rows = [
+        (s, case.measured) for case, s in predictions.later() if not predictions.has_experts(case)
+    ]
+    mean, largest = predictions.errors(rows)
+    assert len(rows) == 31
+    assert mean < 0.07
+    assert largest < 0.2
+
+
+def test_the_fastest_of_published_layouts_is_chosen_or_costs_little(predictions):
+    """Two groups of 19 are chosen wrongly, both of experts over a network: 6% and 10% slower."""
+    costs = [
+        min(rows)[1] / min(measured for _, measured in rows) - 1
+        for _, rows in predictions.rankings()
+    ]
+    assert len(costs) == 19
+    assert sum(cost > 0 for cost in costs) <= 2
+    assert max(costs) < 0.11
 
 
 def test_zero_bubble_is_predicted_from_its_profile_within_3_percent(predictions, published):
@@ -68,7 +91,7 @@ def test_interleaving_helps_torchtitan_as_published(predictions):
 
 
 def test_the_constants_of_the_package_are_those_that_the_rows_suggest(predictions, published):
-    fitted = predictions.constants(published.cases())
+    fitted = predictions.constants(published.fitted_cases())
     for case in published.cases():
         if case.source == predictions.TORCHTITAN:
             continue
@@ -76,7 +99,8 @@ def test_the_constants_of_the_package_are_those_that_the_rows_suggest(prediction
         known = predictions.known(case)
         assert known.products == pytest.approx(wanted.products, abs=0.006)
         if predictions.has_experts(case):
-            assert known.experts == pytest.approx(wanted.experts, abs=0.006)
+            newest = fitted.newest[case.device.kind]
+            assert known.experts == pytest.approx(newest, abs=0.006)
 
 
 def test_rows_without_experts_that_nothing_is_fitted_to_are_predicted(predictions):

@@ -2,6 +2,9 @@
 
 from ._efficiency import Efficiency as Efficiency
 from ._efficiency import efficiency as efficiency
+from ._evidence import EVIDENCE as EVIDENCE
+from ._evidence import Evidence as Evidence
+from ._evidence import evidence as evidence
 from ._layout import Layout as Layout
 from ._layout import Remat as Remat
 from ._predict import Prediction as Prediction
