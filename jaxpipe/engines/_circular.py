@@ -202,7 +202,6 @@ def _may_divide(plan: PipelinePlan) -> bool:
 CIRCULAR = Engine(
     name="circular",
     config_name="circular",
-    is_usual=True,
     pipelines=True,
     runs_schedules=False,
     options=frozenset(

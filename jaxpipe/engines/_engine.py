@@ -115,7 +115,6 @@ class Engine:
     Attributes:
         name: The name by which users select it.
         config_name: Its name in configs, as the value of `pipeline_engine`.
-        is_usual: Whether planners try it unless they are told what to try.
         pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
         runs_schedules: Whether it runs any schedule that it is given.
         options: The arguments of `pipeline` that this engine has, of those that not all have.
@@ -192,7 +191,6 @@ class Engine:
 
     name: str
     config_name: str
-    is_usual: bool
     pipelines: bool
     runs_schedules: bool
     options: frozenset[str]

@@ -4,7 +4,7 @@ An engine knows what its buffers hold and what lives beside them at the peak; si
 model. Constants that are the compiler's are named. S ranks, v stages on each, M microbatches.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 LIVE = 0.8
@@ -152,12 +152,12 @@ class PeakMemory:
     @property
     def total(self) -> float:
         """Returns the sum."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return sum(vars(self).values())
 
     @property
     def largest(self) -> str:
         """Returns the kind that needs most."""
-        return max((kind.name for kind in fields(self)), key=lambda name: getattr(self, name))
+        return max(vars(self), key=vars(self).__getitem__)
 
 
 def boundary_memory(counts: StepCounts, sizes: StepSizes) -> tuple[float, float]:

@@ -285,7 +285,6 @@ def _most_deferred(program: tuple[language.ScheduleStep, ...]) -> int:
 MPMD = Engine(
     name="mpmd",
     config_name="mpmd",
-    is_usual=False,
     pipelines=True,
     runs_schedules=True,
     options=frozenset(),

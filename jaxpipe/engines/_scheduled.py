@@ -186,7 +186,6 @@ def _undifferentiated(tree: PyTree) -> PyTree:
 SCHEDULED = Engine(
     name="scheduled",
     config_name="scheduled",
-    is_usual=True,
     pipelines=True,
     runs_schedules=True,
     options=frozenset({"gather", "zero1", "vocab_parallel", "costs"}),

@@ -163,7 +163,6 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
 UNPIPELINED = Engine(
     name="unpipelined",
     config_name="none",
-    is_usual=True,
     pipelines=False,
     runs_schedules=False,
     options=frozenset({"zero1"}),

@@ -74,6 +74,23 @@ class ConversionSummary:
     carried: tuple[str, ...] = ()
 
 
+def model_keys(folder: Path) -> ConfigValues:
+    """Reads the keys of a run that describe the model of a folder's config.json.
+
+    Args:
+        folder: A folder with config.json; weights are not read, and need not be there.
+
+    Returns:
+        Values of keys: sizes, and the family of models.
+
+    Raises:
+        ValueError: If config.json is missing, or a field of it is unknown or not supported.
+    """
+    file = folder / "config.json"
+    block, sizes = _parse_config(file, _read_json_object(file))
+    return _config_values(block, sizes)
+
+
 def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> ConversionSummary:
     """Makes a folder with `weights/`, for `init_from`, and `config.yml`, which has the sizes.
 
@@ -99,7 +116,7 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
     tensors = _without_buffers(tensors, sizes)
     _check_tensors(source, tensors, parts)
     dtype = dtype or _widest_dtype(tensors)
-    values = _config_values(block, sizes, dtype)
+    values = _config_values(block, sizes) | {"weight_dtype": dtype}
     weights = _load_weights(
         canonical_weights(block, sizes, np.dtype(DTYPES[NAMES[dtype]])), parts, tensors
     )
@@ -210,11 +227,11 @@ def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
         )
 
 
-def _config_values(block: str, sizes: ModelConfig, dtype: str) -> ConfigValues:
+def _config_values(block: str, sizes: ModelConfig) -> ConfigValues:
     """Returns the config keys that describe a model."""
     matching = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
     name = {"model_name": next(matching, f"{block}-tiny")}
-    return {**name, "decoder_block": block, **dataclasses.asdict(sizes), "weight_dtype": dtype}
+    return {**name, "decoder_block": block, **dataclasses.asdict(sizes)}
 
 
 def _is_of(preset: Mapping[str, Any], block: str, sizes: ModelConfig) -> bool:

@@ -8,20 +8,20 @@ import jax
 
 from ..api import PipelinedModel
 from ..engines import PeakMemory
-from ..sharding import AXES
-from ._candidates import StepLayout
+from ._reasons import binding, describe, plain_words, rests_on, runner_up
 from ._request import Request
 from ._search import BestPlans, Plan
 from ._verify import VerifiedPlan, verify
 
 _GB = 1e9
-_NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
-_NAMES["context"] = "cp"
 
 
 @dataclass(frozen=True, repr=False)
 class Plans:
-    """The fastest plans that fit, the fastest first. Prints as a table.
+    """The fastest plans that fit. Prints as a table.
+
+    The first is the simplest of those that are predicted within 5% of the fastest; the others
+    follow by their time.
 
     Attributes:
         request: The model and the devices that they are for.
@@ -35,12 +35,12 @@ class Plans:
 
     @property
     def best(self) -> Plan:
-        """Returns the fastest plan."""
+        """Returns the first plan: the simplest of those that are nearly as fast as any."""
         return self.best_plans.plans[0]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Returns the plans, the fastest first."""
+        """Returns the plans, the first as `best` says, the others by their time."""
         return self.best_plans.plans
 
     def yaml(self, index: int = 0) -> str:
@@ -113,8 +113,10 @@ class Plans:
             "limit_bytes": request.limit,
             "num_candidates": self.best_plans.num_candidates,
             "seconds": self.seconds,
-            "binds": binding(self),
-            "runner_up": runner_up(self),
+            "binds": binding(request, self.best_plans),
+            "runner_up": runner_up(self.best_plans),
+            "plain": plain_words(request, self.best_plans),
+            "rests_on": rests_on(request, self.best),
             "plans": [_plan_record(plan) for plan in self.plans],
         }
 
@@ -132,10 +134,14 @@ class Plans:
             "",
             *_memory_table(self.plans, request.limit),
             "",
-            f"What binds: {binding(self)}",
+            f"What binds: {binding(request, self.best_plans)}",
         ]
-        second = runner_up(self)
-        return "\n".join([*lines, *([f"Why not 2: {second}"] if second else [])])
+        more = {
+            "Why not 2": runner_up(self.best_plans),
+            "Without any of it": plain_words(request, self.best_plans),
+            "What it rests on": rests_on(request, self.best),
+        }
+        return "\n".join([*lines, *(f"{head}: {text}" for head, text in more.items() if text)])
 
 
 def _count(parameters: float) -> str:
@@ -214,59 +220,3 @@ def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def describe(candidate: StepLayout) -> str:
-    """Returns a layout in one line."""
-    mesh = zip(AXES, candidate.mesh, strict=True)
-    words = [f"{_NAMES[axis]} {size}" for axis, size in mesh if size > 1]
-    if candidate.across:
-        words.append(f"slices along {_NAMES[candidate.across]}")
-    if not candidate.engine.pipelines:
-        words.append("no pipeline")
-    else:
-        words.append(candidate.family_name)
-        words.append(f"v {candidate.chunks}")
-        if len(set(candidate.counts)) > 1:
-            words.append(f"{min(candidate.counts)} to {max(candidate.counts)} layers a stage")
-    words.append(f"M {candidate.microbatches}")
-    if candidate.engine.pipelines and candidate.gathers:
-        words.append(f"gather per {candidate.gather}".replace("per once", "once"))
-    scope = {"tick": "ticks", "layer": "layers", "both": "ticks and layers"}[candidate.scope]
-    return ", ".join([*words, f"remat {candidate.policy} of {scope}"])
-
-
-def binding(plans: Plans) -> str:
-    """Returns the constraint that keeps the best plan from being faster."""
-    best, limit = plans.best, plans.request.limit
-    beyond = plans.best_plans.beyond
-    if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
-        return (
-            f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
-            f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; "
-            f"{limit / _GB:.1f} GB may be used."
-        )
-    waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
-    name, seconds = max(waits.items(), key=lambda pair: pair[1])
-    if seconds < 0.02 * best.time.seconds:
-        return "matrix products: nothing else takes 2% of the step."
-    label = "the bubble" if name == "bubble" else f"communication of {name.replace('_', ' ')}"
-    return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
-
-
-def runner_up(plans: Plans) -> str:
-    """Returns the reason that the second plan is not the first."""
-    if len(plans.plans) < 2:
-        return ""
-    first, second = plans.plans[:2]
-    more = second.time.seconds - first.time.seconds
-    if more < 0.001 * first.time.seconds:
-        memory = (second.memory.total - first.memory.total) / _GB
-        return f"it is as fast, and needs {abs(memory):.2f} GB {'more' if memory > 0 else 'less'}."
-    parts = {name: second.time.parts[name] - first.time.parts[name] for name in first.time.parts}
-    name = max(parts, key=parts.__getitem__)
-    return (
-        f"it takes {more:.3g} s more, {more / first.time.seconds:.1%}: most of it is "
-        f"{name.replace('_', ' ')}, {second.time.parts[name]:.3g} s against "
-        f"{first.time.parts[name]:.3g}."
-    )

@@ -20,12 +20,16 @@ RematScope = Literal["tick", "layer", "both"]
 
 _MAX_TENSOR = 16
 _MAX_CHUNKS = 8
+_ENDS = 2
+"""Stages that may have no layer: the first has the embedding, and the last the head."""
+_UNEVEN = 0.1
+"""The share of layers by which stages of several on a rank may exceed them, if some have fewer."""
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 _POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 
 
 class EngineOptions(NamedTuple):
-    """Options of engines that no planner chooses, by their names in `Engine.options`.
+    """Options of engines, by their names in `Engine.options`.
 
     Attributes:
         forwarding_delay: Whether activations are handed over one tick late.
@@ -151,6 +155,7 @@ class Space:
         without: Ways to gather weights that are ruled out.
         engines: Names of engines in configs that may run it; None for all.
         options: Options of the engine, which has to have them.
+        free_options: Names of other options, which a plan may choose.
     """
 
     devices: Devices
@@ -166,6 +171,7 @@ class Space:
     without: tuple[str, ...] = ()
     engines: tuple[str, ...] | None = None
     options: EngineOptions = NO_OPTIONS
+    free_options: frozenset[str] = frozenset()
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
@@ -177,7 +183,10 @@ def candidates(space: Space) -> Iterator[StepLayout]:
         if rest or not rows or space.batch % accumulation:
             continue
         for name, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
-            for microbatches in _microbatches(space, rows, sizes["stage"], engine_named(name)):
+            engine = engine_named(name)
+            if engine.program_per_rank and not _is_on_a_host(space.devices, sizes["stage"]):
+                continue
+            for microbatches in _microbatches(space, rows, sizes["stage"], engine):
                 first = StepLayout(
                     mesh,
                     across,
@@ -191,10 +200,48 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     "layer",
                     "tick",
                     _vocab_tiling(space, rows // microbatches, sizes),
-                    space.options,
+                    _options(space, engine, sizes),
                     chunks if _is_on_two_ranks(schedule) else 0,
                 )
                 yield from _variants(first, space)
+
+
+def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
+    """Yields layouts that differ in one choice which `candidates` leaves out to save time."""
+    engine, ranks = candidate.engine, candidate.num_ranks
+    shared = candidate.options._replace(vocab_parallel=True)
+    if (
+        "vocab_parallel" in space.free_options & engine.options
+        and shared != candidate.options
+        and ranks > 1
+        and space.vocab % ranks == 0
+    ):
+        yield replace(candidate, options=shared, vocab_tiling=1)
+    if not engine.runs_schedules or "schedule" in space.fixed:
+        return
+    for name, family in FAMILIES.items():
+        chunks = "chunks" in family.takes and candidate.chunks > 1
+        if family.is_usual or not (chunks or candidate.chunks == family.default_chunks):
+            continue
+        if family.ranks_divide_microbatches and candidate.microbatches % ranks:
+            continue
+        copies = candidate.chunks if _is_on_two_ranks(name) else 0
+        yield replace(candidate, schedule=name, copies=copies)
+
+
+def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
+    """Returns options: those that are given, and ZeRO-1 where replicas can divide the state.
+
+    It moves as many bytes as a sum over replicas, and needs less memory.
+    """
+    if sizes["data"] > 1 and "zero1" in space.free_options & engine.options:
+        return space.options._replace(zero1=True)
+    return space.options
+
+
+def _is_on_a_host(devices: Devices, ranks: int) -> bool:
+    """Returns whether the devices of every rank belong to one process."""
+    return devices.num_devices // ranks <= devices.devices_per_host
 
 
 def _meshes(space: Space) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -252,11 +299,7 @@ def _context_sizes(space: Space, count: int) -> list[int]:
 def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
     """Yields names of engines with schedule, stages per rank and layers of every stage."""
     fixed, layers = space.fixed, space.num_layers
-    usual = [
-        name
-        for name, engine in CONFIG_ENGINES.items()
-        if engine.is_usual and engine.pipelines == (ranks > 1)
-    ]
+    usual = [name for name, e in CONFIG_ENGINES.items() if e.pipelines == (ranks > 1)]
     for name in _choices(fixed, "engine", usual):
         engine = engine_named(name)
         if space.engines is not None and name not in space.engines:
@@ -297,10 +340,11 @@ def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) ->
         return (FAMILIES[schedule].default_chunks,)
     if "counts" in fixed:
         return _choices(fixed, "chunks", [len(fixed["counts"]) // ranks])
-    usual = [
-        v for v in range(2, min(_MAX_CHUNKS, layers // ranks) + 1) if layers % (v * ranks) == 0
-    ]
-    return _choices(fixed, "chunks", usual)
+    usual = range(2, min(_MAX_CHUNKS, (layers + _ENDS) // ranks) + 1)
+    most = {v: -(-layers // (v * ranks)) * v * ranks for v in usual}
+    even = [v for v in usual if most[v] == layers]
+    uneven = [v for v in usual if layers < most[v] <= (1 + _UNEVEN) * layers]
+    return _choices(fixed, "chunks", even or uneven[-2:])
 
 
 def _counts(space: Space, stages: int) -> tuple[int, ...]:
@@ -313,7 +357,8 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
         return counts if len(counts) == stages else ()
     each, more = divmod(layers, stages)
     requested = space.fixed.get("layers_per_stage")
-    if not each or (requested and (each, more) != (requested, 0)):
+    too_few = not each and stages - more > _ENDS
+    if too_few or (requested and (each, more) != (requested, 0)):
         return ()
     if not more:
         return (each,) * stages
@@ -362,6 +407,8 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
         gathers = ("once", "layer", "tick", "repeat")
         if one_layer:
             gathers = ("once", "tick", "repeat")
+        if first.engine.program_per_rank:
+            gathers = ("tick",)
         family = FAMILIES.get(first.family_name)
         if "gather" in first.engine.options and not (family and family.is_breadth_first):
             gathers = ("once", "layer")

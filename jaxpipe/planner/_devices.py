@@ -57,9 +57,15 @@ class Devices:
         if not self.is_gpu:
             return self.devices_per_slice
         row = device_hardware(self)
-        if row.link_domain == row.devices_per_host:
+        if row.link_domain == row.devices_per_host or self.shape[-1] > row.devices_per_host:
             return self.shape[-1]
         return min(row.link_domain, self.num_devices)
+
+    @property
+    def devices_per_host(self) -> int:
+        """Returns the number of devices of a host."""
+        per_host = device_hardware(self).devices_per_host
+        return min(per_host, self.shape[-1]) if self.is_gpu else per_host
 
     def usable_bytes(self, memory_gb: float | None) -> float:
         """Returns the bytes of memory that a plan may use on a device."""
@@ -83,7 +89,8 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
 
     Args:
         name: An accelerator of Google's (`v5p-64`, `v6e-16`), chips of a torus (`v6e:4x4`), GPUs
-            (`h100:8`, `h100:2x8`), or `here`.
+            (`h100:8`; `h100:2x8`, hosts and devices of each; `gb200:4x72`, racks or parts of racks
+            that NVLink joins, and devices of each), or `here`.
         num_slices: The number of such slices, joined by the data centre's network.
 
     Returns:
@@ -241,7 +248,7 @@ def absent_devices(devices: Devices) -> Sequence[Any]:
     row = HARDWARE[devices.generation]
     kind = row.device_kinds[0]
     if devices.is_gpu:
-        per_host = devices.shape[-1]
+        per_host = devices.devices_per_host
         return [
             AbsentDevice(i, "gpu", kind, i // per_host, (), None)
             for i in range(devices.num_devices)

@@ -3,8 +3,9 @@
 import time
 
 from ..engines import PeakMemory
-from ._answer import Plans, describe, unit_of_bytes
+from ._answer import Plans, unit_of_bytes
 from ._own_model import NOT_CHOSEN
+from ._reasons import describe
 from ._request import Request
 from ._search import BestPlans, search
 

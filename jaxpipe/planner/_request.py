@@ -5,7 +5,7 @@ Where the model is from decides what the settings of a plan are called, and who 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ..api import PipelinedModel
 from ..cost.work import ModelWork
@@ -70,6 +70,7 @@ class Request:
         space: The sizes and limits from which candidates are made.
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
+        default_flags: Which of jaxpipe's own compiler flags a step is compiled with.
     """
 
     devices: Devices
@@ -82,6 +83,7 @@ class Request:
     space: Space
     before: int
     after: int
+    default_flags: Literal["all", "quick", "none"] = "all"
 
     def tokens(self, candidate: StepLayout) -> float:
         """Returns the tokens of a microbatch on a device."""

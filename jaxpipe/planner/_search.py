@@ -1,15 +1,15 @@
 """Searches the candidates for the fastest plans that fit.
 
 Thousands of candidates are compared by closed forms. The best of them are set up as the trainer
-would, which is where a plan is refused, and compared by the tables and ticks of their schedules.
+would, which is where a plan is refused, and compared by the tables and ticks of their schedules;
+so are the neighbours of the best of these. Of plans that are nearly as fast the simplest is first.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..engines import PeakMemory
-from ._candidates import StepLayout, candidates
+from ._candidates import StepLayout, candidates, neighbours
 from ._devices import absent_devices
 from ._request import Request, Values
 from .memory import peak_memory, step_counts
@@ -24,6 +24,13 @@ _MOST_ACTIONS = 60_000
 
 _PER_MESH = 3
 """Finalists with the same mesh and engine."""
+
+_IMPROVED = 3
+"""Finalists whose neighbours are set up too."""
+
+CLOSE = 0.05
+"""The share of a step within which predictions do not tell which of two layouts is faster: of
+published pairs that are predicted closer, half are in the right order (docs/predictions.md)."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,12 @@ class BestPlans:
     Attributes:
         plans: The plans that fit, the fastest first.
         num_candidates: How many candidates were compared.
-        leanest: The candidate that needs least memory, and its memory; None if there is none.
+        leanest: The candidate that needs least memory, and its memory, if no plan fits.
         beyond: The least seconds of candidates that need too much memory, and their memory; None
             if all fit.
         refused: Errors of finalists that the trainer would refuse.
+        plain: The fastest plan without a pipeline that divides no products; None if none fits.
+        leanest_plain: The one of these that needs least memory, and its memory, if none fits.
     """
 
     plans: tuple[Plan, ...]
@@ -61,44 +70,115 @@ class BestPlans:
     leanest: tuple[StepLayout, PeakMemory] | None
     beyond: tuple[float, PeakMemory] | None
     refused: tuple[str, ...]
+    plain: Plan | None
+    leanest_plain: tuple[StepLayout, PeakMemory] | None
 
 
 def search(request: Request, num_plans: int) -> BestPlans:
-    """Returns the fastest plans."""
-    count, leanest, beyond, fitting = 0, None, None, []
-    for candidate in candidates(request.space):
-        count += 1
-        counts = step_counts(candidate)
-        buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
-        needed = peak_memory(request.model, candidate, request.tokens(candidate), buffers)
-        if leanest is None or needed.total < leanest[1].total:
-            leanest = candidate, needed
-        seconds = rough_seconds(candidate, request)
-        if needed.total <= request.limit:
-            fitting.append((seconds, needed.total, count, candidate))
-        elif beyond is None or seconds < beyond[0]:
-            beyond = seconds, needed
-    plans, refused = _finals(fitting, request, max(num_plans, _FINALISTS))
-    return BestPlans(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
+    """Returns the fastest plans, the simplest of those that are nearly as fast first."""
+    every = list(candidates(request.space))
+    every.sort(key=lambda candidate: rough_seconds(candidate, request))
+    plains = [candidate for candidate in every if is_plain(candidate)]
+    finals = _Finals(request)
+    finals.add_best(plains, _PER_MESH)
+    finals.add_best(every, max(num_plans, _FINALISTS))
+    for plan in sorted(finals.plans, key=_speed)[:_IMPROVED]:
+        for candidate in neighbours(plan.candidate, request.space):
+            finals.add(candidate)
+    plans = sorted(finals.plans, key=_speed)
+    plain = next((plan for plan in plans if is_plain(plan.candidate)), None)
+    return BestPlans(
+        simplest_first(_unlike(plans), num_plans),
+        len(every),
+        None if plans else _leanest(every, request),
+        _beyond(every, request),
+        tuple(finals.refused),
+        plain,
+        None if plain else _leanest(plains, request),
+    )
 
 
-def _finals(
-    fitting: list[tuple[float, float, int, StepLayout]], request: Request, most: int
-) -> tuple[list[Plan], list[str]]:
-    """Sets up the best candidates, and returns their plans, the fastest first, and errors."""
-    devices = absent_devices(request.devices)
-    plans: list[Plan] = []
-    refused: list[str] = []
-    actions = 0
-    for candidate in _diverse(_in_order(fitting)):
-        enough = actions > _MOST_ACTIONS and len(plans) >= _LEAST_FINALISTS
-        if enough or len(plans) >= most or len(refused) >= 4 * most:
-            break
+def _leanest(among: Iterable[StepLayout], request: Request) -> tuple[StepLayout, PeakMemory] | None:
+    """Returns the candidate that needs least memory; None if there is none."""
+    pairs = ((candidate, _expected_memory(candidate, request)) for candidate in among)
+    return min(pairs, key=lambda pair: pair[1].total, default=None)
+
+
+def _beyond(every: Iterable[StepLayout], request: Request) -> tuple[float, PeakMemory] | None:
+    """Returns the least seconds of candidates that do not fit; None if all do."""
+    for candidate in every:
+        if (needed := _expected_memory(candidate, request)).total > request.limit:
+            return rough_seconds(candidate, request), needed
+    return None
+
+
+def _expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
+    counts = step_counts(candidate)
+    buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
+    return peak_memory(request.model, candidate, request.tokens(candidate), buffers)
+
+
+def is_plain(candidate: StepLayout) -> bool:
+    """Returns whether a layout is data parallel: without a pipeline or divided products."""
+    return not candidate.engine.pipelines and candidate.sizes["tensor"] == 1
+
+
+def _simplicity(candidate: StepLayout) -> tuple[int, int]:
+    """Returns what makes a layout hard to run: how it pipelines, and mesh axes of several."""
+    engine = candidate.engine
+    pipelines = engine.pipelines + (engine.pipelines and engine.program_per_rank)
+    return int(pipelines), sum(size > 1 for size in candidate.mesh)
+
+
+def _speed(plan: Plan) -> tuple[float, float]:
+    return plan.time.seconds, plan.memory.total
+
+
+def simplest_first(plans: list[Plan], most: int) -> tuple[Plan, ...]:
+    """Returns the fastest plans, with the simplest of those in front that are nearly as fast."""
+    if not plans:
+        return ()
+    close = [p for p in plans if p.time.seconds <= (1 + CLOSE) * plans[0].time.seconds]
+    first = min(close, key=lambda plan: (_simplicity(plan.candidate), *_speed(plan)))
+    return (first, *(plan for plan in plans if plan is not first))[:most]
+
+
+class _Finals:
+    """Candidates that are set up: their plans, and errors of those that are refused."""
+
+    def __init__(self, request: Request):
+        self.plans: list[Plan] = []
+        self.refused: list[str] = []
+        self._request = request
+        self._devices = absent_devices(request.devices)
+        self._actions = 0
+        self._seen: set[StepLayout] = set()
+
+    def add_best(self, ordered: Iterable[StepLayout], most: int) -> None:
+        """Sets up the first candidates that fit, but not several that differ little."""
+        alike: dict[object, int] = {}
+        for candidate in ordered:
+            enough = self._actions > _MOST_ACTIONS and len(self.plans) >= _LEAST_FINALISTS
+            if enough or len(self.plans) >= most or len(self.refused) >= 4 * most:
+                break
+            likeness = _likeness(candidate)
+            if alike.get(likeness, 0) == _PER_MESH:
+                continue
+            if _expected_memory(candidate, self._request).total <= self._request.limit:
+                alike[likeness] = alike.get(likeness, 0) + 1
+                self.add(candidate)
+
+    def add(self, candidate: StepLayout) -> bool:
+        """Sets up a candidate, and returns whether it is a plan."""
+        request = self._request
+        if candidate in self._seen:
+            return False
+        self._seen.add(candidate)
         try:
-            run = request.source.prepare(candidate, devices)
+            run = request.source.prepare(candidate, self._devices)
         except ValueError as error:
-            refused.append(str(error))
-            continue
+            self.refused.append(str(error))
+            return False
         tokens = request.tokens(candidate)
         needed = max(
             (
@@ -107,36 +187,22 @@ def _finals(
             ),
             key=lambda peak: peak.total,
         )
-        if needed.total <= request.limit:
-            actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
-            time = step_time(candidate, request, run)
-            plans.append(Plan(candidate, request.source.settings(candidate), needed, time))
-    return sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.total)), refused
+        if needed.total > request.limit:
+            return False
+        self._actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
+        time = step_time(candidate, request, run)
+        settings = request.source.settings(candidate)
+        self.plans.append(Plan(candidate, settings, needed, time))
+        return True
 
 
-def _unlike(plans: list[Plan], most: int) -> tuple[Plan, ...]:
-    """Returns the fastest plans, of those with the same mesh, engine and schedule the fastest."""
+def _unlike(plans: list[Plan]) -> list[Plan]:
+    """Returns plans, of those with the same mesh, engine and schedule the fastest."""
     best: dict[object, Plan] = {}
     for plan in plans:
         best.setdefault(_likeness(plan.candidate), plan)
-    return tuple(best.values())[:most]
+    return list(best.values())
 
 
 def _likeness(candidate: StepLayout) -> object:
     return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule
-
-
-def _in_order(fitting: list[tuple[float, float, int, StepLayout]]) -> Iterator[StepLayout]:
-    heapq.heapify(fitting)
-    while fitting:
-        yield heapq.heappop(fitting)[-1]
-
-
-def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
-    """Yields candidates but those that differ little from several before them."""
-    seen: dict[object, int] = {}
-    for candidate in ordered:
-        like = _likeness(candidate)
-        seen[like] = seen.get(like, 0) + 1
-        if seen[like] <= _PER_MESH:
-            yield candidate

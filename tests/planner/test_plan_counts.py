@@ -109,6 +109,8 @@ def test_programs_of_ranks_store_at_most_what_ticks_store(name: str):
 
 _GIVEN = {"model_name": "llama2-7b", "ici_pipeline_parallelism": 2, "ici_data_parallelism": 2}
 _GIVEN |= {"num_pipeline_microbatches": 8, "remat_policy": "full"}
+# Options that a plan would choose.
+_GIVEN |= {"shard_optimizer_over_data": False, "pipeline_vocab_parallel": False}
 _1F1B = {"pipeline_engine": "scheduled", "pipeline_schedule": "interleaved_1f1b"}
 _1F1B |= {"num_pipeline_repeats": 4, "set_remat_policy_on_layers_per_stage": False}
 _CIRCULAR = {"pipeline_engine": "circular", "num_pipeline_repeats": 4}

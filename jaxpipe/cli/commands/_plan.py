@@ -28,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help="such as v5p-64, v6e:4x4, h100:2x8 (hosts and devices of each), or here",
     )
+    add("--hf", type=path, metavar="FOLDER", help="the model of a Hugging Face config.json")
     add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add(
         "--batch",
@@ -74,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from ...train.planning import plan
 
     values = _read_values(args.settings)
+    if args.hf:
+        from ...hugging_face import model_keys
+
+        values = {**model_keys(args.hf), **values}
     if args.devices == "here" and values.get("emulate_devices"):
         emulate_devices(int(values["emulate_devices"]))
     plans = plan(

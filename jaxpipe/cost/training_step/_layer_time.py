@@ -316,13 +316,13 @@ def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device
     group = make_group(layout, device.network, *layout.weight_axes)
     if not layout.experts_gather:
         return all_gather_seconds(
-            sum(layer.weight_bytes * device_parameters(layer, layout) for layer in layers),
+            sum((layer.weight_bytes * device_parameters(layer, layout) for layer in layers), 0.0),
             group,
             device.network,
         )
     every = make_group(layout, device.network, *layout.weight_axes, "expert")
-    dense = sum(layer.weight_bytes * layer.dense_parameters / layout.tensor for layer in layers)
-    experts = sum(layer.weight_bytes * expert_parameters(layer, layout) for layer in layers)
+    dense = sum((la.weight_bytes * la.dense_parameters / layout.tensor for la in layers), 0.0)
+    experts = sum((la.weight_bytes * expert_parameters(la, layout) for la in layers), 0.0)
     seconds = all_gather_seconds(dense, every, device.network)
     return seconds + all_gather_seconds(experts, group, device.network)
 

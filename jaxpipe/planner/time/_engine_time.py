@@ -122,9 +122,15 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         itemsize = min(itemsize, request.work.layers[-1].weight_bytes)
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * stored_parameters(request.model.layer, candidate.sizes)
-    sent = 2 * (size - 1) / size * itemsize * parameters
-    bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)  # two devices have one way round
-    return times * sent / bandwidth
+    slices = request.devices.num_slices if candidate.across == "data" else 1
+    inside = size // slices
+    sent = 2 * (inside - 1) / inside * itemsize * parameters
+    bandwidth = kind.link_bandwidth / (2 if inside == 2 else 1)  # two devices have one way round
+    seconds = sent / bandwidth
+    if slices > 1:  # each device sends its share of the sums of a slice to the other slices
+        sent = 2 * (slices - 1) / slices * itemsize * parameters / inside
+        seconds += sent / (kind.network_bandwidth * efficiency(kind, "bf16").network)
+    return times * seconds
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:

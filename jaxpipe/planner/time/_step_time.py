@@ -8,8 +8,10 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ...cost.training_step import Layout, Prediction, predict
+from ...cost.training_step import Efficiency, Layout, Prediction, efficiency, predict
+from ...devices import Hardware
 from ...schedules import Costs, makespan
+from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
 from .._model import PlannedModel, mesh_sizes
@@ -26,9 +28,17 @@ _COMMUNICATION = (
 )
 
 
+_GATHERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+_SCATTERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+_LARGE_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+
 _HIDDEN_ON_TPUS = tuple(kind for kind in Layout().overlap if kind != "fsdp")
 """Without flags XLA:TPU gathers weights and scatters gradients while nothing else runs, as the
 programs show that it compiles for these layouts."""
+
+_WITH_LARGE_VMEM = 0.9
+"""What products take with larger tiles of what they take without, by cycles of seven programs of
+llama2-7b on v5p (tests/planner/test_plan_time.py)."""
 
 
 _WITHOUT_NAMES = 0.14
@@ -39,6 +49,10 @@ functions, and the kernel of attention, which also returns what its backward rea
 _WITHOUT_GATHERS_AGAIN = 2 / 3
 """A gather for the forward, another for the backward and a scatter; without rematerialization the
 forward keeps what it gathers."""
+
+
+_WITHOUT_SCATTERS = 2 / 3
+"""The gathers of these."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.accumulation,
         _gather(candidate) in ("once", "repeat"),
         candidate.policy == "none",
+        compiler_flags(candidate, request),
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
@@ -97,6 +112,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         candidate.microbatches,
         candidate.accumulation,
         _gather(candidate),
+        flags := compiler_flags(candidate, request),
         keeps_all=candidate.policy == "none",
     )
     if candidate.engine.pipelines:
@@ -111,16 +127,20 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
             vocab_parallel=candidate.engine.shares_loss or candidate.options.vocab_parallel,
         )
     kind = device_hardware(request.devices)
-    step = predict(request.work, layout, kind)
+    reached = _efficiency(kind, flags)
+    step = predict(request.work, layout, kind, reached=reached)
     recomputed = recomputed_fraction(candidate, request.model)
     if recomputed not in (0, 1):
-        other = predict(request.work, replace(layout, remat="selective"), kind)
+        other = predict(request.work, replace(layout, remat="selective"), kind, reached=reached)
         step = _between(other, step, recomputed)
     parts = dict(step.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
-    parts["gradient_reduction"] += data_reduction_seconds(candidate, request)
+    reduction = data_reduction_seconds(candidate, request)
+    parts["gradient_reduction"] = max(parts["gradient_reduction"], reduction)
     if not candidate.engine.pipelines and candidate.policy == "none":
         parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
+    if _SCATTERS_ON_SPARSE_CORES in flags and _GATHERS_ON_SPARSE_CORES not in flags:
+        parts["fsdp"] *= _WITHOUT_SCATTERS
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(run, step)
     if ticks is not None:
@@ -208,18 +228,20 @@ def _layout(
     microbatches: int,
     accumulation: int,
     gather: GatherMode,
+    flags: frozenset[str],
     *,
     keeps_all: bool,
 ) -> Layout:
     """Returns the layout of a step without a pipeline, as `jaxpipe.cost` has it.
 
     Args:
+        flags: Names of the compiler's flags.
         keeps_all: Whether a backward computes nothing again.
     """
     rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
     slices = request.devices.num_slices
     data, stage, fsdp, tensor, expert, context = mesh
-    kind = device_hardware(request.devices)
+    exposes = device_hardware(request.devices).torus_axes and _GATHERS_ON_SPARSE_CORES not in flags
     return Layout(
         data=data,
         stage=stage,
@@ -238,8 +260,36 @@ def _layout(
         experts_gather=True,
         context_gathers=True,
         shared_optimizer=False,
-        overlap=_HIDDEN_ON_TPUS if kind.torus_axes else Layout().overlap,
+        overlap=_HIDDEN_ON_TPUS if exposes else Layout().overlap,
     )
+
+
+def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
+    """Returns the names of the flags of the table with which a step is compiled."""
+    device, engine = device_hardware(request.devices), candidate.engine
+    return _flags(
+        StepTraits(
+            request.devices.platform,
+            device.device_kinds[0],
+            engine.config_name,
+            pipelines=engine.pipelines,
+            num_microbatches=candidate.microbatches * candidate.accumulation,
+            program_per_rank=engine.program_per_rank,
+            default_flags=request.default_flags,
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def _flags(traits: StepTraits) -> frozenset[str]:
+    return frozenset(flag.option for flag in FLAGS if flag.is_set(traits))
+
+
+def _efficiency(device: Hardware, flags: frozenset[str]) -> Efficiency:
+    reached = efficiency(device, "bf16")
+    if _LARGE_VMEM not in flags:
+        return reached
+    return replace(reached, products=reached.products / _WITH_LARGE_VMEM)
 
 
 def _order(across: str) -> tuple[str, ...]:
@@ -265,11 +315,15 @@ def _unpipelined_seconds(
     accumulation: int,
     gathers_once: bool,
     keeps_all: bool,
+    flags: frozenset[str],
 ) -> float:
     """Returns the seconds of all microbatches on one rank that has all layers."""
     gather = "once" if gathers_once else "layer"
-    layout = _layout(request, mesh, across, microbatches, accumulation, gather, keeps_all=keeps_all)
-    return predict(request.work, layout, device_hardware(request.devices)).seconds
+    layout = _layout(
+        request, mesh, across, microbatches, accumulation, gather, flags, keeps_all=keeps_all
+    )
+    kind = device_hardware(request.devices)
+    return predict(request.work, layout, kind, reached=_efficiency(kind, flags)).seconds
 
 
 def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:

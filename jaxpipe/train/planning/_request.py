@@ -27,7 +27,7 @@ from ..config._load import load_config
 from ..estimate._planned_model import planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
 from ..plan._from_config import axis_rules, model_plan
-from ._source import AXIS_KEYS, GATHER_KEYS, TrainerSource
+from ._source import AXIS_KEYS, GATHER_KEYS, OPTION_KEYS, TrainerSource
 
 _LAYERS_KEY = "num_layers_per_pipeline_stage"
 _FIXED = {
@@ -121,7 +121,7 @@ def make_request(
         sequence,
         devices.usable_bytes(memory_gb),
         planned_model(
-            config.model_name,
+            _name(config, settings),
             sizes,
             pipelined,
             MODEL_FAMILIES[config.decoder_block].weights(sizes, layers_after=uniform - pipelined),
@@ -148,10 +148,21 @@ def make_request(
                 config.shard_optimizer_over_data,
                 config.pipeline_vocab_parallel,
             ),
+            free_options=frozenset(
+                name for name, key in OPTION_KEYS.items() if key not in settings
+            ),
         ),
         before,
         uniform - pipelined,
+        config.compile_default_flags,
     )
+
+
+def _name(config: Config, settings: Mapping[str, Any]) -> str:
+    """Returns the name of the preset, or of the family if sizes differ from the preset's."""
+    preset = PRESETS[config.model_name]
+    is_preset = all(settings.get(key, value) == value for key, value in preset.items())
+    return config.model_name if is_preset else f"{config.decoder_block} of your sizes"
 
 
 def _check_positive(**values: float | int) -> None:

@@ -25,6 +25,12 @@ GATHER_KEYS = {
     "layer": "pipeline_fsdp_ag_per_layer",
 }
 
+OPTION_KEYS = {
+    "zero1": "shard_optimizer_over_data",
+    "vocab_parallel": "pipeline_vocab_parallel",
+}
+"""Options of engines that a plan may choose, and their keys."""
+
 
 @dataclass(frozen=True)
 class TrainerSource:
@@ -78,6 +84,7 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
         values["gradient_accumulation_steps"] = candidate.accumulation
     if candidate.vocab_tiling > 1:
         values["num_vocab_tiling"] = candidate.vocab_tiling
+    values |= {key: True for name, key in OPTION_KEYS.items() if getattr(candidate.options, name)}
     if not candidate.engine.pipelines:
         return values
     values["set_remat_policy_on_pipeline_iterations"] = candidate.scope != "layer"

@@ -1,0 +1,122 @@
+"""The words of an answer: a layout in one line, why it is the best, and what its time rests on."""
+
+from ..cost.training_step import evidence
+from ..engines import PeakMemory
+from ..sharding import AXES
+from ._candidates import StepLayout
+from ._devices import device_hardware
+from ._request import Request
+from ._search import CLOSE, BestPlans, Plan, is_plain
+
+_GB = 1e9
+_NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
+_NAMES["context"] = "cp"
+
+
+def describe(candidate: StepLayout) -> str:
+    """Returns a layout in one line."""
+    mesh = zip(AXES, candidate.mesh, strict=True)
+    words = [f"{_NAMES[axis]} {size}" for axis, size in mesh if size > 1]
+    if candidate.across:
+        words.append(f"slices along {_NAMES[candidate.across]}")
+    if not candidate.engine.pipelines:
+        words.append("no pipeline")
+    else:
+        name = candidate.family_name
+        words.append(f"{name} by mpmd" if candidate.engine.program_per_rank else name)
+        words.append(f"v {candidate.chunks}")
+        if len(set(candidate.counts)) > 1:
+            words.append(f"{min(candidate.counts)} to {max(candidate.counts)} layers a stage")
+    words.append(f"M {candidate.microbatches}")
+    if candidate.engine.pipelines and candidate.gathers:
+        words.append(f"gather per {candidate.gather}".replace("per once", "once"))
+    options = candidate.options
+    words += ["ZeRO-1"] * options.zero1 + ["loss on all ranks"] * options.vocab_parallel
+    scope = {"tick": "ticks", "layer": "layers", "both": "ticks and layers"}[candidate.scope]
+    return ", ".join([*words, f"remat {candidate.policy} of {scope}"])
+
+
+def binding(request: Request, plans: BestPlans) -> str:
+    """Returns the constraint that keeps the best plan from being faster."""
+    best, limit, beyond = plans.plans[0], request.limit, plans.beyond
+    if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
+        return (
+            f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
+            f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; "
+            f"{limit / _GB:.1f} GB may be used."
+        )
+    waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
+    name, seconds = max(waits.items(), key=lambda pair: pair[1])
+    if seconds < 0.02 * best.time.seconds:
+        return "matrix products: nothing else takes 2% of the step."
+    label = "the bubble" if name == "bubble" else f"communication of {name.replace('_', ' ')}"
+    return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
+
+
+def runner_up(plans: BestPlans) -> str:
+    """Returns the reason that the second plan is not the first."""
+    if len(plans.plans) < 2:
+        return ""
+    first, second = plans.plans[:2]
+    more = second.time.seconds - first.time.seconds
+    if more < 0 and -more > 0.001 * first.time.seconds:
+        return (
+            f"it is predicted {-more / first.time.seconds:.1%} faster, and 1 is simpler. Of "
+            f"published layouts that are predicted within {CLOSE:.0%} of each other, half are in "
+            "the right order: measure both."
+        )
+    if more < 0.001 * first.time.seconds:
+        memory = (second.memory.total - first.memory.total) / _GB
+        return f"it is as fast, and needs {abs(memory):.2f} GB {'more' if memory > 0 else 'less'}."
+    parts = {name: second.time.parts[name] - first.time.parts[name] for name in first.time.parts}
+    name = max(parts, key=parts.__getitem__)
+    return (
+        f"it takes {more:.3g} s more, {more / first.time.seconds:.1%}: most of it is "
+        f"{name.replace('_', ' ')}, {second.time.parts[name]:.3g} s against "
+        f"{first.time.parts[name]:.3g}."
+    )
+
+
+def plain_words(request: Request, plans: BestPlans) -> str:
+    """Returns what data parallelism alone would take; "" if it is the best plan."""
+    best, plain = plans.plans[0], plans.plain
+    if is_plain(best.candidate):
+        return ""
+    if plain is not None:
+        slower = plain.time.seconds / best.time.seconds - 1
+        return (
+            f"{describe(plain.candidate)} would take {plain.time.seconds:.3g} s, {slower:.0%} more."
+        )
+    if plans.leanest_plain is None:
+        return "rows or devices do not divide for data parallelism alone."
+    candidate, needed = plans.leanest_plain
+    return (
+        f"data parallelism alone does not fit: {describe(candidate)} needs "
+        f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}{_most(needed)}."
+    )
+
+
+def _most(needed: PeakMemory) -> str:
+    return f", most of it {needed.largest}"
+
+
+def rests_on(request: Request, plan: Plan) -> str:
+    """Returns the published steps that a predicted time rests on, and the range that they leave."""
+    device = device_hardware(request.devices)
+    if device.kind == "cpu":
+        return "nothing: on CPUs times rank plans, and are no prediction."
+    has_experts = any(layer.num_experts for layer in request.work.layers)
+    rows = evidence(device, has_experts=has_experts)
+    models = "models with experts" if has_experts else "models without experts"
+    low, high = (plan.time.seconds * bound for bound in (rows.low, rows.high))
+    seconds = f"so {low:.3g} to {high:.3g} s"
+    if not rows.rows:
+        others = f"by those of other {'GPUs' if device.is_gpu else 'TPUs'}, {seconds}"
+        return f"no published step of a {device.kind} with {models}; {others}."
+    until = f" until {rows.last}" if rows.last else ""
+    pipelined = f"{rows.pipelined or 'none'} of them with a pipeline"
+    own = " Your own model is like none of them." if request.source.is_own else ""
+    return (
+        f"{rows.rows} published steps of {models}{until}, {pipelined}: they took {rows.low:.2f} to "
+        f"{rows.high:.2f} of what is predicted, {seconds}.{own}"
+    )

@@ -1,0 +1,109 @@
+"""What a planner chooses between, which of several nearly equal plans it takes, and why."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.cli import main
+from jaxpipe.planner import parse_devices, simplest_first
+
+KEPT = {"remat_policy": "minimal_with_context", "ici_tensor_parallelism": 1}
+"""Keys that leave few layouts to compare."""
+
+
+@pytest.mark.parametrize(("faster", "first_pipelines"), [(0.03, False), (0.06, True)])
+def test_of_nearly_equal_plans_the_simplest_is_first_and_the_answer_says_so(
+    faster: float, first_pipelines: bool
+):
+    plans = jp.plan("llama2-7b", "v5p-8", 48, 2048, **KEPT)
+    plain = next(plan for plan in plans.plans if not plan.candidate.engine.pipelines)
+    piped = next(plan for plan in plans.plans if plan.candidate.engine.pipelines)
+    seconds = plain.time.seconds / (1 + faster)
+    piped = replace(piped, time=replace(piped.time, seconds=seconds))
+    ordered = simplest_first([piped, plain], 5)
+    assert ordered[0].candidate.engine.pipelines == first_pipelines
+    answer = replace(plans, best_plans=replace(plans.best_plans, plans=ordered))
+    assert ("faster, and 1 is simpler" in repr(answer)) != first_pipelines
+
+
+def test_a_plan_says_how_far_published_steps_were_from_predictions():
+    """The range is that of docs/predictions.md, which a test compares with published rows."""
+    plans = jp.plan("llama2-7b", "h100:8", 64, 4096, **KEPT, ici_pipeline_parallelism=2)
+    seconds = plans.best.time.seconds
+    record = plans.record()
+    assert f"so {0.93 * seconds:.3g} to {1.17 * seconds:.3g} s" in record["rests_on"]
+    assert record["plain"]  # a pipeline is given, so that data parallelism alone is not there
+
+
+def test_stages_of_several_on_a_rank_may_have_fewer_layers_at_the_ends():
+    """Llama 3.1's 126 layers leave one out at each end of 128 stages; 30 of 32 here."""
+    keys = {"model_name": "llama-tiny", "base_num_decoder_layers": 30, "num_pipeline_repeats": 8}
+    keys |= {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 8, "remat_policy": "full"}
+    plan = jp.plan(keys, "v5p-8", 32, 64, schedule="interleaved_1f1b").best
+    assert plan.candidate.counts == (0, *(1,) * 30, 0)
+
+
+def test_programs_of_ranks_are_planned_where_a_rank_is_on_one_host():
+    keys = KEPT | {"pipeline_engine": "mpmd", "pipeline_schedule": "1f1b"}
+    keys |= {"num_pipeline_microbatches": 16, "ici_data_parallelism": 1}
+    assert jp.plan("llama2-7b", "v5p-64", 256, 2048, **keys, ici_pipeline_parallelism=8).best
+    with pytest.raises(ValueError, match="No layout"):
+        jp.plan("llama2-7b", "v5p-64", 256, 2048, **keys, ici_pipeline_parallelism=4)
+
+
+def test_replicas_divide_the_state_of_the_optimizer_unless_told_otherwise():
+    given = KEPT | {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2}
+    chosen, told = (
+        jp.plan("llama2-7b", "v5p-8", 48, 2048, memory_gb=102, **given | more).best
+        for more in ({}, {"shard_optimizer_over_data": False})
+    )
+    assert chosen.settings["shard_optimizer_over_data"] is True
+    assert not told.settings["shard_optimizer_over_data"]
+    assert chosen.memory.optimizer == pytest.approx(told.memory.optimizer / 2)
+
+
+def test_sums_over_slices_take_the_network_of_the_data_centre():
+    """Two slices of 4 v5p: a device sends half of its float32 or 16-bit sums, twice, at 5e9 a s."""
+    given = {"pipeline_engine": "none", "ici_fsdp_parallelism": 4, "dcn_data_parallelism": 2}
+    given |= {"num_pipeline_microbatches": 1, "ici_data_parallelism": 1}
+    plan = jp.plan("llama2-7b", "v5p-8", 96, 2048, num_slices=2, **given).best
+    parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) / 4
+    seconds = 2 * 0.5 * 2 * parameters / (0.8 * 6.25e9)
+    assert plan.time.parts["gradient_reduction"] == pytest.approx(seconds, rel=0.01)
+
+
+def test_racks_and_parts_of_racks_are_domains_of_links():
+    parts, whole = parse_devices("gb200:4x18"), parse_devices("gb200:288")
+    assert (parts.num_devices, parts.devices_per_domain, parts.devices_per_host) == (72, 18, 4)
+    assert (whole.num_devices, whole.devices_per_domain, whole.devices_per_host) == (288, 72, 4)
+
+
+def test_a_model_of_hugging_face_is_planned_by_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """The sizes are those of Llama 2 7B's published config.json."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-05,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--devices", "v5p-8", "--batch", "48", "--sequence", "2048", "--json"]
+    arguments += ["ici_tensor_parallelism=1", "ici_pipeline_parallelism=1"]
+    answers = []
+    for model in (["--hf", str(tmp_path)], ["model_name=llama2-7b"]):
+        assert main(["plan", *model, *arguments]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["plans"])
+    seconds = [[plan["step_seconds"] for plan in plans] for plans in answers]
+    assert seconds[0] == pytest.approx(seconds[1])
