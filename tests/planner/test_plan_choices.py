@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ import jaxpipe as jp
 from jaxpipe.cli import main
 from jaxpipe.planner import parse_devices, simplest_first
 
-KEPT = {"remat_policy": "minimal_with_context", "ici_tensor_parallelism": 1}
+KEPT: dict[str, Any] = {"remat_policy": "minimal_with_context", "ici_tensor_parallelism": 1}
 """Keys that leave few layouts to compare."""
 
 
@@ -40,7 +41,11 @@ def test_a_plan_says_how_far_published_steps_were_from_predictions():
 
 def test_stages_of_several_on_a_rank_may_have_fewer_layers_at_the_ends():
     """Llama 3.1's 126 layers leave one out at each end of 128 stages; 30 of 32 here."""
-    keys = {"model_name": "llama-tiny", "base_num_decoder_layers": 30, "num_pipeline_repeats": 8}
+    keys: dict[str, Any] = {
+        "model_name": "llama-tiny",
+        "base_num_decoder_layers": 30,
+        "num_pipeline_repeats": 8,
+    }
     keys |= {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 8, "remat_policy": "full"}
     plan = jp.plan(keys, "v5p-8", 32, 64, schedule="interleaved_1f1b").best
     assert plan.candidate.counts == (0, *(1,) * 30, 0)
@@ -67,7 +72,11 @@ def test_replicas_divide_the_state_of_the_optimizer_unless_told_otherwise():
 
 def test_sums_over_slices_take_the_network_of_the_data_centre():
     """Two slices of 4 v5p: a device sends half of its float32 or 16-bit sums, twice, at 5e9 a s."""
-    given = {"pipeline_engine": "none", "ici_fsdp_parallelism": 4, "dcn_data_parallelism": 2}
+    given: dict[str, Any] = {
+        "pipeline_engine": "none",
+        "ici_fsdp_parallelism": 4,
+        "dcn_data_parallelism": 2,
+    }
     given |= {"num_pipeline_microbatches": 1, "ici_data_parallelism": 1}
     plan = jp.plan("llama2-7b", "v5p-8", 96, 2048, num_slices=2, **given).best
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) / 4
