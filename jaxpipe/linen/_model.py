@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import DenyList, FrozenDict, freeze
 from flax.errors import FlaxError
+from flax.linen import fp8_ops
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
@@ -47,7 +48,9 @@ def model(
     Args:
         module: The module. Its call runs the layers in order, as `layer(x, ...)`.
         variables: The variables that `module.init` returned, or the parameters among them; arrays
-            or shapes.
+            or shapes. Collections other than `params`, such as caches for decoding, running
+            statistics and tables, are constants, which the call may read as
+            `module.apply(variables, batch)` does: arrays.
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
             ...; with the path before it if there are several: "decoder/block". Or a function from
             the path of a submodule to the index of the layer, or None. Or the name of a submodule
@@ -76,28 +79,21 @@ def model(
         loss depends on aux, arrays or scalars in any structure, by adding them up times constants.
 
     Raises:
-        ValueError: If layers have state or sow values that `sown` does not name; or without `batch`
-            if they differ in more than parameters, or something runs between them.
+        ValueError: If the call writes a variable, or layers sow values that `sown` does not name;
+            or without `batch` if layers differ in more than parameters, or something runs between
+            them.
     """
     is_variables = isinstance(variables, Mapping) and isinstance(variables.get("params"), Mapping)
-    stateful = sorted(set(variables) - {"params", *(sown or {})}) if is_variables else []
-    if stateful:
-        names = ["/".join((name, *path)) for name in stateful for path in _flat(variables[name])]
-        raise ValueError(
-            f"`variables` has the collections {', '.join(stateful)} with {', '.join(names[:8])}. A "
-            "pipeline has several microbatches in different layers at the same time, so layers "
-            "have no state: normalize without batch statistics, and run without caches. Give "
-            "`variables['params']` alone if the call does not read the others."
-        )
+    factors, constants = dict(sown or {}), {}
     if is_variables:  # `init` has returned what layers sowed too
+        constants = _constants(variables, {"params", *factors})
         is_frozen, variables = isinstance(variables, FrozenDict), {"params": variables["params"]}
         variables = freeze(variables) if is_frozen else variables
     flat = _flat(variables["params"] if is_variables else variables)
-    factors = dict(sown or {})
-    apply = _application(module, call, tuple(rngs), factors)
+    apply = _application(module, call, tuple(rngs), factors, constants)
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
     stack = _stack_path(flat, layers) if several is None else None
-    cut_of = partial(_cut, flat, apply, factors, bool(rngs), variables, is_variables)
+    cut_of = partial(_cut, flat, apply, factors, constants, bool(rngs), variables, is_variables)
 
     def plain(params: Any, batch: PyTree) -> Any:
         returned = apply(params["params"] if is_variables else params, batch, None)
@@ -133,6 +129,7 @@ def _cut(
     flat: dict[Path, Any],
     apply: Callable,
     factors: dict[str, float | None],
+    constants: dict[str, Any],
     has_streams: bool,
     variables: Any,
     is_variables: bool,
@@ -141,7 +138,7 @@ def _cut(
     """Returns the cut of a module whose layers are the submodules at these paths."""
     split, join, params_of = _groups(flat, paths, variables, is_variables)
     outer, layer_params = jax.tree.map(_shape_of, split(variables))
-    run = _run_with_hooks(apply, params_of, paths, factors, has_streams)
+    run = _run_with_hooks(apply, params_of, paths, factors, constants, has_streams)
     names = ["/".join(path) for path in paths]
     return CutModule(run, split, join, outer, layer_params, names, has_streams)
 
@@ -193,21 +190,54 @@ def _owner(path: Path, paths: list[Path]) -> tuple[int | None, str]:
     return at, "/".join(path if at is None else path[len(paths[at]) :])
 
 
+def _constants(variables: Mapping[str, Any], others: set[str]) -> dict[str, Any]:
+    """Returns the collections that a call only reads, such as caches for decoding and tables."""
+    constants = {name: variables[name] for name in sorted(set(variables) - others)}
+    shapes = [
+        "/".join((name, *path))
+        for name in constants
+        for path, leaf in _flat(constants[name]).items()
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if shapes:
+        raise ValueError(
+            f"`variables` has the shapes of {', '.join(shapes[:8])}, which are no parameters, so "
+            "a pipeline takes their values as constants. Give arrays; or `variables['params']` "
+            "alone if the call does not read them."
+        )
+    if fp8_ops.OVERWRITE_WITH_GRADIENT in constants:
+        raise ValueError(
+            f"`variables` has the collection {fp8_ops.OVERWRITE_WITH_GRADIENT}, scales of FP8 that "
+            "a training step overwrites, and not constants: `jaxpipe.linen.create_pipeline` has "
+            "them."
+        )
+    return constants
+
+
 def _application(
-    module: nn.Module, call: Callable | None, rngs: tuple[str, ...], sown: dict[str, float | None]
+    module: nn.Module,
+    call: Callable | None,
+    rngs: tuple[str, ...],
+    sown: dict[str, float | None],
+    constants: dict[str, Any],
 ) -> Callable:
     """Returns `(params, batch, key) -> (output, sown values by collection)` of a module."""
+    # Values that are made are mutable, to be refused by name. So are no constants: Flax names those
+    # that are written, and `nn.scan` returns new arrays for unchanged ones that are mutable.
+    mutable = DenyList(("params", *constants))
 
     def apply(params: dict[str, Any], batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)} if rngs else None
+        variables = {"params": params, **constants}
         try:
             output, changed = module.apply(
-                {"params": params}, batch, rngs=keys, method=call, mutable=DenyList(("params",))
+                variables, batch, rngs=keys, method=call, mutable=mutable
             )
         except FlaxError as error:
             raise ValueError(
-                f"The module cannot run in a pipeline: {error} Layers have no state other than "
-                "parameters, and `rngs=('dropout',)` names random streams that are read."
+                f"The module cannot run in a pipeline: {error} Variables other than parameters "
+                "are constants there: several microbatches are in different layers at a time. "
+                "`rngs=('dropout',)` names random streams that are read."
             ) from error
         _check_sown(changed, sown)
         return output, {name: changed.get(name, {}) for name, f in sown.items() if f is not None}
@@ -232,6 +262,7 @@ def _run_with_hooks(
     params_of: Callable,
     paths: list[Path],
     factors: dict[str, float | None],
+    constants: dict[str, Any],
     has_streams: bool,
 ) -> Callable:
     """Returns the call of a module, with hooks in place of layers at these paths."""
@@ -240,7 +271,7 @@ def _run_with_hooks(
     def run(
         outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable
     ) -> Any:
-        with nn.intercept_methods(_interceptor(ids, factors, hook, has_streams)):
+        with nn.intercept_methods(_interceptor(ids, factors, set(constants), hook, has_streams)):
             output, sown = apply(params_of(outer, layer_params), batch, key)
         names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
         if names:
@@ -285,7 +316,11 @@ def _cut_at_scan(
 
 
 def _interceptor(
-    ids: dict[Path, int], factors: Mapping[str, float | None], hook: Callable, has_streams: bool
+    ids: dict[Path, int],
+    factors: Mapping[str, float | None],
+    constants: set[str],
+    hook: Callable,
+    has_streams: bool,
 ) -> Callable:
     running: list[int] = []
 
@@ -302,13 +337,15 @@ def _interceptor(
                 running.pop()
 
         def sown() -> dict[str, Any]:
-            collections = dict(context.module.variables)
-            collections.pop("params", None)
+            given, found = {"params", *constants}, context.module.variables
+            collections = {name: found[name] for name in found if name not in given}
             _check_sown(collections, factors)
             return sown_losses(collections, factors)
 
         settings = _settings(context.module)
-        static = list(settings.values())
+        variables = context.module.variables
+        of_layer = {name: variables[name] for name in sorted(constants & set(variables))}
+        static = [*settings.values(), of_layer]
         # A layer may read its name. Flax folds it into random streams, which have layers' own keys.
         static += [] if has_streams else [context.module.name]
         named = {name: named_value(value) for name, value in settings.items() if name}

@@ -18,7 +18,7 @@ from ..api.cut import (
     layer_of,
     read_setting,
 )
-from ..compat.maxtext.nnx import check_unchanged
+from ..compat.maxtext.nnx import check_unchanged, overwritten_in
 from ._stack import cut_stack
 from ._variables import (
     Path,
@@ -76,6 +76,11 @@ def model(
 
     by_calls = not isinstance(layers, str)
     graph, _, others = nnx.split(module, nnx.Param, ...)
+    if overwritten := overwritten_in(others):
+        raise ValueError(
+            f"The module has the variables {', '.join(overwritten[:8])}, scales of FP8 that a "
+            "training step overwrites, and not constants: `jaxpipe.nnx.create_pipeline` has them."
+        )
 
     def plain(params: Any, batch: PyTree) -> Any:
         return loss(call(nnx.merge(graph, params, others), batch), batch)

@@ -265,67 +265,6 @@ def compare(model: Any, params: Any, plain: Any, sizes: dict[str, int], **option
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(np.abs(b).max(), 1e-6))
 
 
-class Decoding(nnx.Module):
-    """A layer with a table that it reads, and a cache that only decoding writes."""
-
-    def __init__(self, scale: float, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(D, D, rngs=rngs)
-        self.table = nnx.Variable(scale * jnp.arange(1.0, T + 1)[:, None])
-        self.keys = nnx.Cache(jnp.zeros((B, T, D)))
-
-    def __call__(self, x: Any, decode: bool = False) -> Any:
-        y = jnp.tanh(self.linear(x)) * self.table[...]
-        if decode:
-            self.keys[...] = y
-        return x + y
-
-
-class Decoder(nnx.Module):
-    def __init__(self, decode: bool, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(V, D, rngs=rngs)
-        self.blocks = nnx.List([Decoding(0.1 + 0.1 * (i % 2), rngs) for i in range(4)])
-        self.decode = decode
-
-    def __call__(self, tokens: Any) -> Any:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, decode=self.decode)
-        return self.embed.attend(x)
-
-
-class Counting(Decoder):
-    """A module that counts its calls, outside of its layers."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(False, rngs)
-        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, tokens: Any) -> Any:
-        self.count[...] += 1
-        return super().__call__(tokens)
-
-
-@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
-def test_layers_read_variables_of_their_own_that_no_call_writes(engine: str):
-    module = Decoder(False, nnx.Rngs(0))
-    model, params = jp_nnx.model(module, loss=loss, batch=tokens())
-    assert [int(name[-1]) for name in model.order or ()] == [0, 1, 0, 1]  # by their tables
-    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
-    pipe = jp.pipeline(model, schedule="1f1b", engine=engine, mesh=mesh, microbatches=4)
-    (value, _), _ = pipe.jit(pipe.value_and_grad)(pipe.shard(params), tokens())
-    np.testing.assert_allclose(value, loss(module(tokens()), tokens()), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"changes its variables \['keys'\]"):
-        jp_nnx.model(Decoder(True, nnx.Rngs(0)), loss=loss, batch=tokens())
-    with pytest.raises(ValueError, match=r"changes its variables \['count'\]"):
-        pipe = jp.pipeline(
-            jp_nnx.model(Counting(nnx.Rngs(0)), loss=loss, batch=tokens())[0],
-            schedule=None,
-            mesh=jp.make_mesh({"stage": 1}, devices=jax.devices()[:1]),
-            microbatches=2,
-        )
-        pipe.value(pipe.shard(params), tokens())
-
-
 def test_kinds_are_named_by_what_differs():
     model, *_ = gemma_linen()
     assert set(model.layer) == {

@@ -9,6 +9,7 @@ from ._sown import without_sown as without_sown
 from ._stacked import Factory as Factory
 from ._stacked import one_stage as one_stage
 from ._stage import check_unchanged as check_unchanged
+from ._stage import overwritten_in as overwritten_in
 from ._stage import weights_of as weights_of
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "create_nnx_pipeline",
     "create_pipeline",
     "one_stage",
+    "overwritten_in",
     "weights_of",
     "without_sown",
 ]
