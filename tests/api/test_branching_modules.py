@@ -13,6 +13,7 @@ from flax import nnx
 from small_modules import D, EquinoxBlock, LinenBlock, V, next_token_loss, random_tokens
 
 import jaxpipe as jp
+from harness.hybrid_models import Residuals
 from jaxpipe import equinox as jp_equinox
 from jaxpipe import linen as jp_linen
 from jaxpipe import nnx as jp_nnx
@@ -140,30 +141,11 @@ def unet() -> Any:
     return of_nnx(UNet(nnx.Rngs(1)), image, loss, layers=("down", "middle", "up"))
 
 
-class ResidualBlock(nn.Module):
-    """Reads a mean of all outputs before it, with weights that are learned."""
-
-    @nn.compact
-    def __call__(self, outputs: list[Any]) -> Any:
-        shares = self.param("shares", nn.initializers.normal(), (len(outputs),))
-        pairs = zip(jax.nn.softmax(shares), outputs, strict=True)
-        return LinenBlock()(sum(share * output for share, output in pairs))
-
-
-class Residuals(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        table = nn.Embed(V, D)
-        outputs = [table(tokens)]
-        for i in range(6):
-            outputs.append(ResidualBlock(name=f"block_{i}")(outputs))
-        return table.attend(sum(outputs[1:]))
-
-
 def residuals() -> Any:
-    module = Residuals()
+    module = Residuals(nn.Embed(V, D), [LinenBlock() for _ in range(6)])
     variables = module.init(jax.random.key(0), tokens())
-    model, params = jp_linen.model(module, variables, loss=next_token_loss, batch=tokens())
+    options: Any = {"layers": "layer", "loss": next_token_loss, "batch": tokens()}
+    model, params = jp_linen.model(module, variables, **options)
     return model, params, tokens(), module.apply(variables, tokens())
 
 

@@ -125,9 +125,8 @@ class Gemma(nn.Module):
         return 30.0 * jnp.tanh(logits / 30.0)
 
 
-def gemma_linen(sizes: Sizes) -> Hybrid:
-    module = Gemma(sizes)
-    variables = wide(module.init(jax.random.key(0), words(sizes)))
+def of_linen(sizes: Sizes, module: nn.Module) -> Hybrid:
+    variables = wide(jax.jit(module.init)(jax.random.key(0), words(sizes)))
     model, params = jp_linen.model(
         module, variables, layers="layer", loss=next_word, batch=words(sizes)
     )
@@ -136,6 +135,55 @@ def gemma_linen(sizes: Sizes) -> Hybrid:
         return next_word(module.apply(params, batch), batch)
 
     return Hybrid(model, params, plain, partial(words, sizes))
+
+
+def gemma_linen(sizes: Sizes) -> Hybrid:
+    return of_linen(sizes, Gemma(sizes))
+
+
+# Attention residuals in Linen: every block reads the outputs of all blocks before it.
+
+
+class PlainBlock(nn.Module):
+    sizes: Sizes
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        s = self.sizes
+        qkv = nn.DenseGeneral((3 * s.heads, s.embed // s.heads), name="qkv")(nn.RMSNorm()(x))
+        q, k, v = jnp.split(qkv, 3, axis=2)
+        x = x + nn.Dense(s.embed, name="out")(attended(q, k, v).reshape(x.shape))
+        return x + nn.Dense(s.embed, name="down")(nn.gelu(nn.Dense(2 * s.embed, name="up")(x)))
+
+
+class ResidualBlock(nn.Module):
+    """Reads a mean of all outputs before it: a query of its own attends to them, in each token."""
+
+    block: nn.Module
+
+    @nn.compact
+    def __call__(self, outputs: list[Any]) -> Any:
+        given = jnp.stack(outputs)
+        query = self.param("query", nn.initializers.normal(), (given.shape[-1],))
+        scores = jnp.einsum("nbtd,d->nbt", nn.RMSNorm()(given), query)
+        return self.block(jnp.einsum("nbt,nbtd->btd", jax.nn.softmax(scores, axis=0), given))
+
+
+class Residuals(nn.Module):
+    table: nn.Embed
+    blocks: list[nn.Module]
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        outputs = [self.table(tokens)]
+        for i, block in enumerate(self.blocks):
+            outputs.append(ResidualBlock(block.clone(), name=f"layer_{i}")(outputs))
+        return self.table.attend(outputs[0] + sum(outputs[1:]))
+
+
+def attention_residuals(sizes: Sizes) -> Hybrid:
+    blocks: list[nn.Module] = [PlainBlock(sizes) for _ in range(8)]
+    return of_linen(sizes, Residuals(nn.Embed(sizes.vocab, sizes.embed), blocks))
 
 
 # What the models in NNX have in common.
@@ -546,4 +594,5 @@ HYBRIDS: dict[str, Callable[[Sizes], Hybrid]] = {
     "ALBERT, Equinox": albert,
     "U-Net, functions": unet,
     "vision-language, functions": vlm,
+    "attention residuals, Linen": attention_residuals,
 }

@@ -1,7 +1,7 @@
-"""Twenty steps of models whose layers differ are those of their authors' programs.
+"""Models whose layers differ compute what their authors' programs do: gradients and twenty steps.
 
-They run in float64: twenty steps in float32 amplify the rounding of sums in another order, by which
-experts of other tokens are chosen.
+Steps run in float64: twenty steps in float32 amplify the rounding of sums in another order, by
+which experts of other tokens are chosen.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -19,13 +20,49 @@ from .hybrid_models import HYBRIDS, Hybrid, Sizes
 
 STEPS, TOLERANCE = 20, 1e-9
 FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv", "looped_bfs")
-ENGINES: list[tuple[str, str | None]] = [
-    ("unpipelined", None),
-    ("circular", "circular"),
-    *((engine, family) for engine in ("scheduled", "mpmd") for family in FAMILIES),
-]
 MESHES: list[dict[str, int]] = [{"stage": 4}, {"stage": 4, "fsdp": 2}]
-ROWS = [(name, *engine, i) for name in HYBRIDS for engine in ENGINES for i in range(len(MESHES))]
+Row = tuple[str, str, str | None, int]
+EVERY: list[Row] = [
+    (name, engine, family, mesh)
+    for name in HYBRIDS
+    for engine, families in {
+        "unpipelined": (None,),
+        "circular": ("circular",),
+        "scheduled": FAMILIES,
+        "mpmd": FAMILIES,
+    }.items()
+    for family in families
+    for mesh in range(len(MESHES))
+]
+
+
+def drawn() -> list[Row]:
+    """Rows with every pair of model and engine, of model and schedule, and of model and mesh.
+
+    Over models each schedule is drawn in both engines, and on both meshes.
+    """
+    rows: list[Row] = []
+    for n, name in enumerate(HYBRIDS):
+        rows += [(name, "unpipelined", None, n % 2), (name, "circular", "circular", (n + 1) % 2)]
+        for k, family in enumerate(FAMILIES):
+            engine = ("scheduled", "mpmd")[(n + k) % 2]
+            rows.append((name, engine, family, (n + k) // 2 % 2))
+    return rows
+
+
+IN_CI: list[Row] = [("Jamba, NNX", "mpmd", "zbv", 0), ("U-Net, functions", "mpmd", "looped_bfs", 1)]
+DRAWN = drawn()
+
+
+def marked(rows: list[Row], quick: list[Row]) -> list[Any]:
+    """Rows with their marks: those that are not drawn belong to the product."""
+
+    def mark(row: Row) -> Any:
+        if row in quick:
+            return ()
+        return pytest.mark.slow if row in DRAWN else pytest.mark.product
+
+    return [pytest.param(*row, marks=mark(row)) for row in rows]
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +72,9 @@ def wide_numbers() -> Iterator[None]:
         yield
 
 
-def in_ci(i: int) -> bool:
-    """A row of a model of each library and of functions, each of another engine and schedule."""
-    models = (2, 5, 6)
-    return i in {(len(ENGINES) * n + 5 * n + 2) * len(MESHES) + n % 2 for n in models}
-
-
 @cache
-def hybrid(name: str) -> Hybrid:
+def hybrid(name: str, dtype: Any) -> Hybrid:
+    assert jnp.result_type(float) == dtype
     return HYBRIDS[name](Sizes())
 
 
@@ -51,40 +83,50 @@ def optimizer() -> Any:
 
 
 @cache
-def plain_run(name: str) -> tuple[Any, list[float]]:
-    """Parameters and losses of twenty steps of the author's program."""
-    own, tx = hybrid(name), optimizer()
+def plain_run(name: str) -> tuple[Any, list[float], Any]:
+    """Parameters and losses of twenty steps of the author's program, and its first gradients."""
+    own, tx = hybrid(name, jnp.float64), optimizer()
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(own.plain)(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return optax.apply_updates(params, updates), state, value, grads
 
-    params, losses = own.params, []
+    params, losses, first = own.params, [], None
     state = tx.init(params)
     for i in range(STEPS):
-        params, state, value = step(params, state, own.batch(i))
+        params, state, value, grads = step(params, state, own.batch(i))
+        first = grads if first is None else first
         losses.append(float(value))
-    return jax.device_get(params), losses
+    return *jax.device_get((params, losses)), jax.device_get(first)
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "schedule", "mesh"),
-    [pytest.param(*row, marks=() if in_ci(i) else pytest.mark.slow) for i, row in enumerate(ROWS)],
-)
+def pipeline(own: Hybrid, engine: str, schedule: str | None, mesh: int) -> Any:
+    sizes = MESHES[mesh]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh_of_devices = jp.make_mesh(sizes, devices=devices)
+    return jp.pipeline(
+        own.model, schedule=schedule, engine=engine, mesh=mesh_of_devices, microbatches=8
+    )
+
+
+def check_leaves(got: Any, wanted: Any, tolerance: float) -> None:
+    """Compares every leaf, relative to its largest entry; a query of one output has no gradient."""
+    got = jax.device_get(got)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    for (path, a), b in pairs:
+        error = np.abs(a - b).max() / (np.abs(b).max() or 1.0)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("name", "engine", "schedule", "mesh"), marked(EVERY, IN_CI))
 def test_twenty_steps_are_those_of_the_plain_program(
     name: str, engine: str, schedule: str | None, mesh: int
 ):
-    own, sizes = hybrid(name), MESHES[mesh]
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    pipe = jp.pipeline(
-        own.model,
-        schedule=schedule,
-        engine=engine,
-        mesh=jp.make_mesh(sizes, devices=devices),
-        microbatches=8,
-    )
+    own = hybrid(name, jnp.float64)
+    pipe = pipeline(own, engine, schedule, mesh)
     tx = pipe.optimizer(optimizer())
     params = pipe.shard(own.params)
     state = tx.init(params)
@@ -93,18 +135,35 @@ def test_twenty_steps_are_those_of_the_plain_program(
     def step(params: Any, state: Any, batch: Any) -> Any:
         (value, _), grads = pipe.value_and_grad(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return optax.apply_updates(params, updates), state, value, grads
 
+    wanted, plain_losses, plain_grads = plain_run(name)
+    assert plain_losses[-1] != plain_losses[0]
     losses = []
     for i in range(STEPS):
-        params, state, value = step(params, state, own.batch(i))
+        params, state, value, grads = step(params, state, own.batch(i))
         losses.append(float(value))
-    wanted, plain_losses = plain_run(name)
-    assert plain_losses[-1] != plain_losses[0]
+        if i == 0:
+            check_leaves(pipe.unshard(grads), plain_grads, TOLERANCE)
     np.testing.assert_allclose(losses, plain_losses, rtol=TOLERANCE)
-    got = jax.device_get(pipe.unshard(params))
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
-    for (path, a), b in pairs:
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+    check_leaves(pipe.unshard(params), wanted, TOLERANCE)
+
+
+@cache
+def plain_gradients(name: str) -> tuple[Any, Any]:
+    own = hybrid(name, jnp.float32)
+    return jax.device_get(jax.jit(jax.value_and_grad(own.plain))(own.params, own.batch(0)))
+
+
+@pytest.mark.parametrize(("name", "engine", "schedule", "mesh"), marked(DRAWN, []))
+def test_loss_and_gradients_in_float32_are_those_of_the_plain_program(
+    name: str, engine: str, schedule: str | None, mesh: int
+):
+    with jax.enable_x64(False):
+        own = hybrid(name, jnp.float32)
+        pipe = pipeline(own, engine, schedule, mesh)
+        step = pipe.jit(pipe.value_and_grad)
+        (value, _), grads = step(pipe.shard(own.params), own.batch(0))
+        wanted, plain_grads = plain_gradients(name)
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        check_leaves(pipe.unshard(grads), plain_grads, 1e-5)
