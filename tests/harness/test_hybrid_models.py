@@ -18,7 +18,7 @@ import jaxpipe as jp
 
 from .hybrid_models import HYBRIDS, Hybrid, Sizes
 
-STEPS, TOLERANCE = 20, 1e-9
+STEPS, TOLERANCE = 20, 1e-12
 FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv", "looped_bfs")
 MESHES: list[dict[str, int]] = [{"stage": 4}, {"stage": 4, "fsdp": 2}]
 Row = tuple[str, str, str | None, int]
