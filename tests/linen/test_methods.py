@@ -234,7 +234,7 @@ def test_all_stages_are_made_and_run_at_once():
     assert made.shape == (2, WIDTH, WIDTH)
     xs = x[:4].reshape(2, 2, 3, WIDTH)
     run = module.get_main_vmap_func_for_iterations()
-    y = jax.jit(lambda w: run({"params": {"w": w}}, xs))(made)
+    y = jax.jit(lambda w: run(None, {"params": {"w": w}}, xs))(made)
     np.testing.assert_allclose(y, xs + jnp.tanh(xs @ made[:, None]), rtol=1e-5, atol=1e-6)
 
 

@@ -13,7 +13,7 @@ The methods call each other. If a subclass overrides one, the pipeline's call ru
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -25,6 +25,29 @@ from ...spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weig
 from . import _weight_sharding as weight_sharding
 from ._settings import AxisRules, PipelineSettings
 from ._stages import ActivationInFlight, Stage, from_stored, with_records, without_records
+
+
+class StageCall(NamedTuple):
+    """What the stages of an iteration run, besides weights, inputs and options.
+
+    Attributes:
+        instance: A stage to run in place of the pipeline's own, or None.
+        keys: [S] dropout keys by random stream, or ().
+        logical_partition_spec: Logical specs by which weights are gathered, or None.
+    """
+
+    instance: Any = None
+    keys: Any = ()
+    logical_partition_spec: Any = None
+
+
+class MethodBatch(NamedTuple):
+    """Arguments of `run_one_iteration` behind the loop state and the weights."""
+
+    positions: Any
+    segment_ids: Any
+    deterministic: Any
+    model_mode: Any
 
 
 class PipelineAttributes:
@@ -154,7 +177,9 @@ class PipelineMethods(PipelineAttributes):
 
     def iterations_to_complete_first_microbatch(self) -> int:
         """Returns the number of iterations before the one that completes microbatch 0."""
-        return stepwise.iterations_of_first_microbatch(self.settings.pipeline_shape)
+        shape = self.settings.pipeline_shape
+        of_one_repeat = self.iterations_to_complete_first_microbatch_one_repeat()
+        return shape.num_microbatches * (shape.num_repeats - 1) + of_one_repeat
 
     def get_iteration_inputs(self, loop_iteration, state_io, circ_storage, shift) -> Any:
         """Returns the [S, ...] inputs that the ranks process in one iteration."""
@@ -178,87 +203,41 @@ class PipelineMethods(PipelineAttributes):
         """Returns a function that runs all stages of one iteration.
 
         Returns:
-            A function of weights, inputs, `segment_ids` and `positions`, [S, ...] all, of
-            `deterministic`, `model_mode` and keys [S]. It returns [S, ...] outputs. By
-            keyword it takes `instance`, a stage to run in place of the pipeline's own, and
-            `logical_partition_spec`, by which it gathers the weights.
+            A function of MaxText's arguments: a stage to run in place of the pipeline's own, or
+            None, then weights, inputs, `segment_ids` and `positions`, [S, ...] all, and
+            `deterministic` and `model_mode`. It returns [S, ...] outputs. In an iteration the
+            first argument is a `StageCall`; hand it on as it is.
         """
 
         def run(
+            body_instance,
             weights,
-            inputs,
-            segment_ids=None,
-            positions=None,
+            stages_inputs,
+            stages_segment_ids=None,
+            stages_positions=None,
             deterministic=False,
             model_mode="train",
-            rng=(),
-            *,
-            instance=None,
-            logical_partition_spec=None,
         ):
-            """Returns [S, ...] outputs of [S, ...] weights and inputs and [S] keys."""
-            records = isinstance(inputs, ActivationInFlight)
-            stage = self.stage_function(deterministic, model_mode, instance, records)
+            """Returns [S, ...] outputs of [S, ...] weights and inputs."""
+            is_call = isinstance(body_instance, StageCall)
+            call = body_instance if is_call else StageCall(body_instance)
+            records = isinstance(stages_inputs, ActivationInFlight)
+            stage = self.stage_function(deterministic, model_mode, call.instance, records)
             stage = self.settings.remat_stage(stage)
             stage = self._remat_gathered(
-                with_records(stage) if records else without_records(stage), logical_partition_spec
+                with_records(stage) if records else without_records(stage),
+                call.logical_partition_spec,
             )
-            batch_inputs = to_batch_inputs(segment_ids, positions)
-            return stepwise.run_stages(stage, self.mesh)(weights, inputs, batch_inputs, rng)
+            batch_inputs = to_batch_inputs(stages_segment_ids, stages_positions)
+            run = stepwise.run_stages(stage, self.mesh)
+            return run(weights, stages_inputs, batch_inputs, call.keys)
 
         return run
 
     def init_states(self, inputs) -> stepwise.LoopState:
         """Returns the loop state before iteration 0 for inputs [M, ...]."""
         shape = self.settings.pipeline_shape
-        return stepwise.init_states(inputs, self.draw_keys(), shape, self.need_circ_storage())
-
-    def _remat_gathered(self, stage, names) -> Callable:
-        """Returns `stage` with remat, which gathers its weights if logical specs are given."""
-        if names is None:
-            return self.settings.remat_tick(stage)
-        specs = weight_sharding.without_dims(self.specs_without_repeats(names), 1)
-        gather = gather_by_specs(specs, unsharded_specs(specs))
-        return self.settings.remat_tick(lambda w, *rest: stage(gather.unshard(w), *rest))
-
-    def specs_without_repeats(self, names) -> Any:
-        """Returns physical specs of [S, ...] leaves from logical specs of all stages' weights."""
-        names = self.get_logical_spec_repeats_removed(names)
-        return weight_sharding.physical_specs(names, self.axis_rules, self.mesh)
-
-    @staticmethod
-    def get_logical_spec_repeats_removed(full_logical) -> Any:
-        """Returns the logical specs without the name "circular_repeats"."""
-        return weight_sharding.without_repeats(full_logical)
-
-    def _run_iteration(
-        self, loop_state, weights, batch, options, extras, *, take, advance
-    ) -> stepwise.LoopState:
-        """Runs all ranks once, on `batch`: [M, ...] segment ids and positions.
-
-        Args:
-            extras: Keyword arguments of the function that runs the stages, left out if None.
-            take: The method that takes the ranks' entries of an array of `batch`.
-            advance: The method that makes the new loop state from the outputs.
-        """
-        t, keys = loop_state["loop_iteration"], loop_state["keys"]
-        microbatches, repeats = self.get_microbatch_and_repeat_ids(t)
-        x = self.get_iteration_inputs(
-            t, loop_state["state_io"], loop_state["circ_storage"], loop_state["shift"]
-        )
-        batch = jax.tree.map(lambda leaf: take(leaf, microbatches, 0), batch)
-        rng = stepwise.keys_of_iteration(keys, microbatches, repeats, self.mesh)
-        extras = {name: value for name, value in extras.items() if value is not None}
-        run = self.get_main_vmap_func_for_iterations()
-        return advance(run(weights, x, *batch, *options, rng, **extras), loop_state)
-
-
-class LoopMethods(PipelineMethods):
-    """Methods of `Pipeline`, which looks up weights of the current repeat in every iteration."""
-
-    def init_states(self, inputs) -> stepwise.LoopState:
-        """Returns the loop state before iteration 0 for inputs [M, ...]."""
-        state = super().init_states(inputs)
+        state = stepwise.init_states(inputs, self.draw_keys(), shape, self.need_circ_storage())
         return state | {"state_io": self._sharded(state["state_io"], 0)}
 
     def shard_dim_by_stages(
@@ -295,6 +274,72 @@ class LoopMethods(PipelineMethods):
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
         first = self.iterations_to_complete_first_microbatch()
         return stepwise.permute_output(output, self.settings.pipeline_shape, first)
+
+    def realign_output_microbatches(self, output) -> Any:
+        """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
+        return self.permute_output_micro_per_stage_dim(output)
+
+    def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
+        """Returns variables that are no longer sharded over fsdp and fsdp_transpose."""
+        specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
+        axes = "fsdp", "fsdp_transpose"
+        return weight_sharding.unshard_arrays(variables, specs, self.mesh, axes)
+
+    def _remat_gathered(self, stage, names) -> Callable:
+        """Returns `stage` with remat, which gathers its weights if logical specs are given."""
+        if names is None:
+            return self.settings.remat_tick(stage)
+        specs = weight_sharding.without_dims(self.specs_without_repeats(names), 1)
+        gather = gather_by_specs(specs, unsharded_specs(specs))
+        return self.settings.remat_tick(lambda w, *rest: stage(gather.unshard(w), *rest))
+
+    def specs_without_repeats(self, names) -> Any:
+        """Returns physical specs of [S, ...] leaves from logical specs of all stages' weights."""
+        names = self.get_logical_spec_repeats_removed(names)
+        return weight_sharding.physical_specs(names, self.axis_rules, self.mesh)
+
+    @staticmethod
+    def get_logical_spec_repeats_removed(full_logical) -> Any:
+        """Returns the logical specs without the name "circular_repeats"."""
+        return weight_sharding.without_repeats(full_logical)
+
+    def _run_iteration(
+        self, loop_state, weights, batch, options, call, *, take, advance
+    ) -> stepwise.LoopState:
+        """Runs all ranks once, on `batch`: [M, ...] segment ids and positions.
+
+        Args:
+            call: A `StageCall` without keys.
+            take: The method that takes the ranks' entries of an array of `batch`.
+            advance: The method that makes the new loop state from the outputs.
+        """
+        t, keys = loop_state["loop_iteration"], loop_state["keys"]
+        microbatches, repeats = self.get_microbatch_and_repeat_ids(t)
+        x = self.get_iteration_inputs(
+            t, loop_state["state_io"], loop_state["circ_storage"], loop_state["shift"]
+        )
+        batch = jax.tree.map(lambda leaf: take(leaf, microbatches, 0), batch)
+        call = call._replace(
+            keys=stepwise.keys_of_iteration(keys, microbatches, repeats, self.mesh)
+        )
+        run = self.get_main_vmap_func_for_iterations()
+        return advance(self._outputs_of(run(call, weights, x, *batch, *options)), loop_state)
+
+    @staticmethod
+    def _outputs_of(result) -> Any:
+        """Returns the outputs of what the function of all stages returns."""
+        return result
+
+    def _sharded(self, tree, dim, specs=None) -> Any:
+        """Returns `shard_dim_by_stages` of every leaf; leaves with specs are weights in use."""
+        if specs is None:
+            return jax.tree.map(lambda x: self.shard_dim_by_stages(x, dim), tree)
+        shard = partial(self.shard_dim_by_stages, dim=dim, is_stage_weight=True)
+        return jax.tree.map(lambda x, spec: shard(x, physical_partition_spec=spec), tree, specs)
+
+
+class LoopMethods(PipelineMethods):
+    """Methods of `Pipeline`, which looks up weights of the current repeat in every iteration."""
 
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
@@ -335,23 +380,14 @@ class LoopMethods(PipelineMethods):
             self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"]),
             (segment_ids, positions),
             (deterministic, model_mode),
-            {"instance": decoder_layer_instance, "logical_partition_spec": logical_partition_spec},
+            StageCall(decoder_layer_instance, logical_partition_spec=logical_partition_spec),
             take=self.vmap_gather,
             advance=self.get_new_loop_state,
         )
 
-    def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
-        """Returns variables that are no longer sharded over fsdp and fsdp_transpose."""
-        specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
-        axes = "fsdp", "fsdp_transpose"
-        return weight_sharding.unshard_arrays(variables, specs, self.mesh, axes)
-
-    def _sharded(self, tree, dim, specs=None) -> Any:
-        """Returns `shard_dim_by_stages` of every leaf; leaves with specs are weights in use."""
-        if specs is None:
-            return jax.tree.map(lambda x: self.shard_dim_by_stages(x, dim), tree)
-        shard = partial(self.shard_dim_by_stages, dim=dim, is_stage_weight=True)
-        return jax.tree.map(lambda x, spec: shard(x, physical_partition_spec=spec), tree, specs)
+    def iterate(self, loop_state, weights, batch: MethodBatch, names) -> Any:
+        """Calls `run_one_iteration` with the arguments that it has where it is overridden."""
+        return self.run_one_iteration(loop_state, weights, *batch, None, names)
 
 
 class WindowMethods(PipelineMethods):
@@ -367,22 +403,16 @@ class WindowMethods(PipelineMethods):
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
     ) -> Any:
         """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r."""
-        return stepwise.take_repeats(
-            weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
-        )
+        dims = repeat_dim_in_weights, stages_dim_in_weights
+        return self.vmap_parallel_gather(weights, None, repeat_ids, *dims)
 
     def gather_microbatch_inputs_vmap(self, xs, ids, ids_dim) -> Any:
         """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
-        return stepwise.take_per_rank(xs, ids, ids_dim)
+        return self.vmap_gather(xs, ids, ids_dim)
 
     def advance_circular_buffers(self, output, loop_state) -> stepwise.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
-        return stepwise.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
-
-    def realign_output_microbatches(self, output) -> Any:
-        """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        first = self.iterations_to_complete_first_microbatch()
-        return stepwise.permute_output(output, self.settings.pipeline_shape, first)
+        return self.get_new_loop_state(output, loop_state)
 
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
@@ -458,10 +488,14 @@ class WindowMethods(PipelineMethods):
             self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"]),
             (segment_ids, positions),
             (deterministic, model_mode),
-            {"logical_partition_spec": logical_partition_spec},
+            StageCall(logical_partition_spec=logical_partition_spec),
             take=self.gather_microbatch_inputs_vmap,
             advance=self.advance_circular_buffers,
         )
+
+    def iterate(self, loop_state, bsw, batch: MethodBatch) -> Any:
+        """Calls `run_one_iteration` with the arguments that it has where it is overridden."""
+        return self.run_one_iteration(loop_state, bsw, *batch, None)
 
 
 def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from .._method_loop import record_originals
 from .._methods import LoopMethods, PipelineMethods, WindowMethods
 from .._settings import AxisRules, PipelineSettings, pipeline_settings
 from .._stages import Stage
@@ -138,6 +139,7 @@ class PipelineBase(PipelineMethods, nn.Module):
         )
 
 
+@record_originals
 class Pipeline(LoopMethods, PipelineBase):
     """A pipeline that gathers weights in every iteration.
 
@@ -145,6 +147,7 @@ class Pipeline(LoopMethods, PipelineBase):
     """
 
 
+@record_originals
 class CircularPipeline(WindowMethods, PipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 

@@ -11,12 +11,21 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._frontend import run_batch
-from .._methods import LoopMethods, PipelineMethods, WindowMethods, to_batch_inputs
+from .._method_loop import record_originals
+from .._methods import LoopMethods, MethodBatch, PipelineMethods, WindowMethods, to_batch_inputs
 from .._settings import AxisRules, pipeline_settings
 from .._stages import Stage, from_stored
 from .._weight_sharding import reshard_weight, rules_in_stage
 from . import _stacked as stacked
 from . import _stage as stage
+from ._graph_arguments import (
+    LoopArguments,
+    WindowArguments,
+    check_graph,
+    split,
+    split_state,
+    takes_graph,
+)
 from ._sown import store, without_sown
 
 
@@ -124,6 +133,35 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         """
         return stacked.init_stages(self.factory)
 
+    def get_main_vmap_func_for_iterations(self) -> Callable:
+        """Returns a function that runs all stages of one iteration.
+
+        Returns:
+            A function of MaxText's arguments: the graph and the [S, ...] state of `layers`, inputs,
+            `segment_ids` and `positions`, [S, ...] all, `deterministic` and `model_mode`. It
+            returns [S, ...] outputs and the state. In an iteration the first two arguments are a
+            `StageCall` and the weights; hand them on as they are.
+        """
+        run = super().get_main_vmap_func_for_iterations()
+
+        def run_state(graph, state, *arguments, **more):
+            """Returns [S, ...] outputs and the state."""
+            if not isinstance(graph, nnx.GraphDef):
+                return run(graph, state, *arguments, **more), state
+            check_graph(graph, self.layers)
+            return run(None, split_state(state)[0], *arguments, **more), state
+
+        return run_state
+
+    @staticmethod
+    def _outputs_of(result: Any) -> Any:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                "The function of `get_main_vmap_func_for_iterations` returns "
+                f"{type(result).__name__}. As MaxText's it returns (outputs, state)."
+            )
+        return result[0]
+
     def __call__(
         self,
         inputs: Any,
@@ -148,15 +186,64 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         )
 
 
+@record_originals
 class NNXPipeline(LoopMethods, NNXPipelineBase):
     """A pipeline that gathers weights in every iteration.
 
     With `pipeline_fsdp_ag_once` it gathers them once per step instead.
     """
 
+    def run_one_iteration(self, loop_state, pipeline_weights, *arguments, **more) -> Any:
+        """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
+        The arguments are those of the Linen module, which returns the loop state, or those of
+        MaxText's NNX module: in place of the weights a graph and a state, such as those of
+        `nnx.split(pipeline.layers)`, then `positions`, `segment_ids`, `deterministic`,
+        `model_mode`, and `logical_partition_spec`. It then returns the loop state and the state.
+        """
+        if not isinstance(pipeline_weights, nnx.GraphDef):
+            return super().run_one_iteration(loop_state, pipeline_weights, *arguments, **more)
+        check_graph(pipeline_weights, self.layers)
+        call = LoopArguments(*arguments, **more)
+        state, names = call.pipeline_weights_state, call.logical_partition_spec
+        weights, _, _ = split_state(state)
+        return super().run_one_iteration(loop_state, weights, *call[1:5], None, names), state
+
+    def iterate(self, loop_state, weights, batch: MethodBatch, names) -> Any:
+        """Calls `run_one_iteration` with the arguments that it has where it is overridden."""
+        if not takes_graph(self.run_one_iteration):
+            return super().iterate(loop_state, weights, batch, names)
+        graph, state = split(self.layers, weights)
+        return self.run_one_iteration(loop_state, graph, state, *batch, names)[0]
+
+
+@record_originals
 class NNXCircularPipeline(WindowMethods, NNXPipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
+
+    def run_one_iteration(self, loop_state, bsw, *arguments, **more) -> Any:
+        """Runs every rank once, with weights of `bsw`, and sends outputs to the next ranks.
+
+        The arguments are those of the Linen module, which returns the loop state, or those of
+        MaxText's NNX module: a graph, sown values and random state, such as those of
+        `nnx.split(pipeline.layers)`, then `positions`, `segment_ids`, `deterministic`,
+        `model_mode`, and `logical_partition_spec`. It then returns the loop state, and sown values
+        and random state as one.
+        """
+        if not arguments or not isinstance(arguments[0], nnx.GraphDef):
+            return super().run_one_iteration(loop_state, bsw, *arguments, **more)
+        check_graph(arguments[0], self.layers)
+        call = WindowArguments(*arguments[1:], **more)
+        loop_state = super().run_one_iteration(loop_state, bsw, *call[2:])
+        return loop_state, nnx.merge_state(call.layers_metrics, call.current_layer_mutables)
+
+    def iterate(self, loop_state, bsw, batch: MethodBatch) -> Any:
+        """Calls `run_one_iteration` with the arguments that it has where it is overridden."""
+        if not takes_graph(self.run_one_iteration):
+            return super().iterate(loop_state, bsw, batch)
+        graph, state = nnx.split(self.layers)
+        _, sown, random = split_state(state)
+        return self.run_one_iteration(loop_state, bsw, graph, sown, random, *batch, None)[0]
 
 
 def create_nnx_pipeline(

@@ -1,0 +1,68 @@
+"""Arguments of MaxText's NNX modules: the graph and the state of a module in place of weights.
+
+MaxText's NNX modules split `layers` and hand the parts to `run_one_iteration`. Those of Linen hand
+on weights, and so do the pure functions below both. Random keys are in the loop state here, so a
+state's own are handed back as they are.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from ._sown import is_sown
+from ._stage import weights_of
+
+
+class LoopArguments(NamedTuple):
+    """Arguments of `NNXPipeline.run_one_iteration` behind the loop state and the graph."""
+
+    pipeline_weights_state: Any
+    positions: Any
+    segment_ids: Any
+    deterministic: Any
+    model_mode: Any
+    logical_partition_spec: Any = None
+
+
+class WindowArguments(NamedTuple):
+    """Arguments of `NNXCircularPipeline.run_one_iteration` behind the window and the graph."""
+
+    layers_metrics: Any
+    current_layer_mutables: Any
+    positions: Any
+    segment_ids: Any
+    deterministic: Any
+    model_mode: Any
+    logical_partition_spec: Any = None
+
+
+def takes_graph(method: Callable) -> bool:
+    """Returns whether an overridden method names a graph among its arguments."""
+    return any("graph" in name for name in inspect.signature(method).parameters)
+
+
+def split(layers: nnx.Module, weights: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the graph and the state of `layers`, with these weights in it."""
+    graph, state = nnx.split(layers)
+    flat = [
+        (path, v.replace(weights.get(".".join(map(str, path)), v.get_value())))
+        for path, v in nnx.to_flat_state(state)
+    ]
+    return graph, nnx.from_flat_state(flat)
+
+
+def split_state(state: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Returns the weights by path, the sown values and the random state of a module's state."""
+    random, sown, weights = nnx.split_state(state, nnx.RngState, is_sown, ...)
+    return weights_of(weights), sown, random
+
+
+def check_graph(graph: Any, layers: nnx.Module) -> None:
+    """Checks that a graph is that of the pipeline's stages, which run in any case."""
+    if graph != nnx.graphdef(layers):
+        raise ValueError(
+            "`run_one_iteration` was given the graph of another module. It runs the pipeline's own "
+            "stages: give the graph of `nnx.split(pipeline.layers)`."
+        )
