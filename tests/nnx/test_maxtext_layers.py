@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 from harness import frontends
 from harness.maxtext_like import RULES, Config, ShardMode, mesh_of, shard_as
 from jaxpipe import nnx as pipelines
+from jaxpipe import sharding
 
 WIDTH = 8
 NAMES = ("activation_batch", "activation_length", "activation_embed")
@@ -47,6 +49,35 @@ def gradients(mesh: Any) -> Any:
 
 def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_config():
     frontends.assert_trees_close(gradients(mesh_of(ShardMode.AUTO)), gradients(None))
+
+
+def test_on_explicit_axes_no_weight_is_over_an_axis_of_size_1():
+    """As in MaxText, whose norms multiply by a scale over `tensor` without `out_sharding`."""
+
+    class Norm(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.scale = nnx.Param(jax.random.normal(rngs(), (WIDTH,)), out_sharding=("mlp",))
+
+        def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
+            return jnp.einsum("...k,k->...k", inputs, self.scale.get_value())
+
+    sizes = {"stage": 2, "fsdp": 2, "tensor": 1}
+    mesh = sharding.make_mesh(sizes, devices=jax.devices()[:4])
+    mesh = Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
+    )
+    config = Config(shard_mode=ShardMode.EXPLICIT)
+    x = jax.random.normal(jax.random.key(1), (8, 4, WIDTH))
+    with jax.set_mesh(mesh):
+        pipeline: Any = pipelines.create_pipeline(config, Norm, mesh, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(pipeline)
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
+        gradient, dx = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(state, x))
+    scale = pipeline.layers.scale.get_value()
+    plain = lambda scale, x: jnp.sum((x * jnp.prod(scale, (0, 1))) ** 2)  # noqa: E731
+    wanted = jax.grad(plain, (0, 1))(jax.device_get(scale), x)
+    frontends.assert_trees_close((*jax.tree.leaves(gradient), dx), wanted)
+    assert scale.sharding.spec[2:] in ((), (None,))
 
 
 def test_random_streams_of_layers_are_the_same_on_explicit_axes():

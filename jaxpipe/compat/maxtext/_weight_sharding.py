@@ -52,8 +52,19 @@ def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree
     """Returns `physical_spec` of every leaf, or `PartitionSpec()` for every leaf without a mesh."""
     if mesh is None:
         return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=is_spec)
-    axes = mesh.axis_names
+    axes = axes_that_divide(mesh)
     return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=is_spec)
+
+
+def axes_that_divide(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of a mesh, without those of size 1 if axes are explicit.
+
+    As in MaxText: JAX tells the type of an array over such an axis from that of a whole one, and
+    layers do not expect it.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh.axis_names
+    return tuple(axis for axis in mesh.axis_names if axis == AXIS or mesh.shape[axis] > 1)
 
 
 def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
@@ -83,7 +94,7 @@ def reshard_weight(
     """Returns `w` of all stages, sharded by the logical names of its dims; `path` is for errors."""
     if mesh is None:
         return w
-    spec = physical_spec(names, rules, mesh.axis_names)
+    spec = physical_spec(names, rules, axes_that_divide(mesh))
     check_divisible(w.shape, spec, dict(mesh.shape), path)
     return reshard_to_spec(w, spec, mesh)
 
