@@ -278,6 +278,11 @@ def mpmd_jit_with_loop(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    if type(mpmd_mesh) is not MpmdMesh:
+        raise ValueError(
+            f"`mpmd_mesh` is a {type(mpmd_mesh).__module__}.{type(mpmd_mesh).__name__}. Give a "
+            "`jaxpipe.mpmd.MpmdMesh`, within whose groups axes are automatic."
+        )
     if compiler_options is None:
         device = mpmd_mesh.jax_mesh.devices.flat[0]
         traits = StepTraits(device.platform, device.device_kind, "mpmd", program_per_rank=True)

@@ -5,6 +5,9 @@ from ._rendezvous import Transport as Transport
 from ._rendezvous import check_agreement as check_agreement
 from ._rendezvous import check_same_program as check_same_program
 from ._rendezvous import open_transport as open_transport
+from ._session import CompileHandshake as CompileHandshake
+from ._session import Session as Session
+from ._session import open_session as open_session
 from ._transfers import Spec as Spec
 from ._transfers import layout as layout
 from ._transfers import mover as mover

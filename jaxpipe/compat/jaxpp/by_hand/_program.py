@@ -1,0 +1,233 @@
+"""Compiles and runs a program that is written by hand: a process runs the tasks of its groups."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from ....mpmd.api import MpmdMesh
+from ._move_arrays import Connection, elsewhere, move
+from ._operations import MpmdValue, Operation, Recording, Spec, recording
+
+
+class _CompiledOperation(NamedTuple):
+    """A compiled operation: arrays by the index of their value, before and after."""
+
+    run: Callable
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoweredMpmdFun:
+    """A compiled program.
+
+    Attributes:
+        mpmd_mesh: The mesh with its groups.
+        in_shardings: The sharding of each argument.
+        out_shape: Shapes, dtypes and shardings of the results.
+        used_inputs: Whether this process reads an argument, in the tree of the arguments.
+    """
+
+    mpmd_mesh: MpmdMesh
+    in_shardings: PyTree
+    out_shape: PyTree
+    used_inputs: PyTree
+    _specs: Sequence[Spec]
+    _steps: Sequence[_CompiledOperation]
+    _outputs: Sequence[tuple[int | None, Any]]
+    _donated: Sequence[int]
+
+    @property
+    def out_shardings(self) -> PyTree:
+        """Returns the sharding of each result."""
+        return jax.tree.map(lambda x: x.sharding, self.out_shape)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the tasks of this process. Results that live elsewhere have no data.
+
+        Raises:
+            ValueError: If an argument has another shape, dtype or sharding than it was lowered for.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        _check_arguments(leaves, tree, self._specs, jax.tree.structure(self.in_shardings))
+        arrays = dict(enumerate(leaves))
+        for step in self._steps:
+            results = step.run(*[arrays[i] for i in step.inputs])
+            arrays.update(zip(step.outputs, results, strict=True))
+            for i in step.last:
+                del arrays[i]
+        for i in self._donated:
+            leaves[i].delete()
+        results = [x if i is None else arrays[i] for i, x in self._outputs]
+        return jax.tree.unflatten(jax.tree.structure(self.out_shape), results)
+
+
+@dataclass(frozen=True)
+class FunctionByHand:
+    """A function of tasks and transfers. It compiles for the types of its first arguments."""
+
+    fun: Callable
+    mpmd_mesh: MpmdMesh
+    in_shardings: PyTree
+    donate_argnums: Sequence[int]
+    infer_donation: bool
+    _lowered: dict[Any, LoweredMpmdFun] = field(default_factory=dict)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the program, compiled for these types."""
+        leaves, tree = jax.tree.flatten(arguments)
+        key = tree, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._lowered:
+            self._lowered[key] = self.lower(*arguments)
+        return self._lowered[key](*arguments)
+
+    def lower(self, *arguments: Any) -> LoweredMpmdFun:
+        """Compiles the tasks of this process for arrays, or for shapes and dtypes."""
+        leaves, tree = jax.tree.flatten(arguments)
+        prefix = tuple(self.in_shardings)
+        shardings = jax.tree.broadcast(prefix, arguments, is_leaf=_is_sharding)
+        flat_shardings = jax.tree.leaves(shardings, is_leaf=_is_sharding)
+        program = Recording(self.mpmd_mesh)
+        for i, sharding in enumerate(flat_shardings):
+            if not isinstance(sharding, NamedSharding):
+                raise TypeError(f"`in_shardings` has {sharding!r}. Give a NamedSharding.")
+            program.groups_of(sharding.mesh, f"Argument {i}")
+        specs = [
+            Spec(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, flat_shardings, strict=True)
+        ]
+        inputs = [MpmdValue(program, spec) for spec in specs]
+        token = recording.set(program)
+        try:
+            result = self.fun(*jax.tree.unflatten(tree, inputs))
+        finally:
+            recording.reset(token)
+        results, out_tree = jax.tree.flatten(result)
+        donated = _donated_leaves(arguments, self.donate_argnums)
+        compiled = _compile(program, inputs, results, donated, self.infer_donation)
+        shapes = [x.spec if isinstance(x, MpmdValue) else x for x in results]
+        read = {id(x) for operation in program.operations for x in operation.inputs}
+        used = [id(x) in read and bool(x.sharding.addressable_devices) for x in inputs]
+        return LoweredMpmdFun(
+            self.mpmd_mesh,
+            jax.tree.unflatten(tree, flat_shardings),
+            jax.tree.unflatten(out_tree, shapes),
+            jax.tree.unflatten(tree, used),
+            specs,
+            compiled.steps,
+            compiled.outputs,
+            compiled.deleted,
+        )
+
+
+def mpmd(
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: PyTree,
+    donate_argnums: int | Sequence[int] | None = None,
+    infer_donation: bool = False,
+) -> Callable[[Callable], FunctionByHand]:
+    """Returns a decorator of a function that calls `task`, `transfer`, `stack` and `slice`.
+
+    Args:
+        mpmd_mesh: The mesh with its groups.
+        in_shardings: Shardings over meshes of groups: a tree that is a prefix of the tuple of
+            arguments.
+        donate_argnums: Arguments that the function may delete.
+        infer_donation: Whether tasks may reuse the memory of arrays that no later task reads.
+
+    Returns:
+        A decorator. The decorated function takes arrays of groups and returns such.
+    """
+    chosen = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
+
+    def decorate(fun: Callable) -> FunctionByHand:
+        function = FunctionByHand(fun, mpmd_mesh, in_shardings, chosen, infer_donation)
+        for name in ("__name__", "__doc__"):
+            object.__setattr__(function, name, getattr(fun, name, None))
+        return function
+
+    return decorate
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, jax.sharding.Sharding)
+
+
+def _donated_leaves(arguments: tuple, argnums: Sequence[int]) -> set[int]:
+    is_donated = [i in argnums for i, x in enumerate(arguments) for _ in jax.tree.leaves(x)]
+    return {i for i, donated in enumerate(is_donated) if donated}
+
+
+class _Compiled(NamedTuple):
+    steps: list[_CompiledOperation]
+    outputs: Sequence[tuple[int | None, Any]]
+    deleted: list[int]
+
+
+def _compile(
+    program: Recording,
+    inputs: Sequence[MpmdValue],
+    results: Sequence[Any],
+    donated: set[int],
+    infer_donation: bool,
+) -> _Compiled:
+    """Returns the steps of this process, and where the results are after them."""
+    made = [value for operation in program.operations for value in operation.outputs]
+    ids = {id(value): i for i, value in enumerate([*inputs, *made])}
+    kept = {ids[id(x)] for x in results if isinstance(x, MpmdValue)}
+    last: dict[int, int] = {}
+    for n, operation in enumerate(program.operations):
+        last |= {ids[id(x)]: n for x in (*operation.inputs, *operation.outputs)}
+    is_sent = {
+        ids[id(x)] for operation in program.operations for x in operation.inputs if x.is_sent
+    }
+    may_go = (donated | ({*range(len(inputs), len(ids))} if infer_donation else set())) - kept
+    steps, connection = [], Connection.open(program)
+    for n, operation in enumerate(program.operations):
+        reads = tuple(ids[id(x)] for x in operation.inputs)
+        ends = tuple({i for i, at in last.items() if at == n and i >= len(inputs)} - kept)
+        reused = {i for i in reads if last[i] == n and i in may_go - is_sent}
+        argnums = tuple(k for k, i in enumerate(reads) if i in reused and reads.count(i) == 1)
+        is_task = operation.mesh is not None
+        run = _runner(operation, argnums) if is_task else move(operation, connection)
+        steps.append(
+            _CompiledOperation(run, reads, tuple(ids[id(x)] for x in operation.outputs), ends)
+        )
+    connection.check_layouts()
+    outputs = [(ids[id(x)], None) if isinstance(x, MpmdValue) else (None, x) for x in results]
+    return _Compiled(steps, outputs, sorted(donated - kept - is_sent))
+
+
+def _runner(operation: Operation, donated: tuple[int, ...]) -> Callable:
+    everything = (*operation.inputs, *operation.outputs)
+    if not any(x.sharding.addressable_devices for x in everything):
+        specs = [x.spec for x in operation.outputs]
+        return lambda *arrays: map(elsewhere, specs)
+    if not all(x.sharding.is_fully_addressable for x in everything):
+        raise ValueError(
+            f"Task `{operation.name}` runs on devices of several processes. Give each process a "
+            "task of its own, on groups whose devices are its own."
+        )
+    argnums = tuple(sorted({*operation.donated, *donated}))
+    with jax.set_mesh(operation.mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        jitted = operation.jit(donate_argnums=argnums)
+        return jitted.lower(*[x.spec for x in operation.inputs]).compile()
+
+
+def _check_arguments(
+    leaves: Sequence[Any], tree: Any, specs: Sequence[Spec], expected: Any
+) -> None:
+    if tree != expected:
+        raise ValueError(f"The arguments are {tree}, and the function was lowered for {expected}.")
+    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
+        if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(f"Argument {i} is {x!r}, and the function was lowered for {spec}.")
+        if x.sharding != spec.sharding and not x.sharding.is_equivalent_to(spec.sharding, x.ndim):
+            raise ValueError(f"Argument {i} has {x.sharding}, and `in_shardings` {spec.sharding}.")

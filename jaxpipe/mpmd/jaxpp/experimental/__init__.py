@@ -1,0 +1,3 @@
+"""The name of `jaxpp.experimental`."""
+
+from . import mpmd as mpmd
