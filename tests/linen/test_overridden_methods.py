@@ -110,7 +110,7 @@ CASES = [
     Row(2, 2, 1, "once flat", fsdp=2),
     Row(2, 3, 1, "repeat", fsdp=2),
     Row(2, 1, 1, "repeat unrolled remat"),
-    Row(2, 1, 1),
+    pytest.param(Row(2, 1, 1), marks=pytest.mark.slow),
 ]
 
 

@@ -243,6 +243,7 @@ def test_donated_arguments_are_deleted():
     assert state.is_deleted() and not x.is_deleted()
 
 
+@pytest.mark.slow
 def test_two_processes_run_the_tasks_of_their_groups():
     """Each checks its own part of the gradients against one program without groups."""
     script = Path(__file__).with_name("by_hand_script.py")

@@ -119,12 +119,12 @@ def init_batch(
     microbatched: bool = False,
 ) -> dict[str, Any]:
     """Returns the variables of all stages, from keys by random stream and a call's arguments."""
-    arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched)
+    arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched=microbatched)
     return init_all(pipeline)(keys, *arrays, *options)
 
 
 def _first_arrays(
-    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, microbatched: bool
+    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *, microbatched: bool
 ) -> tuple[Any, Any, Any]:
     """Returns (inputs, segment ids, positions) of microbatch 0."""
     batch_inputs = to_batch_inputs(segment_ids, positions)
@@ -181,7 +181,8 @@ def run(
 ) -> Any:
     """Runs inputs through all stages and stores the values that they sow."""
     if not isinstance(pipeline.layers, nn.Module):
-        arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched)
+        first = partial(_first_arrays, pipeline, microbatched=microbatched)
+        arrays = jax.eval_shape(first, inputs, segment_ids, positions)
         check_call(pipeline.layers, [*pipeline.scope.rngs], arrays, *options)
     ys, sown = run_batch(
         pipeline.stage_function(*options, records=True),
