@@ -227,7 +227,7 @@ def test_what_cannot_run_is_refused_when_it_is_recorded():
     with pytest.raises(ValueError, match=r"Argument 0 has .* and `in_shardings`"):
         record(lambda x: double(x), jax.device_put(x, second))
     with pytest.raises(ValueError, match=r"Give a `jaxpipe\.mpmd\.MpmdMesh`"):
-        jaxpipe.mpmd.mpmd_jit_with_loop(lambda x: x, mesh)(x)
+        jaxpipe.mpmd.mpmd_jit_with_loop(lambda x: x, mesh_of(2, 2, AxisType.Explicit))
 
 
 def test_donated_arguments_are_deleted():

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -278,9 +278,9 @@ def mpmd_jit_with_loop(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    if type(mpmd_mesh) is not MpmdMesh:
+    if AxisType.Explicit in mpmd_mesh.unstack[0].axis_types:
         raise ValueError(
-            f"`mpmd_mesh` is a {type(mpmd_mesh).__module__}.{type(mpmd_mesh).__name__}. Give a "
+            f"The groups of `mpmd_mesh`, a {type(mpmd_mesh).__name__}, have explicit axes. Give a "
             "`jaxpipe.mpmd.MpmdMesh`, within whose groups axes are automatic."
         )
     if compiler_options is None:
