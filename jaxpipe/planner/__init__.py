@@ -13,6 +13,7 @@ from ._devices import parse_devices as parse_devices
 from ._model import Axes as Axes
 from ._model import PlannedModel as PlannedModel
 from ._model import RoutedExperts as RoutedExperts
+from ._model import StateBytes as StateBytes
 from ._model import Tensor as Tensor
 from ._model import WeightBytes as WeightBytes
 from ._model import WeightGroup as WeightGroup

@@ -77,7 +77,7 @@ class WeightBytes(NamedTuple):
     """Bytes of a parameter.
 
     Attributes:
-        weight: Bytes of the parameter as it is stored, and of each moment of the optimizer.
+        weight: Bytes of the parameter as it is stored.
         gradient: Bytes of the sum of its gradients.
         read: Bytes of the parameter as layers read it.
     """
@@ -90,6 +90,18 @@ class WeightBytes(NamedTuple):
     def cast(self) -> float:
         """Returns the bytes of a copy in the dtype that layers read; 0 if none is made."""
         return self.read if self.read != self.weight else 0.0
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's state for the weights of a layer, or of embedding and head.
+
+    Attributes:
+        per_parameter: Bytes for each parameter that are sharded as it is, such as moments.
+        whole: Bytes for all of them together that every device has, such as sums of rows.
+    """
+
+    per_parameter: float
+    whole: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +125,8 @@ class PlannedModel:
         expanded: Rows of a token for every expert, where grouped products have no kernel.
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
+        state_of_layer: Bytes of the optimizer's state for a layer.
+        state_of_boundary: Those for the embedding and the head.
         gathered_bytes: Bytes of a parameter of the layers as it is gathered.
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
@@ -138,6 +152,8 @@ class PlannedModel:
     expanded: tuple[Tensor, ...]
     of_layers: WeightBytes
     of_boundary: WeightBytes
+    state_of_layer: StateBytes
+    state_of_boundary: StateBytes
     gathered_bytes: float
     activation_bytes: int
     on_cpu: bool

@@ -20,11 +20,13 @@ from ..engines import engine_of_any_schedule
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
-from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
+from ._model import PlannedModel, StateBytes, Tensor, WeightBytes, WeightGroup
 from ._request import PreparedPipeline, Request, Values
 from ._trace import bytes_as_read, trace
 
 _FLOAT32 = 4
+_MOMENTS = 2  # of AdamW
+
 _AXES = ("data", "stage", "fsdp")
 
 
@@ -201,6 +203,8 @@ def _planned(
         boundary_bytes=itemsize * hidden,
         weight_bytes=gathered_bytes,
     )
+    of_layers = _weight_bytes(layer)
+    of_boundary = _weight_bytes((groups["embed"], groups["head"], shared))
     planned = PlannedModel(
         name="own model",
         layer=(_group(layer),),
@@ -216,8 +220,10 @@ def _planned(
         scores=(),
         routed=None,
         expanded=(),
-        of_layers=_weight_bytes(layer),
-        of_boundary=_weight_bytes((groups["embed"], groups["head"], shared)),
+        of_layers=of_layers,
+        of_boundary=of_boundary,
+        state_of_layer=StateBytes(_MOMENTS * of_layers.weight),
+        state_of_boundary=StateBytes(_MOMENTS * of_boundary.weight),
         gathered_bytes=gathered_bytes,
         activation_bytes=itemsize,
         on_cpu=devices.generation == "cpu",

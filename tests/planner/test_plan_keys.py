@@ -120,6 +120,8 @@ OTHERS: dict[str, Any] = {
     "base_num_kv_heads": 8,
     "adam_b1": 0.5,
     "adam_b2": 0.5,
+    "optimizer": "sgd",
+    "optimizer_arguments": {"momentum": 0.9},
     "attention": "dot_product",
     "dtype": "float32",
     "weight_dtype": "bfloat16",
@@ -156,6 +158,7 @@ WITH: dict[str, dict[str, Any]] = {
         "set_remat_policy_on_layers_per_stage": False,
     },
     "num_vocab_tiling": {"num_vocab_tiling": 2},
+    "optimizer_arguments": {"optimizer": "sgd"},
     "topk_routing_group": {"n_routing_groups": 4},
     "num_pipeline_slices": {
         "pipeline_engine": "scheduled",

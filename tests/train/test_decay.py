@@ -6,7 +6,7 @@ import pytest
 
 from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train.optim import weight_name
-from jaxpipe.train.step import abstract_trained_weights, make_optimizer
+from jaxpipe.train.plan import make_optimizer, user_tree
 
 from .runs import DEEPSEEK, NONE, Settings, setup_of
 
@@ -20,13 +20,14 @@ PIPELINES: list[Settings] = [
 def decaying(settings: Settings) -> set[str]:
     """Names of weights that an update without a gradient changes."""
     setup = setup_of(settings.get("ici_pipeline_parallelism", 1), settings)
-    shapes = weight_shapes(abstract_trained_weights(setup.state.weights))
+    shapes = weight_shapes(user_tree(setup.state))
     weights = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     optimizer = make_optimizer(setup.state)
     nothing = jax.tree.map(jnp.zeros_like, weights)
     updates, _ = optimizer.update(nothing, optimizer.init(weights), weights)
     leaves = jax.tree_util.tree_leaves_with_path(updates)
-    return {weight_name(path) for path, update in leaves if jnp.any(update != 0)}
+    names = {weight_name(path) for path, update in leaves if jnp.any(update != 0)}
+    return {name.replace("layers.", "stages.") for name in names}  # as a run names them
 
 
 @pytest.mark.parametrize("engine", PIPELINES, ids=["none", "circular", "mpmd"])

@@ -5,11 +5,12 @@ import optax
 import pytest
 
 from jaxpipe.train.optim import (
-    adamw,
+    OptimizerKeys,
+    WeightTraits,
+    build_optimizer,
     clip_by_norm,
     gradient_norm,
     learning_rate_schedule,
-    weight_decay_mask,
 )
 
 
@@ -68,35 +69,12 @@ def test_a_schedule_of_no_steps_or_of_warmup_alone_is_refused():
         rates(5, 1.0, 1)
 
 
-def test_only_matrices_of_a_layer_decay():
-    shapes = {
-        "embed": {"table": (16, 8)},
-        "stages": {"norm": (2, 1, 8), "kernel": (2, 1, 8, 8), "bias": (2, 1, 4)},
-        "head": {"norm": (8,), "kernel": (8, 16)},
-    }
-    weights = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    assert weight_decay_mask(weights, {"embed": 0, "stages": 2, "head": 0}) == {
-        "embed": {"table": True},
-        "stages": {"norm": False, "kernel": True, "bias": False},
-        "head": {"norm": False, "kernel": True},
-    }
-
-
 def test_a_step_is_the_formula_of_adamw():
     weights = {"kernel": jnp.full((2, 2), 0.5), "scale": jnp.full(2, 0.5)}
     gradients = {"kernel": jnp.full((2, 2), 0.3), "scale": jnp.full(2, -0.3)}
-    optimizer = adamw(
-        lambda count: 0.1,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.2,
-        decay_mask={"kernel": True, "scale": False},
-    )
+    traits = WeightTraits({"kernel": True, "scale": False}, {"kernel": False, "scale": False})
+    keys = OptimizerKeys("adamw", (), 0.9, 0.95, 1e-8, 0.2)
+    optimizer = build_optimizer(keys, lambda peak: lambda count: 0.1, traits)
     updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(weights), weights)
     new = optax.apply_updates(weights, updates)
     # The first step of Adam is the sign of the gradient.

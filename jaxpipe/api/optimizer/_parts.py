@@ -90,11 +90,13 @@ def stages_of_names(stages: Any, num_layers: NumLayers, parts: PartsByName) -> A
 
 def layer_ids(engine: Engine, plan: PipelinePlan, num_layers: NumLayers) -> LayerIds:
     """Returns where an engine stores which layer."""
+    layout = plan.layout
+    if isinstance(num_layers, int):  # without a device, which programs compiled ahead do not have
+        if engine.program_per_rank:
+            return {"": tuple(np.array(ids, int) for ids in layout.stage_layer_ids)}
+        return {"": (np.array(layout.layer_ids, int).reshape(layout.dims),)}
     with jax.ensure_compile_time_eval():
-        if isinstance(num_layers, int):
-            layers: Any = np.arange(1, num_layers + 1)
-        else:
-            layers = {kind: np.arange(1, count + 1) for kind, count in num_layers}
+        layers = {kind: np.arange(1, count + 1) for kind, count in num_layers}
         stages = engine.stack(plan, layers)  # which writes zeros at padding
     return {
         kind: tuple(np.asarray(ids) - 1 for ids in trees)

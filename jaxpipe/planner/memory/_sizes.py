@@ -16,8 +16,6 @@ from .._model import (
 from ._experts import gathered_token_bytes, routed_bytes, work_with_experts
 
 _FLOAT32 = 4
-_MOMENTS = 2
-
 _LIVE_ON_CPU = 1.15
 """`LIVE` of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
 
@@ -133,7 +131,10 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     stored, whole = layers * on_mesh.stored_layer, layers * on_mesh.layer
     of, of_boundary, pipelines = model.of_layers, model.of_boundary, candidate.engine.pipelines
     weights = of.weight * stored + of_boundary.weight * on_mesh.stored_boundary
-    copies = of.weight * n * candidate.copies * on_mesh.stored_layer
+    of_layer, of_others = model.state_of_layer, model.state_of_boundary
+    updated = n * candidate.chunks * on_mesh.stored_layer  # copies are not updated
+    state = of_layer.per_parameter * updated + of_others.per_parameter * on_mesh.stored_boundary
+    whole_state = n * candidate.chunks * of_layer.whole + of_others.whole
     replicas = candidate.sizes["data"] if candidate.options.zero1 else 1
     activation = model.activation_bytes * model.hidden * tokens
     kept = tokens * _token_bytes(model, mesh, policy)
@@ -150,7 +151,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     past = tokens * n * _past_bytes(model, mesh)
     return StepSizes(
         weights=weights,
-        optimizer=_MOMENTS * (weights - copies) / replicas,
+        optimizer=state / replicas + whole_state,
         grads=Sharded(of.gradient * stored / replicas, of.gradient * whole),
         reads=Sharded(of.read * stored, of.read * whole),
         casts=Sharded(of.cast * stored * is_cast, of.cast * whole),

@@ -1,5 +1,6 @@
 """Partition specs: the mesh axes they name, and arrays that are resharded by them."""
 
+from ._auto_axes import with_auto_axes as with_auto_axes
 from ._axes import axes_of as axes_of
 from ._axes import axes_of_dim as axes_of_dim
 from ._axes import check_divisible as check_divisible

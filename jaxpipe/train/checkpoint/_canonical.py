@@ -25,6 +25,7 @@ from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES
+from ..step._optimizer_state import is_weight_tree
 from ..step._state import TrainState, state_logical_axes, state_shapes
 from ._conversions import (
     FromCanonical,
@@ -32,7 +33,6 @@ from ._conversions import (
     ToCanonical,
     conversions,
     is_stacked,
-    is_weight_tree,
 )
 from ._layer_reordering import delete, is_in_layer_order, jit_on_mesh
 
@@ -145,7 +145,9 @@ def _regroup_layers(
         leaves = zip(*map(jax.tree.leaves, before), strict=True)
         shardings_after = zip(*map(jax.tree.leaves, after), strict=True)
         regrouped = list(map(regroup_stacks, leaves, shardings_after))
-        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*regrouped, strict=True))
+        # A state may have no array for any weight of a layer.
+        by_stack = zip(*regrouped, strict=True) if regrouped else [()] * len(after)
+        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, by_stack)
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         head |= {"layers": rest[0]} if rest else {}
         return w | {"head": head, "stages": stages}

@@ -17,6 +17,7 @@ from ... import mpmd
 from ...sharding import LogicalAxes
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES, WeightPlan
+from ..step._optimizer_state import is_weight_tree
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
 from ..step._state import TrainState, state_logical_axes
 from ._layer_reordering import (
@@ -178,9 +179,9 @@ def _with_stages(
         trees = (x["stages"], where["stages"], *rank_shardings["stages"])
         stages_by_leaf = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
         tree = jax.tree.structure(x["stages"])
-        return rest | {
-            "stages": [tree.unflatten(leaves) for leaves in zip(*stages_by_leaf, strict=True)]
-        }
+        count = len(rank_shardings["stages"])
+        by_stage = zip(*stages_by_leaf, strict=True) if stages_by_leaf else [()] * count
+        return rest | {"stages": [tree.unflatten(leaves) for leaves in by_stage]}
 
     return {
         name: jax.tree.map(
@@ -197,11 +198,6 @@ def _with_stages(
 
 def _boundary(w: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in w.items() if name != "stages"}
-
-
-def is_weight_tree(x: Any) -> bool:
-    """Returns whether `x` has the structure of the weights, as Adam's moments have."""
-    return isinstance(x, dict) and {"head", "stages"} <= x.keys()
 
 
 def is_stacked(axes: Any) -> bool:

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ...models.weights import mask_padding_layers
-from ...sharding.specs import without_axes
+from ...sharding.specs import with_auto_axes
 from ..plan._weight_plan import WeightPlan
 
 
@@ -116,20 +116,10 @@ def delete(tree: PyTree, *, once: PyTree) -> None:
 
 def jit_on_mesh(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
     """Compiles `f` for arrays on a mesh, with all axes automatic inside."""
-    work: Any = f
-    if AxisType.Explicit in mesh.axis_types:
-        work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_with_explicit_axes_only, where))
-    program = jax.jit(work, out_shardings=where)
+    program = jax.jit(with_auto_axes(mesh, f, where), out_shardings=where)
 
     def run(*arrays: jax.Array) -> PyTree:
         with jax.set_mesh(mesh):
             return program(*arrays)
 
     return run
-
-
-def _with_explicit_axes_only(where: NamedSharding) -> NamedSharding:
-    """Returns `where` with only the mesh axes that are explicit in types."""
-    kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
-    implicit = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
-    return NamedSharding(where.mesh, without_axes(where.spec, implicit))

@@ -9,6 +9,7 @@ from pydantic import model_validator
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
 from ...engines import CONFIG_ENGINES, Engine
+from ..optim._factories import check_factory, unread_keys
 from ._keys import ConfigKeys
 
 
@@ -108,6 +109,7 @@ class Config(ConfigKeys):
         self._check_unread_keys("pipeline_engine", _ENGINES_BY_KEY)
         self._check_unread_keys("dataset_type", _DATASET_TYPES_BY_KEY)
         self._check_unread_keys("remat_policy", dict.fromkeys(TENSORS, ("custom",)))
+        self._check_optimizer()
         self._check_flax()
         self._check_layout()
         self._check_weight_gather()
@@ -141,6 +143,24 @@ class Config(ConfigKeys):
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
                     f"Leave it at {default!r}, or choose {alternatives}."
                 )
+
+    def _check_optimizer(self) -> None:
+        """Checks an optimizer of optax. A user's function is imported when a run is set up."""
+        check_factory(self.optimizer, dict(self.optimizer_arguments))
+        for name in unread_keys(self.optimizer):
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"`optimizer` is {self.optimizer!r} and `{name}` is {value!r}, which it does "
+                    f"not read. Leave it at {default!r}, or give what {self.optimizer} takes as "
+                    "`optimizer_arguments`."
+                )
+        if self.optimizer.startswith("schedule_free") and self.eval_interval:
+            raise ValueError(
+                f"`optimizer` is {self.optimizer!r} and `eval_interval` {self.eval_interval}, but "
+                "evaluation reads the weights that gradients are taken at, and this optimizer's "
+                "are to be evaluated at an average of them. Leave `eval_interval` at 0."
+            )
 
     def _check_data(self) -> None:
         key = "data_sources" if self.dataset_type == "mixture" else "data_files"

@@ -3,10 +3,10 @@
 `base.yml` has the same keys with the same defaults, and says what each means.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from ..._input import plain_text
 from ...autodiff import POLICIES
@@ -19,6 +19,13 @@ from ..optim._optimizer import LEARNING_RATE_SHAPES
 def _to_tuples(value: Any) -> Any:
     """Converts lists, at any depth, to tuples: a config is frozen all the way down."""
     return tuple(_to_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _to_pairs(value: Any) -> Any:
+    """Converts a mapping to pairs."""
+    if not isinstance(value, Mapping | tuple):
+        raise ValueError("Input should be a mapping, such as {momentum: 0.9}")
+    return _to_tuples(tuple(value.items() if isinstance(value, Mapping) else value))
 
 
 def _count_or_auto(value: int) -> int:
@@ -44,6 +51,11 @@ Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_to_tuples)]
+_ArgumentValue = bool | int | float | Text | None | tuple[float | tuple[float, ...], ...]
+Arguments = Annotated[
+    tuple[tuple[Name, _ArgumentValue], ...], BeforeValidator(_to_pairs), PlainSerializer(dict)
+]
+"""Arguments of a function by name, which are a mapping in files."""
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 AxisRules = Annotated[tuple[AxisRule, ...], BeforeValidator(_to_tuples)]
 
@@ -154,6 +166,8 @@ class ConfigKeys(BaseModel):
     eval_split_seed: Seed = 0
 
     # The optimizer.
+    optimizer: Name = "adamw"
+    optimizer_arguments: Arguments = ()
     learning_rate: NonNegativeFloat = 1e-3
     learning_rate_schedule: LearningRateShape = "cosine"
     warmup_steps_fraction: FractionBelowOne = 0.1

@@ -70,9 +70,9 @@ ADVICE: dict[str, str] = {
     "tokenize_train_data": "Write `dataset_type=tokens` for ids, as `jaxpipe tokenize` makes them.",
     # The optimizer
     "lr_schedule_type": "Write `learning_rate_schedule=cosine`.",
-    "opt_type": "The optimizer is AdamW: leave it out.",
+    "opt_type": "Write `optimizer=NAME`, which optax knows: adamw, muon, sgd, ...",
     "adamw_mask": "Write `weight_decay_exclude=[PATTERNS]`.",
-    "mu_dtype": "Moments have `weight_dtype`: leave it out.",
+    "mu_dtype": "Write `optimizer_arguments`, a mapping: {mu_dtype: bfloat16}.",
     "cosine_learning_rate_final_fraction": "Write `learning_rate_final_fraction`.",
     # The devices
     "custom_mesh_and_rule": (
@@ -366,7 +366,12 @@ ADVICE_BY_PATTERN: dict[str, str] = {
     r"(grain|hf)_(train|eval)_files": "Write `data_files=FILES` or `eval_files=FILES`.",
     r"(grain|hf|olmo|mmap)_.*": "Write `dataset_type` and `data_files=FILES`.",
     r"dump_(hlo|jaxpr)_.*": "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.",
-    r"(muon|diloco)_.*": "The optimizer is AdamW: leave it out.",
+    r"muon_(beta|consistent_rms)": (
+        "Write `optimizer=muon`, and `optimizer_arguments`, a mapping: {{{0}: NUMBER}}."
+    ),
+    "muon_weight_decay": "Write `adam_weight_decay`, which is of all optimizers.",
+    r"muon_.*": "Write `optimizer=muon`, with arguments of optax's muon as `optimizer_arguments`.",
+    r"diloco_.*": "There is no DiLoCo: leave it out.",
     r"(wi|wo)_tile_.*": "Tiles of grouped matmuls are chosen by the kernel: leave it out.",
     r"checkpoint_storage_.*": "Checkpoints are written with Orbax's own settings: leave it out.",
     r".*quant(ization)?_calibration_method": (

@@ -85,6 +85,7 @@ def _sizes(plan: StepPlan, layout: StepLayout) -> StepSizes:
         weights.layout.num_layers,
         weights.abstract_unstacked,
         plan.model,
+        plan.state.optimizer,
         weight_dtype=weights.dtype,
         rules=weights.devices.rules,
     )

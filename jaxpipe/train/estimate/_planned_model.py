@@ -18,6 +18,8 @@ from ...sharding import Rules, gathered_rules, partition_spec
 from ...sharding.specs import axes_of_dim
 from ..plan._family import ModelConfig
 from ..plan._model import CHUNK_ROWS, ModelPlan
+from ..plan._state_plan import OptimizerPlan
+from ._state_bytes import state_bytes
 
 _FLOAT32 = 4
 
@@ -31,6 +33,7 @@ def planned_model(
     num_pipelined: int,
     weights: dict[str, Any],
     model: ModelPlan,
+    optimizer: OptimizerPlan,
     *,
     weight_dtype: str,
     rules: Rules,
@@ -65,6 +68,7 @@ def planned_model(
         _expanded(sizes) if expands else (),
         weight_bytes,
         weight_bytes,
+        *state_bytes(weights, optimizer),
         read,
         read,
         on_cpu=platform == "cpu",

@@ -1,4 +1,4 @@
-"""Checks that a resumed run has the data and the learning rate of its checkpoint."""
+"""Checks that a resumed run has the data, optimizer and learning rate of its checkpoint."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,9 @@ _NAMES = {
     "tokenizer": "the tokenizer",
 }
 """How errors name the entries of `Batches.decided_by`."""
+
+ADAMW: Mapping[str, Any] = {"name": "adamw", "arguments": {}}
+"""The optimizer of checkpoints that do not name one."""
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -50,6 +53,22 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
             "`allow_data_change=true` to go on with the rows that this data has at the next step."
         )
     return f"warning: {what} The run goes on with the rows that this data has at the next step."
+
+
+def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> str:
+    """Checks that a run resumes with the optimizer of its checkpoint."""
+    if before["name"] != now["name"]:
+        raise ValueError(
+            f"{where} has the state of the optimizer {before['name']!r}, and `optimizer` is "
+            f"{now['name']!r}, which has another. Give `optimizer={before['name']}` to go on; or "
+            "choose another `run_name`, and begin with these weights by `init_from`."
+        )
+    if before["arguments"] == now["arguments"]:
+        return ""
+    return (
+        f"warning: `optimizer_arguments` was {before['arguments']} and is {now['arguments']}. The "
+        "run goes on with the state of the former."
+    )
 
 
 def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:

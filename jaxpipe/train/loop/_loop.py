@@ -208,6 +208,7 @@ def _make_save(
     decided = {
         "model": dataclasses.asdict(state_plan.weights.sizes),
         "layers_after": state_plan.weights.num_layers_after,
+        "optimizer": state_plan.optimizer.keys.named(),
         "data": run.batch_at.decided_by,
     }
 
@@ -299,6 +300,7 @@ def _check_resume_on_first(
             policy,
             sizes=setup.state.weights.sizes,
             rate=setup.state.optimizer.learning_rate,
+            optimizer=setup.state.optimizer.keys.named(),
             decided_by=decided_by,
         )
 

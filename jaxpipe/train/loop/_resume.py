@@ -32,7 +32,7 @@ from ..logs._metrics import METRICS_FILE, read_metrics
 from ..plan._family import ModelConfig
 from ..plan._state_plan import LearningRate
 from ..runtime._reading import is_folder, list_names, read_file
-from ._data_changes import check_data, check_learning_rate
+from ._data_changes import ADAMW, check_data, check_learning_rate, check_optimizer
 from ._run_history import fsync_history, read_saved, read_starts
 
 _INCOMPLETE = re.compile(r"(\d+)\.incomplete(-\d+)?")
@@ -124,9 +124,10 @@ def check_resume(
     *,
     sizes: ModelConfig,
     rate: LearningRate,
+    optimizer: Mapping[str, Any],
     decided_by: Mapping[str, Any],
 ) -> list[str]:
-    """Checks that a run resumes with its checkpoint's model, data and learning rate."""
+    """Checks that a run resumes with its checkpoint's model, optimizer, data and learning rate."""
     saved = point.metadata
     where = f"{point.folder / CHECKPOINTS_FOLDER} step {point.step}"
     check_same_sizes(saved["model"], sizes, where)
@@ -140,7 +141,7 @@ def check_resume(
             )
     if not _metrics_up_to_checkpoint(point):
         read_metrics(point.folder / METRICS_FILE)  # raises if a line is broken
-    warnings = []
+    warnings = [check_optimizer(saved.get("optimizer", ADAMW), optimizer, where)]
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
     if "schedule_steps" in saved:

@@ -1,4 +1,4 @@
-"""AdamW with warmup, learning rate decay and clipping by the global norm, as pure functions.
+"""The learning rate of every step, and clipping by the global norm, as pure functions.
 
 The norm of the gradients is a metric too, so it is computed once and handed to the clipping:
 
@@ -84,44 +84,6 @@ def learning_rate_schedule(
         return peak * jnp.where(step < warmup_steps, rising, falling)
 
     return schedule
-
-
-def adamw(
-    learning_rate: optax.Schedule,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    decay_mask: PyTree[bool],
-) -> optax.GradientTransformation:
-    """Builds AdamW: Adam with decoupled weight decay."""
-    inner = optax.adamw(
-        learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
-    )
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
-        # Optax raises floats to integer counts, which strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"):
-            return inner.update(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update)
-
-
-def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[bool]:
-    """Masks matrices and arrays of higher rank: biases and scales of norms do not decay.
-
-    Args:
-        num_stacked_dims: Number of leading dims of each leaf that only stack layers: a tree like
-            the weights or, as in `{"embed": 0, "stages": 3, "head": 0}`, the upper part of one.
-    """
-
-    def of_subtree(stacked: int, subtree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: len(leaf.shape) - stacked >= 2, subtree)
-
-    return jax.tree.map(of_subtree, num_stacked_dims, weights)
 
 
 def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:

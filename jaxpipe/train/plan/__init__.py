@@ -11,6 +11,8 @@ from ._from_config import schedule_request as schedule_request
 from ._from_config import set_up as set_up
 from ._from_config import step_traits as step_traits
 from ._model import CHUNK_ROWS as CHUNK_ROWS
+from ._optimizer import make_optimizer as make_optimizer
+from ._optimizer import user_tree as user_tree
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
 from ._setup import StepPlan as StepPlan

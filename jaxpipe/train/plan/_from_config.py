@@ -23,11 +23,13 @@ from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
+from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
 from ._family import MODEL_FAMILIES, ModelConfig, layer_bytes, model_config
 from ._layout import LayerSettings, circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
+from ._optimizer import check_optimizer
 from ._schedule_selection import ScheduleRequest, ScheduleSelection
 from ._setup import Setup, StepPlan
 from ._state_plan import LearningRate, OptimizerPlan, StatePlan
@@ -89,6 +91,9 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     _check_shardings(config.engine, weights, batch)
     step = _step_plan(config, weights, batch, selection)
     _check_sizes(step)
+    _check_stacked_layers(config.optimizer, weights)
+    if config.optimizer != Config.model_fields["optimizer"].default:
+        check_optimizer(step.state)
     _check_stored_scores(step.model, weights, batch)
     check_weight_decay_exclude(config.weight_decay_exclude, drop_router_biases(weights.abstract))
     return Setup(config, step, None if selection is None else selection.reason)
@@ -240,7 +245,7 @@ def _step_plan(
         model,
         StatePlan(
             weights,
-            _optimizer_plan(config),
+            optimizer_plan(config),
             config.init_weights_seed,
             config.shard_optimizer_over_data,
         ),
@@ -248,6 +253,19 @@ def _step_plan(
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
         config.mpmd_timeout_seconds,
     )
+
+
+def _check_stacked_layers(optimizer: str, weights: WeightPlan) -> None:
+    """Refuses layers outside of the pipeline for optimizers to which a stack is one array."""
+    tree = weights.abstract_unstacked
+    stacks = [f"`{name}.layers`" for name in ("embed", "head") if "layers" in tree[name]]
+    if stacks and treats_arrays_as_wholes(optimizer):
+        raise ValueError(
+            f"`optimizer` is {optimizer!r} and the model has layers outside of the pipeline, which "
+            f"{' and '.join(stacks)} stack: a stack of layers would be one array to an optimizer "
+            "that computes with whole arrays. Have all layers in the pipeline (dense layers before "
+            "layers of experts are not), or choose adamw, muon or another that does not."
+        )
 
 
 def _check_stored_scores(model: ModelPlan, weights: WeightPlan, batch: BatchPlan) -> None:
@@ -300,13 +318,18 @@ def model_plan(
     )
 
 
-def _optimizer_plan(config: Config) -> OptimizerPlan:
+def optimizer_plan(config: Config) -> OptimizerPlan:
+    """Returns the optimizer that a config asks for."""
     return OptimizerPlan(
         learning_rate=learning_rate(config),
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
+        keys=OptimizerKeys(
+            config.optimizer,
+            config.optimizer_arguments,
+            config.adam_b1,
+            config.adam_b2,
+            config.adam_eps,
+            config.adam_weight_decay,
+        ),
         weight_decay_exclude=config.weight_decay_exclude,
         gradient_clipping_threshold=config.gradient_clipping_threshold,
         routed_bias_update_rate=config.routed_bias_update_rate,

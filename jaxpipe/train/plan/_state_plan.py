@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import optax
 
+from ..optim._factories import OptimizerKeys
 from ..optim._optimizer import learning_rate_schedule
 from ._weight_plan import WeightPlan
 
@@ -41,14 +42,11 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """AdamW, and what is done to gradients before it and to updates after it.
+    """The optimizer, and what is done to gradients before it and to updates after it.
 
     Attributes:
         learning_rate: The learning rate of every step.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Factor of the decay of weights.
+        keys: The optimizer, its arguments and the decay of weights.
         weight_decay_exclude: Regular expressions of the names of weights that do not decay.
         gradient_clipping_threshold: The largest norm of gradients; 0 for no limit.
         routed_bias_update_rate: The change of a router's biases in a step.
@@ -57,10 +55,7 @@ class OptimizerPlan:
     """
 
     learning_rate: LearningRate
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
+    keys: OptimizerKeys
     weight_decay_exclude: tuple[str, ...]
     gradient_clipping_threshold: float
     routed_bias_update_rate: float

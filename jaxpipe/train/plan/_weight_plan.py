@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
 
 from ... import models
 from ...models.weights import is_weight, stack_weights, weight_shapes
@@ -94,15 +94,6 @@ class WeightPlan:
         else:
             stages = stack_weights(tree["layer"], self.layout.dims, STACK_AXES)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
-
-    @property
-    def num_stacked_dims(self) -> PyTree:
-        """Returns the number of leading dims of each part of the weights that only stack layers."""
-        tree = self.abstract_unstacked
-        boundary = {name: dict.fromkeys(tree[name], 0) for name in ("embed", "head")}
-        for part in boundary.values():
-            part |= {"layers": 1} if "layers" in part else {}
-        return boundary | {"stages": 1 if self.per_stage else len(STACK_AXES)}
 
     @property
     def tied(self) -> bool:

@@ -26,7 +26,7 @@ from ..config._config import Config, engines_that_read
 from ..config._load import load_config
 from ..estimate._planned_model import planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
-from ..plan._from_config import axis_rules, model_plan
+from ..plan._from_config import axis_rules, model_plan, optimizer_plan
 from ._source import AXIS_KEYS, GATHER_KEYS, OPTION_KEYS, TrainerSource
 
 _LAYERS_KEY = "num_layers_per_pipeline_stage"
@@ -126,6 +126,7 @@ def make_request(
             pipelined,
             MODEL_FAMILIES[config.decoder_block].weights(sizes, layers_after=uniform - pipelined),
             model,
+            optimizer_plan(config),
             weight_dtype=config.weight_dtype,
             rules=axis_rules(config),
         ),

@@ -11,8 +11,6 @@ from ._one_program import make_value_and_grad as make_value_and_grad
 from ._shard_batch import shard_batch as shard_batch
 from ._shard_batch import shard_batch_of_step as shard_batch_of_step
 from ._state import TrainState as TrainState
-from ._state import abstract_trained_weights as abstract_trained_weights
-from ._state import make_optimizer as make_optimizer
 from ._state import state_shapes as state_shapes
 from ._state import state_shardings as state_shardings
 from ._step import compile_ahead as compile_ahead

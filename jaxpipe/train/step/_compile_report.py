@@ -8,6 +8,7 @@ from ... import schedules
 from ...xla.compile_report import CompileReport, report_compiled
 from ..estimate._device_flops import step_work
 from ..estimate._timeline import predicted_timeline
+from ..optim._factories import treats_arrays_as_wholes
 from ..plan._setup import StepPlan
 from ._aot import compile_train_step
 
@@ -30,7 +31,9 @@ def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
             raise ValueError(does_not_fit(f"XLA says: {first}\n")) from error
         raise
     except ValueError as error:
-        # `set_up` has checked everything that a user can get wrong.
+        if treats_arrays_as_wholes(plan.state.optimizer.keys.name):
+            raise  # what is done to layers is known when an update is traced
+        # `set_up` has checked everything else that a user can get wrong.
         raise RuntimeError("The train step cannot be compiled.") from error
     seconds = time.perf_counter() - started
     hlo_text = compiled.as_text() or ""

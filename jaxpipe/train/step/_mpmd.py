@@ -16,11 +16,13 @@ from jaxtyping import PyTree
 from ... import mpmd, schedules
 from ...models.weights import weight_shapes
 from ...mpmd import profiling
+from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
 from ._one_program import make_value, make_value_and_grad
+from ._optimizer_state import init_optimizer_state, reads_weights
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
 from ._state import TrainState, state_shapes, state_shardings
@@ -106,27 +108,26 @@ def init_mpmd_state(plan: StepPlan) -> TrainState:
 
 
 def _init_leaves_of_rank(plan: StatePlan, shardings: PyTree, rank: int) -> list[jax.Array]:
-    """Initializes the leaves that a rank holds: weights from the seed, and zeros."""
+    """Initializes the leaves that a rank holds."""
 
     def is_here(shardings: PyTree) -> bool:
         return any(rank in sharding.mpmd_idxs for sharding in jax.tree.leaves(shardings))
 
     state, stages = state_shapes(plan), []
-    weights, seed = plan.weights, plan.init_seed
+    weights, seed, optimizer = plan.weights, plan.init_seed, make_optimizer(plan)
+    needs_all = reads_weights(plan, optimizer)
     for i, layer_ids in enumerate(weights.layout.stage_layer_ids):
         here = is_here(shardings["weights"]["stages"][i])
         stages.append(
             init_layers(weights, seed, (len(layer_ids),), layer_ids=layer_ids)
-            if here
+            if here or needs_all
             else state["weights"]["stages"][i]
         )
     state["weights"] = init_boundary(weights, seed) | {"stages": stages}
+    state["optimizer"] = init_optimizer_state(plan, optimizer, state["weights"])
+    state["step"] = jnp.int32(0)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    return [
-        leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
-        for leaf, sharding in pairs
-        if rank in sharding.mpmd_idxs
-    ]
+    return [leaf for leaf, sharding in pairs if rank in sharding.mpmd_idxs]
 
 
 def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
@@ -155,10 +156,7 @@ def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
     weights = plan.state.weights
     shardings = state_shardings(plan)
     step = mpmd.mpmd_jit_with_loop(
-        make_optimizer_step(
-            plan.state,
-            make_value_and_grad(plan),
-        ),
+        make_optimizer_step(plan, make_value_and_grad(plan)),
         mpmd_mesh(weights),
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, _replicated_sharding(weights)),

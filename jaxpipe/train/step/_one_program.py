@@ -12,11 +12,13 @@ from jaxtyping import Array, PyTree
 
 from ... import sharding
 from ..optim._router_bias import drop_router_biases
+from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
+from ._optimizer_state import init_optimizer_state
 from ._optimizer_step import make_optimizer_step
-from ._state import TrainState, gradient_shardings, make_optimizer, state_shardings
+from ._state import TrainState, gradient_shardings, state_shardings
 
 
 def init_stacked_state(plan: StepPlan) -> TrainState:
@@ -25,8 +27,8 @@ def init_stacked_state(plan: StepPlan) -> TrainState:
 
     def make() -> TrainState:
         weights = _init_weights(plan.state.weights, plan.state.init_seed)
-        moments = optimizer.init(drop_router_biases(weights))
-        return {"weights": weights, "optimizer": moments, "step": jnp.int32(0)}
+        state = init_optimizer_state(plan.state, optimizer, weights)
+        return {"weights": weights, "optimizer": state, "step": jnp.int32(0)}
 
     return jax.jit(make, out_shardings=state_shardings(plan))()
 
@@ -52,7 +54,7 @@ def make_stacked_train_step(
     )
     return jax.jit(
         make_optimizer_step(
-            plan.state,
+            plan,
             make_value_and_grad(plan),
             shard=lambda weights: sharding.reshard(weights, update_shardings),
             gather_updates=lambda updates: sharding.reshard(updates, weight_shardings),

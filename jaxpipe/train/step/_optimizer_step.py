@@ -1,4 +1,4 @@
-"""A train step around any engine's gradients: clipping, AdamW, and metrics."""
+"""A train step around any engine's gradients: clipping, the optimizer, and metrics."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,15 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ..optim._optimizer import clip_by_norm, gradient_norm
 from ..optim._router_bias import drop_router_biases, update_router_biases
-from ..plan._state_plan import StatePlan
-from ._state import TrainState, make_optimizer
+from ..plan._setup import StepPlan
+from ._run_optimizer import make_update
+from ._state import TrainState
 
 Reshard = Callable[[PyTree], PyTree]
 
 
 def make_optimizer_step(
-    plan: StatePlan,
+    plan: StepPlan,
     value_and_grad: Callable,
     *,
     shard: Reshard = lambda weights: weights,
@@ -30,8 +31,8 @@ def make_optimizer_step(
     Returns:
         `(state, batch) -> (state, metrics)`.
     """
-    wanted = plan.optimizer
-    optimizer, schedule = make_optimizer(plan), wanted.learning_rate.schedule()
+    wanted = plan.state.optimizer
+    update, schedule = make_update(plan), wanted.learning_rate.schedule()
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
@@ -41,9 +42,8 @@ def make_optimizer_step(
         trained_grads = clip_by_norm(
             trained_grads, norm, threshold=wanted.gradient_clipping_threshold
         )
-        updates, optimizer_state = optimizer.update(
-            trained_grads, state["optimizer"], shard(trained)
-        )
+        with jax.named_scope("optimizer"):
+            updates, optimizer_state = update(trained_grads, state["optimizer"], shard(trained))
         # XLA would add ZeRO-1's updates to a part of the weights and gather the sums, for which it
         # copies all weights: 7.0 of 32.2 GB of llama2-7b on v5p:2x2x2 with libtpu 0.0.48.1.
         trained = optax.apply_updates(trained, gather_updates(updates))

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -12,31 +11,16 @@ from ... import models
 from ...engines import PipelinePlan
 from ...engines.fsdp import over_data
 from ...models.weights import weight_shapes
-from ..optim._decay import exclude_from_decay
-from ..optim._optimizer import adamw, weight_decay_mask
+from ...sharding import LogicalAxes
 from ..optim._router_bias import drop_router_biases
+from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import WeightPlan
+from ..plan._weight_plan import STACK_AXES, WeightPlan
+from ._optimizer_state import of_weights, optimizer_state_shapes
 
 TrainState = dict[str, Any]
 """`weights`, `optimizer` (its state) and `step`, the number of steps done."""
-
-
-def make_optimizer(plan: StatePlan) -> optax.GradientTransformation:
-    """Builds AdamW; scales of norms do not decay, nor do weights that the plan excludes."""
-    wanted = plan.optimizer
-    mask = weight_decay_mask(
-        weight_shapes(abstract_trained_weights(plan.weights)), plan.weights.num_stacked_dims
-    )
-    return adamw(
-        wanted.learning_rate.schedule(),
-        b1=wanted.b1,
-        b2=wanted.b2,
-        eps=wanted.eps,
-        weight_decay=wanted.weight_decay,
-        decay_mask=exclude_from_decay(mask, wanted.weight_decay_exclude),
-    )
 
 
 def abstract_trained_weights(weights: WeightPlan) -> PyTree:
@@ -46,41 +30,45 @@ def abstract_trained_weights(weights: WeightPlan) -> PyTree:
 
 def state_shapes(plan: StatePlan) -> TrainState:
     """Returns a `jax.ShapeDtypeStruct` for every leaf of a train state."""
-    optimizer = jax.eval_shape(
-        make_optimizer(plan).init, weight_shapes(abstract_trained_weights(plan.weights))
-    )
+    optimizer = optimizer_state_shapes(plan, make_optimizer(plan))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     weights = weight_shapes(plan.weights.abstract)
     return {"weights": weights, "optimizer": optimizer, "step": step}
 
 
 def state_logical_axes(plan: StatePlan) -> TrainState:
-    """Returns the logical axes of every leaf; Adam's moments have those of their weights."""
-    optimizer = optax.tree_utils.tree_map_params(
-        make_optimizer(plan),
-        lambda _, of_weight: of_weight,
-        state_shapes(plan)["optimizer"],
-        models.logical_axes(abstract_trained_weights(plan.weights)),
-        transform_non_params=lambda _: (),
-    )
+    """Returns the logical axes of every leaf; moments have those of their weights."""
+    trained = abstract_trained_weights(plan.weights)
+    stack = ("layers",) if plan.weights.per_stage else STACK_AXES
+
+    def others(leaf: Any, group: str | None) -> LogicalAxes:
+        lead = stack if group == "stages" else ()
+        return (*lead, *[None] * (len(leaf.shape) - len(lead)))
+
+    shapes = state_shapes(plan)["optimizer"]
+    optimizer = of_weights(trained, models.logical_axes(trained), shapes, others)
     axes = models.logical_axes(plan.weights.abstract)
     return {"weights": axes, "optimizer": optimizer, "step": ()}
 
 
 def state_shardings(plan: StepPlan) -> TrainState:
     """Returns a sharding for every leaf of a train state, in one program or in that of a rank."""
-    replicated = NamedSharding(plan.pipe.mesh, PartitionSpec())
-    shapes = state_shapes(plan.state)
+    mesh = plan.pipe.mesh
+    replicated = NamedSharding(mesh, PartitionSpec())
+    in_ranks = PartitionSpec() if plan.engine.program_per_rank else PartitionSpec(None, "stage")
+
+    def others(leaf: Any, group: str | None) -> NamedSharding:
+        return NamedSharding(mesh, in_ranks) if group == "stages" else replicated
+
+    trained = abstract_trained_weights(plan.state.weights)
     moments = drop_router_biases(gradient_shardings(plan))
-    optimizer = optax.tree_utils.tree_map_params(
-        make_optimizer(plan.state),
-        lambda _, of_weight: of_weight,
-        shapes["optimizer"],
-        moments,
-        transform_non_params=lambda _: replicated,
-    )
-    weights = _shardings(plan, plan.pipeline)
-    return {"weights": weights, "optimizer": optimizer, "step": replicated}
+    shapes = state_shapes(plan.state)["optimizer"]
+    optimizer = of_weights(trained, moments, shapes, others)
+    return {
+        "weights": _shardings(plan, plan.pipeline),
+        "optimizer": optimizer,
+        "step": replicated,
+    }
 
 
 def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:

@@ -1,0 +1,278 @@
+"""The optimizer of a run by name: a factory of optax with its arguments, or a function of the user.
+
+A factory is given the run's learning rate of every step. If it takes a weight decay with a mask, it
+is given those of the run too. All other arguments are the user's.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from ..._input import clause, short_repr
+
+_REFUSED = {
+    "dpsgd": "it needs the gradient of every row",
+    "lbfgs": "its line search computes the loss inside of an update",
+    "momo": "it needs the loss inside of an update",
+    "momo_adam": "it needs the loss inside of an update",
+    "schedule_free": "it needs an optimizer inside: name schedule_free_adamw or schedule_free_sgd",
+    "sophia": "it differentiates the loss inside of an update",
+}
+"""Factories of optax that cannot run on the gradients of a batch alone, and the reason."""
+
+_OF_WHOLE_ARRAYS = frozenset({"adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"})
+"""Factories that compute with an array as a whole, such as its norm or its rows."""
+
+_MASKS = ("mask", "weight_decay_mask")
+
+_ADAM_KEYS = {"b1": "adam_b1", "b2": "adam_b2", "eps": "adam_eps"}
+_MUON_KEYS = {name: name for name in ("adam_b1", "adam_b2", "adam_weight_decay")}
+"""Arguments of adamw and muon that keys of a run give, with these keys."""
+
+_MuonDimensions = optax.contrib.MuonDimensionNumbers
+
+_INTERNAL = ("muon_weight_dimension_numbers", "adam_eps_root")
+"""Arguments of muon that are no one's to give: dims are known, and its Adam is not used."""
+
+
+class OptimizerKeys(NamedTuple):
+    """What the keys of a run say of its optimizer.
+
+    Attributes:
+        name: A factory of optax, or `module:function`.
+        arguments: Arguments of the factory.
+        b1: Decay of Adam's first moment.
+        b2: Decay of its second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Factor of the decay of weights.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+
+    def named(self) -> dict[str, Any]:
+        """Returns the name and the arguments, as a checkpoint has them in JSON."""
+        return json.loads(json.dumps({"name": self.name, "arguments": dict(self.arguments)}))
+
+
+class WeightTraits(NamedTuple):
+    """What an optimizer is told about weights, in trees like them.
+
+    Attributes:
+        decays: Whether the weight decay of the run applies.
+        dimensions: The dims of a matrix of a layer, `optax.contrib.MuonDimensionNumbers`; False for
+            other weights.
+    """
+
+    decays: PyTree[bool]
+    dimensions: PyTree
+
+
+@cache
+def factories() -> dict[str, Callable[..., Any]]:
+    """Returns the optimizers of optax that a run may name."""
+    named: dict[str, Callable[..., Any]] = {}
+    for module in (optax.contrib, optax):
+        for name, value in vars(module).items():
+            is_factory = inspect.isfunction(value) and not name.startswith(("_", "scale_by"))
+            if is_factory and name not in _REFUSED and "learning_rate" in _parameters(value):
+                named[name] = value
+    return dict(sorted(named.items()))
+
+
+def check_factory(name: str, arguments: Mapping[str, Any]) -> None:
+    """Checks the name of an optimizer of optax and its arguments; a user's function is not read.
+
+    Raises:
+        ValueError: If optax has no such optimizer, or the optimizer no such argument.
+    """
+    if ":" not in name:
+        _check_arguments(name, factory_of(name), arguments)
+
+
+def factory_of(name: str) -> Callable[..., Any]:
+    """Returns the factory of optax with this name."""
+    if name in _REFUSED:
+        raise ValueError(
+            f"`optimizer` is {name!r}, which cannot train a pipeline: {_REFUSED[name]}."
+        )
+    if name not in factories():
+        near = get_close_matches(name[:80], factories(), n=1)
+        raise ValueError(
+            f"`optimizer` is {name!r}, which optax does not have."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+            + f" Give one of {', '.join(factories())}, or `module:function` of your own."
+        )
+    return factories()[name]
+
+
+def unread_keys(name: str) -> tuple[str, ...]:
+    """Returns the keys of a run that an optimizer of optax does not read."""
+    if ":" in name:
+        return ()
+    read = {key for argument, key in _given_by_keys(name, factory_of(name)).items()}
+    read |= {*_ADAM_KEYS.values()} if name == "muon" else set()
+    keys = (*_ADAM_KEYS.values(), "adam_weight_decay", "weight_decay_exclude")
+    return tuple(key for key in keys if key not in read)
+
+
+def treats_arrays_as_wholes(name: str) -> bool:
+    """Returns whether results depend on which layers are stacked in one array."""
+    return ":" in name or name in _OF_WHOLE_ARRAYS
+
+
+def build_optimizer(
+    keys: OptimizerKeys,
+    schedule_of: Callable[[float | None], optax.Schedule],
+    traits: WeightTraits,
+) -> optax.GradientTransformation:
+    """Builds the optimizer of a run for the tree of weights that `traits` are of.
+
+    Args:
+        schedule_of: From a peak to the learning rate of every step; None: the peak of the run.
+
+    Raises:
+        ValueError: If the factory or the function cannot be called, or returns no optimizer.
+    """
+    factory = _user_function(keys.name) if ":" in keys.name else factory_of(keys.name)
+    arguments = dict(keys.arguments)
+    _check_arguments(keys.name, factory, arguments)
+    adam: dict[str, Any] = {"b1": keys.b1, "b2": keys.b2, "eps": keys.eps}
+    given: dict[str, Any] = {"learning_rate": schedule_of(None)}
+    if keys.name == "adamw":
+        given |= adam
+    if _takes_weight_decay(factory):
+        given["weight_decay"] = keys.weight_decay
+    given |= {name: traits.decays for name in _MASKS if name in _parameters(factory)}
+    if keys.name == "muon":
+        rate = schedule_of(arguments.pop("adam_learning_rate", None))
+        rest = optax.adamw(rate, **adam, weight_decay=keys.weight_decay, mask=traits.decays)
+        factory = partial(_muon, rest, traits.dimensions)
+    try:
+        tx = factory(**given, **arguments)
+    except Exception as error:  # of the user's arguments, or of the user's function
+        raise ValueError(
+            f"`optimizer` {keys.name!r} cannot be built with `optimizer_arguments` {arguments}: "
+            f"{type(error).__name__}: {clause(error)}. Change the arguments."
+        ) from error
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(
+            f"`optimizer` is {keys.name!r}, which returned {type(tx).__name__} in place of an "
+            "optimizer. Return one of optax, or what has its `init` and `update`."
+        )
+    return _with_standard_promotion(tx)
+
+
+def _muon(
+    rest: optax.GradientTransformation, dimensions: PyTree, **arguments: Any
+) -> optax.GradientTransformation:
+    """Builds muon for matrices of layers, and `rest` for all other weights.
+
+    The Adam inside of `optax.contrib.muon` has Nesterov momentum, and decays all of its weights or
+    none.
+    """
+
+    def map_dimensions(of: Callable[[Any], Any]) -> PyTree:
+        return jax.tree.map(of, dimensions, is_leaf=lambda x: isinstance(x, _MuonDimensions))
+
+    # None of a label would be a weight that is left out, as router biases are.
+    labels = map_dimensions(lambda dims: "muon" if dims else "adamw")
+    numbers = map_dimensions(lambda dims: dims or None)
+    muon = optax.contrib.muon(**arguments, muon_weight_dimension_numbers=numbers)
+    return optax.partition({"muon": muon, "adamw": rest}, labels)
+
+
+def _with_standard_promotion(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an optimizer that may raise floats to integer counts; strict promotion refuses it."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.init(params)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _parameters(factory: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the arguments of a factory."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(factory).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _takes_weight_decay(factory: Callable[..., Any]) -> bool:
+    """Returns whether a factory takes a weight decay and a mask of what decays."""
+    names = _parameters(factory)
+    return "weight_decay" in names and any(mask in names for mask in _MASKS)
+
+
+def _given_by_keys(name: str, factory: Callable[..., Any]) -> dict[str, str]:
+    """Returns the arguments of a factory that are given by keys of a run, with these keys."""
+    given = {"learning_rate": "learning_rate"}
+    given |= _ADAM_KEYS if name == "adamw" else {}
+    given |= _MUON_KEYS if name == "muon" else {}
+    given |= {"weight_decay": "adam_weight_decay"} if _takes_weight_decay(factory) else {}
+    given |= dict.fromkeys(_MASKS, "weight_decay_exclude")
+    return {argument: key for argument, key in given.items() if argument in _parameters(factory)}
+
+
+def _check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that a factory does not take, or that keys of the run give it."""
+    by_keys = _given_by_keys(name, factory)
+    if "learning_rate" not in by_keys:
+        raise ValueError(
+            f"`optimizer` is {name!r}, which has no argument `learning_rate`, so the schedule of "
+            "the run would not reach it. Add the argument: it is `step -> rate`."
+        )
+    own = [p for p in _parameters(factory) if p not in by_keys and p not in _INTERNAL]
+    for argument in arguments:
+        if argument in by_keys:
+            key = by_keys[argument]
+            raise ValueError(
+                f"`optimizer_arguments` has {argument!r}, which the key `{key}` gives to "
+                f"{name}. Set `{key}`."
+            )
+        if argument not in own:
+            raise ValueError(
+                f"`optimizer_arguments` has {short_repr(argument)}, which {name} does not take. "
+                f"It takes {', '.join(own) or 'none'}."
+            )
+
+
+def _user_function(name: str) -> Callable[..., Any]:
+    """Returns the function that `module:function` names; modules may be in the current folder."""
+    module_name, _, function_name = name.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)  # a console script has its own folder there
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(
+            f"`optimizer` is {name!r}, which cannot be imported: {type(error).__name__}: "
+            f"{clause(error)}. Give a module that Python finds, and the name of a function in it."
+        ) from error
+    if not callable(function):
+        raise ValueError(
+            f"`optimizer` is {name!r}, which is {type(function).__name__} and no function. Give a "
+            "function that takes `learning_rate` and returns an optimizer."
+        )
+    return function
