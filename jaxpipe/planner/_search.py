@@ -135,7 +135,15 @@ def _speed(plan: Plan) -> tuple[float, float]:
 
 
 def simplest_first(plans: list[Plan], most: int) -> tuple[Plan, ...]:
-    """Returns the fastest plans, with the simplest of those in front that are nearly as fast."""
+    """Returns the fastest plans, with the simplest of those in front that are nearly as fast.
+
+    Args:
+        plans: Plans by their time, the fastest first.
+        most: How many to return at most.
+
+    Returns:
+        The simplest of the plans within `CLOSE` of the fastest, and then the others by their time.
+    """
     if not plans:
         return ()
     close = [p for p in plans if p.time.seconds <= (1 + CLOSE) * plans[0].time.seconds]

@@ -245,7 +245,7 @@ def test_no_import_reaches_behind_the_door_of_another_package():
 
 
 def test_modules_that_are_imported_by_name_are_named_by_literals():
-    """Other names are not seen here: only those that lazy packages import, which they also say."""
+    """Other names are not seen here: those of lazy packages, which say them, and of users' modules."""
     unseen = {
         file.relative_to(PACKAGE).as_posix()
         for file in files()
@@ -253,7 +253,7 @@ def test_modules_that_are_imported_by_name_are_named_by_literals():
         if isinstance(node, ast.Call) and is_import(node)
         if literal(node.args[0], "") is None
     }
-    assert unseen == {"_lazy.py"}
+    assert unseen == {"_lazy.py", "train/optim/_factories.py"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ import jaxpipe as jp
 from jaxpipe.cli import main
 from jaxpipe.planner import parse_devices, simplest_first
 
-KEPT: dict[str, Any] = {"remat_policy": "minimal_with_context", "ici_tensor_parallelism": 1}
+KEPT: dict[str, Any] = {
+    "model_name": "llama2-7b",
+    "remat_policy": "minimal_with_context",
+    "ici_tensor_parallelism": 1,
+}
 """Keys that leave few layouts to compare."""
 
 
@@ -19,7 +23,7 @@ KEPT: dict[str, Any] = {"remat_policy": "minimal_with_context", "ici_tensor_para
 def test_of_nearly_equal_plans_the_simplest_is_first_and_the_answer_says_so(
     faster: float, first_pipelines: bool
 ):
-    plans = jp.plan("llama2-7b", "v5p-8", 48, 2048, **KEPT)
+    plans = jp.plan(KEPT, "v5p-8", 48, 2048)
     plain = next(plan for plan in plans.plans if not plan.candidate.engine.pipelines)
     piped = next(plan for plan in plans.plans if plan.candidate.engine.pipelines)
     seconds = plain.time.seconds / (1 + faster)
@@ -32,7 +36,7 @@ def test_of_nearly_equal_plans_the_simplest_is_first_and_the_answer_says_so(
 
 def test_a_plan_says_how_far_published_steps_were_from_predictions():
     """The range is that of docs/predictions.md, which a test compares with published rows."""
-    plans = jp.plan("llama2-7b", "h100:8", 64, 4096, **KEPT, ici_pipeline_parallelism=2)
+    plans = jp.plan(KEPT | {"ici_pipeline_parallelism": 2}, "h100:8", 64, 4096)
     seconds = plans.best.time.seconds
     record = plans.record()
     assert f"so {0.93 * seconds:.3g} to {1.17 * seconds:.3g} s" in record["rests_on"]
@@ -54,15 +58,15 @@ def test_stages_of_several_on_a_rank_may_have_fewer_layers_at_the_ends():
 def test_programs_of_ranks_are_planned_where_a_rank_is_on_one_host():
     keys = KEPT | {"pipeline_engine": "mpmd", "pipeline_schedule": "1f1b"}
     keys |= {"num_pipeline_microbatches": 16, "ici_data_parallelism": 1}
-    assert jp.plan("llama2-7b", "v5p-64", 256, 2048, **keys, ici_pipeline_parallelism=8).best
+    assert jp.plan(keys | {"ici_pipeline_parallelism": 8}, "v5p-64", 256, 2048).best
     with pytest.raises(ValueError, match="No layout"):
-        jp.plan("llama2-7b", "v5p-64", 256, 2048, **keys, ici_pipeline_parallelism=4)
+        jp.plan(keys | {"ici_pipeline_parallelism": 4}, "v5p-64", 256, 2048)
 
 
 def test_replicas_divide_the_state_of_the_optimizer_unless_told_otherwise():
     given = KEPT | {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2}
     chosen, told = (
-        jp.plan("llama2-7b", "v5p-8", 48, 2048, memory_gb=102, **given | more).best
+        jp.plan(given | more, "v5p-8", 48, 2048, memory_gb=102).best
         for more in ({}, {"shard_optimizer_over_data": False})
     )
     assert chosen.settings["shard_optimizer_over_data"] is True
@@ -73,12 +77,13 @@ def test_replicas_divide_the_state_of_the_optimizer_unless_told_otherwise():
 def test_sums_over_slices_take_the_network_of_the_data_centre():
     """Two slices of 4 v5p: a device sends half of its float32 or 16-bit sums, twice, at 5e9 a s."""
     given: dict[str, Any] = {
+        "model_name": "llama2-7b",
         "pipeline_engine": "none",
         "ici_fsdp_parallelism": 4,
         "dcn_data_parallelism": 2,
     }
     given |= {"num_pipeline_microbatches": 1, "ici_data_parallelism": 1}
-    plan = jp.plan("llama2-7b", "v5p-8", 96, 2048, num_slices=2, **given).best
+    plan = jp.plan(given, "v5p-8", 96, 2048, num_slices=2).best
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) / 4
     seconds = 2 * 0.5 * 2 * parameters / (0.8 * 6.25e9)
     assert plan.time.parts["gradient_reduction"] == pytest.approx(seconds, rel=0.01)

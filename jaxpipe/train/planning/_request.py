@@ -132,30 +132,43 @@ def make_request(
         ),
         _work(sizes, config.dtype, stores_scores=model.attention.kernel == "dot_product"),
         TrainerSource(values, devices.num_slices),
-        Space(
-            devices,
-            rows,
-            sequence,
-            pipelined,
-            getattr(sizes, "num_experts", 0),
-            getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
-            sizes.vocab_size,
-            max_stages or devices.num_devices,
-            fixed,
-            without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
-            engines=engines,
-            options=EngineOptions(
-                config.pipeline_delay_activation_forwarding,
-                config.shard_optimizer_over_data,
-                config.pipeline_vocab_parallel,
-            ),
-            free_options=frozenset(
-                name for name, key in OPTION_KEYS.items() if key not in settings
-            ),
-        ),
+        _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
         before,
         uniform - pipelined,
         config.compile_default_flags,
+    )
+
+
+def _space(
+    config: Config,
+    sizes: ModelConfig,
+    settings: Mapping[str, Any],
+    fixed: Values,
+    devices: Devices,
+    rows: int,
+    num_layers: int,
+    max_stages: int | None,
+    engines: tuple[str, ...],
+) -> Space:
+    """Returns the sizes and limits of candidates."""
+    return Space(
+        devices,
+        rows,
+        config.max_target_length,
+        num_layers,
+        getattr(sizes, "num_experts", 0),
+        getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
+        sizes.vocab_size,
+        max_stages or devices.num_devices,
+        fixed,
+        without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
+        engines=engines,
+        options=EngineOptions(
+            config.pipeline_delay_activation_forwarding,
+            config.shard_optimizer_over_data,
+            config.pipeline_vocab_parallel,
+        ),
+        free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
     )
 
 
