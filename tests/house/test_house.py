@@ -245,7 +245,7 @@ def test_no_import_reaches_behind_the_door_of_another_package():
 
 
 def test_modules_that_are_imported_by_name_are_named_by_literals():
-    """Other names are not seen here: those of lazy packages, which say them, and of users' modules."""
+    """Other names are not seen: lazy packages, which say them, and modules of users."""
     unseen = {
         file.relative_to(PACKAGE).as_posix()
         for file in files()
