@@ -207,6 +207,38 @@ torch.distributed.pipelining, if torch is installed. 1.00 is what the schedule a
         True,
         "CPU seconds and memory of building, checking, simulating and searching schedules.",
     ),
+    "plans": Benchmark(
+        "Plans",
+        "plans.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        """\
+What `jaxpipe plan` answers to requests of the shape that teams have: the CPU seconds that it took,
+and its first plan, with the predicted time, memory and MFU. [Predictions and
+measurements](predictions.md) says how far off such times are.""",
+    ),
+    "recipes": Benchmark(
+        "Plans beside recipes",
+        "plans.py",
+        ("--recipes",),
+        ("jax", "jaxlib"),
+        False,
+        """\
+Layouts that others publish: their seconds, what our planner predicts for such a layout of our own
+engines, and for its own first plan. Rows in 8 bits are predicted in bfloat16, so that layouts can
+be compared and seconds cannot; `none` is a layout that does not fit, or that our engines refuse.""",
+    ),
+    "optimizers": Benchmark(
+        "What muon gathers",
+        "optimizer_gathers.py",
+        (),
+        ("jax", "jaxlib", "libtpu"),
+        False,
+        """\
+Bytes that collectives of the optimizer's part of a step move, by XLA:TPU's program: muon
+orthogonalises whole matrices, which FSDP divides and a pipeline does not.""",
+    ),
 }
 
 HEAD = """\

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpipe.cost.training_step import EVIDENCE, predict
 from jaxpipe.devices import hardware
+from jaxpipe.planner import CLOSE
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -111,3 +112,14 @@ def test_rows_without_experts_that_nothing_is_fitted_to_are_predicted(prediction
     ]
     assert len(rows) == 68
     assert predictions.errors(rows)[0] < 0.1
+
+
+def test_predictions_do_not_order_what_they_put_within_5_percent(predictions):
+    """The planner takes the simplest of such plans; further apart, one pair of 42 is wrong."""
+    pairs = [
+        pair for _, rows in predictions.rankings() for pair in predictions.pairs_in_order(rows)
+    ]
+    close = [in_order for apart, in_order in pairs if apart < CLOSE]
+    far = [in_order for apart, in_order in pairs if apart >= CLOSE]
+    assert (sum(close), len(close)) == (6, 11)
+    assert (sum(far), len(far)) == (41, 42)
