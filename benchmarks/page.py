@@ -227,7 +227,7 @@ measurements](predictions.md) says how far off such times are.""",
         """\
 Layouts that others publish: their seconds, what our planner predicts for such a layout of our own
 engines, and for its own first plan. Rows in 8 bits are predicted in bfloat16, so that layouts can
-be compared and seconds cannot; `none` is a layout that does not fit, or that our engines refuse.""",
+be compared and seconds cannot; `none` is a layout that does not fit, or that engines refuse.""",
     ),
     "optimizers": Benchmark(
         "What muon gathers",
