@@ -384,9 +384,9 @@ def _ranking() -> Iterator[str]:
     far = [in_order for apart, in_order in every if apart >= CLOSE]
     yield (
         f"\nThe fastest is chosen in {regrets.count(0.0)} of {len(regrets)} groups. Of pairs that "
-        f"are predicted within {CLOSE:.0%} of each other {sum(close)} of {len(close)} are in order, of "
-        f"the others {sum(far)} of {len(far)}: `jaxpipe plan` takes the simplest of plans that are "
-        "so close."
+        f"are predicted within {CLOSE:.0%} of each other {sum(close)} of {len(close)} are in "
+        f"order, of the others {sum(far)} of {len(far)}: `jaxpipe plan` takes the simplest of "
+        "plans that are so close."
     )
 
 
