@@ -215,6 +215,7 @@ def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
         and shared != candidate.options
         and ranks > 1
         and space.vocab % ranks == 0
+        and space.fixed.get("vocab_tiling", 1) == 1
     ):
         yield replace(candidate, options=shared, vocab_tiling=1)
     if not engine.runs_schedules or "schedule" in space.fixed:
@@ -241,7 +242,7 @@ def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:
     """Returns whether the devices of every rank belong to one process."""
-    return devices.num_devices // ranks <= devices.devices_per_host
+    return devices.devices_per_host % (devices.num_devices // ranks) == 0
 
 
 def _meshes(space: Space) -> Iterator[tuple[tuple[int, ...], str]]:

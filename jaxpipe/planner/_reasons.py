@@ -39,7 +39,8 @@ def describe(candidate: StepLayout) -> str:
 def binding(request: Request, plans: BestPlans) -> str:
     """Returns the constraint that keeps the best plan from being faster."""
     best, limit, beyond = plans.plans[0], request.limit, plans.beyond
-    if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
+    fastest = min(plan.time.seconds for plan in plans.plans)
+    if beyond is not None and beyond[0] < 0.99 * fastest:
         return (
             f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
             f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; "
@@ -84,9 +85,8 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         return ""
     if plain is not None:
         slower = plain.time.seconds / best.time.seconds - 1
-        return (
-            f"{describe(plain.candidate)} would take {plain.time.seconds:.3g} s, {slower:.0%} more."
-        )
+        change = f"{abs(slower):.0%} {'less' if slower < 0 else 'more'}"
+        return f"{describe(plain.candidate)} would take {plain.time.seconds:.3g} s, {change}."
     if plans.leanest_plain is None:
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain

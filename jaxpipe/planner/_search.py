@@ -55,7 +55,7 @@ class BestPlans:
     """What a search has found.
 
     Attributes:
-        plans: The plans that fit, the fastest first.
+        plans: The plans that fit: `simplest_first`.
         num_candidates: How many candidates were compared.
         leanest: The candidate that needs least memory, and its memory, if no plan fits.
         beyond: The least seconds of candidates that need too much memory, and their memory; None
@@ -120,7 +120,8 @@ def _expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
 
 def is_plain(candidate: StepLayout) -> bool:
     """Returns whether a layout is data parallel: without a pipeline or divided products."""
-    return not candidate.engine.pipelines and candidate.sizes["tensor"] == 1
+    divided = (candidate.sizes[axis] for axis in ("tensor", "expert", "context"))
+    return not candidate.engine.pipelines and all(size == 1 for size in divided)
 
 
 def _simplicity(candidate: StepLayout) -> tuple[int, int]:

@@ -61,6 +61,16 @@ def test_programs_of_ranks_are_planned_where_a_rank_is_on_one_host():
     assert jp.plan(keys | {"ici_pipeline_parallelism": 8}, "v5p-64", 256, 2048).best
     with pytest.raises(ValueError, match="No layout"):
         jp.plan(keys | {"ici_pipeline_parallelism": 4}, "v5p-64", 256, 2048)
+    with pytest.raises(
+        ValueError, match="No layout"
+    ):  # six devices for each rank, on hosts of eight
+        jp.plan(keys | {"ici_pipeline_parallelism": 4}, "h100:3x8", 192, 2048)
+
+
+def test_parts_of_the_vocabulary_that_are_given_are_kept_by_all_plans():
+    keys = KEPT | {"num_vocab_tiling": 4, "ici_pipeline_parallelism": 2, "ici_data_parallelism": 1}
+    plans = jp.plan(keys, "v5p-8", 48, 2048, schedule="1f1b").plans
+    assert {plan.settings["num_vocab_tiling"] for plan in plans} == {4}
 
 
 def test_replicas_divide_the_state_of_the_optimizer_unless_told_otherwise():

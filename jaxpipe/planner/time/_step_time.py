@@ -46,13 +46,8 @@ _WITHOUT_NAMES = 0.14
 functions, and the kernel of attention, which also returns what its backward reads."""
 
 
-_WITHOUT_GATHERS_AGAIN = 2 / 3
-"""A gather for the forward, another for the backward and a scatter; without rematerialization the
-forward keeps what it gathers."""
-
-
-_WITHOUT_SCATTERS = 2 / 3
-"""The gathers of these."""
+_PASSES = 3
+"""A gather of weights for the forward, another for the backward, and a scatter of gradients."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class PredictedTime:
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
-    whole = _unpipelined_seconds(
+    whole, reduction = _unpipelined_seconds(
         request,
         candidate.mesh,
         candidate.across,
@@ -91,8 +86,8 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         compiler_flags(candidate, request),
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
-    sums = engine_seconds(candidate, request) + data_reduction_seconds(candidate, request)
-    sums += expert_reduction_seconds(candidate, request)
+    sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
+    sums += max(reduction / S, data_reduction_seconds(candidate, request))
     sums *= candidate.accumulation
     if not candidate.engine.pipelines:
         return seconds + sums
@@ -137,10 +132,10 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts["other_compute"] += engine_seconds(candidate, request)
     reduction = data_reduction_seconds(candidate, request)
     parts["gradient_reduction"] = max(parts["gradient_reduction"], reduction)
-    if not candidate.engine.pipelines and candidate.policy == "none":
-        parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
-    if _SCATTERS_ON_SPARSE_CORES in flags and _GATHERS_ON_SPARSE_CORES not in flags:
-        parts["fsdp"] *= _WITHOUT_SCATTERS
+    # Without rematerialization the forward keeps what it gathers.
+    keeps = not candidate.engine.pipelines and candidate.policy == "none"
+    scatters = _SCATTERS_ON_SPARSE_CORES in flags and _GATHERS_ON_SPARSE_CORES not in flags
+    parts["fsdp"] *= (_PASSES - keeps - scatters) / _PASSES
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(run, step)
     if ticks is not None:
@@ -316,14 +311,19 @@ def _unpipelined_seconds(
     gathers_once: bool,
     keeps_all: bool,
     flags: frozenset[str],
-) -> float:
-    """Returns the seconds of all microbatches on one rank that has all layers."""
+) -> tuple[float, float]:
+    """Returns the seconds of all microbatches on a rank that has all layers, and of their sums.
+
+    The sums are those of gradients over replicas; the first seconds are without them.
+    """
     gather = "once" if gathers_once else "layer"
     layout = _layout(
         request, mesh, across, microbatches, accumulation, gather, flags, keeps_all=keeps_all
     )
     kind = device_hardware(request.devices)
-    return predict(request.work, layout, kind, reached=_efficiency(kind, flags)).seconds
+    step = predict(request.work, layout, kind, reached=_efficiency(kind, flags))
+    reduction = step.parts["gradient_reduction"]
+    return step.seconds - reduction, reduction
 
 
 def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:
