@@ -230,9 +230,10 @@ def _application(
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)} if rngs else None
         variables = {"params": params, **constants}
         try:
-            output, changed = module.apply(
-                variables, batch, rngs=keys, method=call, mutable=mutable
-            )
+            with nn.intercept_methods(_sow_guard(set(constants))):
+                output, changed = module.apply(
+                    variables, batch, rngs=keys, method=call, mutable=mutable
+                )
         except FlaxError as error:
             raise ValueError(
                 f"The module cannot run in a pipeline: {error} Variables other than parameters "
@@ -243,6 +244,25 @@ def _application(
         return output, {name: changed.get(name, {}) for name, f in sown.items() if f is not None}
 
     return apply
+
+
+def _sow_guard(constants: set[str]) -> Callable:
+    """Returns an interceptor that raises a `ValueError` where a module sows into constants."""
+
+    def intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
+        module = context.module
+
+        def sow(collection: str, name: str, *values: Any, **more: Any) -> bool:
+            if collection in constants:
+                _check_sown({collection: unflatten_dict({(*module.path, name): None})}, {})
+            return type(module).sow(module, collection, name, *values, **more)
+
+        # `sow` into an immutable collection does nothing, and Flax intercepts no methods of its
+        # own. A module is a copy of this call, and its attributes end with it.
+        object.__setattr__(module, "sow", sow)
+        return run(*args, **kwargs)
+
+    return intercept
 
 
 def _check_sown(changed: Mapping[str, Any], sown: Mapping[str, Any]) -> None:

@@ -206,3 +206,73 @@ def test_linen_variables_that_a_call_writes_are_refused_by_name():
     scales = {fp8_ops.OVERWRITE_WITH_GRADIENT: {"block_0": {"scale": jnp.ones(())}}}
     with pytest.raises(ValueError, match="scales of FP8"):
         model(module, {**variables, **scales})
+
+
+class Sowing(nn.Module):
+    """A module that sows in its layers, which `nn.scan` may run, in submodules, and outside."""
+
+    where: str
+    scans: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        table = nn.Embed(V, D)
+        x = table(tokens)
+        if self.where == "outside":
+            self.sow("losses", "z", jnp.mean(x))
+        if self.scans:
+            axes: Any = {"params": 0, "losses": 0}
+            layer = nn.scan(_SowingLayer, variable_axes=axes, split_rngs={"params": True}, length=4)
+            return table.attend(layer(self.where, name="block")(x, None)[0])
+        for i in range(4):
+            x, _ = _SowingLayer(self.where, name=f"block_{i}")(x, None)
+        return table.attend(x)
+
+
+class _SowingLayer(nn.Module):
+    where: str
+
+    @nn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        if self.where == "layer":
+            self.sow("losses", "z", jnp.mean(x**2), lambda a, b: a + b, lambda: jnp.zeros(()))
+        return x + nn.remat(_SowingDense)(self.where, name="dense")(x), None
+
+
+class _SowingDense(nn.Module):
+    where: str
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = nn.Dense(D)(x)
+        if self.where == "submodule":
+            self.sow("losses", "z", jnp.mean(y**2))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("where", "scans", "path"),
+    [
+        ("layer", False, "losses/block_0/z"),
+        ("submodule", False, "losses/block_0/dense/z"),
+        ("outside", False, "losses/z"),
+        ("layer", True, "losses/block/z"),
+        ("submodule", True, "losses/block/dense/z"),
+    ],
+)
+def test_losses_that_init_returned_are_never_dropped_in_silence(where, scans, path):
+    """`init` returns what layers sow; a constant of that name would make `sow` do nothing."""
+    module = Sowing(where, scans)
+    variables = module.init(jax.random.key(0), tokens())
+    assert "losses" in variables
+    refused = pytest.raises(ValueError, match=f"make the values {path} besides parameters")
+    with refused:
+        jp_linen.model(module, variables, loss=loss, batch=tokens())
+    with refused:
+        model, params = jp_linen.model(module, variables, loss=loss)
+        pipe = pipeline(model, "scheduled")
+        jax.eval_shape(pipe.value_and_grad, pipe.shard(params), tokens())
+    dropped, params = jp_linen.model(
+        module, variables, loss=loss, batch=tokens(), sown={"losses": None}
+    )
+    assert set(params) == {"params"} and dropped is not None
