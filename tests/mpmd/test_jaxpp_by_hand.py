@@ -194,11 +194,21 @@ def test_what_cannot_run_is_refused_when_it_is_recorded():
         record(lambda x: jnp.sin(x), x)
     with pytest.raises(ValueError, match="`double` has arrays and shardings on 2 meshes"):
         record(lambda x: mpmd.task(lambda x: x, name="double", out_shardings=second)(x), x)
-    with pytest.raises(NotImplementedError, match="Give its spec, and reshard in a task"):
+    with pytest.raises(NotImplementedError, match=r"array's P.*, and reshard in a task"):
         to = NamedSharding(mesh.unstack[1], P("fsdp"))
         record(lambda x: mpmd.transfer(x, out_shardings=to).done(), x)
     with pytest.raises(ValueError, match="`transfer` is given an array of"):
         record(lambda x: mpmd.transfer(x, out_shardings=first).done(), x)
+
+    for to in (P(), None, 3):
+        with pytest.raises(TypeError, match=r"`out_shardings` of `transfer` has .*Give a Named"):
+            record(lambda x, to=to: mpmd.transfer(x, out_shardings=to).done(), x)
+    with pytest.raises(TypeError, match="`in_shardings` of task `double` has 3"):
+        run = mpmd.task(lambda x: x, name="double", in_shardings=3, out_shardings=first)
+        record(run, x)
+    with pytest.raises(ValueError, match=r"`in_shardings` of task `double` has .*fsdp"):
+        run = mpmd.task(lambda x: x, name="double", in_shardings=P("fsdp"), out_shardings=first)
+        record(run, x)
 
     def twice(x):
         future = mpmd.transfer(x, out_shardings=second)
@@ -212,6 +222,22 @@ def test_what_cannot_run_is_refused_when_it_is_recorded():
         y = mpmd.task(lambda x: 2 * x, name="double", out_shardings=first, donate_argnums=0)(x)
         return y, double(x)
 
+    def part_used_again(x):
+        (part,) = mpmd.slice(x, [0])
+        y = mpmd.task(lambda x: 2 * x, name="double", out_shardings=first, donate_argnums=0)(x)
+        return y, double(part)
+
+    def returned(x):
+        return (
+            double(x),
+            mpmd.task(lambda x: x, name="last", out_shardings=first, donate_argnums=0)(x),
+            x,
+        )
+
+    with pytest.raises(ValueError, match="Argument 0 of task `double` was donated to `double`"):
+        record(part_used_again, x)
+    with pytest.raises(ValueError, match="Result 2 of the function was donated to `last`"):
+        record(returned, x)
     with pytest.raises(RuntimeError, match="`done` of a transfer was called twice"):
         record(twice, x)
     with pytest.raises(ValueError, match="donates argument 0, which was sent"):
@@ -251,3 +277,80 @@ def test_two_processes_run_the_tasks_of_their_groups():
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "used [True, False, True]" in first.out
     assert "used [False, True, False]" in second.out
+
+
+def test_the_shards_of_a_stack_compile_once():
+    mesh = mesh_of(2)
+    shardings = tuple(NamedSharding(m, P()) for m in mesh.unstack)
+    together = mpmd.mpmd(mesh, in_shardings=shardings)(mpmd.stack)
+    xs = [jax.device_put(jnp.arange(4.0), s) for s in shardings]
+    together(*xs)
+    with jax.no_tracing(True):
+        np.testing.assert_array_equal(together(*xs), np.stack([np.arange(4.0)] * 2))
+
+
+def test_a_spec_of_fewer_dims_is_the_same_spec():
+    mesh = mesh_of(1, 2)
+    first = NamedSharding(mesh.unstack[0], P("fsdp", None))
+    run = mpmd.task(lambda x: 2 * x, in_shardings=P("fsdp"), out_shardings=P("fsdp"))
+    x = jax.device_put(jnp.ones((4, 2)), first)
+    np.testing.assert_array_equal(
+        mpmd.mpmd(mesh, in_shardings=(first,))(run)(x), 2 * np.ones((4, 2))
+    )
+
+
+@pytest.mark.parametrize("infer_donation", [True, False])
+def test_stack_and_slice_share_memory_that_no_task_may_reuse_while_it_is_read(infer_donation):
+    """XLA:CPU reuses donated memory, so that a task that came too early would change `a`."""
+    mesh = mesh_of(2)
+    apart = [NamedSharding(m, P("stage")) for m in mesh.unstack]
+    both = NamedSharding(mesh.jax_mesh, P("stage"))
+    tasks = {s: mpmd.task(lambda x: x + 1, name="add", out_shardings=s) for s in (*apart, both)}
+
+    @mpmd.mpmd(mesh, in_shardings=tuple(apart), infer_donation=infer_donation)
+    def step(a, b):
+        a, b = tasks[apart[0]](a), tasks[apart[1]](b)  # memory of the program's own
+        total = tasks[both](mpmd.stack(a, b))
+        after = tasks[apart[0]](a)
+        first, second = mpmd.slice(total, [0, 1])
+        return after, tasks[apart[0]](first), tasks[apart[1]](second), tasks[both](total)
+
+    x = np.arange(4.0, dtype=np.float32)[None]
+    arguments = [jax.device_put(f * x, s) for f, s in zip((1, 3), apart, strict=True)]
+    results = step(*arguments)
+    wanted = x + 2, x + 3, 3 * x + 3, np.concatenate([x + 3, 3 * x + 3])
+    for y, true in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(y, true)
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_parts_of_a_slice_may_be_donated_one_by_one(donates):
+    mesh = mesh_of(2)
+    both = NamedSharding(mesh.jax_mesh, P("stage"))
+    apart = [NamedSharding(m, P("stage")) for m in mesh.unstack]
+    chosen = 0 if donates else None
+
+    @mpmd.mpmd(mesh, in_shardings=(both,), donate_argnums=0)
+    def step(x):
+        parts = mpmd.slice(x, [0, 1])
+        return [
+            mpmd.task(lambda x: 2 * x, out_shardings=s, donate_argnums=chosen)(part)
+            for part, s in zip(parts, apart, strict=True)
+        ]
+
+    x = jax.device_put(jnp.arange(8.0).reshape(2, 4), both)
+    y = step(x)
+    np.testing.assert_array_equal(np.concatenate(y), 2 * np.arange(8.0).reshape(2, 4))
+    assert x.is_deleted()
+
+
+def test_a_donated_argument_whose_memory_is_returned_is_not_deleted():
+    mesh = mesh_of(2)
+    both = NamedSharding(mesh.jax_mesh, P("stage"))
+
+    @mpmd.mpmd(mesh, in_shardings=(both,), donate_argnums=0)
+    def step(x):
+        return mpmd.slice(x, [0, 1])
+
+    x = jax.device_put(jnp.arange(8.0).reshape(2, 4), both)
+    np.testing.assert_array_equal(np.concatenate(step(x)), np.arange(8.0).reshape(2, 4))

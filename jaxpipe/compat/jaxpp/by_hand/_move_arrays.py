@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ....mpmd.runtime import (
     CompileHandshake,
@@ -130,16 +130,19 @@ def _from_shards(spec: Spec, arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _stack(operation: Operation) -> Callable:
     (stacked,) = operation.outputs
-    has_dim = operation.inputs[0].ndim == stacked.ndim
+    if operation.inputs[0].ndim == stacked.ndim:
+        return lambda *arrays: [_from_shards(stacked.spec, arrays)]
+    local = [i for i, x in enumerate(operation.inputs) if x.sharding.addressable_devices]
+    expand = [(i, _with_first_dim(operation.inputs[i], stacked.sharding.spec)) for i in local]
+    return lambda *arrays: [_from_shards(stacked.spec, [run(arrays[i]) for i, run in expand])]
 
-    def expand(x: jax.Array, value: MpmdValue) -> jax.Array:
-        with jax.set_mesh(value.sharding.mesh):
-            sharding = NamedSharding(value.sharding.mesh, stacked.sharding.spec)
-            return jax.jit(lambda x: x[None], out_shardings=sharding)(x)
 
-    return lambda *arrays: [
-        _from_shards(stacked.spec, arrays if has_dim else [*map(expand, arrays, operation.inputs)])
-    ]
+def _with_first_dim(value: MpmdValue, spec: PartitionSpec) -> Callable:
+    """Returns the compiled function that gives an array the first dim of a stack."""
+    mesh = value.sharding.mesh
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(lambda x: x[None], out_shardings=NamedSharding(mesh, spec))
+        return jitted.lower(value.spec).compile()
 
 
 def _slice(operation: Operation) -> Callable:

@@ -33,17 +33,30 @@ class MpmdMesh(_MpmdMesh):
         return MpmdMesh(mesh, self.mpmd_axis_name)
 
 
+@dataclass(eq=False)
+class Buffer:
+    """The memory of an array on one group, which `stack` and `slice` hand on to other values."""
+
+    is_sent: bool = False
+    donated_to: str | None = None
+
+
 class MpmdValue:
     """An array of a program that is being recorded."""
 
-    def __init__(self, program: "Recording", spec: Spec):
+    def __init__(self, program: "Recording", spec: Spec, buffers: dict[int, Buffer] | None = None):
         self.program = program
         self.spec = spec
         self.shape, self.dtype = spec.shape, spec.dtype
         self.sharding: Any = spec.sharding
         self.ndim = len(spec.shape)
-        self.is_sent = False
-        self.donated_to: str | None = None
+        groups = program.groups_of(spec.sharding.mesh, "An array") if buffers is None else ()
+        self.buffers = {group: Buffer() for group in groups} if buffers is None else buffers
+
+    @property
+    def donated_to(self) -> str | None:
+        """Returns the task that the value, or a part of its memory, was donated to, or None."""
+        return next((b.donated_to for b in self.buffers.values() if b.donated_to), None)
 
 
 @dataclass(frozen=True)
@@ -84,10 +97,17 @@ class Recording:
         return groups
 
     def add(
-        self, name: str, inputs: Sequence[MpmdValue], specs: Sequence[Spec], **more: Any
+        self,
+        name: str,
+        inputs: Sequence[MpmdValue],
+        specs: Sequence[Spec],
+        *,
+        buffers: Sequence[dict[int, Buffer]] | None = None,
+        **more: Any,
     ) -> list:
-        """Adds an operation and returns its outputs."""
-        outputs = [MpmdValue(self, spec) for spec in specs]
+        """Adds an operation and returns its outputs, which have memory of their own by default."""
+        memory = [None] * len(specs) if buffers is None else buffers
+        outputs = [MpmdValue(self, spec, of) for spec, of in zip(specs, memory, strict=True)]
         self.operations.append(Operation(name, tuple(inputs), tuple(outputs), **more))
         return outputs
 
@@ -163,13 +183,13 @@ def task(
         inputs = _values(f"task `{called}`", leaves, program)
         donated = _flat_donated(arguments, donate_argnums)
         for i in donated:
-            if inputs[i].is_sent:
+            if any(buffer.is_sent for buffer in inputs[i].buffers.values()):
                 raise ValueError(
                     f"Task `{called}` donates argument {i}, which was sent. Its memory belongs to "
                     "the transfer: leave it out of `donate_argnums`."
                 )
-        named = [x for x in jax.tree.leaves((in_shardings, out_shardings)) if _is_named(x)]
-        meshes = {x.sharding.mesh for x in inputs} | {x.mesh for x in named}
+        given = [x for x in jax.tree.leaves((in_shardings, out_shardings)) if _is_named(x)]
+        meshes = {x.sharding.mesh for x in inputs} | {x.mesh for x in given}
         meshes |= {mesh} - {None}
         if len(meshes) != 1:
             raise ValueError(
@@ -179,7 +199,8 @@ def task(
         on: Any = meshes.pop()
         program.groups_of(on, f"Task `{called}`")
         _check_inputs(called, inputs, (arguments, more), in_shardings, on)
-        wanted = jax.tree.map(partial(_named, on, called), out_shardings, is_leaf=_is_leaf)
+        named = partial(_named, on, f"`out_shardings` of task `{called}`")
+        wanted = jax.tree.map(named, out_shardings, is_leaf=_is_leaf)
 
         def flat(*leaves: Any) -> list:
             arguments, more = jax.tree.unflatten(tree, leaves)
@@ -198,8 +219,8 @@ def task(
         ]
         jit = partial(jax.jit, flat, out_shardings=shardings[0])
         outputs = program.add(called, inputs, specs, jit=jit, mesh=on, donated=donated)
-        for i in donated:
-            inputs[i].donated_to = called
+        for buffer in (buffer for i in donated for buffer in inputs[i].buffers.values()):
+            buffer.donated_to = called
         return jax.tree.unflatten(results[0], outputs)
 
     return wrapped
@@ -219,13 +240,12 @@ def _is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
-def _named(mesh: Any, name: str, sharding: Any) -> NamedSharding:
+def _named(mesh: Any, what: str, sharding: Any) -> NamedSharding:
     if isinstance(sharding, PartitionSpec):
         return NamedSharding(mesh, sharding)
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"`out_shardings` of task `{name}` has {sharding!r}. Give a NamedSharding, or a "
-            "PartitionSpec, for each result."
+            f"{what} has {sharding!r}. Give a NamedSharding, or a PartitionSpec, for each array."
         )
     return sharding
 
@@ -237,11 +257,12 @@ def _check_inputs(
         return
     of_task = in_shardings if isinstance(in_shardings, tuple) else (in_shardings,)
     wanted = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_leaf)
+    what = f"`in_shardings` of task `{name}`"
     for x, sharding in zip(inputs, jax.tree.leaves(wanted, is_leaf=_is_leaf), strict=False):
-        if sharding is not None and _named(mesh, name, sharding) != x.sharding:
-            raise ValueError(
-                f"`in_shardings` of task `{name}` has {sharding}, and the argument {x.sharding}."
-            )
+        if sharding is None:
+            continue
+        if not _named(mesh, what, sharding).is_equivalent_to(x.sharding, x.ndim):
+            raise ValueError(f"{what} has {sharding}, and the argument {x.sharding}.")
 
 
 class TransferFuture:
@@ -263,8 +284,8 @@ def transfer(arrays: Any, *, out_shardings: Any) -> TransferFuture:
 
     Args:
         arrays: A tree of values.
-        out_shardings: Shardings over the meshes of other groups with the specs of the arrays: a
-            tree that is a prefix of `arrays`.
+        out_shardings: A NamedSharding over the mesh of another group, with the spec of the array,
+            for each array: a tree that is a prefix of `arrays`.
 
     Returns:
         A future, whose `done()` returns a tree like `arrays`.
@@ -272,7 +293,7 @@ def transfer(arrays: Any, *, out_shardings: Any) -> TransferFuture:
     Raises:
         NotImplementedError: If an array would have another spec than before.
         ValueError: If there is no array, or a group would send to itself.
-        TypeError: If an array is no array of the program.
+        TypeError: If an array is no array of the program, or has no NamedSharding.
     """
     program = _current("transfer")
     leaves, tree = jax.tree.flatten(arrays)
@@ -282,27 +303,33 @@ def transfer(arrays: Any, *, out_shardings: Any) -> TransferFuture:
     wanted = jax.tree.broadcast(out_shardings, arrays, is_leaf=_is_leaf)
     specs = []
     for x, to in zip(inputs, jax.tree.leaves(wanted, is_leaf=_is_leaf), strict=True):
-        to = _named(x.sharding.mesh, "transfer", to)
+        if not _is_named(to):
+            raise TypeError(
+                f"`out_shardings` of `transfer` has {to!r}. Give a NamedSharding over the mesh of "
+                "the group that receives the array."
+            )
         same = NamedSharding(x.sharding.mesh, to.spec, memory_kind=to.memory_kind)
         is_same = same == x.sharding or same.is_equivalent_to(x.sharding, x.ndim)
         if not is_same or same.mesh.axis_sizes != to.mesh.axis_sizes:
             raise NotImplementedError(
-                f"`transfer` is given an array with {x.sharding} and the sharding {to}. Give its "
-                "spec, and reshard in a task."
+                f"`transfer` is given an array with {x.sharding} and the sharding {to}. Give a "
+                f"NamedSharding with the array's {x.sharding.spec}, and reshard in a task."
             )
         groups = (program.groups_of(s.mesh, "An array of `transfer`") for s in (x.sharding, to))
         if {*next(groups)} & {*next(groups)}:
             raise ValueError(f"`transfer` is given an array of {x.sharding.mesh} for {to.mesh}.")
         specs.append(Spec(x.shape, x.dtype, sharding=to))
-        x.is_sent = True
+        for buffer in x.buffers.values():
+            buffer.is_sent = True
     return TransferFuture(tree, program.add("transfer", inputs, specs))
 
 
 def stack(*arrays: Any) -> Any:
-    """Makes one array of arrays of several groups, without a copy.
+    """Makes one array of arrays of several groups; nothing moves between devices.
 
     Arrays of one group each that are not sharded along the axis of the groups get a new first dim,
-    which is. Those whose first dim is sharded so already are concatenated.
+    which is: each device copies its shard. Those whose first dim is sharded so already are
+    concatenated without a copy.
 
     Raises:
         ValueError: If a group has several of the arrays, or they differ in shape or spec.
@@ -327,9 +354,9 @@ def stack(*arrays: Any) -> Any:
     extent = int(extents.pop() * len(every))
     shape = (extent, *first.shape[has_dim:])
     spec = spec if has_dim else _with_partitions(spec, (axis, *spec))
-    (stacked,) = program.add(
-        "stack", inputs, [Spec(shape, first.dtype, sharding=NamedSharding(mesh, spec))]
-    )
+    specs = [Spec(shape, first.dtype, sharding=NamedSharding(mesh, spec))]
+    shared = [dict(pair for x in inputs for pair in x.buffers.items())] if has_dim else None
+    (stacked,) = program.add("stack", inputs, specs, buffers=shared)
     return stacked
 
 
@@ -358,7 +385,8 @@ def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
         mesh = program.mpmd_mesh.mpmd_submesh(part).jax_mesh
         shape = (x.shape[0] // len(own) * len(part), *x.shape[1:]) if divided else x.shape
         specs.append(Spec(shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)))
-    return tuple(program.add("slice", [x], specs))
+    shared = [{group: x.buffers[group] for group in part} for part in parts]
+    return tuple(program.add("slice", [x], specs, buffers=shared))
 
 
 def _first_axis(x: MpmdValue) -> Any:

@@ -1,6 +1,7 @@
 """Compiles and runs a program that is written by hand: a process runs the tasks of its groups."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jaxtyping import PyTree
 
 from ....mpmd.api import MpmdMesh
 from ._move_arrays import Connection, elsewhere, move
-from ._operations import MpmdValue, Operation, Recording, Spec, recording
+from ._operations import Buffer, MpmdValue, Operation, Recording, Spec, recording
 
 
 class _CompiledOperation(NamedTuple):
@@ -108,6 +109,9 @@ class FunctionByHand:
         finally:
             recording.reset(token)
         results, out_tree = jax.tree.flatten(result)
+        for i, x in enumerate(results):
+            if isinstance(x, MpmdValue) and x.donated_to is not None:
+                raise ValueError(f"Result {i} of the function was donated to `{x.donated_to}`.")
         donated = _donated_leaves(arguments, self.donate_argnums)
         compiled = _compile(program, inputs, results, donated, self.infer_donation)
         shapes = [x.spec if isinstance(x, MpmdValue) else x for x in results]
@@ -184,24 +188,57 @@ def _compile(
     last: dict[int, int] = {}
     for n, operation in enumerate(program.operations):
         last |= {ids[id(x)]: n for x in (*operation.inputs, *operation.outputs)}
-    is_sent = {
-        ids[id(x)] for operation in program.operations for x in operation.inputs if x.is_sent
-    }
-    may_go = (donated | ({*range(len(inputs), len(ids))} if infer_donation else set())) - kept
+    reusable = _reusable(program, inputs, results, donated, infer_donation)
     steps, connection = [], Connection.open(program)
     for n, operation in enumerate(program.operations):
         reads = tuple(ids[id(x)] for x in operation.inputs)
         ends = tuple({i for i, at in last.items() if at == n and i >= len(inputs)} - kept)
-        reused = {i for i in reads if last[i] == n and i in may_go - is_sent}
-        argnums = tuple(k for k, i in enumerate(reads) if i in reused and reads.count(i) == 1)
         is_task = operation.mesh is not None
-        run = _runner(operation, argnums) if is_task else move(operation, connection)
+        run = _runner(operation, reusable[n]) if is_task else move(operation, connection)
         steps.append(
             _CompiledOperation(run, reads, tuple(ids[id(x)] for x in operation.outputs), ends)
         )
     connection.check_layouts()
     outputs = [(ids[id(x)], None) if isinstance(x, MpmdValue) else (None, x) for x in results]
-    return _Compiled(steps, outputs, sorted(donated - kept - is_sent))
+    in_use = {buffer for x in results if isinstance(x, MpmdValue) for buffer in _buffers(x)}
+    deleted = [
+        i for i in sorted(donated) if not any(b.is_sent or b in in_use for b in _buffers(inputs[i]))
+    ]
+    return _Compiled(steps, outputs, deleted)
+
+
+def _buffers(value: MpmdValue) -> list[Buffer]:
+    return [*value.buffers.values()]
+
+
+def _reusable(
+    program: Recording,
+    inputs: Sequence[MpmdValue],
+    results: Sequence[Any],
+    donated: set[int],
+    infer_donation: bool,
+) -> list[tuple[int, ...]]:
+    """Returns the inputs of each operation whose memory no value needs after it."""
+    last: dict[Buffer, int] = {}
+    for n, operation in enumerate(program.operations):
+        values = (*operation.inputs, *operation.outputs)
+        last |= {buffer: n for x in values for buffer in _buffers(x)}
+    of_inputs = {buffer for x in inputs for buffer in _buffers(x)}
+    may_go = {buffer for i in donated for buffer in _buffers(inputs[i])}
+    may_go |= {*last} - of_inputs if infer_donation else set()
+    may_go -= {buffer for x in results if isinstance(x, MpmdValue) for buffer in _buffers(x)}
+    argnums = []
+    for n, operation in enumerate(program.operations):
+        reads = Counter(buffer for x in operation.inputs for buffer in _buffers(x))
+        free = {b for b in reads if b in may_go and last[b] == n and not b.is_sent}
+        argnums.append(
+            tuple(
+                k
+                for k, x in enumerate(operation.inputs)
+                if all(b in free and reads[b] == 1 for b in _buffers(x))
+            )
+        )
+    return argnums
 
 
 def _runner(operation: Operation, donated: tuple[int, ...]) -> Callable:
