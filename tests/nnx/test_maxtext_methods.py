@@ -299,3 +299,62 @@ def test_a_window_of_one_repeat_is_refused():
 
     with pytest.raises(ValueError, match=r"shapes \[\(2, 4\)\], and a window has \[\(2, 2, 4\)\]"):
         call("NNXCircularPipeline", built("NNXCircularPipeline", Own))
+
+
+class NNXCounting(NNXScale):
+    """A stage with a random stream and a value that an earlier call has sown."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.report = nnx.Intermediate(jnp.zeros(()))
+
+
+def changed_state(state: Any, kind: Any) -> Any:
+    """The state with other variables of a kind, as MaxText's scan would carry them."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    change = lambda v: v.replace(2 * v.get_value()) if isinstance(v, kind) else v  # noqa: E731
+    return jax.tree.map(change, state, is_leaf=is_variable)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "path"),
+    [
+        ("NNXPipeline", nnx.RngCount, "dropout.rngs.count"),
+        ("NNXCircularPipeline", nnx.Intermediate, "report"),
+    ],
+)
+def test_a_state_that_an_override_changes_is_refused(kind, variables, path):
+    """MaxText carries what is returned to the next iteration; parameters are not in it."""
+
+    def pipeline(changed: Any) -> Any:
+        def run_one_iteration(self, loop_state, graph_or_bsw, state_or_graph, *rest):
+            own = getattr(maxtext, kind).run_one_iteration
+            loop_state, state = own(self, loop_state, graph_or_bsw, state_or_graph, *rest)
+            return loop_state, changed_state(state, changed)
+
+        own = type("Own", (getattr(maxtext, kind),), {"run_one_iteration": run_one_iteration})
+        fields = "repeat" if "Circular" in kind else ""
+        config = Row(2, 2, 1, fields, fsdp=2).config(num_pipeline_microbatches=M)
+        return own(config, NNXCounting, MESH())
+
+    arguments = X, None, POSITIONS, True
+    with pytest.raises(ValueError, match=f"`run_one_iteration` returns a state .* in {path}"):
+        pipeline(variables)(*arguments)
+    np.testing.assert_allclose(pipeline(nnx.Param)(*arguments), X, rtol=1e-6)
+
+
+def test_a_state_that_the_function_of_all_stages_changes_is_refused():
+    class Own(maxtext.NNXPipeline):
+        def get_main_vmap_func_for_iterations(self):
+            run = super().get_main_vmap_func_for_iterations()
+
+            def reporting(*arguments):
+                y, state = run(*arguments)
+                return y, {**state, "mean": jnp.mean(y)}
+
+            return reporting
+
+    match = "The function of `get_main_vmap_func_for_iterations` returns a state .* in mean"
+    with pytest.raises(ValueError, match=match):
+        call("NNXPipeline", built("NNXPipeline", Own))

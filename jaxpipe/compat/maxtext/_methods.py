@@ -323,11 +323,12 @@ class PipelineMethods(PipelineAttributes):
             keys=stepwise.keys_of_iteration(keys, microbatches, repeats, self.mesh)
         )
         run = self.get_main_vmap_func_for_iterations()
-        return advance(self._outputs_of(run(call, weights, x, *batch, *options)), loop_state)
+        result = run(call, weights, x, *batch, *options)
+        return advance(self._outputs_of(result, weights), loop_state)
 
-    @staticmethod
-    def _outputs_of(result) -> Any:
-        """Returns the outputs of what the function of all stages returns."""
+    def _outputs_of(self, result, weights) -> Any:
+        """Returns the outputs of what the function of all stages returns for these weights."""
+        del weights
         return result
 
     def _sharded(self, tree, dim, specs=None) -> Any:

@@ -6,13 +6,13 @@ state's own are handed back as they are.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from flax import nnx
 
 from ._sown import is_sown
-from ._stage import weights_of
+from ._stage import is_same, overwritten_in, weights_of
 
 
 class LoopArguments(NamedTuple):
@@ -66,3 +66,41 @@ def check_graph(graph: Any, layers: nnx.Module) -> None:
             "`run_one_iteration` was given the graph of another module. It runs the pipeline's own "
             "stages: give the graph of `nnx.split(pipeline.layers)`."
         )
+
+
+def outputs_with_state(result: Any, given: Any, name: str, params: Collection[str]) -> Any:
+    """Returns the first of (outputs, state); raises if a variable but `params` was changed.
+
+    MaxText carries the state to the next iteration, but for its parameters. The loop of methods has
+    no state to carry.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"{name} returns {type(result).__name__}. As MaxText's it returns two values, the "
+            "second of which is the state."
+        )
+    returned, before = (_arrays(state) for state in (result[1], given))
+    changed = sorted({*returned} ^ {*before})
+    changed += [
+        path
+        for path in sorted({*returned} & {*before})
+        if path not in params and not is_same(returned[path], before[path])
+    ]
+    if changed:
+        raise ValueError(
+            f"{name} returns a state that differs from the one that it was given in "
+            f"{', '.join(changed[:8])}. MaxText carries it to the next iteration, and here the "
+            "change would be lost: return the very state, and let stages sow what they report."
+        )
+    return result[0]
+
+
+def params_of(layers: nnx.Module) -> set[str]:
+    """Returns the paths of variables that MaxText takes for parameters."""
+    state = nnx.state(layers)
+    return {*weights_of(nnx.state(layers, nnx.Param)), *overwritten_in(state)}
+
+
+def _arrays(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a state, or of a dict by path, by path."""
+    return dict(state) if isinstance(state, dict) else weights_of(state)

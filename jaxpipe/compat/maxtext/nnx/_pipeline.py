@@ -22,6 +22,8 @@ from ._graph_arguments import (
     LoopArguments,
     WindowArguments,
     check_graph,
+    outputs_with_state,
+    params_of,
     split,
     split_state,
     takes_graph,
@@ -153,14 +155,12 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
 
         return run_state
 
-    @staticmethod
-    def _outputs_of(result: Any) -> Any:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(
-                "The function of `get_main_vmap_func_for_iterations` returns "
-                f"{type(result).__name__}. As MaxText's it returns (outputs, state)."
-            )
-        return result[0]
+    def _outputs_of(self, result: Any, weights: Any) -> Any:
+        return self._first(result, weights, "The function of `get_main_vmap_func_for_iterations`")
+
+    def _first(self, result: Any, given: Any, name: str) -> Any:
+        """Returns the first of (outputs, state) if the state is the given one."""
+        return outputs_with_state(result, given, name, params_of(self.layers))
 
     def __call__(
         self,
@@ -214,7 +214,8 @@ class NNXPipeline(LoopMethods, NNXPipelineBase):
         if not takes_graph(self.run_one_iteration):
             return super().iterate(loop_state, weights, batch, names)
         graph, state = split(self.layers, weights)
-        return self.run_one_iteration(loop_state, graph, state, *batch, names)[0]
+        result = self.run_one_iteration(loop_state, graph, state, *batch, names)
+        return self._first(result, state, "`run_one_iteration`")
 
 
 @record_originals
@@ -243,7 +244,8 @@ class NNXCircularPipeline(WindowMethods, NNXPipelineBase):
             return super().iterate(loop_state, bsw, batch)
         graph, state = nnx.split(self.layers)
         _, sown, random = split_state(state)
-        return self.run_one_iteration(loop_state, bsw, graph, sown, random, *batch, None)[0]
+        result = self.run_one_iteration(loop_state, bsw, graph, sown, random, *batch, None)
+        return self._first(result, nnx.merge_state(sown, random), "`run_one_iteration`")
 
 
 def create_nnx_pipeline(

@@ -81,7 +81,7 @@ def stage_function(
 
 def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raises a `ValueError` if a call set or created a variable other than by `sow`."""
-    is_unchanged = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
+    is_unchanged = lambda name: name in before and is_same(before[name], after[name])  # noqa: E731
     changed = sorted(name for name in after if not is_unchanged(name))
     if changed:
         raise ValueError(
@@ -92,7 +92,8 @@ def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
         )
 
 
-def _is_same(before: Any, after: Any) -> bool:
+def is_same(before: Any, after: Any) -> bool:
+    """Returns whether two trees have the very same arrays, which may be traced."""
     a, b = jax.tree.leaves(before), jax.tree.leaves(after)
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
