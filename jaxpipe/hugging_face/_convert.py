@@ -161,13 +161,15 @@ def to_hugging_face(
         A summary of the conversion.
 
     Raises:
-        ValueError: If there is no such checkpoint, or Hugging Face has no such model.
+        ValueError: If there is no such checkpoint, its weights are still to be averaged, or Hugging
+            Face has no such model.
     """
     folder = checkpoint.checkpoints_folder(source)
     carried, token_ids = files_to_hugging_face(source)
     with checkpoint.open_checkpoints_read_only(folder) as checkpoints:
         step = checkpoint.verified_step(checkpoints, step, allow_unverified=allow_unverified)
         metadata = checkpoint.read_metadata(checkpoints, step)
+        checkpoint.check_not_to_average(metadata, f"{folder} step {step}")
         layers_after = metadata.get("layers_after", 0)
         block, sizes = read_sizes(metadata["model"])
         config = MODEL_FORMATS[block].write(sizes, max_length)

@@ -47,7 +47,13 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def make_run(
-    folder: Path, sizes: Any, *, layers_after: int = 0, dtype: Any = np.float32, step: int = 7
+    folder: Path,
+    sizes: Any,
+    *,
+    layers_after: int = 0,
+    dtype: Any = np.float32,
+    step: int = 7,
+    **metadata: Any,
 ) -> Any:
     """A run's folder with a checkpoint of random weights, which come back by their paths."""
     block = "llama" if isinstance(sizes, models.LlamaConfig) else "deepseek"
@@ -59,7 +65,7 @@ def make_run(
         "optimizer": {"count": np.array(step, np.int32)},
         "step": np.array(step, np.int32),
     }
-    metadata = {"model": vars(sizes), "layers_after": layers_after}
+    metadata |= {"model": vars(sizes), "layers_after": layers_after}
     with open_checkpoints(folder / "checkpoints", max_to_keep=None, asynchronous=False) as saved:
         save_checkpoint(saved, step, state, metadata)
     return weights

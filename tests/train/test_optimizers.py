@@ -6,6 +6,7 @@ optax writes for such a tree.
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ import pytest
 from optax import contrib
 
 from jaxpipe.data import synthetic_batches
+from jaxpipe.hugging_face import to_hugging_face
 from jaxpipe.train import Config, train
+from jaxpipe.train.checkpoint import first_state
 from jaxpipe.train.estimate import state_bytes
 from jaxpipe.train.optim import factories
+from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
+from small_models import small_llama
 
-from .runs import DEEPSEEK, NONE, ROWS, TINY, Run, Settings, config_of, setup_of, three_steps
+from .converted import make_run
+from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, config_of, flat, setup_of, three_steps
 
 STEPS, LENGTH, CLIP = 3, 16, 0.5
 EPSILON, TIMESCALE = 1e-5, 10_000.0
@@ -159,10 +165,10 @@ ENGINES: dict[str, tuple[int, Settings]] = {
 }
 
 
-def user_params(run: Run, state: Any) -> Any:
+def user_params(setup: Setup, state: Any) -> Any:
     """The weights of a canonical state with a list of layers."""
     weights = state["weights"]
-    count = run.setup.state.weights.layout.num_layers
+    count = setup.state.weights.layout.num_layers
     layers = [jax.tree.map(lambda w: jnp.asarray(w[i]), weights["stages"]) for i in range(count)]  # noqa: B023
     return {"embed": weights["embed"], "layers": layers, "head": weights["head"]}
 
@@ -211,9 +217,9 @@ def test_three_steps_are_those_of_a_plain_program_with_optax(name: str, engine: 
     make, settings = OPTIMIZERS[name]
     devices, layout = ENGINES[engine]
     run = three_steps(devices, SETTINGS | layout | {"optimizer": name} | settings)
-    losses, weights = trained_plainly(make(), user_params(run, run.first))
+    losses, weights = trained_plainly(make(), user_params(run.setup, run.first))
     np.testing.assert_allclose([m["loss"] for m in run.metrics], losses, rtol=1e-5)
-    assert error(user_params(run, run.saved), weights[1]) <= 1e-5
+    assert error(user_params(run.setup, run.saved), weights[1]) <= 1e-5
     # The state goes on in another layout: the loss of the third step, after two steps here.
     assert np.isclose(run.go_on(run.saved), losses[2], rtol=1e-5)
 
@@ -229,6 +235,9 @@ def test_a_function_of_the_users_is_given_the_schedule_and_the_mask(
         "        optax.scale_by_learning_rate(learning_rate))\n"
         "def without_rate(scale=1.0):\n"
         "    return optax.scale(-scale)\n"
+        "def plain(learning_rate, steps=()):\n"
+        "    assert steps == () or [*map(type, steps)] == [int, str], steps\n"
+        "    return optax.sgd(learning_rate)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     own = {"optimizer": "my_optimizers:signs", "optimizer_arguments": {"scale": 0.5}} | DECAY
@@ -239,7 +248,7 @@ def test_a_function_of_the_users_is_given_the_schedule_and_the_mask(
         optax.add_decayed_weights(0.5, is_matrix),
         optax.scale_by_learning_rate(rate),
     )
-    losses, _ = trained_plainly(tx, user_params(run, run.first))
+    losses, _ = trained_plainly(tx, user_params(run.setup, run.first))
     np.testing.assert_allclose([m["loss"] for m in run.metrics], losses, rtol=1e-5)
     for name, message in (
         ("my_optimizers:signs", r"has 'momentum', which my_optimizers:signs does not take\. It ta"),
@@ -249,6 +258,15 @@ def test_a_function_of_the_users_is_given_the_schedule_and_the_mask(
     ):
         with pytest.raises(ValueError, match=message):
             setup_of(1, NONE, {"optimizer": name, "optimizer_arguments": {"momentum": 0.9}})
+    plain: Settings = {"optimizer": "my_optimizers:plain"} | NO_DECAY
+    for key, value in (
+        ("adam_b1", 0.5),
+        ("adam_weight_decay", 0.7),
+        ("weight_decay_exclude", ["x"]),
+    ):
+        with pytest.raises(ValueError, match=f"`{key}` is .*, which it does not read"):
+            setup_of(1, NONE, plain, {key: value})
+    setup_of(1, NONE, plain, {"optimizer_arguments": {"steps": [100, "end"]}})
 
 
 @pytest.mark.parametrize(
@@ -279,6 +297,22 @@ def test_a_function_of_the_users_is_given_the_schedule_and_the_mask(
             "to be evaluated at an average of them",
         ),
         ({"optimizer_arguments": [0.9]}, "Input should be a mapping"),
+        (
+            {"optimizer": "muon", "optimizer_arguments": {"adaptive": True}},
+            "'adaptive', which muon cannot be given here: it would sum over all layers",
+        ),
+        (
+            {"optimizer": "adafactor", "weight_decay_exclude": ["attention"]},
+            r"`weight_decay_exclude` is \('attention',\), which it does not read",
+        ),
+        *(
+            ({"optimizer": name}, f"'{name}', which cannot train a pipeline: it takes no schedule")
+            for name in ("rprop", "sm3", "optimistic_adam")
+        ),
+        (
+            {"optimizer": "polyak_sgd"},
+            "'polyak_sgd', which cannot train a pipeline: it needs the l",
+        ),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused_by_name(settings: Settings, message: str):
@@ -296,6 +330,93 @@ def test_an_argument_that_the_factory_cannot_use_is_refused_when_a_run_is_set_up
     arguments = {"optimizer": "muon", "optimizer_arguments": {"ns_coeffs": "no such preset"}}
     with pytest.raises(ValueError, match=r"cannot be built with .*Unknown ns_coeff preset"):
         setup_of(1, NONE | arguments)
+    with pytest.raises(ValueError, match=r"'adamw' cannot be built with .*nonsense"):
+        setup_of(1, NONE | {"optimizer_arguments": {"mu_dtype": "nonsense"}})
+    arguments = {"optimizer": "schedule_free_adamw", "optimizer_arguments": {"warmup_steps": 5}}
+    with pytest.raises(
+        ValueError, match=r"'schedule_free_adamw' cannot be (built|run) with .*Type"
+    ):
+        setup_of(1, NONE | NO_DECAY | arguments)
+    setup_of(1, NONE, NO_DECAY, {"optimizer": "nadamw", "adam_weight_decay": 0.5})
+    decay: Settings = {"optimizer_arguments": {"weight_decay_rate": 0.1}}
+    setup_of(1, NONE, NO_DECAY, decay, {"optimizer": "adafactor", "weight_decay_exclude": ["mlp"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "engine", "layers_after"),
+    [
+        ("schedule_free_adamw", "z", "circular, fsdp", 0),
+        pytest.param("schedule_free_adamw", "z", "mpmd", 0, marks=SLOW),
+        pytest.param("schedule_free_sgd", "z", "explicit", 0, marks=SLOW),
+        pytest.param("prodigy", "params0", "scheduled", 0, marks=SLOW),
+        pytest.param("schedule_free_sgd", "z", "none, fsdp", 2, marks=SLOW),
+    ],
+)
+def test_a_state_that_has_the_weights_has_those_of_init_from(
+    name: str, field: str, engine: str, layers_after: int, tmp_path: Path
+):
+    sizes = small_llama(base_num_decoder_layers=4, base_mlp_dim=24, vocab_size=64)
+    weights = make_run(tmp_path / "run", sizes, layers_after=layers_after)
+    if layers_after:
+        after = weights["head"].pop("layers")
+        weights["stages"] = jax.tree.map(lambda *x: np.concatenate(x), weights["stages"], after)
+    devices, layout = ENGINES[engine]
+    setup = setup_of(devices, vars(sizes), NO_DECAY, layout, {"optimizer": name})
+    state = flat(setup, first_state(setup.step, str(tmp_path / "run")))
+    jax.tree.map(np.testing.assert_array_equal, state["weights"], weights)
+    # Both optimizers of optax begin with a copy of the weights.
+    found = jax.tree.leaves(state["optimizer"], is_leaf=lambda x: hasattr(x, field))
+    (has_field,) = [s for s in found if hasattr(s, field)]
+    jax.tree.map(np.testing.assert_array_equal, getattr(has_field, field), weights)
+
+
+def test_weights_that_are_to_be_averaged_are_not_taken_for_the_model(tmp_path: Path):
+    for name, is_refused in (("schedule_free_sgd", True), ("adamw", False)):
+        run, sizes = tmp_path / name, small_llama(base_num_decoder_layers=2, vocab_size=64)
+        make_run(run, sizes, optimizer={"name": name, "arguments": {}})
+        setup = setup_of(1, vars(sizes), NONE)
+        refused = pytest.raises(ValueError, match=f"has weights of {name}, .* average of them")
+        with refused if is_refused else nullcontext():
+            first_state(setup.step, str(run))
+        with refused if is_refused else nullcontext():
+            to_hugging_face(run, tmp_path / f"{name} converted")
+
+
+def moved(name: str, settings: Settings, here: str, there: str, folder: Path) -> None:
+    """Two steps, a checkpoint, and the third step in another layout, are those of one run."""
+    run = SETTINGS | {"optimizer": name, "learning_rate_schedule_steps": STEPS} | settings
+
+    def losses(engine: str, steps: int, folder: Path) -> list[float]:
+        devices, layout = ENGINES[engine]
+        config = config_of(devices, run, layout, {"steps": steps, "output_dir": str(folder)})
+        with pytest.MonkeyPatch.context() as patch:
+            few = jax.devices()[:devices]
+            patch.setattr(jax, "devices", lambda *_: few)
+            return [m["loss"] for m in train(config, stream=io.StringIO())]
+
+    two = losses(here, 2, folder / "moved")
+    found = two + losses(there, 3, folder / "moved")
+    make, _ = OPTIMIZERS[name]
+    setup = setup_of(1, run, NONE)
+    first = user_params(setup, flat(setup, init_state(setup.step)))
+    np.testing.assert_allclose(found, trained_plainly(make(), first)[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("circular, fsdp", "mpmd"),
+        ("mpmd", "none, fsdp"),
+        ("none", "scheduled"),
+        ("scheduled", "circular, zero1"),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_engine_and_mesh(
+    name: str, here: str, there: str, tmp_path: Path
+):
+    moved(name, OPTIMIZERS[name][1], here, there, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_another_optimizer(tmp_path: Path):
@@ -329,6 +450,14 @@ def test_the_bytes_of_a_state_are_those_of_its_moments(name: str):
     assert layer.per_parameter == pytest.approx(BYTES[name][0], rel=2e-3)  # norms have two moments
     assert ends.per_parameter == pytest.approx(BYTES[name][1], rel=2e-3)
     assert layer.whole < 64 and ends.whole < 64
+
+
+def test_the_dtype_of_means_is_also_that_of_what_muon_leaves_to_adamw():
+    muon = {"optimizer": "muon", "optimizer_arguments": {"mu_dtype": "bfloat16"}}
+    plan = setup_of(1, NONE, NO_DECAY, {"base_mlp_dim": 4096}, muon).state
+    layer, ends = state_bytes(plan.weights.abstract_unstacked, plan.optimizer)
+    assert layer.per_parameter == pytest.approx(2, rel=2e-3)
+    assert ends.per_parameter == 2 + 4
 
 
 def test_a_factored_state_is_counted_whole():

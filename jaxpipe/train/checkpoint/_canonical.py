@@ -23,9 +23,10 @@ from ... import sharding
 from ...sharding import LogicalAxes
 from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
+from ..plan._optimizer import make_optimizer
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES
-from ..step._optimizer_state import is_weight_tree
+from ..step._optimizer_state import init_optimizer_state, is_weight_tree
 from ..step._state import TrainState, state_logical_axes, state_shapes
 from ._conversions import (
     FromCanonical,
@@ -94,6 +95,31 @@ def state_from_canonical(
         name: _regroup_layers(mesh, num_layers, x, shardings[name]) for name, x in canonical.items()
     }
     return conversions(plan.weights).lay_out(plan, stored, shardings, canonical)
+
+
+def first_optimizer_state(plan: StatePlan, weights: PyTree) -> TrainState:
+    """Returns canonical weights, laid out for a run, and the first state of its optimizer.
+
+    Arrays that are laid out anew are deleted.
+    """
+    mesh, shardings = plan.weights.devices.mesh, _canonical_shardings(plan)
+    num_layers = plan.weights.layout.num_layers
+    weights = _regroup_layers(mesh, num_layers, weights, shardings["weights"])
+    plan = _with_one_stage(plan, plan.weights.num_layers_after)
+
+    def with_stages(tree: PyTree, change: Callable[[jax.Array], jax.Array]) -> PyTree:
+        def node(x: Any) -> Any:
+            return x | {"stages": jax.tree.map(change, x["stages"])} if is_weight_tree(x) else x
+
+        return jax.tree.map(node, tree, is_leaf=is_weight_tree)
+
+    def init(weights: PyTree) -> PyTree:
+        stacked = with_stages(weights, lambda x: x[None, None])
+        state = init_optimizer_state(plan, make_optimizer(plan), stacked)
+        return with_stages(state, lambda x: x[0, 0])
+
+    state = jit_on_mesh(mesh, init, shardings["optimizer"])(weights)
+    return {"weights": weights, "optimizer": state}
 
 
 def with_layers_after(plan: StatePlan, layers_after: int) -> StatePlan:

@@ -8,14 +8,22 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ..._input import MAX_JSON_BYTES, is_file
+from ..optim._factories import averages_weights
 from ..plan._family import ModelConfig
+from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
+from ..step._optimizer_state import reads_weights
 from ..step._state import TrainState
 from ..step._step import init_state, stored_shardings
 from . import _store
-from ._canonical import canonical_shapes, state_from_canonical, with_layers_after
+from ._canonical import (
+    canonical_shapes,
+    first_optimizer_state,
+    state_from_canonical,
+    with_layers_after,
+)
 from ._digests import DIGESTS_FILE, describe_corruption, find_corruption, has_digests, is_complete
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -48,10 +56,27 @@ def first_state(
             _as_restored(saved, weights.dtype), _store.leaf_specs(shapes), where, _ADVICE
         )
         check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
+        check_not_to_average(metadata, where)
         state = init_state(plan)
         del state["weights"]  # room for the others
+        reads = reads_weights(plan.state, make_optimizer(plan.state))
+        if reads:
+            del state["optimizer"]  # it is of the weights of the seed
         canonical = {"weights": _store.restore_weights(checkpoints, step, shapes)}
+    if reads:
+        canonical = first_optimizer_state(plan.state, canonical["weights"])
     return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
+
+
+def check_not_to_average(metadata: Mapping[str, Any], where: str) -> None:
+    """Refuses weights of a checkpoint that are not the model, but what it is averaged from."""
+    name = metadata.get("optimizer", {}).get("name", "")
+    if averages_weights(name):
+        raise ValueError(
+            f"{where} has weights of {name}, at which gradients were taken; the model is an "
+            "average of them, which is not saved. Compute it from the checkpoint's weights and "
+            "optimizer state with `optax.contrib.schedule_free_eval_params`."
+        )
 
 
 def _as_restored(saved: _store.LeafSpecs, weight_dtype: str) -> _store.LeafSpecs:

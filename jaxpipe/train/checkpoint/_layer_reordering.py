@@ -118,7 +118,7 @@ def jit_on_mesh(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable
     """Compiles `f` for arrays on a mesh, with all axes automatic inside."""
     program = jax.jit(with_auto_axes(mesh, f, where), out_shardings=where)
 
-    def run(*arrays: jax.Array) -> PyTree:
+    def run(*arrays: PyTree) -> PyTree:
         with jax.set_mesh(mesh):
             return program(*arrays)
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
 from ...engines import CONFIG_ENGINES, Engine
-from ..optim._factories import check_factory, unread_keys
+from ..optim._factories import averages_weights, check_factory, unread_keys
 from ._keys import ConfigKeys
 
 
@@ -147,15 +147,9 @@ class Config(ConfigKeys):
     def _check_optimizer(self) -> None:
         """Checks an optimizer of optax. A user's function is imported when a run is set up."""
         check_factory(self.optimizer, dict(self.optimizer_arguments))
-        for name in unread_keys(self.optimizer):
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"`optimizer` is {self.optimizer!r} and `{name}` is {value!r}, which it does "
-                    f"not read. Leave it at {default!r}, or give what {self.optimizer} takes as "
-                    "`optimizer_arguments`."
-                )
-        if self.optimizer.startswith("schedule_free") and self.eval_interval:
+        if ":" not in self.optimizer:
+            check_optimizer_reads_keys(self)
+        if averages_weights(self.optimizer) and self.eval_interval:
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r} and `eval_interval` {self.eval_interval}, but "
                 "evaluation reads the weights that gradients are taken at, and this optimizer's "
@@ -253,6 +247,21 @@ class Config(ConfigKeys):
                 f"{self.remat_policy!r} offloads {', '.join(offloaded)}, but what its programs "
                 "leave for each other stays on the device. Give a policy that saves tensors there, "
                 "or choose another engine."
+            )
+
+
+def check_optimizer_reads_keys(config: Config) -> None:
+    """Checks that keys which the optimizer does not read have their defaults.
+
+    A user's function is imported.
+    """
+    for name in unread_keys(config.optimizer, dict(config.optimizer_arguments)):
+        value, default = getattr(config, name), Config.model_fields[name].default
+        if value != default:
+            raise ValueError(
+                f"`optimizer` is {config.optimizer!r} and `{name}` is {value!r}, which it does "
+                f"not read. Leave it at {default!r}, or give what {config.optimizer} takes as "
+                "`optimizer_arguments`."
             )
 
 

@@ -51,7 +51,8 @@ Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_to_tuples)]
-_ArgumentValue = bool | int | float | Text | None | tuple[float | tuple[float, ...], ...]
+_ArgumentItem = bool | int | float | Text | None
+_ArgumentValue = _ArgumentItem | tuple[_ArgumentItem | tuple[_ArgumentItem, ...], ...]
 Arguments = Annotated[
     tuple[tuple[Name, _ArgumentValue], ...], BeforeValidator(_to_pairs), PlainSerializer(dict)
 ]

@@ -9,9 +9,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +27,21 @@ _REFUSED = {
     "lbfgs": "its line search computes the loss inside of an update",
     "momo": "it needs the loss inside of an update",
     "momo_adam": "it needs the loss inside of an update",
+    "optimistic_adam": "it takes no schedule of learning rates: name optimistic_adam_v2",
+    "polyak_sgd": "it needs the loss inside of an update",
+    "rprop": "it takes no schedule of learning rates",
     "schedule_free": "it needs an optimizer inside: name schedule_free_adamw or schedule_free_sgd",
+    "sm3": "it takes no schedule of learning rates",
     "sophia": "it differentiates the loss inside of an update",
 }
-"""Factories of optax that cannot run on the gradients of a batch alone, and the reason."""
+"""Factories of optax that cannot run on gradients and a schedule alone, and the reason."""
 
-_OF_WHOLE_ARRAYS = frozenset({"adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"})
+_REFUSED_ARGUMENTS = {
+    ("muon", "adaptive"): "it would sum over all layers and experts: their matrices are one stack"
+}
+"""Arguments that cannot be given to factories of optax, and the reason."""
+
+_OF_WHOLE_ARRAYS = frozenset({"adafactor", "fromage", "galore", "lamb", "lars", "novograd"})
 """Factories that compute with an array as a whole, such as its norm or its rows."""
 
 _MASKS = ("mask", "weight_decay_mask")
@@ -88,7 +99,8 @@ def factories() -> dict[str, Callable[..., Any]]:
     named: dict[str, Callable[..., Any]] = {}
     for module in (optax.contrib, optax):
         for name, value in vars(module).items():
-            is_factory = inspect.isfunction(value) and not name.startswith(("_", "scale_by"))
+            is_factory = isinstance(value, FunctionType | partial)  # nadamw is a partial
+            is_factory &= not name.startswith(("_", "scale_by"))
             if is_factory and name not in _REFUSED and "learning_rate" in _parameters(value):
                 named[name] = value
     return dict(sorted(named.items()))
@@ -120,14 +132,22 @@ def factory_of(name: str) -> Callable[..., Any]:
     return factories()[name]
 
 
-def unread_keys(name: str) -> tuple[str, ...]:
-    """Returns the keys of a run that an optimizer of optax does not read."""
-    if ":" in name:
-        return ()
-    read = {key for argument, key in _given_by_keys(name, factory_of(name)).items()}
+def unread_keys(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the keys of a run that an optimizer does not read; imports a user's function."""
+    read = {*_given_by_keys(name, _named(name)).values()}
     read |= {*_ADAM_KEYS.values()} if name == "muon" else set()
+    if name == "adafactor" and not arguments.get("weight_decay_rate"):
+        read.discard("weight_decay_exclude")  # nothing decays
     keys = (*_ADAM_KEYS.values(), "adam_weight_decay", "weight_decay_exclude")
     return tuple(key for key in keys if key not in read)
+
+
+def averages_weights(name: str) -> bool:
+    """Returns whether a model is an average of the weights of an optimizer of optax.
+
+    Of a user's function it is not known.
+    """
+    return name.startswith("schedule_free")
 
 
 def treats_arrays_as_wholes(name: str) -> bool:
@@ -148,7 +168,7 @@ def build_optimizer(
     Raises:
         ValueError: If the factory or the function cannot be called, or returns no optimizer.
     """
-    factory = _user_function(keys.name) if ":" in keys.name else factory_of(keys.name)
+    factory = _named(keys.name)
     arguments = dict(keys.arguments)
     _check_arguments(keys.name, factory, arguments)
     adam: dict[str, Any] = {"b1": keys.b1, "b2": keys.b2, "eps": keys.eps}
@@ -160,15 +180,11 @@ def build_optimizer(
     given |= {name: traits.decays for name in _MASKS if name in _parameters(factory)}
     if keys.name == "muon":
         rate = schedule_of(arguments.pop("adam_learning_rate", None))
-        rest = optax.adamw(rate, **adam, weight_decay=keys.weight_decay, mask=traits.decays)
-        factory = partial(_muon, rest, traits.dimensions)
-    try:
+        adam |= {"weight_decay": keys.weight_decay, "mask": traits.decays}
+        adam |= {"mu_dtype": arguments.get("mu_dtype")}
+        factory = partial(_muon, partial(optax.adamw, rate, **adam), traits.dimensions)
+    with refused_by_name(keys, "built"):
         tx = factory(**given, **arguments)
-    except Exception as error:  # of the user's arguments, or of the user's function
-        raise ValueError(
-            f"`optimizer` {keys.name!r} cannot be built with `optimizer_arguments` {arguments}: "
-            f"{type(error).__name__}: {clause(error)}. Change the arguments."
-        ) from error
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
             f"`optimizer` is {keys.name!r}, which returned {type(tx).__name__} in place of an "
@@ -177,10 +193,23 @@ def build_optimizer(
     return _with_standard_promotion(tx)
 
 
+@contextmanager
+def refused_by_name(keys: OptimizerKeys, done: str) -> Iterator[None]:
+    """Names the optimizer and its arguments in errors of what is done with it."""
+    try:
+        yield
+    except Exception as error:  # of the user's arguments, or of the user's function
+        raise ValueError(
+            f"`optimizer` {keys.name!r} cannot be {done} with `optimizer_arguments` "
+            f"{dict(keys.arguments)}: {type(error).__name__}: {clause(error)}. Change the "
+            "arguments."
+        ) from error
+
+
 def _muon(
-    rest: optax.GradientTransformation, dimensions: PyTree, **arguments: Any
+    make_rest: Callable[[], optax.GradientTransformation], dimensions: PyTree, **arguments: Any
 ) -> optax.GradientTransformation:
-    """Builds muon for matrices of layers, and `rest` for all other weights.
+    """Builds muon for matrices of layers, and another optimizer for all other weights.
 
     The Adam inside of `optax.contrib.muon` has Nesterov momentum, and decays all of its weights or
     none.
@@ -193,7 +222,7 @@ def _muon(
     labels = map_dimensions(lambda dims: "muon" if dims else "adamw")
     numbers = map_dimensions(lambda dims: dims or None)
     muon = optax.contrib.muon(**arguments, muon_weight_dimension_numbers=numbers)
-    return optax.partition({"muon": muon, "adamw": rest}, labels)
+    return optax.partition({"muon": muon, "adamw": make_rest()}, labels)
 
 
 def _with_standard_promotion(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -243,8 +272,17 @@ def _check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[
             f"`optimizer` is {name!r}, which has no argument `learning_rate`, so the schedule of "
             "the run would not reach it. Add the argument: it is `step -> rate`."
         )
-    own = [p for p in _parameters(factory) if p not in by_keys and p not in _INTERNAL]
+    refused = {
+        of: why for (factory_name, of), why in _REFUSED_ARGUMENTS.items() if factory_name == name
+    }
+    kept_back = {*by_keys, *_INTERNAL, *refused}
+    own = [p for p in _parameters(factory) if p not in kept_back]
     for argument in arguments:
+        if argument in refused:
+            raise ValueError(
+                f"`optimizer_arguments` has {argument!r}, which {name} cannot be given here: "
+                f"{refused[argument]}. Leave it out."
+            )
         if argument in by_keys:
             key = by_keys[argument]
             raise ValueError(
@@ -256,6 +294,11 @@ def _check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[
                 f"`optimizer_arguments` has {short_repr(argument)}, which {name} does not take. "
                 f"It takes {', '.join(own) or 'none'}."
             )
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """Returns the factory of optax, or the user's function, with this name."""
+    return _user_function(name) if ":" in name else factory_of(name)
 
 
 def _user_function(name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
-from ..config._config import Config, parse_xla_flags
+from ..config._config import Config, check_optimizer_reads_keys, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
@@ -92,8 +92,9 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     step = _step_plan(config, weights, batch, selection)
     _check_sizes(step)
     _check_stacked_layers(config.optimizer, weights)
-    if config.optimizer != Config.model_fields["optimizer"].default:
+    if config.optimizer_arguments or config.optimizer != Config.model_fields["optimizer"].default:
         check_optimizer(step.state)
+        check_optimizer_reads_keys(config)
     _check_stored_scores(step.model, weights, batch)
     check_weight_decay_exclude(config.weight_decay_exclude, drop_router_biases(weights.abstract))
     return Setup(config, step, None if selection is None else selection.reason)

@@ -14,7 +14,12 @@ from jaxtyping import PyTree
 
 from ...models.weights import Weight, is_weight, stack_weights, weight_shapes
 from ..optim._decay import exclude_from_decay
-from ..optim._factories import WeightTraits, build_optimizer, treats_arrays_as_wholes
+from ..optim._factories import (
+    WeightTraits,
+    build_optimizer,
+    refused_by_name,
+    treats_arrays_as_wholes,
+)
 from ..optim._router_bias import drop_router_biases
 from ._state_plan import OptimizerPlan, StatePlan
 from ._weight_plan import STACK_AXES
@@ -104,5 +109,8 @@ def _matrices(layer: PyTree) -> PyTree:
 
 
 def check_optimizer(plan: StatePlan) -> None:
-    """Checks that the optimizer of a run can be built, and has a state for its weights."""
-    jax.eval_shape(make_optimizer(plan).init, weight_shapes(user_tree(plan)))
+    """Checks that the optimizer of a run can be built, and has updates for its weights."""
+    optimizer, shapes = make_optimizer(plan), weight_shapes(user_tree(plan))
+    with refused_by_name(plan.optimizer.keys, "run"):
+        state = jax.eval_shape(optimizer.init, shapes)
+        jax.eval_shape(optimizer.update, shapes, state, shapes)
