@@ -369,7 +369,7 @@ ADVICE_BY_PATTERN: dict[str, str] = {
     r"muon_(beta|consistent_rms)": (
         "Write `optimizer=muon`, and `optimizer_arguments`, a mapping: {{{0}: NUMBER}}."
     ),
-    "muon_weight_decay": "Write `adam_weight_decay`, which is of all optimizers.",
+    "muon_weight_decay": "Write `adam_weight_decay`, which is muon's too.",
     r"muon_.*": "Write `optimizer=muon`, with arguments of optax's muon as `optimizer_arguments`.",
     r"diloco_.*": "There is no DiLoCo: leave it out.",
     r"(wi|wo)_tile_.*": "Tiles of grouped matmuls are chosen by the kernel: leave it out.",
