@@ -165,6 +165,11 @@ ENGINES: dict[str, tuple[int, Settings]] = {
 }
 
 
+def test_adafactor_of_programs_of_ranks_is_refused():
+    with pytest.raises(ValueError, match="not put together for checkpoints"):
+        setup_of(2, STAGES, {"pipeline_engine": "mpmd", "optimizer": "adafactor"})
+
+
 def user_params(setup: Setup, state: Any) -> Any:
     """The weights of a canonical state with a list of layers."""
     weights = state["weights"]
@@ -211,6 +216,7 @@ QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd"), ("schedule_free_adamw", "s
         pytest.param(name, engine, marks=() if (name, engine) in QUICK else SLOW)
         for name in OPTIMIZERS
         for engine in ENGINES
+        if (name, engine) != ("adafactor", "mpmd")  # refused
     ],
 )
 def test_three_steps_are_those_of_a_plain_program_with_optax(name: str, engine: str):

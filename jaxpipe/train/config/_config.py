@@ -149,6 +149,12 @@ class Config(ConfigKeys):
         check_factory(self.optimizer, dict(self.optimizer_arguments))
         if ":" not in self.optimizer:
             check_optimizer_reads_keys(self)
+        if self.optimizer == "adafactor" and self.engine.program_per_rank:
+            raise ValueError(
+                "`optimizer` is 'adafactor' and `pipeline_engine` 'mpmd', whose state of rows and "
+                "columns is not put together for checkpoints. Choose `pipeline_engine=scheduled` "
+                "or `circular`."
+            )
         if averages_weights(self.optimizer) and self.eval_interval:
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r} and `eval_interval` {self.eval_interval}, but "
