@@ -167,7 +167,7 @@ ENGINES: dict[str, tuple[int, Settings]] = {
 
 def test_adafactor_of_programs_of_ranks_is_refused():
     with pytest.raises(ValueError, match="not put together for checkpoints"):
-        setup_of(2, STAGES, {"pipeline_engine": "mpmd", "optimizer": "adafactor"})
+        setup_of(2, STAGES | NO_DECAY | {"pipeline_engine": "mpmd", "optimizer": "adafactor"})
 
 
 def user_params(setup: Setup, state: Any) -> Any:
