@@ -200,7 +200,7 @@ ENGINES: dict[str, Any] = {
 }
 MODULES = [vision_language, unet, translator, residuals]
 # Harness rows have the others: test_hybrid_models.
-QUICK = {(translator, "scheduled"), (unet, "mpmd"), (residuals, "mpmd")}
+QUICK = {(translator, "scheduled"), (unet, "mpmd")}
 
 
 @pytest.mark.parametrize(

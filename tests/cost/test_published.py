@@ -34,6 +34,7 @@ def test_the_page_is_what_the_script_writes(predictions: Any):
     assert predictions.evidence() == EVIDENCE, "run: python docs/_predictions.py --fit"
 
 
+@pytest.mark.slow  # it fits to every published row but one
 def test_rows_that_came_after_the_model_are_predicted(predictions):
     """Of models without experts on average within 7%, and none further off than 20%."""
     rows = [
@@ -45,6 +46,7 @@ def test_rows_that_came_after_the_model_are_predicted(predictions):
     assert largest < 0.2
 
 
+@pytest.mark.slow  # it fits to every published row but one
 def test_the_fastest_of_published_layouts_is_chosen_or_costs_little(predictions):
     """Two groups of 19 are chosen wrongly, both of experts over a network: 6% and 10% slower."""
     costs = [
@@ -114,6 +116,7 @@ def test_rows_without_experts_that_nothing_is_fitted_to_are_predicted(prediction
     assert predictions.errors(rows)[0] < 0.1
 
 
+@pytest.mark.slow  # it fits to every published row but one
 def test_predictions_do_not_order_what_they_put_within_5_percent(predictions):
     """The planner takes the simplest of such plans; further apart, one pair of 42 is wrong."""
     pairs = [

@@ -14,7 +14,14 @@ notebooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(notebooks)
 
 
-@pytest.mark.parametrize("source", notebooks.SOURCES, ids=lambda s: s.stem)
+@pytest.mark.parametrize(
+    "source",
+    [  # half a minute: dozens of plans of a large model
+        pytest.param(source, marks=pytest.mark.slow if source.stem == "plan-70b" else ())
+        for source in notebooks.SOURCES
+    ],
+    ids=lambda s: s.stem,
+)
 def test_a_notebook_has_the_outputs_of_its_cells(source: Path):
     written = json.loads(source.with_suffix(".ipynb").read_text("utf-8"))
     with jax.numpy_dtype_promotion("standard"):  # as in a fresh process

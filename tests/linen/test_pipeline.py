@@ -276,7 +276,7 @@ def test_batch_axes_must_be_of_the_mesh():
     ("axes", "mesh_axes", "explicit", "message"),
     [
         (("tensor",), {"tensor": 2}, (), r"'Dense_0'.*over 'tensor', one of `pipeline_batch_axes`"),
-        (("fsdp",), {"fsdp": 2, "tensor": 1}, ("tensor",), "over 'tensor', which is Explicit"),
+        (("fsdp",), {"fsdp": 2, "tensor": 2}, ("tensor",), "over 'tensor', which is Explicit"),
     ],
 )
 def test_axes_that_stay_in_a_weight_can_be_neither_manual_nor_explicit(

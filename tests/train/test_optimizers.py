@@ -207,7 +207,7 @@ def error(got: Any, wanted: Any) -> float:
 
 
 SLOW = pytest.mark.slow
-QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd"), ("schedule_free_adamw", "scheduled")}
+QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd")}
 
 
 @pytest.mark.parametrize(
