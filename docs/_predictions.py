@@ -395,8 +395,8 @@ RANKING_HEAD = """
 
 Layouts of one model for the same tokens on the same devices, of which a planner chooses one; of
 Megatron-Bridge with the releases of one constant. Where several releases measured one layout, the
-fastest counts. *chosen is slower by* is what it costs to
-take the one that is predicted to be the fastest.
+fastest counts. *chosen is slower by* is what it costs to take the one that is predicted to be the
+fastest.
 """
 
 

@@ -225,7 +225,8 @@ def _megatron_bridge(row: dict[str, str]) -> Case:
     data, tensor, stage = (_count(row, name) for name in ("dp", "tp", "pp"))
     chunks = _count(row, "vpp")
     expert = max(1, _count(row, "ep") // tensor)
-    dtype = _DTYPES.get(row["note"].split(";")[0].lower(), row["note"].split(";")[0].lower())
+    name = row["note"].split(";")[0].lower()
+    dtype = _DTYPES.get(name, name)
     rows = _count(row, "micro_batch")
     fsdp = row["fsdp"] not in ("", "0")
     # The recipes of nvfp4 do not run the communication of tensor parallelism beside products.
