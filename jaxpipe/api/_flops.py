@@ -39,14 +39,9 @@ def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]
     """
     if not model.has_kinds:
         raise ValueError("`model` has one kind of layers, which all cost the same.")
-    shapes, batch = jax.tree.map(shape_of, (params, batch))
-    groups = jax.eval_shape(model.to_groups, shapes)
-    num_layers, _ = check_all(model.layer, groups["layers"])
-    stacked = jax.eval_shape(lambda layers: stack_all(model.layer, layers), groups["layers"])
-    groups["layers"] = jax.tree.map(lambda x: shape_of(x, 1), stacked)
+    batch = jax.tree.map(shape_of, batch)
+    kinds, groups = one_of_each_kind(model, params)
     key = jax.eval_shape(lambda: jax.random.key(0)) if model.takes_key else ()
-    pairs = () if isinstance(num_layers, int) else num_layers
-    kinds = model.order or [kind for kind, count in pairs for _ in range(count)]
     flops_by_kind: dict[str, float] = {}
     for kind, x in zip(kinds, x_of_layers(model, kinds, groups, batch, key), strict=False):
         if kind not in flops_by_kind:
@@ -55,3 +50,13 @@ def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]
                 closed = jax.make_jaxpr(function)(weights, x, batch, key)
             flops_by_kind[kind] = flops(closed.jaxpr)
     return flops_by_kind
+
+
+def one_of_each_kind(model: Model, params: PyTree) -> tuple[tuple[str, ...], dict[str, PyTree]]:
+    """Returns the kind of every layer, and shapes of groups with one layer of each kind."""
+    groups = jax.eval_shape(model.to_groups, jax.tree.map(shape_of, params))
+    num_layers, _ = check_all(model.layer, groups["layers"])
+    stacked = jax.eval_shape(lambda layers: stack_all(model.layer, layers), groups["layers"])
+    groups["layers"] = jax.tree.map(lambda x: shape_of(x, 1), stacked)
+    pairs = () if isinstance(num_layers, int) else num_layers
+    return tuple(model.order or (kind for kind, count in pairs for _ in range(count))), groups

@@ -87,11 +87,14 @@ def weights_of(params: dict[str, Any]) -> dict[str, Any]:
     return others | {"stages": params["layers"].stages}
 
 
-def check_groups(groups: Any, shared: bool) -> None:
+def check_groups(groups: Any, shared: bool, *, needs_arrays: bool = False) -> None:
     """Checks that parameters are in the groups of a model.
 
+    Args:
+        needs_arrays: Whether layers must have some, where they share none.
+
     Raises:
-        ValueError: If a group is missing or there is another one.
+        ValueError: If a group is missing, there is another one, or layers have no arrays.
     """
     found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
     wanted = (*(("shared",) if shared else ()), *GROUPS)
@@ -100,6 +103,11 @@ def check_groups(groups: Any, shared: bool) -> None:
             f"`params` is {found}. Give a dict with {', '.join(map(repr, wanted[:-1]))} and "
             f"{wanted[-1]!r}, such as {{'embed': ..., 'layers': [one tree for each layer], 'head': "
             "...}. Parameters that all layers share are 'shared', of a `Model(shared=True)`."
+        )
+    if needs_arrays and not shared and not jax.tree.leaves(groups["layers"]):
+        raise ValueError(
+            "`params['layers']` has no arrays, by which one program finds the layers of a stage. "
+            "Give `engine='mpmd'`, or each layer an array that it need not read."
         )
 
 

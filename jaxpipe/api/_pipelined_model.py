@@ -147,15 +147,14 @@ class PipelinedModel(InspectedModel):
 
     def _check_params(self, params: PyTree) -> tuple[NumLayers, InList, ParamSpecs]:
         """Checks the user's tree; returns L, whether it has a list of layers, and its specs."""
-        groups = self.model.to_groups(params)
-        check_groups(groups, self.model.shared)
-        num_layers, in_list = check_all(self.model.layer, groups["layers"])
+        model, groups = self.model, self.model.to_groups(params)
+        check_groups(groups, model.shared, needs_arrays=not self.engine.program_per_rank)
+        num_layers, in_list = check_all(model.layer, groups["layers"])
         check_trainable(self.frozen, params)
         if self.num_mtp_layers is not None:
             check_mtp(num_layers, self.num_mtp_layers)
-        model, mesh = self.model, self.mesh
         specs = param_specs(
-            self.param_specs, params, model.to_groups, mesh, model.has_kinds, model.shared
+            self.param_specs, params, model.to_groups, self.mesh, model.has_kinds, model.shared
         )
         return num_layers, in_list, specs
 

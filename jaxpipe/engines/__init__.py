@@ -10,6 +10,7 @@ from ._engine import ParamSpecs as ParamSpecs
 from ._engine import PipelinePlan as PipelinePlan
 from ._engine import When as When
 from ._kinds import with_kinds as _with_kinds
+from ._layer_order import common_sequence as common_sequence
 from ._memory import LIVE as LIVE
 from ._memory import LOGITS as LOGITS
 from ._memory import Buffers as Buffers

@@ -4,12 +4,14 @@ S ranks, v stages on each, M microbatches, L layers, N devices, B sequences of a
 divide is left out here to save time; the checks of a run have the last word (`_search`).
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
+from ..api import counts_by_cost
 from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule
 from ..schedules import FAMILIES
 from ._devices import Devices
@@ -156,6 +158,7 @@ class Space:
         engines: Names of engines in configs that may run it; None for all.
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
+        costs: What each layer costs, by which they are divided over stages. None: all the same.
     """
 
     devices: Devices
@@ -172,6 +175,13 @@ class Space:
     engines: tuple[str, ...] | None = None
     options: EngineOptions = NO_OPTIONS
     free_options: frozenset[str] = frozenset()
+    costs: tuple[float, ...] | None = None
+
+    def imbalance(self, counts: Sequence[int]) -> float:
+        """Returns what the dearest stage costs over the mean of all stages."""
+        layers = iter(self.costs or (1.0,) * sum(counts))
+        stages = [sum(itertools.islice(layers, count)) for count in counts]
+        return max(stages) * len(stages) / sum(stages)
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
@@ -314,7 +324,7 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
             if not fixed.get("schedule"):
                 for chunks in _choices(fixed, "chunks", _divisors(layers // ranks)):
                     counts = _counts(space, ranks * chunks)
-                    if len({*counts}) == 1:
+                    if counts and (len({*counts}) == 1 or space.costs):
                         yield name, "", chunks, counts
         else:
             for schedule in _choices(fixed, "schedule", _schedules(ranks)):
@@ -351,13 +361,16 @@ def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) ->
 def _counts(space: Space, stages: int) -> tuple[int, ...]:
     """Returns layers per stage; () if others are given, or if there are too few layers.
 
-    If none are given they differ by at most one, and the first and last stages have fewer.
+    If none are given they differ by at most one, and the first and last stages have fewer; or they
+    cost as much as possible the same.
     """
     layers = space.num_layers
     if counts := space.fixed.get("counts"):
         return counts if len(counts) == stages else ()
     each, more = divmod(layers, stages)
     requested = space.fixed.get("layers_per_stage")
+    if space.costs and not requested:
+        return _by_cost(space.costs, stages) if each else ()
     too_few = not each and stages - more > _ENDS
     if too_few or (requested and (each, more) != (requested, 0)):
         return ()
@@ -366,6 +379,9 @@ def _counts(space: Space, stages: int) -> tuple[int, ...]:
     # The ends also have the embedding and the head.
     start = (stages - more + 1) // 2
     return tuple(each + (start <= stage < start + more) for stage in range(stages))
+
+
+_by_cost = lru_cache(counts_by_cost)
 
 
 def _microbatches(space: Space, rows: int, ranks: int, engine: Engine) -> Sequence[int]:

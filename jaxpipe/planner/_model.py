@@ -29,13 +29,13 @@ class WeightGroup:
     """Weights that the same mesh axes split.
 
     Attributes:
-        parameters: The number of parameters.
+        parameters: The number of parameters; a mean may be none.
         stored: Mesh axes that split them as they are stored.
         gathered: Mesh axes that still split them when a layer reads them.
         largest: The number of parameters of the largest weight.
     """
 
-    parameters: int
+    parameters: float
     stored: Axes
     gathered: Axes
     largest: int
@@ -51,7 +51,7 @@ class Tensor:
         all_rows: Whether devices along `expert` each have the tokens of all of these.
     """
 
-    channels: int
+    channels: float
     axes: Axes = ()
     all_rows: bool = False
 
@@ -104,6 +104,24 @@ class StateBytes(NamedTuple):
     whole: float = 0.0
 
 
+class LayerSizes(NamedTuple):
+    """The sizes of a layer of a model whose layers differ.
+
+    Attributes:
+        kind: The name of its kind.
+        parameters: The number of its parameters.
+        largest: The number of parameters of its largest weight.
+        kept: Elements that its forward stores of a token, if nothing is computed again.
+        wgrad: Elements that its I stores of a token for its W.
+    """
+
+    kind: str
+    parameters: int
+    largest: int
+    kept: float
+    wgrad: float
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
     """The sizes of a model that decide memory.
@@ -134,6 +152,7 @@ class PlannedModel:
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
         locations: The location of each tensor, for the policy `custom`.
         wgrad: What I stores of a token for W; None: the named tensors, and half of the others.
+        layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
     """
 
     name: str
@@ -161,6 +180,7 @@ class PlannedModel:
     hoists_casts: bool
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None
+    layer_sizes: tuple[LayerSizes, ...] = ()
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:

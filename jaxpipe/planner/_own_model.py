@@ -3,16 +3,28 @@
 L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim.
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, cast
 
 import jax
 from jaxtyping import PyTree
 
 from .. import sharding
-from ..api import Model, PipelinedModel, pipeline
+from ..api import (
+    Model,
+    NumLayers,
+    PipelinedModel,
+    layer_flops,
+    layer_with_weights,
+    one_of_each_kind,
+    pipeline,
+    x_of_layers,
+)
 from ..api.inspection import residual_bytes, wgrad_residual_bytes
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
@@ -20,12 +32,13 @@ from ..engines import engine_of_any_schedule
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
-from ._model import PlannedModel, StateBytes, Tensor, WeightBytes, WeightGroup
+from ._model import LayerSizes, PlannedModel, StateBytes, Tensor, WeightBytes, WeightGroup
 from ._request import PreparedPipeline, Request, Values
 from ._trace import bytes_as_read, trace
 
 _FLOAT32 = 4
 _MOMENTS = 2  # of AdamW
+_ONLY_KIND = "layer"
 
 _AXES = ("data", "stage", "fsdp")
 
@@ -49,11 +62,13 @@ class OwnSource:
         model: The model.
         params: Its parameters, or their shapes.
         example: A batch, or its shapes.
+        num_layers: L; or a pair for each kind of layers, its name and number of layers.
     """
 
     model: Model
     params: PyTree
     example: PyTree
+    num_layers: NumLayers
     is_own = True
 
     def settings(self, candidate: StepLayout) -> Values:
@@ -72,13 +87,15 @@ class OwnSource:
         if candidate.chunks > 1:
             settings["chunks"] = candidate.chunks
         if engine.runs_schedules:
-            settings |= {"engine": engine.name, "layers_per_stage": candidate.counts}
+            settings["engine"] = engine.name
+        if engine.runs_schedules or (engine.pipelines and self.model.has_kinds):
+            settings["layers_per_stage"] = candidate.counts
         return settings
 
     def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         """Returns the pipeline as its engine would run it."""
         pipe = self.pipeline(self.settings(candidate), devices)
-        return PreparedPipeline(pipe.engine, pipe.plan(sum(candidate.counts)))
+        return PreparedPipeline(pipe.engine, pipe.plan(self.num_layers))
 
     def compile(self, settings: Values, num_rows: int, devices: Sequence[Any]) -> CompileReport:
         """Compiles a train step with AdamW."""
@@ -125,16 +142,20 @@ def own_request(
         The request.
 
     Raises:
-        ValueError: If an argument is missing or is none of a model of one's own, layers are of
-            several kinds, or the mesh has other devices or axes.
+        ValueError: If an argument is missing or is none of a model of one's own, or the mesh has
+            other devices or axes.
     """
     fixed = dict(fixed)
     mesh = fixed.pop("mesh", None)
     counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
     _check_own(model, params, example, **fixed)
-    groups = model.to_groups(params)
-    planned, work, tokens = _planned(model, groups, example, devices)
+    if model.has_kinds and model.layer_costs is None:
+        model = replace(model, layer_costs=layer_flops(model, params, example))
+    planned, work, tokens = _planned(model, params, example, devices)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
+    costs = None
+    if model.layer_costs is not None:
+        costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
     if schedule:
         counts |= {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
     space = Space(
@@ -142,8 +163,10 @@ def own_request(
         max_stages or devices.num_devices,
         NOT_CHOSEN | counts | _fixed_axes(mesh, devices),
         policies=("full", "none"),
+        costs=costs,
     )
-    source, limit = OwnSource(model, params, example), devices.usable_bytes(memory_gb)
+    source = OwnSource(model, params, example, _num_layers(model, work))
+    limit = devices.usable_bytes(memory_gb)
     return Request(devices, rows, tokens, limit, planned, work, source, space, 0, 0)
 
 
@@ -158,65 +181,76 @@ def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> 
             "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
             "given."
         )
-    if not callable(model.layer):
-        raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
+
+
+def _num_layers(model: Model, work: ModelWork) -> NumLayers:
+    if not model.has_kinds:
+        return work.num_layers
+    counts = Counter(layer.name for layer in work.kinds())
+    return tuple((kind, counts[kind]) for kind in cast(Mapping, model.layer))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer of a kind does with a token, and bytes that it keeps of one."""
+
+    work: LayerWork
+    weights: PyTree  # shapes of its own
+    kept: float
+    wgrad: float
+
+    def sizes(self, itemsize: int) -> LayerSizes:
+        """Returns sizes in elements of activations."""
+        group = _group(self.weights)
+        kept, wgrad = self.kept / itemsize, self.wgrad / itemsize
+        return LayerSizes(self.work.name, _size(self.weights), group.largest, kept, wgrad)
 
 
 def _planned(
-    model: Model, groups: dict[str, PyTree], example: PyTree, devices: Devices
+    model: Model, params: PyTree, example: PyTree, devices: Devices
 ) -> tuple[PlannedModel, ModelWork, int]:
-    """Returns the sizes of a model, its work, and the tokens of a row."""
+    """Returns the sizes of a model, its work, and the tokens of a row.
+
+    If layers differ, the sizes are means over them, by which layouts are compared before they are
+    set up; the work is that of each.
+    """
     row, two = (_rows(example, count) for count in (1, 2))
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
-    layer, num_layers = _one_layer(groups["layers"])
-    x, x_of_two = (jax.eval_shape(model.embed, groups["embed"], rows, key) for rows in (row, two))
-    tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))
-    assert callable(model.layer)
-    run_layer = _without_aux(model.layer, x)
-    read = {"layer": layer, "shared": groups["shared"]} if model.shared else layer
-    traced = trace(run_layer, tokens, read, x, row, key)
+    differ, model = model.has_kinds, _with_kinds(model)
+    kinds, groups = one_of_each_kind(model, params)
+    xs, xs_of_two = (list(x_of_layers(model, kinds, groups, rows, key)) for rows in (row, two))
+    tokens, itemsize = _tokens(xs[0]), max(1, round(_bytes(xs[0]) / _size(xs[0])))
+    # Engines of one program hand over the largest x in place of every other.
+    boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / tokens))
+    traced: dict[str, _Layer] = {}
+    for kind, x, x_of_two in zip(kinds, xs, xs_of_two, strict=False):
+        if kind not in traced:
+            arguments = (x, row, key), (x_of_two, two, key)
+            traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, boundary_bytes)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
-    loss = trace(model.loss, tokens, head, x, row, key)
-    hidden = max(1, round(_size(x) / tokens))
+    loss = trace(model.loss, tokens, head, xs[-1], row, key)
+    hidden = max(1, round(_size(xs[-1]) / tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
-    # What a second row adds: casts of weights are no work or memory of rows.
-    moved = trace(run_layer, tokens, read, x_of_two, two, key).moved_bytes - traced.moved_bytes
-    kept, wgrad = (
-        (count(run_layer, read, x_of_two, two, key) - count(run_layer, read, x, row, key)) / tokens
-        for count in (residual_bytes, wgrad_residual_bytes)
-    )
     shared = groups.get("shared", ())
-    gathered_bytes = bytes_as_read(run_layer, read, layer, x, row, key)
-    own = LayerWork(
-        name="layer",
-        count=num_layers,
-        products=traced.products,
-        attention=None,
-        dense_parameters=_size(layer),
-        expert_parameters=0,
-        num_experts=0,
-        active_experts=0,
-        activations=ActivationBytes(kept, kept, itemsize * hidden),
-        elementwise_bytes=moved,
-        between_bytes=0,
-        num_kernels=traced.num_equations,
-        boundary_bytes=itemsize * hidden,
-        weight_bytes=gathered_bytes,
-    )
-    of_layers = _weight_bytes(layer)
+    layers = [traced[kind] for kind in kinds]
+    kept, wgrad = (fmean(getattr(layer, name) for layer in layers) for name in ("kept", "wgrad"))
+    sizes_of_layers = tuple(layer.sizes(itemsize) for layer in layers)
+    parameters = [_size(layer.weights) for layer in layers]
+    read = sum(n * layer.work.weight_bytes for n, layer in zip(parameters, layers, strict=True))
+    of_layers = _weight_bytes([layer.weights for layer in layers])
     of_boundary = _weight_bytes((groups["embed"], groups["head"], shared))
     planned = PlannedModel(
         name="own model",
-        layer=(_group(layer),),
+        layer=(_mean_group([layer.weights for layer in layers]),),
         embed=(_group((groups["embed"], shared)),),
         head=(_group(groups["head"]),),
         outer=(),
         num_outer=0,
-        num_layers=num_layers,
+        num_layers=len(kinds),
         hidden=hidden,
         vocab=vocab,
         tensors=(),
-        unnamed=(Tensor(round(kept / itemsize)),),
+        unnamed=(Tensor(kept / itemsize),),
         scores=(),
         routed=None,
         expanded=(),
@@ -224,15 +258,77 @@ def _planned(
         of_boundary=of_boundary,
         state_of_layer=StateBytes(_MOMENTS * of_layers.weight),
         state_of_boundary=StateBytes(_MOMENTS * of_boundary.weight),
-        gathered_bytes=gathered_bytes,
+        gathered_bytes=read / max(1, sum(parameters)),
         activation_bytes=itemsize,
         on_cpu=devices.generation == "cpu",
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
-        wgrad=Tensor(round(wgrad / itemsize)),
+        wgrad=Tensor(wgrad / itemsize),
+        layer_sizes=sizes_of_layers if differ else (),
     )
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
-    return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
+    works = (
+        replace(traced[kind].work, count=len([*run])) for kind, run in itertools.groupby(kinds)
+    )
+    return planned, ModelWork(tuple(works), hidden, max(1, vocab), *sizes), tokens
+
+
+def _trace_layer(
+    model: Model,
+    kind: str,
+    groups: dict[str, PyTree],
+    arguments: tuple[tuple[PyTree, ...], tuple[PyTree, ...]],
+    tokens: int,
+    boundary_bytes: float,
+) -> _Layer:
+    """Traces a layer with x, batch and key of one row and of two."""
+    (of_row, of_two), own = arguments, groups["layers"][kind]
+    function, read = layer_with_weights(model, kind, groups)
+    run_layer = _without_aux(function, of_row[0])
+    traced = trace(run_layer, tokens, read, *of_row)
+    # What a second row adds: casts of weights are no work or memory of rows.
+    moved = trace(run_layer, tokens, read, *of_two).moved_bytes - traced.moved_bytes
+    kept, wgrad = (
+        (count(run_layer, read, *of_two) - count(run_layer, read, *of_row)) / tokens
+        for count in (residual_bytes, wgrad_residual_bytes)
+    )
+    work = LayerWork(
+        name=kind,
+        count=1,
+        products=traced.products,
+        attention=None,
+        dense_parameters=_size(own),
+        expert_parameters=0,
+        num_experts=0,
+        active_experts=0,
+        activations=ActivationBytes(kept, kept, boundary_bytes),
+        elementwise_bytes=moved,
+        between_bytes=0,
+        num_kernels=traced.num_equations,
+        boundary_bytes=boundary_bytes,
+        weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
+    )
+    return _Layer(work, own, kept, wgrad)
+
+
+def _with_kinds(model: Model) -> Model:
+    """Returns the model with a dict of layers, also if it has one kind."""
+    if model.has_kinds:
+        return model
+    to_groups = model.to_groups
+
+    def by_kind(params: PyTree) -> dict[str, PyTree]:
+        groups = to_groups(params)
+        return groups | {"layers": {_ONLY_KIND: groups["layers"]}}
+
+    return replace(model, layer={_ONLY_KIND: model.layer}, to_groups=by_kind)
+
+
+def _mean_group(layers: Sequence[PyTree]) -> WeightGroup:
+    """Returns the mean over layers, with the largest parameter of any."""
+    groups = [_group(layer) for layer in layers]
+    parameters = round(fmean(group.parameters for group in groups))
+    return replace(groups[0], parameters=parameters, largest=max(g.largest for g in groups))
 
 
 def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:

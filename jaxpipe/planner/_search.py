@@ -87,10 +87,11 @@ def search(request: Request, num_plans: int) -> BestPlans:
             finals.add(candidate)
     plans = sorted(finals.plans, key=_speed)
     plain = next((plan for plan in plans if is_plain(plan.candidate)), None)
+    too_large = min(finals.too_large, key=lambda pair: pair[1].total, default=None)
     return BestPlans(
         simplest_first(_unlike(plans), num_plans),
         len(every),
-        None if plans else _leanest(every, request),
+        None if plans else too_large or _leanest(every, request),
         _beyond(every, request),
         tuple(finals.refused),
         plain,
@@ -115,7 +116,7 @@ def _beyond(every: Iterable[StepLayout], request: Request) -> tuple[float, PeakM
 def _expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
     counts = step_counts(candidate)
     buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
-    return peak_memory(request.model, candidate, request.tokens(candidate), buffers)
+    return peak_memory(request.model, candidate, request.tokens(candidate), (buffers,))
 
 
 def is_plain(candidate: StepLayout) -> bool:
@@ -153,11 +154,12 @@ def simplest_first(plans: list[Plan], most: int) -> tuple[Plan, ...]:
 
 
 class _Finals:
-    """Candidates that are set up: their plans, and errors of those that are refused."""
+    """Candidates that are set up: their plans, those too large, and errors of refused ones."""
 
     def __init__(self, request: Request):
         self.plans: list[Plan] = []
         self.refused: list[str] = []
+        self.too_large: list[tuple[StepLayout, PeakMemory]] = []
         self._request = request
         self._devices = absent_devices(request.devices)
         self._actions = 0
@@ -189,14 +191,10 @@ class _Finals:
             self.refused.append(str(error))
             return False
         tokens = request.tokens(candidate)
-        needed = max(
-            (
-                peak_memory(request.model, candidate, tokens, buffers)
-                for buffers in run.engine.buffers(run.pipeline)
-            ),
-            key=lambda peak: peak.total,
-        )
+        buffers = run.engine.buffers(run.pipeline)
+        needed = peak_memory(request.model, candidate, tokens, buffers)
         if needed.total > request.limit:
+            self.too_large.append((candidate, needed))
             return False
         self._actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
         time = step_time(candidate, request, run)

@@ -231,6 +231,8 @@ DELAYED = (
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
     """Checks that a memory kind is the default of the devices. Other kinds are not supported."""
+    if kind is None:  # devices that are only planned for have no memories
+        return
     default = mesh.devices.flat[0].default_memory().kind
     if kind is not None and kind != default:
         raise ValueError(

@@ -1,6 +1,9 @@
 """The sizes on a device of which engines make the memory of a step, by arithmetic on a model."""
 
+import itertools
+from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
@@ -14,6 +17,7 @@ from .._model import (
     token_bytes,
 )
 from ._experts import gathered_token_bytes, routed_bytes, work_with_experts
+from ._ranks import ranks
 
 _FLOAT32 = 4
 _LIVE_ON_CPU = 1.15
@@ -116,11 +120,20 @@ def step_counts(candidate: StepLayout) -> StepCounts:
 
 
 def peak_memory(
-    model: PlannedModel, candidate: StepLayout, tokens: float, buffers: Buffers
+    model: PlannedModel, candidate: StepLayout, tokens: float, buffers: Sequence[Buffers]
 ) -> PeakMemory:
-    """Returns the memory of a device, as the engine of a layout says it."""
-    sizes = step_sizes(model, candidate, tokens)
-    return candidate.engine.memory(step_counts(candidate), buffers, sizes)
+    """Returns the memory of the fullest device, as the engine of a layout says it.
+
+    Args:
+        buffers: Those of every rank, or of the fullest one.
+    """
+    own, counts = ranks(model, candidate), step_counts(candidate)
+    count = max(len(own), len(buffers))
+    peaks = (
+        candidate.engine.memory(counts, of_rank, step_sizes(*pair, tokens))
+        for pair, of_rank in zip(own * (count // len(own)), itertools.cycle(buffers), strict=False)
+    )
+    return max(peaks, key=attrgetter("total"))
 
 
 def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> StepSizes:

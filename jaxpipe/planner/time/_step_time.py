@@ -94,8 +94,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
     if splits_backward(candidate):
         waiting *= 0.6
-    padded = max(candidate.counts) * len(candidate.counts) / sum(candidate.counts)
-    return seconds * (1 + waiting) * padded + sums
+    return seconds * (1 + waiting) * request.space.imbalance(candidate.counts) + sums
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
