@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from quick import ENVIRONMENT
 
@@ -19,6 +20,10 @@ from hypothesis import settings
 
 import checked_types
 
+SLOW_ROWS = Path(__file__).with_name("slow_rows.txt").read_text().splitlines()
+WHOLE_SUITE = 5000
+"""Tests of which there are more if all are collected."""
+
 settings.register_profile("patient", deadline=None)  # the first example compiles or imports
 settings.load_profile("patient")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,6 +36,17 @@ def forget() -> Iterator[None]:
     would go through it again and again."""
     yield
     jax.clear_caches()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rows of slow_rows.txt are in `make test-slow`; others of their tests stay in `make test`."""
+    by_id = {item.nodeid: item for item in items}
+    missing = [name for name in SLOW_ROWS if name not in by_id]
+    if missing and len(items) > WHOLE_SUITE:
+        raise pytest.UsageError(f"slow_rows.txt has rows that no test has: {missing}")
+    for name in set(SLOW_ROWS) - set(missing):
+        by_id[name].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
