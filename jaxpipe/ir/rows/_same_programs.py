@@ -31,12 +31,12 @@ def _is_equal(a: Any, b: Any, *, with_derivatives: bool) -> bool:
 
     if a is b:
         return True
-    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
-        return same(tuple(a.consts), tuple(b.consts)) and same(a.jaxpr, b.jaxpr)
-    if isinstance(a, Jaxpr) and isinstance(b, Jaxpr):
-        return _equal_jaxprs(a, b, with_derivatives)
     if type(a) is not type(b):
         return False
+    if isinstance(a, ClosedJaxpr | Jaxpr):  # one class from jax 0.12 on
+        constants = (tuple(getattr(jaxpr, "consts", ())) for jaxpr in (a, b))
+        programs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (a, b))
+        return same(*constants) and _equal_jaxprs(*programs, with_derivatives)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping):
