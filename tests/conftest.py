@@ -21,7 +21,7 @@ from hypothesis import settings
 import checked_types
 
 SLOW_ROWS = Path(__file__).with_name("slow_rows.txt").read_text().splitlines()
-WHOLE_SUITE = 5000
+WHOLE_SUITE = 12_000
 """Tests of which there are more if all are collected."""
 
 settings.register_profile("patient", deadline=None)  # the first example compiles or imports

@@ -147,13 +147,17 @@ def packed_x(
 def x_of_layers(
     model: Model, kinds: Sequence[str], groups: dict[str, Any], rows: PyTree, key: Any
 ) -> Iterator[PyTree]:
-    """Yields the shapes of x that enters every layer, in forward order, and the loss.
+    """Computes the shapes of x between layers.
 
     Args:
+        model: The model.
         kinds: The kind of every layer.
         groups: Shapes of parameters in groups; "layers" has those of one layer of each kind.
         rows: Shapes of rows of a batch, [b, ...] leaves.
         key: The shape of a dropout key, or ().
+
+    Yields:
+        The shapes of x that enters every layer, in forward order, and the loss.
     """
     x, behind = jax.eval_shape(model.embed, groups["embed"], rows, key), dict[Any, Any]()
     yield x
@@ -173,7 +177,16 @@ def x_of_layers(
 def layer_with_weights(
     model: Model, kind: str, groups: dict[str, Any]
 ) -> tuple[ModelFunction, PyTree]:
-    """Returns the function of a kind of layers, and its first argument, from those of groups."""
+    """Returns the function of a kind of layers, and its first argument.
+
+    Args:
+        model: A model with several kinds of layers.
+        kind: The name of the kind.
+        groups: Parameters in groups; "layers" has those of one layer of each kind.
+
+    Returns:
+        The function, and the parameters that it is given.
+    """
     layers: Any = model.layer
     weights = groups["layers"][kind]
     return layers[kind], {"layer": weights, "shared": groups["shared"]} if model.shared else weights

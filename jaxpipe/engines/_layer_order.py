@@ -47,6 +47,12 @@ def common_sequence(patterns: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
     It is shortest for two different patterns. More are joined pair by pair, in several orders.
 
+    Args:
+        patterns: The kinds of the layers of every stage, in forward order.
+
+    Returns:
+        The kinds of the slots of a stage.
+
     Example:
         >>> "".join(common_sequence(["LL", "GL", "LG", "LL"]))
         'LGL'
