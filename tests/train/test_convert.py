@@ -76,6 +76,11 @@ def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
     expected = load_file(GOLDEN / name / "model.safetensors")
     assert_same(load_file(tmp_path / "theirs" / "model.safetensors"), expected)
     assert (done.num_tensors, done.num_files, done.dtype) == (len(expected), 1, "bfloat16")
+    kinds = [
+        json.loads((folder / "config.json").read_text())["model_type"]
+        for folder in (GOLDEN / name, tmp_path / "theirs")
+    ]
+    assert kinds[0] == kinds[1]
     with safe_open(tmp_path / "theirs" / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
 
