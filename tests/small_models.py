@@ -6,7 +6,7 @@ from typing import Any
 from jaxpipe import models, sharding
 from jaxpipe.autodiff.staged_model import run_layers, run_sliced_layers
 from jaxpipe.kernels import dot_product_attention
-from jaxpipe.models import DeepseekConfig, LlamaConfig
+from jaxpipe.models import DeepseekConfig, LlamaConfig, MixtureConfig
 
 _LLAMA: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -16,6 +16,13 @@ _LLAMA: dict[str, Any] = {
     "base_mlp_dim": 32,
     "head_dim": 8,
     "vocab_size": 32,
+}
+_MIXTURE: dict[str, Any] = _LLAMA | {
+    "base_mlp_dim": 8,
+    "base_moe_mlp_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "load_balance_loss_weight": 0.1,
 }
 _DEEPSEEK_V2: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -55,6 +62,11 @@ def stack(layer: Callable, scan: bool = True) -> Callable:
 def small_llama(**changes: Any) -> LlamaConfig:
     """Returns a llama of two layers of width 16, two query heads for each key head."""
     return LlamaConfig(**_LLAMA | changes)
+
+
+def small_mixture(**changes: Any) -> MixtureConfig:
+    """Returns a Mixtral: as `small_llama`, with four experts in every layer."""
+    return MixtureConfig(**_MIXTURE | changes)
 
 
 def small_llama_loss(**changes: Any) -> Any:

@@ -121,7 +121,8 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
         canonical_weights(block, sizes, np.dtype(DTYPES[NAMES[dtype]])), parts, tensors
     )
     with atomic_folder(destination) as folder:
-        metadata = {"model": dataclasses.asdict(sizes), "layers_after": 0}
+        model = {"decoder_block": block, "model": dataclasses.asdict(sizes)}
+        metadata = {**model, "layers_after": 0}
         with checkpoint.open_checkpoints(
             folder / checkpoint.WEIGHTS_FOLDER, max_to_keep=1, asynchronous=False
         ) as checkpoints:
@@ -171,7 +172,7 @@ def to_hugging_face(
         metadata = checkpoint.read_metadata(checkpoints, step)
         checkpoint.check_not_to_average(metadata, f"{folder} step {step}")
         layers_after = metadata.get("layers_after", 0)
-        block, sizes = read_sizes(metadata["model"])
+        block, sizes = read_sizes(metadata)
         config = MODEL_FORMATS[block].write(sizes, max_length)
         parts = leaf_slices(block, sizes, layers_after)
         saved = _check_saved_leaves(checkpoints, step, block, sizes, layers_after)
@@ -217,7 +218,7 @@ def _parse_config(file: Path, config: ConfigValues) -> tuple[str, ModelConfig]:
 
 def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
     """Refuses sizes that need far more tensors than the folder has, before allocating anything."""
-    num_experts = sizes.num_experts if isinstance(sizes, models.DeepseekConfig) else 0
+    num_experts = 0 if sizes.moe is None else sizes.moe.num_experts
     num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     least = sizes.base_num_decoder_layers + num_sparse * num_experts
     if least > num_tensors:
@@ -232,15 +233,15 @@ def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
 def _config_values(block: str, sizes: ModelConfig) -> ConfigValues:
     """Returns the config keys that describe a model."""
     matching = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
-    name = {"model_name": next(matching, f"{block}-tiny")}
+    name = {"model_name": next(matching, f"{block.replace('_', '-')}-tiny")}
     return {**name, "decoder_block": block, **dataclasses.asdict(sizes)}
 
 
 def _is_of(preset: Mapping[str, Any], block: str, sizes: ModelConfig) -> bool:
     keys = {"decoder_block": "llama", **preset}
-    return keys == {"decoder_block": block} | {
-        key: value for key, value in dataclasses.asdict(sizes).items() if key in keys
-    }
+    values = {"decoder_block": block, **dataclasses.asdict(sizes)}
+    compared = keys.keys() - {*checkpoint.NOT_COMPUTED}
+    return compared <= values.keys() and all(values[key] == keys[key] for key in compared)
 
 
 def _without_buffers(

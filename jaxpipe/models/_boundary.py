@@ -3,12 +3,14 @@
 b sequences, T tokens, D embed, V vocab.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..autodiff.staged_model import run_layers
 from ..sharding import Constrain
 from ._chunked_loss import in_chunks
 from .layers._common import ACTIVATION, rms_norm, token_losses
@@ -68,3 +70,22 @@ def next_token_loss(
     return token_loss(
         weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]
     )
+
+
+def loss_after_layers(layer: Callable, token_loss: Callable) -> Callable:
+    """Returns `(boundary, x, batch_inputs) -> (loss, metrics)` with the layers after the pipeline.
+
+    These are `boundary["head"]["layers"]`. Their load-balance losses are part of the loss.
+    """
+
+    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
+        if "layers" not in boundary["head"]:
+            return token_loss(boundary, x, batch_inputs)
+        x, aux = run_layers(layer, boundary["head"]["layers"], x, batch_inputs)
+        loss, metrics = token_loss(boundary, x, batch_inputs)
+        if not aux:
+            return loss, metrics
+        metrics["load_balance_loss_after"] = aux["load_balance_loss"]
+        return loss + aux["loss"], metrics
+
+    return loss

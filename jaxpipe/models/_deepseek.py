@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from ..autodiff.staged_model import run_layers
 from ..kernels import Attention
 from ..sharding import Constrain
-from ._boundary import boundary_weights, embed_tokens, next_token_loss
+from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
 from .layers._latent_attention import (
     LatentAttentionSettings,
@@ -324,13 +324,4 @@ def deepseek(
 
     token_loss = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
     token_loss = partial(token_loss, constrain=constrain, num_chunks=num_vocab_tiling)
-
-    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
-        if "layers" not in boundary["head"]:
-            return token_loss(boundary, x, batch_inputs)
-        x, aux = run_layers(outside_remat(layer), boundary["head"]["layers"], x, batch_inputs)
-        loss, metrics = token_loss(boundary, x, batch_inputs)
-        metrics["load_balance_loss_after"] = aux["load_balance_loss"]
-        return loss + aux["loss"], metrics
-
-    return embed, layer, loss
+    return embed, layer, loss_after_layers(outside_remat(layer), token_loss)

@@ -29,17 +29,16 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
         >>> matmul_flops_per_token(sizes, length=128)
         2875392.0
     """
-    D, num_layers, mlp = config.base_emb_dim, config.base_num_decoder_layers, config.base_mlp_dim
-    if isinstance(config, LlamaConfig):
-        layer = _grouped_attention(config.attention, length) + 3 * D * mlp
-        layers = num_layers * layer
-    else:
+    D, num_layers = config.base_emb_dim, config.base_num_decoder_layers
+    num_dense = num_layers if config.moe is None else 0
+    if isinstance(config, DeepseekConfig):
         num_dense = config.first_num_dense_layers
-        layers = (
-            num_layers * _latent_attention(config.attention, length)
-            + num_dense * 3 * D * mlp
-            + (num_layers - num_dense) * _experts(config.moe)
-        )
+        attention = _latent_attention(config.attention, length)
+    else:
+        attention = _grouped_attention(config.attention, length)
+    layers = num_layers * attention + num_dense * 3 * D * config.base_mlp_dim
+    if config.moe is not None:
+        layers += (num_layers - num_dense) * _experts(config.moe)
     return 6.0 * (layers + D * config.vocab_size)
 
 

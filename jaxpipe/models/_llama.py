@@ -1,7 +1,11 @@
-"""The llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts of it.
+
+Llama, Mistral and Qwen3 have an MLP in every layer, Mixtral and Qwen3-MoE routed experts. Qwen3
+also normalizes queries and keys.
 
 b sequences, T tokens, D embed, H query heads, K key and value heads, C channels of a head, V vocab.
-Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv 2407.21783.
+Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv 2407.21783; Jiang
+et al., 2023 and 2024, arXiv 2310.06825 and 2401.04088; Yang et al., 2025, arXiv 2505.09388.
 """
 
 from collections.abc import Callable
@@ -14,10 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..autodiff.staged_model import run_layers
 from ..kernels import Attention, attend_to_past
 from ..sharding import Constrain
-from ._boundary import boundary_weights, embed_tokens, next_token_loss
+from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
 from .layers._common import (
     ACTIVATION,
     HEADS,
@@ -31,7 +34,10 @@ from .layers._common import (
     swiglu,
     swiglu_weights,
 )
+from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
+from .layers._routed_experts import Experts
+from .layers._router import RouterSettings
 from .weights._abstract import matrix, scale, stack_weights
 
 
@@ -62,6 +68,8 @@ class LlamaConfig:
             32 in 3.2.
         normalization_layer_epsilon: Added to the mean square in RMSNorm.
         logits_via_embedding: Whether the logits are computed with the embedding's table (tied).
+        use_qk_norm: Whether every head of queries and keys is normalized before it is rotated, as
+            in Qwen3.
     """
 
     base_emb_dim: int
@@ -76,6 +84,7 @@ class LlamaConfig:
     llama31_rope_factor: float = 8.0
     normalization_layer_epsilon: float = 1e-5
     logits_via_embedding: bool = False
+    use_qk_norm: bool = False
 
     def __post_init__(self):
         if self.base_num_query_heads % self.base_num_kv_heads:
@@ -104,14 +113,72 @@ class LlamaConfig:
             self.base_emb_dim, self.base_num_query_heads, self.base_num_kv_heads, self.head_dim
         )
 
+    @property
+    def moe(self) -> MoeSettings | None:
+        """Returns the settings of the experts of a layer; None if it has one MLP."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(LlamaConfig):
+    """Sizes of a llama with routed experts in place of every MLP, such as Mixtral or Qwen3-MoE.
+
+    Attributes:
+        base_moe_mlp_dim: Width of one expert. As in MaxText `base_mlp_dim` must be the same.
+        num_experts: The number of experts.
+        num_experts_per_tok: The number of experts that each token is sent to.
+        norm_topk_prob: Whether the weights of a token's chosen experts are normalized to sum to 1.
+        load_balance_loss_weight: Factor of each layer's load-balance loss.
+    """
+
+    base_moe_mlp_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool = True
+    load_balance_loss_weight: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.base_mlp_dim != self.base_moe_mlp_dim:
+            raise ValueError(
+                f"`base_mlp_dim` is {self.base_mlp_dim} and `base_moe_mlp_dim` "
+                f"{self.base_moe_mlp_dim}, but every layer has experts and no other MLP. Give both "
+                "the width of an expert."
+            )
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"`num_experts_per_tok` is {self.num_experts_per_tok}, and a token chooses among "
+                f"{self.num_experts} experts. Give 1 to {self.num_experts}."
+            )
+
+    @property
+    def moe(self) -> MoeSettings:
+        """Returns the settings of the experts of a layer."""
+        return MoeSettings(
+            embed_dim=self.base_emb_dim,
+            num_experts=self.num_experts,
+            expert_dim=self.base_moe_mlp_dim,
+            shared_experts=0,
+            has_bias=False,
+            load_balance_loss_weight=self.load_balance_loss_weight,
+            router=RouterSettings(
+                score_func="softmax",
+                num_chosen=self.num_experts_per_tok,
+                normalized=self.norm_topk_prob,
+                scaling_factor=1.0,
+                num_groups=1,
+                num_kept_groups=1,
+            ),
+        )
+
 
 def llama_weights(
     config: LlamaConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
 ) -> dict[str, Any]:
-    """Returns the abstract weights of a llama.
+    """Returns the abstract weights of a llama, or of one with experts.
 
     Args:
-        config: The sizes of the model.
+        config: The sizes of the model. A `MixtureConfig` has experts.
         dtype: The dtype in which weights are stored.
         layers_after: The number of last layers that run after the pipeline, with the loss. Their
             weights are `["head"]["layers"]`, stacked.
@@ -128,33 +195,29 @@ def llama_weights(
     boundary = boundary_weights(
         config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
     )
-    layer = _layer_weights(
-        config.attention,
-        config.base_mlp_dim,
-        # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
-        branches=2 * config.base_num_decoder_layers,
-        dtype=dtype,
-    )
+    layer = _layer_weights(config, dtype)
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 
-def _layer_weights(
-    attention: AttentionSizes, mlp_dim: int, *, branches: int, dtype: Any
-) -> dict[str, Any]:
-    D, H, K, C = attention
-    return {
-        "attention_norm": scale(D, dtype),
-        "attention": {
-            "query": matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
-            "key": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
-            "value": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
-            "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
-        },
-        "mlp_norm": scale(D, dtype),
-        "mlp": swiglu_weights(D, mlp_dim, branches=branches, dtype=dtype),
+def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
+    D, H, K, C = config.attention
+    # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
+    branches = 2 * config.base_num_decoder_layers
+    attention = {
+        "query": matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
+        "key": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+        "value": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+        "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
     }
+    if config.use_qk_norm:
+        attention |= {"query_norm": scale(C, dtype), "key_norm": scale(C, dtype)}
+    layer = {"attention_norm": scale(D, dtype), "attention": attention, "mlp_norm": scale(D, dtype)}
+    if config.moe is None:
+        mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
+        return layer | {"mlp": mlp}
+    return layer | {"moe": moe_weights(config.moe, branches=branches, dtype=dtype)}
 
 
 def llama(
@@ -162,6 +225,7 @@ def llama(
     *,
     attention: Attention,
     constrain: Constrain,
+    experts: Experts | None = None,
     dtype: Any = jnp.float32,
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
@@ -171,6 +235,9 @@ def llama(
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, layer, loss)` of a llama, pure functions of one microbatch.
+
+    With experts, `layer` returns load-balance losses, which engines add to the loss; `loss` adds
+    those of layers after the pipeline.
 
     If `batch_inputs` is a pair with the `Past` of earlier slices, `layer` runs a slice of each
     sequence, and returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
@@ -182,7 +249,9 @@ def llama(
         config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
         constrain: Shards an activation by its logical axes.
-        dtype: The dtype in which layers compute. Norms, angles and the loss use float32.
+        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it. Only a
+            `MixtureConfig` needs it.
+        dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
         dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a layer
             gets no key, and in the layers after the pipeline.
         num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
@@ -195,9 +264,15 @@ def llama(
     Returns:
         `embed(weights, batch_inputs) -> x`, `layer(weights, x, batch_inputs, key) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
+
+    Raises:
+        ValueError: If `config` is a `MixtureConfig` and `experts` is missing.
     """
+    if config.moe is not None and experts is None:
+        raise ValueError("`config` is a `MixtureConfig`, and `experts` is missing. Give it.")
     frequencies = config.frequencies
     epsilon = config.normalization_layer_epsilon
+    feed_forward = _feed_forward(config, experts, constrain, project)
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
         return embed_tokens(
@@ -210,28 +285,39 @@ def llama(
         h = rms_norm(x, w["attention_norm"], epsilon)
         h = _attend(w["attention"], h, batch_inputs, attend)
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
-        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION)
+        h, aux = feed_forward(w, rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
+        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
 
     def _attend(w, x, batch_inputs: PyTree, attend: Callable):
         q, k, v = (
             constrain(project(x, w[name]), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
+        if config.use_qk_norm:
+            q, k = rms_norm(q, w["query_norm"], epsilon), rms_norm(k, w["key_norm"], epsilon)
         q, k = (rotate(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
         out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
     layer = _of_slices_too(run_layer, attention)
-    loss_of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
-    token_loss = partial(loss_of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
+    token_loss = partial(
+        next_token_loss,
+        epsilon=epsilon,
+        z_loss_multiplier=z_loss_multiplier,
+        constrain=constrain,
+        num_chunks=num_vocab_tiling,
+    )
+    return embed, layer, loss_after_layers(outside_remat(layer), token_loss)
 
-    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
-        if "layers" in boundary["head"]:
-            x, _ = run_layers(outside_remat(layer), boundary["head"]["layers"], x, batch_inputs)
-        return token_loss(boundary, x, batch_inputs)
 
-    return embed, layer, loss
+def _feed_forward(
+    config: LlamaConfig, experts: Experts | None, constrain: Constrain, project: Projection
+) -> Callable:
+    """Returns the MLP or the experts as `(layer weights, x, batch_inputs) -> (y, aux)`."""
+    if config.moe is not None and experts is not None:
+        mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
+        return lambda w, x, batch_inputs: mix(w["moe"], x, batch_inputs)
+    return lambda w, x, batch_inputs: (swiglu(w["mlp"], x, constrain, project), {})
 
 
 def _of_slices_too(run: Callable, attention: Attention) -> Callable:
@@ -239,7 +325,7 @@ def _of_slices_too(run: Callable, attention: Attention) -> Callable:
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
         if not isinstance(batch_inputs, tuple):
-            return run(w, x, batch_inputs, key, attention), {}
+            return run(w, x, batch_inputs, key, attention)
         inputs, past = batch_inputs
         carried = []
 
@@ -249,8 +335,8 @@ def _of_slices_too(run: Callable, attention: Attention) -> Callable:
             mask = past.causal_mask(q.shape[1])
             return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask)
 
-        y = run(w, x, inputs, key, attend)
-        return y, ({}, carried.pop())
+        y, aux = run(w, x, inputs, key, attend)
+        return y, (aux, carried.pop())
 
     return layer
 

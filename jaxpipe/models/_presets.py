@@ -1,67 +1,158 @@
 """Sizes of published models, by name.
 
 The keys are those of the configuration: `decoder_block`, the model family (llama if it is missing),
-and the fields of `LlamaConfig` or `DeepseekConfig`.
+and the fields of its dataclass: `LlamaConfig`, `MixtureConfig` or `DeepseekConfig`.
 """
 
 from typing import Any
 
+_TINY: dict[str, Any] = {
+    "base_emb_dim": 64,
+    "base_num_decoder_layers": 8,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "base_mlp_dim": 192,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "rope_max_timescale": 10_000.0,
+    "rope_type": "default",
+    "llama31_rope_factor": 8.0,
+    "normalization_layer_epsilon": 1e-5,
+    "logits_via_embedding": True,
+    "use_qk_norm": False,
+}
+_TINY_EXPERTS: dict[str, Any] = {
+    "base_mlp_dim": 64,
+    "base_moe_mlp_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "load_balance_loss_weight": 1e-3,
+}
+_LLAMA: dict[str, Any] = {
+    "base_num_kv_heads": 8,
+    "head_dim": 128,
+    "rope_max_timescale": 10_000.0,
+    "rope_type": "default",
+    "llama31_rope_factor": 8.0,
+    "normalization_layer_epsilon": 1e-5,
+    "logits_via_embedding": False,
+    "use_qk_norm": False,
+}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_max_timescale": 500_000.0}
+_LLAMA31 = _LLAMA3 | {"rope_type": "llama3.1"}
+_MISTRAL = _LLAMA | {
+    "base_emb_dim": 4096,
+    "base_num_decoder_layers": 32,
+    "base_num_query_heads": 32,
+    "base_mlp_dim": 14336,
+    "rope_max_timescale": 1_000_000.0,
+}
+_QWEN3 = _LLAMA | {
+    "vocab_size": 151936,
+    "rope_max_timescale": 1_000_000.0,
+    "normalization_layer_epsilon": 1e-6,
+    "use_qk_norm": True,
+}
+_QWEN3_EXPERTS = _QWEN3 | {
+    "decoder_block": "qwen3_moe",
+    "base_num_kv_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "load_balance_loss_weight": 1e-3,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "llama-tiny": {
-        "base_emb_dim": 64,
-        "base_num_decoder_layers": 8,
-        "base_num_query_heads": 4,
-        "base_num_kv_heads": 2,
-        "base_mlp_dim": 192,
-        "head_dim": 16,
-        "vocab_size": 320,
-        "rope_max_timescale": 10_000.0,
-        "rope_type": "default",
-        "llama31_rope_factor": 8.0,
-        "normalization_layer_epsilon": 1e-5,
-        "logits_via_embedding": True,
-    },
-    "llama2-7b": {
+    "llama-tiny": _TINY,
+    "llama2-7b": _LLAMA
+    | {
         "base_emb_dim": 4096,
         "base_num_decoder_layers": 32,
         "base_num_query_heads": 32,
         "base_num_kv_heads": 32,
         "base_mlp_dim": 11008,
-        "head_dim": 128,
         "vocab_size": 32000,
-        "rope_max_timescale": 10_000.0,
-        "rope_type": "default",
-        "llama31_rope_factor": 8.0,
-        "normalization_layer_epsilon": 1e-5,
-        "logits_via_embedding": False,
     },
-    "llama3-8b": {
+    "llama3-8b": _LLAMA3
+    | {
         "base_emb_dim": 4096,
         "base_num_decoder_layers": 32,
         "base_num_query_heads": 32,
-        "base_num_kv_heads": 8,
         "base_mlp_dim": 14336,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_max_timescale": 500_000.0,
-        "rope_type": "default",
-        "llama31_rope_factor": 8.0,
-        "normalization_layer_epsilon": 1e-5,
-        "logits_via_embedding": False,
     },
-    "llama3.1-70b": {
+    "llama3.1-70b": _LLAMA31
+    | {
         "base_emb_dim": 8192,
         "base_num_decoder_layers": 80,
         "base_num_query_heads": 64,
-        "base_num_kv_heads": 8,
         "base_mlp_dim": 28672,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_max_timescale": 500_000.0,
-        "rope_type": "llama3.1",
-        "llama31_rope_factor": 8.0,
-        "normalization_layer_epsilon": 1e-5,
-        "logits_via_embedding": False,
+    },
+    "llama3.1-405b": _LLAMA31
+    | {
+        "base_emb_dim": 16384,
+        "base_num_decoder_layers": 126,
+        "base_num_query_heads": 128,
+        "base_mlp_dim": 53248,
+    },
+    "llama3.2-1b": _LLAMA31
+    | {
+        "base_emb_dim": 2048,
+        "base_num_decoder_layers": 16,
+        "base_num_query_heads": 32,
+        "base_mlp_dim": 8192,
+        "head_dim": 64,
+        "llama31_rope_factor": 32.0,
+        "logits_via_embedding": True,
+    },
+    "mistral-tiny": _TINY | {"decoder_block": "mistral"},
+    # Version 0.3. The first version has a sliding window.
+    "mistral-7b": _MISTRAL | {"decoder_block": "mistral", "vocab_size": 32768},
+    "qwen3-tiny": _TINY | {"decoder_block": "qwen3", "use_qk_norm": True},
+    "qwen3-0.6b": _QWEN3
+    | {
+        "decoder_block": "qwen3",
+        "base_emb_dim": 1024,
+        "base_num_decoder_layers": 28,
+        "base_num_query_heads": 16,
+        "base_mlp_dim": 3072,
+        "logits_via_embedding": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "decoder_block": "qwen3",
+        "base_emb_dim": 4096,
+        "base_num_decoder_layers": 36,
+        "base_num_query_heads": 32,
+        "base_mlp_dim": 12288,
+    },
+    "mixtral-tiny": _TINY | _TINY_EXPERTS | {"decoder_block": "mixtral"},
+    "mixtral-8x7b": _MISTRAL
+    | {
+        "decoder_block": "mixtral",
+        "base_moe_mlp_dim": 14336,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "load_balance_loss_weight": 1e-3,
+        "vocab_size": 32000,
+    },
+    "qwen3-moe-tiny": _TINY | _TINY_EXPERTS | {"decoder_block": "qwen3_moe", "use_qk_norm": True},
+    "qwen3-30b-a3b": _QWEN3_EXPERTS
+    | {
+        "base_emb_dim": 2048,
+        "base_num_decoder_layers": 48,
+        "base_num_query_heads": 32,
+        "base_mlp_dim": 768,
+        "base_moe_mlp_dim": 768,
+    },
+    "qwen3-235b-a22b": _QWEN3_EXPERTS
+    | {
+        "base_emb_dim": 4096,
+        "base_num_decoder_layers": 94,
+        "base_num_query_heads": 64,
+        "base_mlp_dim": 1536,
+        "base_moe_mlp_dim": 1536,
     },
     "deepseek-tiny": {
         "decoder_block": "deepseek",

@@ -28,7 +28,7 @@ from jaxpipe.models.weights import stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
-from small_models import small_deepseek, small_llama, stack
+from small_models import small_deepseek, small_llama, small_mixture, stack
 
 from . import flax_decoder
 
@@ -286,7 +286,7 @@ def flax(value: Callable, row: Row, case: Case) -> Any:
         **PLACES,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        more = ("target_weights",) if row.model == "deepseek" else ()
+        more = ("target_weights",) if "moe" in case.layer else ()
         stage = stack_weights(case.layer, (row.layers_per_stage,), ("layers_per_stage",))
         decoder = flax_decoder.FlaxDecoder(
             case.model, stage, config, mesh, boundary, more, row.batch_axes
@@ -462,19 +462,29 @@ def _mlp(row: Row):
 
 
 def _llama(row: Row):
-    config = small_llama(
-        base_num_decoder_layers=row.repeats * row.ranks * row.layers_per_stage,
+    """A llama, a Qwen3 or one of their mixtures, which have a layer after the pipeline."""
+    has_experts = row.model in ("mixtral", "qwen3_moe")
+    small = small_mixture if has_experts else small_llama
+    config = small(
+        base_num_decoder_layers=has_experts + row.repeats * row.ranks * row.layers_per_stage,
         logits_via_embedding=row.tied,
+        use_qk_norm=row.model.startswith("qwen3"),
     )
     embed, layer, loss = models.llama(
         config,
         attention=dot_product_attention,
+        experts=_experts(row),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=PROJECTIONS[row.quantization],
         z_loss_multiplier=row.z_loss,
     )
-    return models.llama_weights(config), (embed, stack(layer), loss)
+    tree = models.llama_weights(config, layers_after=int(has_experts))
+    return tree, (embed, stack(layer), loss)
+
+
+def _experts(row: Row):
+    return routed_experts(sharding.DEFAULT_RULES, chunk_rows=2 if row.remat == "full" else None)
 
 
 def _deepseek(row: Row):
@@ -485,9 +495,7 @@ def _deepseek(row: Row):
     embed, layer, loss = models.deepseek(
         config,
         attention=dot_product_attention,
-        experts=routed_experts(
-            sharding.DEFAULT_RULES, chunk_rows=2 if row.remat == "full" else None
-        ),
+        experts=_experts(row),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=PROJECTIONS[row.quantization],
@@ -496,7 +504,11 @@ def _deepseek(row: Row):
     return models.deepseek_weights(config, layers_after=1), (embed, stack(layer), loss)
 
 
-MODELS: dict[str, Callable[[Row], Any]] = {"mlp": _mlp, "llama": _llama, "deepseek": _deepseek}
+MODELS: dict[str, Callable[[Row], Any]] = {
+    "mlp": _mlp,
+    **dict.fromkeys(("llama", "qwen3", "mixtral", "qwen3_moe"), _llama),
+    "deepseek": _deepseek,
+}
 
 
 def mesh_of(row: Row) -> Any:

@@ -64,9 +64,14 @@ def compositions() -> list[Row]:
              remat="minimal", dropout=0.1),
         mpmd("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble", remat="none"),
         mpmd("deepseek", 3, 1, 3, axes=(), schedule="gpipe"),
+        mpmd("mixtral", 2, 1, 4, axes=(("expert", 2), ("tensor", 2)), schedule="1f1b",
+             packed=True, tied=True),
+        mpmd("qwen3_moe", 2, 2, 4, axes=fsdp, schedule="zbv", remat="minimal", packed=True),
     ]  # fmt: skip
     axes = (("data", 2), ("context", 2))
-    return [llama(2, 1, 4, axes=axes, schedule="1f1b", remat="minimal"), *slow(in_slow_job)]
+    qwen3 = mpmd("qwen3", 2, 1, 4, axes=axes, schedule="1f1b", remat="minimal", tied=True,
+                 dropout=0.1, packed=True)  # fmt: skip
+    return [qwen3, *slow(in_slow_job)]
 
 
 def product() -> list[Row]:

@@ -70,6 +70,12 @@ def compositions() -> list[Row]:
                   layers_per_stage=2, packed=True),
         scheduled("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble",
                   remat="none"),
+        scheduled("mixtral", 2, 1, 4, axes=(("expert", 2), ("tensor", 2)), schedule="1f1b",
+                  packed=True, tied=True),
+        scheduled("qwen3_moe", 4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", batch_axes=manual,
+                  gather="once", packed=True, remat="none"),
+        scheduled("qwen3_moe", 2, 1, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="dualpipe",
+                  packed=True),
         # The sums over rows that it stores are the same on all devices of these axes.
         scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
                   remat="none"),
@@ -78,7 +84,7 @@ def compositions() -> list[Row]:
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
-        scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
+        scheduled("qwen3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),
     ]  # fmt: skip
@@ -98,9 +104,10 @@ def slices() -> list[Row]:
     more = [
         llama(2, 1, 4, axes=fsdp, slices=2, batch_axes=("data", "fsdp"), gather="once"),
         llama(4, 1, 4, axes=fsdp, slices=2, batch_axes=("data", "fsdp"), explicit=True),
-        llama(2, 1, 4, axes=(("tensor", 2),), slices=4, vocab_parallel=True),
+        scheduled("qwen3", 2, 1, 4, axes=(("tensor", 2),), schedule="seq1f1b", slices=4,
+                  vocab_parallel=True, packed=True),
         llama(3, 1, 4, axes=(), slices=2, gather="repeat", layers_per_stage=2),
-    ]
+    ]  # fmt: skip
     in_test_job = rows[1:2] + rows[5:6]
     return in_test_job + slow([row for row in rows + more if row not in in_test_job])
 

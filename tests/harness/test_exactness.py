@@ -82,7 +82,8 @@ def compositions() -> list[Row]:
     return [
         full(2, 3, 4, axes=fsdp),
         full(8, 1, 16, axes=()),
-        row(2, 2, 4, axes=both, delay=True, tied=True),
+        # What a llama has, and norms of heads.
+        Row("circular", "qwen3", 2, 2, 4, axes=both, delay=True, tied=True),
         *slow(in_slow_job),
     ]
 
@@ -175,10 +176,27 @@ def experts() -> list[Row]:
             for axes in meshes[ranks]
         ),
         *gathered_experts(),
+        *mixtures(),
         Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 4),), delay=True, dropout=0.1),
         Row("circular", "deepseek", 3, 1, 6, axes=None, packed=True, layers_per_stage=2),
     ]
     return slow(in_slow_job)
+
+
+def mixtures() -> list[Row]:
+    """Experts behind the attention of a llama or of Qwen3, in layers and after the pipeline."""
+    row, both = functools.partial(Row, "circular"), (("expert", 2), ("fsdp", 2))
+    own = {"gather": "repeat", "batch_axes": MANUAL, "packed": True}
+    return [
+        row("mixtral", 2, 2, 4, axes=(("expert", 2), ("tensor", 2)), packed=True, tied=True),
+        row("mixtral", 3, 1, 6, axes=None, packed=True, remat="none", dropout=0.1),
+        row("qwen3_moe", 2, 2, 4, axes=both, explicit=True, **own),
+        row("qwen3_moe", 2, 1, 4, axes=CONTEXT, packed=True, remat="minimal"),
+        row("qwen3_moe", 4, 1, 4, axes=(("fsdp", 2),), layers_per_stage=2, **own),
+        row("qwen3", 4, 1, 8, axes=(("fsdp", 2),), quantization="fp8", **own),
+        Row("linen", "mixtral", 2, 2, 4, axes=both, **own),
+        Row("nnx", "qwen3_moe", 2, 2, 4, axes=both, packed=True),
+    ]
 
 
 def policies() -> list[Row]:

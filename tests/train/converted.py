@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import models
-from jaxpipe.hugging_face.formats import canonical_weights
+from jaxpipe.hugging_face.formats import canonical_weights, read_sizes
 from jaxpipe.models.layers import rms_norm
 from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train import load_config, set_up
@@ -17,6 +17,8 @@ from jaxpipe.train.checkpoint import first_state, open_checkpoints, save_checkpo
 from small_models import small_deepseek_v2, small_llama
 
 GOLDEN = Path(__file__).parent / "golden"
+NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
+"""Models that transformers has made: folders of `GOLDEN`."""
 LLAMA = small_llama(base_num_decoder_layers=3, base_mlp_dim=24, vocab_size=40)
 DEEPSEEK = small_deepseek_v2(base_mlp_dim=24, shared_experts=2, qk_nope_head_dim=6, vocab_size=40)
 
@@ -56,7 +58,7 @@ def make_run(
     **metadata: Any,
 ) -> Any:
     """A run's folder with a checkpoint of random weights, which come back by their paths."""
-    block = "llama" if isinstance(sizes, models.LlamaConfig) else "deepseek"
+    block, _ = read_sizes({"model": vars(sizes)})
     tree = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
     noise = np.random.default_rng(step)
     weights = jax.tree.map(lambda x: noise.standard_normal(x.shape).astype(x.dtype), tree)

@@ -59,6 +59,13 @@ DEEPSEEK: Settings = {
     "base_emb_dim": 16,
     "load_balance_loss_weight": 0.1,
 }
+MIXTURE: Settings = {
+    **models.PRESETS["qwen3-moe-tiny"],
+    "model_name": "qwen3-moe-tiny",
+    "base_num_decoder_layers": 4,
+    "base_emb_dim": 16,
+    "load_balance_loss_weight": 0.1,
+}
 DROPOUT: Settings = {"dropout_rate": 0.3}
 
 

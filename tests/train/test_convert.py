@@ -13,16 +13,17 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from harness.contract import assert_close
 from jaxpipe import models
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 from jaxpipe.train import Config, load_config
 from jaxpipe.train.checkpoint import open_checkpoints, read_metadata, restore_leaf, saved_leaf_specs
+from small_models import small_mixture
 
-from .converted import DEEPSEEK, GOLDEN, LLAMA, logits, make_run
+from .converted import DEEPSEEK, GOLDEN, LLAMA, NAMES, logits, make_run
 
 pytestmark = pytest.mark.ci
 
-NAMES = ["llama2", "llama3", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 V3 = dataclasses.replace(
     DEEPSEEK,
     routed_score_func="sigmoid",
@@ -35,6 +36,7 @@ V3 = dataclasses.replace(
 TIED = dataclasses.replace(
     LLAMA, logits_via_embedding=True, rope_type="llama3.1", llama31_rope_factor=32.0
 )
+MIXTURE = small_mixture(use_qk_norm=True, norm_topk_prob=False, vocab_size=40)
 NARROW = {"dtype": jnp.bfloat16}
 
 
@@ -63,7 +65,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     with np.load(GOLDEN / name / "expected.npz") as expected:
         tokens, theirs = expected["tokens"], expected["logits"]
     assert theirs.std() > 0.3
-    np.testing.assert_allclose(logits(tmp_path / "ours", tokens), theirs, rtol=0, atol=1e-4)
+    assert_close(logits(tmp_path / "ours", tokens), theirs, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,14 +76,26 @@ def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
     expected = load_file(GOLDEN / name / "model.safetensors")
     assert_same(load_file(tmp_path / "theirs" / "model.safetensors"), expected)
     assert (done.num_tensors, done.num_files, done.dtype) == (len(expected), 1, "bfloat16")
+    kinds = [
+        json.loads((folder / "config.json").read_text())["model_type"]
+        for folder in (GOLDEN / name, tmp_path / "theirs")
+    ]
+    assert kinds[0] == kinds[1]
     with safe_open(tmp_path / "theirs" / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [(LLAMA, {}), (TIED, NARROW), (DEEPSEEK, {"layers_after": 2}), (V3, NARROW), (V3, {})],
-    ids=["llama", "tied, bfloat16", "V2, layers after the pipeline", "V3, bfloat16", "V3"],
+    [
+        (LLAMA, {}),
+        (TIED, NARROW),
+        (dataclasses.replace(MIXTURE, load_balance_loss_weight=0.0), {"layers_after": 1}),
+        (DEEPSEEK, {"layers_after": 2}),
+        (V3, NARROW),
+        (V3, {}),
+    ],
+    ids=["llama", "tied, bfloat16", "experts", "V2, layers after", "V3, bfloat16", "V3"],
 )
 def test_ours_come_back_bit_for_bit(sizes: Any, options: Any, tmp_path: Path):
     expected = make_run(tmp_path / "run", sizes, **options)

@@ -44,7 +44,11 @@ def refusal(folder: Path) -> str:
         ("llama2", {"hidden_size": None}, ("`hidden_size` is missing",)),
         ("llama2", {"hidden_size": "32"}, ("`base_emb_dim` would be '32', which is no int",)),
         ("llama2", {"vocab_size": -1}, ("`vocab_size` is -1 (from ", "It should be ")),
-        ("llama2", {"model_type": "mamba"}, ("`model_type` is 'mamba': only llama, deepseek_v2",)),
+        (
+            "llama2",
+            {"model_type": "mamba"},
+            ("`model_type` is 'mamba': only llama, mistral, qwen3, ",),
+        ),
         (
             "llama2",
             {"num_key_value_heads": 3},
@@ -73,6 +77,18 @@ def refusal(folder: Path) -> str:
             },
             ("`original_max_position_embeddings` of rotary positions is 4096: only 8192",),
         ),
+        # A null is removed here, and stands for 4096 if it is missing.
+        ("mistral", {"use_cache": True}, ("`sliding_window` is 4096: only None is supported",)),
+        ("qwen3", {"use_sliding_window": True}, ("`use_sliding_window` is True: only False",)),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("`layer_types` has 'sliding_attention': only 'full_attention'",),
+        ),
+        ("qwen3", {"head_dim": None}, ("`head_dim` is missing",)),
+        ("mixtral", {"router_jitter_noise": 0.1}, ("`router_jitter_noise` is 0.1: only 0.0",)),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ("`mlp_only_layers` is [0]: only [] is supp",)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, ("`decoder_sparse_step` is 2: only 1",)),
         ("deepseek_v2", {"norm_topk_prob": True}, ("`norm_topk_prob` is True: only False",)),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ("`scoring_func` is 'sigmoid': only 'soft",)),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ("`topk_method` is 'noaux_tc'",)),

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.contract import assert_close
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 
-from .converted import logits
+from .converted import NAMES, logits
 
-NAMES = ["llama2", "llama3", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(
@@ -31,7 +31,7 @@ def test_transformers_computes_what_we_do_before_and_after(name: str, tmp_path: 
     expected = make_golden.logits_of(tmp_path / "theirs", tokens)
 
     from_hugging_face(tmp_path / "theirs", tmp_path / "ours")
-    np.testing.assert_allclose(logits(tmp_path / "ours", tokens), expected, rtol=0, atol=1e-4)
+    assert_close(logits(tmp_path / "ours", tokens), expected, name)
 
     to_hugging_face(tmp_path / "ours", tmp_path / "back", max_shard_bytes=20_000)
     found = make_golden.logits_of(tmp_path / "back", tokens)

@@ -3,7 +3,7 @@
 import functools
 import io
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,12 @@ PLAIN: dict[str, Any] = {
     "pipeline_engine": "none",
     "ici_fsdp_parallelism": 4,
     "ici_context_parallelism": 2,
+}
+SLICED: dict[str, Any] = {
+    "pipeline_engine": "scheduled",
+    "pipeline_schedule": "seq1f1b",
+    "ici_pipeline_parallelism": 2,
+    "ici_context_parallelism": 1,
 }
 
 
@@ -140,6 +146,12 @@ def test_the_norm_of_gradients_leaves_biases_out():
     assert gradient_norm(kept) == np.sqrt(np.float32(5))
 
 
+def test_maxtexts_name_of_the_llamas_is_accepted():
+    assert Config.model_validate({"decoder_block": "llama2"}) == Config()
+    annotation = Config.model_fields["decoder_block"].annotation
+    assert get_args(annotation) == (*MODEL_FAMILIES,)
+
+
 @pytest.mark.parametrize("name", [*models.PRESETS])
 def test_a_preset_is_a_model_of_its_family(name):
     preset: dict[str, Any] = models.PRESETS[name] | {"vocab_size": 320}
@@ -186,6 +198,36 @@ def test_settings_that_no_deepseek_can_have_are_refused_before_anything_compiles
 def test_settings_of_deepseek_are_refused_for_a_llama(settings, message):
     with pytest.raises(ValueError, match=message):
         set_up(Config.model_validate(RUN | PLAIN | settings), jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "qwen3-tiny",
+            {"use_qk_norm": False},
+            "'qwen3', where it is True in every model. Give `us",
+        ),
+        ("llama-tiny", {"use_qk_norm": True}, "'llama', where it is False .*, or another `decoder"),
+        ("mistral-tiny", {"use_qk_norm": True}, "`decoder_block` is 'mistral', where it is False"),
+        ("mixtral-tiny", {"norm_topk_prob": False}, "'mixtral', where it is True in every model"),
+        ("mixtral-tiny", {"base_mlp_dim": 32}, "`base_mlp_dim` is 32 and `base_moe_mlp_dim` 64"),
+        ("qwen3-moe-tiny", {"shared_experts": 1}, "`shared_experts` is 1 and `decoder_block` is"),
+        ("qwen3-moe-tiny", {"routed_bias": True}, "`routed_bias` is True and `decoder_block` is"),
+        ("qwen3-tiny", {"num_experts": 8}, "`num_experts` is 8 and `decoder_block` is 'qwen3', wh"),
+        ("deepseek-tiny", {"use_qk_norm": True}, "`use_qk_norm` is True and `decoder_block` is"),
+        (
+            "qwen3-moe-tiny",
+            SLICED,
+            "`decoder_block` is 'qwen3_moe', whose layers cannot run slices",
+        ),
+    ],
+)
+def test_settings_that_no_model_of_a_family_has_are_refused(name, settings, message):
+    values: dict[str, Any] = RUN | models.PRESETS[name]
+    values |= {"base_num_decoder_layers": 4, "base_emb_dim": 16} | PLAIN | settings
+    with pytest.raises(ValueError, match=message):
+        set_up(Config.model_validate(values), jax.devices())
 
 
 def test_no_layers_in_the_pipeline_are_refused():

@@ -19,16 +19,28 @@ from optax import contrib
 
 from jaxpipe.data import synthetic_batches
 from jaxpipe.hugging_face import to_hugging_face
+from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train import Config, train
 from jaxpipe.train.checkpoint import first_state
 from jaxpipe.train.estimate import state_bytes
 from jaxpipe.train.optim import factories
-from jaxpipe.train.plan import Setup
+from jaxpipe.train.plan import Setup, make_optimizer, user_tree
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
 from small_models import small_llama
 
 from .converted import make_run
-from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, config_of, flat, setup_of, three_steps
+from .runs import (
+    DEEPSEEK,
+    MIXTURE,
+    NONE,
+    ROWS,
+    TINY,
+    Settings,
+    config_of,
+    flat,
+    setup_of,
+    three_steps,
+)
 
 STEPS, LENGTH, CLIP = 3, 16, 0.5
 EPSILON, TIMESCALE = 1e-5, 10_000.0
@@ -324,6 +336,38 @@ def test_a_function_of_the_users_is_given_the_schedule_and_the_mask(
 def test_what_an_optimizer_does_not_take_is_refused_by_name(settings: Settings, message: str):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+@pytest.mark.slow
+def test_muon_treats_every_expert_as_a_matrix_of_its_own_and_leaves_norms_of_heads_out():
+    settings = SETTINGS | MIXTURE | NONE | WITH_EPS | {"optimizer": "muon", "base_emb_dim": 8}
+    plan = setup_of(1, settings).state
+    shapes, keys = weight_shapes(user_tree(plan)), iter(jax.random.split(jax.random.key(0), 99))
+    params, grads = (
+        jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes) for _ in range(2)
+    )
+    tx, muon = make_optimizer(plan), contrib.muon(rate, weight_decay=0.5)
+    adam: Any = optax.adamw(rate, **ADAM, weight_decay=0.0)
+
+    def alone(tx: Any, grad: Any, weight: Any) -> Any:
+        """The update of a matrix, or of a vector, by itself."""
+        return tx.update({"w": grad}, tx.init({"w": weight}), {"w": weight})[0]["w"]
+
+    with jax.numpy_dtype_promotion("standard"):
+        updates: Any = tx.update(grads, tx.init(params), params)[0]
+        trees = (tree["layers"] for tree in (updates, grads, params))
+        layers: Any = jax.tree.map(lambda *leaves: [x[2] for x in leaves], *trees)
+        for name in ("gate", "up", "down"):
+            got, grad, weight = layers["moe"]["experts"][name]
+            assert got.shape[0] == 8
+            for e in range(8):
+                assert error(got[e], alone(muon, grad[e], weight[e])) < 1e-5, name
+        for name, rows in (("query", 1), ("key", 1), ("out", 2)):
+            matrices = layers["attention"][name]
+            got, *pair = (x.reshape(np.prod(x.shape[:rows]), -1) for x in matrices)
+            assert error(got, alone(muon, *pair)) < 1e-5, name
+        for got, *pair in (layers["attention"]["query_norm"], layers["attention"]["key_norm"]):
+            assert error(got, alone(adam, *pair)) < 1e-5
 
 
 def test_layers_outside_of_the_pipeline_are_refused_where_a_stack_is_one_array():

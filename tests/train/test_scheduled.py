@@ -19,7 +19,7 @@ from jaxpipe.train.logs import describe
 from jaxpipe.train.plan import schedule_request, select_schedule
 from jaxpipe.train.step import init_state, shard_batch, state_shapes
 
-from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
+from .runs import DEEPSEEK, DROPOUT, MIXTURE, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 
 pytestmark = pytest.mark.ci
 
@@ -105,6 +105,9 @@ SLOW: dict[str, tuple[int, Settings]] = {
     "dropout, uneven": (2, DROPOUT | ZBV | {"pipeline_layout": "Et|t|tt|L"}),
     "deepseek, none": (1, DEEPSEEK | NONE),
     "deepseek, uneven": (4, DEEPSEEK | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
+    "qwen3_moe, none": (1, MIXTURE | NONE),
+    "qwen3_moe, uneven": (4, MIXTURE | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
+    "qwen3_moe, circular": (4, MIXTURE | CIRCULAR | {"ici_expert_parallelism": 2}),
 }
 
 

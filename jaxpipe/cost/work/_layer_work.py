@@ -91,7 +91,7 @@ class ModelWork:
     layers: tuple[LayerWork, ...]  # the kinds of layers, from the first to the last
     hidden: int  # the number of channels between layers
     vocab: int  # rows of the embedding, and columns of the head
-    embedding_parameters: int  # weights of the embedding
+    embedding_parameters: int  # weights of the embedding, and of a head that is tied to it
     head_parameters: int  # weights of the head; 0 if it is tied to the embedding
 
     @property

@@ -31,7 +31,7 @@ class Experts:
 class LatentAttention:
     """The sizes of DeepSeek's attention with low-rank queries, keys and values."""
 
-    query_rank: int
+    query_rank: int  # 0 if queries are not compressed
     kv_rank: int
     nope_channels: int
     rope_channels: int
@@ -102,9 +102,10 @@ def _latent_attention(
 ) -> tuple[Attention, tuple[Product, ...]]:
     qk = sizes.nope_channels + sizes.rope_channels
     attention = Attention(H, qk, sizes.v_channels, H * (qk + sizes.v_channels))
+    rank = sizes.query_rank
+    queries = (Product(D, rank, "none"), Product(rank, H * qk)) if rank else (Product(D, H * qk),)
     products = (
-        Product(D, sizes.query_rank, "none"),
-        Product(sizes.query_rank, H * qk),
+        *queries,
         Product(D, sizes.kv_rank + sizes.rope_channels, "none"),
         Product(sizes.kv_rank, H * (sizes.nope_channels + sizes.v_channels)),
         Product(H * sizes.v_channels, D, "row"),

@@ -27,9 +27,9 @@ from ._fields import (
 from ._tensors import (
     LeafSlices,
     TensorSlice,
+    expert_weights,
     linear_weight,
     same_tensor,
-    stacked_entries,
     swiglu_weights,
     with_prefix,
 )
@@ -202,16 +202,11 @@ def deepseek_dense_slices(sizes: models.DeepseekConfig) -> LeafSlices:
 def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     """Returns the slices of the leaves of a layer with experts."""
     D, E, F = sizes.base_emb_dim, sizes.num_experts, sizes.base_moe_mlp_dim
-    each = [swiglu_weights(f"mlp.experts.{e}", D, F) for e in range(E)]
     router = {"router/logits": linear_weight("mlp.gate.weight", (D,), (E,))}
     if sizes.routed_bias:
         router["router/bias"] = same_tensor("mlp.gate.e_score_correction_bias", (E,))
-    experts = {
-        name: stacked_entries([parts[name] for parts in each]) for name in ("gate", "up", "down")
-    }
-    slices = _shared_slices(sizes.attention) | with_prefix(
-        "moe", router | with_prefix("experts", experts)
-    )
+    experts = with_prefix("experts", expert_weights("mlp.experts", E, D, F))
+    slices = _shared_slices(sizes.attention) | with_prefix("moe", router | experts)
     if sizes.shared_experts:
         shared = swiglu_weights("mlp.shared_experts", D, F * sizes.shared_experts)
         slices |= with_prefix("moe/shared", shared)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import PyTree
@@ -29,12 +30,21 @@ class ModelFormat:
     dense: Callable[..., LeafSlices] = lambda sizes: {}  # the same for a layer before the pipeline
 
 
-_LLAMA = ModelFormat(read_llama, write_llama, llama_slices)
+def _llama(block: str) -> ModelFormat:
+    functions = (read_llama, write_llama, llama_slices)
+    return ModelFormat(*(partial(function, block=block) for function in functions))
+
+
 _DEEPSEEK = ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices)
-MODEL_FORMATS = {"llama": _LLAMA, "deepseek": _DEEPSEEK}
+MODEL_FORMATS = {
+    block: _DEEPSEEK if block == "deepseek" else _llama(block) for block in MODEL_FAMILIES
+}
 """The formats by `decoder_block`."""
 
-MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek"}
+MODEL_TYPES = {block: block for block in MODEL_FORMATS if block != "deepseek"} | {
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+}
 """From Hugging Face's `model_type` to `decoder_block`."""
 
 
@@ -49,13 +59,19 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
     return block, _parse_sizes(block, MODEL_FORMATS[block].read(config))
 
 
-def read_sizes(saved: Mapping[str, Any]) -> tuple[str, ModelConfig]:
+def read_sizes(metadata: Mapping[str, Any]) -> tuple[str, ModelConfig]:
     """Returns `decoder_block` and the sizes from the metadata of a checkpoint."""
+    saved, saved_block = metadata["model"], metadata.get("decoder_block")
     for block, family in MODEL_FAMILIES.items():
         fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
         required = {f.name for f in fields if f.default is dataclasses.MISSING}
-        if required <= saved.keys() <= {f.name for f in fields}:
-            return block, family.sizes(**saved)
+        if not required <= saved.keys() <= {f.name for f in fields}:
+            continue
+        sizes = family.sizes(**saved)
+        # Older checkpoints do not say which of two families with the same sizes they are of.
+        is_fixed = all(getattr(sizes, name) == value for name, value in family.fixed.items())
+        if saved_block in (None, block) and is_fixed:
+            return block, sizes
     raise ValueError(
         f"The checkpoint is of a model with {', '.join(sorted(saved))}, which is of no family: "
         f"{', '.join(MODEL_FAMILIES)}."
@@ -103,6 +119,7 @@ def _parse_sizes(block: str, values: ConfigValues) -> ModelConfig:
     """Parses sizes from JSON values, where a float may be written as an integer."""
     fields = dataclasses.fields(MODEL_FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
     types = {field.name: field.type for field in fields}
+    values = {**MODEL_FAMILIES[block].fixed, **values}
     floats = {name for name, kind in types.items() if kind is float}
     typed = {
         name: float(value)

@@ -6,6 +6,7 @@ no number, so a conversion in both directions is exact to the bit.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,13 +46,25 @@ def linear_weight(
     return (TensorSlice(tensor, shape, _identity, tensor_view),)
 
 
-def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
+def swiglu_weights(
+    prefix: str,
+    embed_dim: int,
+    mlp_dim: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> LeafSlices:
     """Returns the slices of a gated MLP."""
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
     return {
-        "gate": linear_weight(f"{prefix}.gate_proj.weight", (embed_dim,), (mlp_dim,)),
-        "up": linear_weight(f"{prefix}.up_proj.weight", (embed_dim,), (mlp_dim,)),
-        "down": linear_weight(f"{prefix}.down_proj.weight", (mlp_dim,), (embed_dim,)),
+        "gate": linear_weight(gate, (embed_dim,), (mlp_dim,)),
+        "up": linear_weight(up, (embed_dim,), (mlp_dim,)),
+        "down": linear_weight(down, (mlp_dim,), (embed_dim,)),
     }
+
+
+def expert_weights(prefix: str, num_experts: int, *sizes_and_names: Any) -> LeafSlices:
+    """Returns the slices of routed experts, each a gated MLP as `swiglu_weights` takes it."""
+    each = [swiglu_weights(f"{prefix}.{e}", *sizes_and_names) for e in range(num_experts)]
+    return {name: stacked_entries([parts[name] for parts in each]) for name in each[0]}
 
 
 def boundary(embed_dim: int, vocab_size: int, *, tied: bool) -> LeafSlices:

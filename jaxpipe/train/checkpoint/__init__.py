@@ -10,6 +10,7 @@ from ._digests import has_digests as has_digests
 from ._digests import is_complete as is_complete
 from ._digests import steps_in as steps_in
 from ._digests import write_digests as write_digests
+from ._init_from import NOT_COMPUTED as NOT_COMPUTED
 from ._init_from import WEIGHTS_FOLDER as WEIGHTS_FOLDER
 from ._init_from import check_not_to_average as check_not_to_average
 from ._init_from import check_same_sizes as check_same_sizes

@@ -30,7 +30,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 WEIGHTS_FOLDER = "weights"
 """Folders of a run, and of `jaxpipe convert`."""
 
-_NOT_COMPUTED = ("load_balance_loss_weight",)
+NOT_COMPUTED = ("load_balance_loss_weight",)
 """Sizes that change how a model is trained, and not what it computes."""
 
 
@@ -55,7 +55,7 @@ def first_state(
         _store.check_same_leaves(
             _as_restored(saved, weights.dtype), _store.leaf_specs(shapes), where, _ADVICE
         )
-        check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
+        check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=NOT_COMPUTED)
         check_not_to_average(metadata, where)
         state = init_state(plan)
         del state["weights"]  # room for the others

@@ -50,6 +50,11 @@ Minutes = Annotated[float, Field(ge=0, le=1e7)]
 Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
+DecoderBlock = Annotated[
+    Literal["llama", "mistral", "qwen3", "mixtral", "qwen3_moe", "deepseek"],
+    BeforeValidator(lambda value: "llama" if value == "llama2" else value),
+]
+"""A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_to_tuples)]
 _ArgumentItem = bool | int | float | Text | None
 _ArgumentValue = _ArgumentItem | tuple[_ArgumentItem | tuple[_ArgumentItem, ...], ...]
@@ -100,7 +105,7 @@ class ConfigKeys(BaseModel):
 
     # The model.
     model_name: Name = "llama-tiny"
-    decoder_block: Literal["llama", "deepseek"] = "llama"
+    decoder_block: DecoderBlock = "llama"
     base_emb_dim: PositiveInt = 64
     base_num_decoder_layers: NumLayers = 8
     base_num_query_heads: PositiveInt = 4
@@ -113,6 +118,7 @@ class ConfigKeys(BaseModel):
     rope_type: Literal["default", "llama3.1", "yarn"] = "default"
     llama31_rope_factor: PositiveFloat = 8.0
     logits_via_embedding: bool = True
+    use_qk_norm: bool = False
     dropout_rate: FractionBelowOne = 0.0
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"
@@ -120,22 +126,24 @@ class ConfigKeys(BaseModel):
     attention: Literal["auto", "dot_product", "splash", "cudnn", "pallas"] = "auto"
     num_vocab_tiling: PositiveInt = 1
 
-    # Experts and latent attention.
-    first_num_dense_layers: NonNegativeInt = 0
+    # Experts.
     base_moe_mlp_dim: PositiveInt = 64
-    shared_experts: NonNegativeInt = 0
     num_experts: PositiveInt = 1
     num_experts_per_tok: PositiveInt = 1
     load_balance_loss_weight: NonNegativeFloat = 0.0
+    norm_topk_prob: bool = False
+    megablox: Literal["auto"] | bool = "auto"
+
+    # Experts and latent attention of DeepSeek.
+    first_num_dense_layers: NonNegativeInt = 0
+    shared_experts: NonNegativeInt = 0
     routed_score_func: Literal["softmax", "sigmoid"] = "softmax"
     routed_bias: bool = False
     routed_bias_update_rate: NonNegativeFloat = 1e-3
     routed_scaling_factor: PositiveFloat = 1.0
-    norm_topk_prob: bool = False
     n_routing_groups: PositiveInt = 1
     topk_routing_group: PositiveInt = 1
     group_score_experts: PositiveInt = 2
-    megablox: Literal["auto"] | bool = "auto"
     q_lora_rank: NonNegativeInt = 0
     kv_lora_rank: PositiveInt = 32
     qk_nope_head_dim: PositiveInt = 16

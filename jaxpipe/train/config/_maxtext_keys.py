@@ -171,7 +171,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "first_num_hash_layers inhomogeneous_layer_cycle_interval share_kv_projections "
         "attention_bias attention_sink sliding_window_size chunk_attn_window_size "
         "causal_block_size attn_logits_soft_cap final_logits_soft_cap use_post_attn_norm "
-        "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_norm use_qk_clip "
+        "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_clip "
         "qk_clip_threshold hidden_size_per_layer_input vocab_size_per_layer_input "
         "num_kv_shared_layers use_double_wide_mlp moba moba_chunk_size moba_topk use_indexer "
         "o_lora_rank o_groups compress_ratios compressed_rope_max_timescale "

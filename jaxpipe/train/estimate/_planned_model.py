@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...models import DeepseekConfig, LlamaConfig
-from ...models.layers import ragged_dot
+from ...models.layers import MoeSettings, ragged_dot
 from ...models.weights import is_weight
 from ...planner import Axes, PlannedModel, RoutedExperts, Tensor, WeightBytes, WeightGroup
 from ...sharding import Rules, gathered_rules, partition_spec
@@ -64,8 +64,8 @@ def planned_model(
         tuple(named.items()),
         unnamed,
         (Tensor(scores, _SPLIT),) if scores else (),
-        _routed(sizes),
-        _expanded(sizes) if expands else (),
+        sizes.moe and _routed(sizes.moe),
+        _expanded(sizes.moe) if sizes.moe and expands else (),
         weight_bytes,
         weight_bytes,
         *state_bytes(weights, optimizer),
@@ -112,43 +112,40 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
     def padded(channels: int) -> int:
         return -(-channels // lanes) * lanes
 
-    D, F = sizes.base_emb_dim, sizes.base_mlp_dim
-    named = {"out_proj": Tensor(D)}
+    D, moe = sizes.base_emb_dim, sizes.moe
+    named, unnamed = {"out_proj": Tensor(D)}, [Tensor(4 * D)]
     match sizes:
         case LlamaConfig():
             _, H, K, C = sizes.attention
             C = padded(C)
             named |= _heads(H * C, K * C, K * C, H * C)
-            named |= _mlp(D, F)
-            return named, (Tensor(4 * D), Tensor(2 * F, _SPLIT))
+            if sizes.use_qk_norm:
+                unnamed.append(Tensor((H + K) * C, _SPLIT))
         case DeepseekConfig():
-            at, moe = sizes.attention, sizes.moe
+            at = sizes.attention
             H = at.num_heads
             keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
             named |= _heads(keys, keys, values, values)
             named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
-            if moe.shared_experts:
-                named |= _mlp(D, moe.shared_experts * moe.expert_dim)
-            k, F = moe.router.num_chosen, moe.expert_dim
-            for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
-                named[name] = Tensor(k * F, _SPLIT, all_rows=True)
-            named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
-            return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
+    if moe is None:
+        F = sizes.base_mlp_dim
+        return named | _mlp(D, F), (*unnamed, Tensor(2 * F, _SPLIT))
+    if moe.shared_experts:
+        named |= _mlp(D, moe.shared_experts * moe.expert_dim)
+    k, F = moe.router.num_chosen, moe.expert_dim
+    for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
+        named[name] = Tensor(k * F, _SPLIT, all_rows=True)
+    named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
+    return named, (*unnamed, Tensor(2 * k * D, all_rows=True))
 
 
-def _routed(sizes: ModelConfig) -> RoutedExperts | None:
-    if not isinstance(sizes, DeepseekConfig):
-        return None
-    moe = sizes.moe
+def _routed(moe: MoeSettings) -> RoutedExperts:
     return RoutedExperts(moe.num_experts, moe.router.num_chosen, moe.expert_dim, CHUNK_ROWS)
 
 
-def _expanded(sizes: ModelConfig) -> tuple[Tensor, ...]:
+def _expanded(moe: MoeSettings) -> tuple[Tensor, ...]:
     """Returns the rows that XLA:GPU makes of a token's: one of each choice for every expert."""
-    if not isinstance(sizes, DeepseekConfig):
-        return ()
-    moe = sizes.moe
-    return (Tensor(moe.num_experts * moe.router.num_chosen * sizes.base_emb_dim),)
+    return (Tensor(moe.num_experts * moe.router.num_chosen * moe.embed_dim),)
 
 
 def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:

@@ -206,6 +206,7 @@ def _make_save(
     to_canonical, from_canonical = _canonical.canonical_round_trip(state_plan, stored)
     schedule_steps = state_plan.optimizer.learning_rate.num_steps
     decided = {
+        "decoder_block": run.setup.config.decoder_block,
         "model": dataclasses.asdict(state_plan.weights.sizes),
         "layers_after": state_plan.weights.num_layers_after,
         "optimizer": state_plan.optimizer.keys.named(),

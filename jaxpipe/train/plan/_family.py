@@ -5,15 +5,14 @@ read must keep their defaults.
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
 
 from ... import models
-from ...models.layers import Experts
 from ..config._config import Config
 
 ModelConfig = models.LlamaConfig | models.DeepseekConfig
@@ -31,6 +30,7 @@ class ModelFamily:
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         tied: `sizes -> whether` the loss reads the weights of the embedding.
         has_slices: Whether its layers can run slices of sequences.
+        fixed: Sizes that every model of the family has.
     """
 
     sizes: Callable[..., ModelConfig]
@@ -39,6 +39,7 @@ class ModelFamily:
     extra_keys: tuple[str, ...] = ()
     tied: Callable[..., bool] = lambda sizes: False
     has_slices: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> set[str]:
@@ -46,21 +47,36 @@ class ModelFamily:
         return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
-def _llama(
-    sizes: models.LlamaConfig, *, experts: Experts, **options: Any
-) -> tuple[Callable, Callable, Callable]:
-    del experts
-    return models.llama(sizes, **options)
+def _dense(*, use_qk_norm: bool) -> ModelFamily:
+    """Returns a family of llamas with an MLP in every layer."""
+    return ModelFamily(
+        models.LlamaConfig,
+        models.llama_weights,
+        models.llama,
+        tied=attrgetter("logits_via_embedding"),
+        has_slices=True,
+        fixed={"use_qk_norm": use_qk_norm},
+    )
+
+
+def _mixture(**fixed: Any) -> ModelFamily:
+    """Returns a family of llamas with experts in every layer."""
+    return ModelFamily(
+        models.MixtureConfig,
+        models.llama_weights,
+        models.llama,
+        extra_keys=("megablox",),
+        tied=attrgetter("logits_via_embedding"),
+        fixed=fixed,
+    )
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(
-        models.LlamaConfig,
-        models.llama_weights,
-        _llama,
-        tied=attrgetter("logits_via_embedding"),
-        has_slices=True,
-    ),
+    "llama": _dense(use_qk_norm=False),
+    "mistral": _dense(use_qk_norm=False),
+    "qwen3": _dense(use_qk_norm=True),
+    "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
+    "qwen3_moe": _mixture(use_qk_norm=True),
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,
@@ -74,7 +90,8 @@ def model_config(config: Config) -> ModelConfig:
     """Returns the sizes of the config's model.
 
     Raises:
-        ValueError: If the sizes do not fit together, or a key is set that this family never reads.
+        ValueError: If the sizes do not fit together, or are not those of the family, or a key is
+            set that this family never reads.
     """
     family = MODEL_FAMILIES[config.decoder_block]
     others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
@@ -84,6 +101,13 @@ def model_config(config: Config) -> ModelConfig:
             raise ValueError(
                 f"`{name}` is {value!r} and `decoder_block` is {config.decoder_block!r}, which "
                 f"has no such thing. Leave it at {default!r}."
+            )
+    for name, value in family.fixed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r} and `decoder_block` is "
+                f"{config.decoder_block!r}, where it is {value!r} in every model. Give "
+                f"`{name}={str(value).lower()}`, or another `decoder_block`."
             )
     fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
     return family.sizes(**{field.name: getattr(config, field.name) for field in fields})

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ...autodiff.backward import TENSORS, saved_names
 from ...cost.work import FLOAT32_SCORE_BYTES, Experts, LatentAttention, ModelWork, transformer
 from ...engines import CONFIG_ENGINES, usual_engine
-from ...models import PRESETS, DeepseekConfig
+from ...models import PRESETS, DeepseekConfig, num_parameters
 from ...planner import (
     Devices,
     EngineOptions,
@@ -115,6 +115,7 @@ def make_request(
             "Give a layout of as many."
         )
     model = model_plan(config, sizes, devices.platform)
+    family = MODEL_FAMILIES[config.decoder_block]
     return Request(
         devices,
         rows,
@@ -124,13 +125,18 @@ def make_request(
             _name(config, settings),
             sizes,
             pipelined,
-            MODEL_FAMILIES[config.decoder_block].weights(sizes, layers_after=uniform - pipelined),
+            family.weights(sizes, layers_after=uniform - pipelined),
             model,
             optimizer_plan(config),
             weight_dtype=config.weight_dtype,
             rules=axis_rules(config),
         ),
-        _work(sizes, config.dtype, stores_scores=model.attention.kernel == "dot_product"),
+        _work(
+            sizes,
+            family.weights(sizes),
+            config.dtype,
+            stores_scores=model.attention.kernel == "dot_product",
+        ),
         TrainerSource(values, devices.num_slices),
         _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
         before,
@@ -251,20 +257,23 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     return fixed, chosen
 
 
-def _work(sizes: ModelConfig, dtype: str, *, stores_scores: bool) -> ModelWork:
+def _work(
+    sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, stores_scores: bool
+) -> ModelWork:
     """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
     latent = experts = None
     if isinstance(sizes, DeepseekConfig):
-        at, moe = sizes.attention, sizes.moe
+        at = sizes.attention
         latent = LatentAttention(
             at.q_lora_rank, at.kv_lora_rank, at.qk_nope_head_dim, at.qk_rope_head_dim, at.v_head_dim
         )
+    if moe := sizes.moe:
         experts = Experts(
             moe.num_experts,
             moe.router.num_chosen,
             moe.expert_dim,
             moe.shared_experts,
-            sizes.first_num_dense_layers,
+            getattr(sizes, "first_num_dense_layers", 0),
         )
     work = transformer(
         layers=sizes.base_num_decoder_layers,
@@ -285,4 +294,19 @@ def _work(sizes: ModelConfig, dtype: str, *, stores_scores: bool) -> ModelWork:
         replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
         for layer in work.layers
     )
-    return replace(work, layers=tuple(layers))
+    return _with_counts(replace(work, layers=tuple(layers)), weights)
+
+
+def _with_counts(work: ModelWork, weights: dict[str, Any]) -> ModelWork:
+    """Returns the work with the numbers of parameters of weights without layers in `head`."""
+    dense = weights["embed"].get("layers", {})
+    boundary = num_parameters((weights["embed"], weights["head"])) - num_parameters(dense)
+    head = num_parameters(weights["head"]) if work.head_parameters else 0
+    *before, last = work.layers  # of one kind, or of dense layers and then of those with experts
+    experts = num_parameters(weights["layer"].get("moe", {}).get("experts", {}))
+    outside = num_parameters(weights["layer"]) - experts
+    layers = (
+        *(replace(la, dense_parameters=num_parameters(dense) // la.count) for la in before),
+        replace(last, dense_parameters=outside, expert_parameters=experts),
+    )
+    return replace(work, layers=layers, embedding_parameters=boundary - head, head_parameters=head)

@@ -63,6 +63,18 @@ IN_GROUPS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+QWEN3: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 128,
+}
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 3,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", **SIZES, "num_key_value_heads": 4},
     "llama3": {
@@ -75,6 +87,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3,
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        **SIZES,
+        "num_key_value_heads": 2,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen3": {"model_type": "qwen3", **QWEN3, "tie_word_embeddings": True},
+    "mixtral": {
+        "model_type": "mixtral",
+        **SIZES,
+        **EXPERTS,
+        "num_key_value_heads": 2,
+        "intermediate_size": 12,
+        "num_local_experts": 8,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **QWEN3,
+        **EXPERTS,
+        "moe_intermediate_size": 12,
+        "num_experts": 8,
+        "norm_topk_prob": True,
     },
     "deepseek_v2": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": 12, **IN_GROUPS},
     "deepseek_v2_lite": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None},

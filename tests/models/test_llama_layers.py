@@ -1,0 +1,157 @@
+"""Layers of llama, Qwen3, Mixtral and Qwen3-MoE against layers written out, without jaxpipe's code.
+
+They loop over the rows of a batch, heads, tokens and experts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from harness.contract import assert_close
+from jaxpipe import models, sharding
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models.layers import routed_experts
+from small_models import small_llama, small_mixture
+
+ROWS, LENGTH = 2, 4
+KINDS: dict[str, Any] = {
+    "llama": small_llama(),
+    "qwen3": small_llama(use_qk_norm=True, head_dim=6, normalization_layer_epsilon=0.01),
+    "mixtral": small_mixture(),
+    "qwen3_moe": small_mixture(use_qk_norm=True, num_experts_per_tok=3),
+    "qwen3_moe, shares as they are": small_mixture(use_qk_norm=True, norm_topk_prob=False),
+}
+
+
+def norm(x: Any, scale: Any, epsilon: float) -> Any:
+    return scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
+
+
+def turned(head: Any, timescale: float) -> Any:
+    """Rotates the halves of the channels of a head [T, C] by their positions."""
+    half = head.shape[-1] // 2
+    angles = np.outer(np.arange(len(head)), timescale ** -(np.arange(half) / half))
+    angles = angles.astype(np.float32)
+    first, second = head[:, :half], head[:, half:]
+    return jnp.concatenate(
+        [
+            first * jnp.cos(angles) - second * jnp.sin(angles),
+            second * jnp.cos(angles) + first * jnp.sin(angles),
+        ],
+        axis=-1,
+    )
+
+
+def attention(config: Any, w: Any, x: Any) -> Any:
+    """[T, D] of one row, head by head."""
+    y, epsilon = jnp.zeros_like(x), config.normalization_layer_epsilon
+    shared_by = config.base_num_query_heads // config.base_num_kv_heads
+    for h in range(config.base_num_query_heads):
+        query, key, value = (
+            x @ w[name][:, i]
+            for name, i in (("query", h), ("key", h // shared_by), ("value", h // shared_by))
+        )
+        if config.use_qk_norm:
+            query = norm(query, w["query_norm"], epsilon)
+            key = norm(key, w["key_norm"], epsilon)
+        query, key = (turned(head, config.rope_max_timescale) for head in (query, key))
+        scores = query @ key.T / np.sqrt(config.head_dim)
+        shares = jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf))
+        y += shares @ value @ w["out"][h]
+    return y
+
+
+def swiglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def experts(config: Any, w: Any, x: Any) -> tuple[Any, Any, np.ndarray]:
+    """Of the tokens [T, D] of one row: results, chances, and how often each expert is chosen."""
+    chances = jax.nn.softmax(x @ w["router"]["logits"])
+    results, counts = [], np.zeros(config.num_experts)
+    for token, chance in zip(x, chances, strict=True):
+        order = np.argsort(-np.asarray(jax.lax.stop_gradient(chance)))
+        chosen = order[: config.num_experts_per_tok]
+        total = sum(chance[e] for e in chosen) if config.norm_topk_prob else 1.0
+        gate, up, down = (w["experts"][name] for name in ("gate", "up", "down"))
+        of_experts = [swiglu(gate[e], up[e], down[e], token) for e in chosen]
+        results.append(sum(chance[e] / total * y for e, y in zip(chosen, of_experts, strict=True)))
+        counts[chosen] += 1
+    return jnp.stack(results), chances, counts
+
+
+def written_out(config: Any, w: Any, x: Any) -> tuple[Any, Any]:
+    """Returns what the layer returns, and its load-balance loss."""
+    epsilon, rows, chances, counts = config.normalization_layer_epsilon, [], [], 0.0
+    for row in x:
+        row = row + attention(config, w["attention"], norm(row, w["attention_norm"], epsilon))
+        h = norm(row, w["mlp_norm"], epsilon)
+        if "mlp" in w:
+            rows.append(row + swiglu(w["mlp"]["gate"], w["mlp"]["up"], w["mlp"]["down"], h))
+            continue
+        y, of_row, chosen = experts(config, w["moe"], h)
+        rows.append(row + y)
+        chances.append(of_row)
+        counts += chosen
+    if not chances:
+        return jnp.stack(rows), 0.0
+    load = (counts / np.sum(counts)).astype(np.float32)
+    balance = config.num_experts * jnp.sum(load * jnp.mean(jnp.concatenate(chances), axis=0))
+    return jnp.stack(rows), config.load_balance_loss_weight * balance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str):
+    config = KINDS[name]
+    _, layer, _ = models.llama(
+        config,
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
+        constrain=sharding.no_constraint,
+    )
+    # Norms that are not 1, or a test would not notice one that is missing.
+    noise = iter(jax.random.split(jax.random.key(1), 20))
+    weights = jax.tree.map(
+        lambda w: w + 0.2 * jax.random.normal(next(noise), w.shape),
+        models.initialize(models.llama_weights(config)["layer"], jax.random.key(0)),
+    )
+    x = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, config.base_emb_dim))
+    batch_inputs = {
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)),
+        "segment_ids": jnp.ones((ROWS, LENGTH), jnp.int32),
+        "target_weights": jnp.full((ROWS, LENGTH), 1 / (ROWS * LENGTH)),
+    }
+
+    def ours(w: Any, x: Any) -> tuple[Any, Any]:
+        y, aux = layer(w, x, batch_inputs, ())
+        return y, aux.get("loss", 0.0)
+
+    def with_gradients(run: Any) -> Any:
+        def total(w: Any, x: Any) -> tuple[Any, Any]:
+            y, balance = run(w, x)
+            return jnp.sum(jnp.sin(y)) + balance, (y, balance)
+
+        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(weights, x)
+
+    true = with_gradients(lambda w, x: written_out(config, w, x))
+    leaves = jax.tree_util.tree_leaves_with_path(with_gradients(ours))
+    for (path, leaf), expected in zip(leaves, jax.tree.leaves(true), strict=True):
+        if np.any(expected):
+            assert_close(leaf, expected, jax.tree_util.keystr(path))
+        else:
+            assert not np.any(leaf), path
+
+
+def test_experts_must_be_given_and_must_be_as_wide_as_the_mlp_they_replace():
+    with pytest.raises(ValueError, match="is a `MixtureConfig`, and `experts` is missing"):
+        models.llama(
+            small_mixture(), attention=dot_product_attention, constrain=sharding.no_constraint
+        )
+    with pytest.raises(ValueError, match="`base_mlp_dim` is 16 and `base_moe_mlp_dim` 8, but"):
+        small_mixture(base_mlp_dim=16)
+    with pytest.raises(ValueError, match="`num_experts_per_tok` is 5, and a token chooses among"):
+        small_mixture(num_experts_per_tok=5)

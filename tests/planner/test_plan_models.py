@@ -1,0 +1,128 @@
+"""What the planner knows of a preset is what its functions have: weights, products and tensors.
+
+The planner describes a layer a second time, by arithmetic. Here every number of that description is
+compared with the model itself, or with what its authors published.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxpipe import sharding
+from jaxpipe.cost.work import flops_per_token
+from jaxpipe.kernels import dot_product_attention
+from jaxpipe.models import PRESETS, matmul_flops_per_token, num_parameters
+from jaxpipe.models.layers import routed_experts
+from jaxpipe.models.weights import is_weight, weight_shapes
+from jaxpipe.planner import Request, parse_devices
+from jaxpipe.train.plan import MODEL_FAMILIES
+from jaxpipe.train.planning import make_request
+
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_248_023_552,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek2-16b": 15_706_484_224,
+    "deepseek3-671b": 671_026_419_200,
+}
+ACTIVE = {"mixtral-8x7b": 12.9e9, "qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9}
+"""Parameters that a token passes, as they are published."""
+
+
+@functools.cache
+def request_of(name: str) -> Request:
+    return make_request({"model_name": name}, parse_devices("v5p-8"))
+
+
+def sizes_and_weights(name: str) -> tuple[Any, dict[str, Any]]:
+    sizes = dict(PRESETS[name])
+    family = MODEL_FAMILIES[sizes.pop("decoder_block", "llama")]
+    return family.sizes(**sizes), family.weights(family.sizes(**sizes))
+
+
+def matrix_parameters(tree: Any, num_stacked: int = 0) -> int:
+    leaves = jax.tree.leaves(tree, is_leaf=is_weight)
+    return sum(math.prod(w.shape) for w in leaves if len(w.shape) > 1 + num_stacked)
+
+
+def test_every_preset_that_is_a_published_model_is_here():
+    assert {*PUBLISHED} == {name for name in PRESETS if not name.endswith("-tiny")}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_planner_counts_the_parameters_of_a_model(name: str):
+    sizes, weights = sizes_and_weights(name)
+    outside = num_parameters((weights["embed"], weights["head"]))
+    num_layers = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    count = outside + num_layers * num_parameters(weights["layer"])
+    assert request_of(name).work.parameters == count == PUBLISHED.get(name, count)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_planner_multiplies_by_every_matrix(name: str):
+    weights = sizes_and_weights(name)[1]
+    *before, last = request_of(name).work.layers
+    products = [
+        sum(p.k * p.n * (la.num_experts if p.split == "expert" else 1) for p in la.products)
+        for la in (*before, last)
+    ]
+    dense = weights["embed"].get("layers", {})  # stacked: [layers, ...]
+    first = [matrix_parameters(dense, 1) // la.count for la in before]
+    assert products == [*first, matrix_parameters(weights["layer"])]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_planner_counts_the_operations_that_a_run_reports(name: str):
+    sizes, work = sizes_and_weights(name)[0], request_of(name).work
+    assert flops_per_token(work, 512) == matmul_flops_per_token(sizes, 512)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_passes_the_published_number_of_parameters(name: str):
+    sizes = sizes_and_weights(name)[0]
+    embedding = sizes.vocab_size * sizes.base_emb_dim
+    active = matmul_flops_per_token(sizes, 0) / 6 + embedding
+    assert active == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
+def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name: str):
+    length, (sizes, weights) = 8, sizes_and_weights(name)
+    family = MODEL_FAMILIES[PRESETS[name].get("decoder_block", "llama")]
+    _, layer, _ = family.model(
+        sizes,
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
+        constrain=sharding.no_constraint,
+    )
+    batch = {key: jnp.zeros((1, length), jnp.int32) for key in ("positions", "segment_ids")}
+    batch["target_weights"] = jnp.zeros((1, length))
+    x = jnp.zeros((1, length, sizes.base_emb_dim))
+    traced = jax.make_jaxpr(lambda w: layer(w, x, batch, ()))(weight_shapes(weights["layer"]))
+    found = {name: size / length for name, size in named_sizes(traced.jaxpr)}
+    assert found.pop("decoder_layer_input") == sizes.base_emb_dim
+    planned = make_request({"model_name": name}, parse_devices("h100:8")).model.tensors
+    assert found == {name: tensor.channels for name, tensor in planned if tensor.channels}
+
+
+def named_sizes(jaxpr: Any) -> Iterator[tuple[str, int]]:
+    """The tensors of a program that have names, with their sizes."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"], eqn.outvars[0].aval.size
+        for inner in jaxprs_in_params(eqn.params):
+            yield from named_sizes(inner)
