@@ -127,6 +127,14 @@ def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
         return model.eval()(torch.tensor(tokens).long()).logits.numpy()
 
 
+def generated_by(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """[2, count] ids that follow some tokens, each the likeliest."""
+    rows = torch.tensor(tokens).long()
+    options = {"attention_mask": torch.ones_like(rows), "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.generate(rows, max_new_tokens=count, **options)[:, tokens.shape[1] :].numpy()
+
+
 def main(folder: Path) -> None:
     """Writes all of them."""
     for name in MODELS:
