@@ -45,7 +45,9 @@ def test_transformers_computes_what_we_do_before_and_after(name: str, tmp_path: 
 def test_transformers_generates_the_tokens_that_we_do(name: str, tmp_path: Path):
     from .golden import make_golden
 
-    model, tokens = make_golden.build(name), make_golden.tokens_of(name)[:, :6]
+    # With large embeddings the model that is tied would repeat its last token.
+    model = make_golden.build(name, 0.1 if name == "llama3" else 1.0)
+    tokens = make_golden.tokens_of(name)[:, :6]
     model.save_pretrained(tmp_path / "theirs")
     expected = make_golden.generated_by(model, tokens, 20)
     assert len({*expected.ravel().tolist()}) > 8

@@ -90,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
 POSITIONS = 48
 
 
-def build(name: str) -> Any:
+def build(name: str, embed_scale: float = 1.0) -> Any:
     """A model whose every weight matters: of size 1 / sqrt(inputs), norms not 1, biases not 0."""
     torch.manual_seed(len(name))
     sizes = dict(MODELS[name])
@@ -104,7 +104,7 @@ def build(name: str) -> Any:
             if weight.ndim == 1:
                 weight.copy_(0.1 * noise if "bias" in path else 1 + 0.2 * noise)
             elif "embed" in path:
-                weight.copy_(noise)
+                weight.copy_(embed_scale * noise)
             else:
                 weight.copy_(noise / weight.shape[-1] ** 0.5)
     return model.eval()
