@@ -237,6 +237,12 @@ def test_draws_are_those_of_the_seed_whatever_other_prompts_there_are(llama):
     assert both == sample(llama, PROMPTS, **options)
     assert both[:1] == sample(llama, PROMPTS[:1], **options)
     assert both != sample(llama, PROMPTS, seed=1, **options)
+    # A token in front is one of the prompt, and no part of the text.
+    [begun], [spelled] = (
+        sample(llama, [prompt], max_tokens=12, bos=bos)
+        for prompt, bos in (("hy", ord("T")), ("Thy", None))
+    )
+    assert begun.token_ids == spelled.token_ids and "T" + begun.text == spelled.text
     ids = [i for found in sample(llama, PROMPTS, temperature=1e4) for i in found.token_ids]
     assert max(ids) <= 256 and len(ids) > 100  # 257 to 263 only fill the vocabulary
 
@@ -259,6 +265,7 @@ def test_what_cannot_be_sampled_is_refused_by_name(llama, tmp_path, config, caps
     assert "config.yml is missing. Give the folder of a run" in refusal(tmp_path, "a")
     assert "The prompt '' has no token" in refusal(llama, "")
     assert "`prompts` is empty" in refusal(llama)
+    assert "`bos` is 264 and `vocab_size` 264" in refusal(llama, "a", bos=264)
     assert "`steps` is no key that a sample reads" in refusal(llama, "a", steps=3)
     assert "does not have step 3. It has: 7" in refusal(llama, "a", step=3)
     assert "needs 16 devices" in refusal(llama, "a", ici_fsdp_parallelism=16)

@@ -51,6 +51,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--seed", type=bounded_integer(0, 2**32 - 1), default=0, metavar="N", help="of all draws")
     add(
+        "--bos",
+        type=bounded_integer(0, 2**31 - 1),
+        metavar="ID",
+        help="of a token in front of each prompt; default: none, as in training",
+    )
+    add(
         "--step",
         type=bounded_integer(0, 2**31 - 1),
         metavar="N",
@@ -73,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from ...train.config import check_values, parse_override
     from ...train.sampling import SamplingOptions, open_run, sampled_config, sampler
 
-    options = SamplingOptions(args.max_tokens, args.temperature, args.top_p, args.seed)
+    options = SamplingOptions(args.max_tokens, args.temperature, args.top_p, args.seed, args.bos)
     files, pairs = split_settings(args.settings)
     if files:
         raise ValueError(

@@ -46,12 +46,14 @@ class SamplingOptions:
         temperature: What logits are divided by before a token is drawn; 0 takes the likeliest.
         top_p: The share of the probability of which the likeliest tokens are drawn.
         seed: The seed of all draws.
+        bos: The id of a token in front of every prompt; None for none.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    bos: int | None = None
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -75,18 +77,22 @@ def sampler(
     """Returns the samples of prompts as a function of weights, which compiles at its first call.
 
     Raises:
-        ValueError: If there is no prompt, or one that has no token.
+        ValueError: If there is no prompt, or one that has no token, or `bos` is no id of the model.
     """
-    rows = [_encoded(tokenizer, prompt) for prompt in prompts]
-    if not rows:
+    vocab_size = plan.weights.sizes.vocab_size
+    if not prompts:
         raise ValueError("`prompts` is empty. Give at least one.")
+    if options.bos is not None and not 0 <= options.bos < vocab_size:
+        raise ValueError(f"`bos` is {options.bos} and `vocab_size` {vocab_size}. Give an id below.")
+    front = np.asarray([] if options.bos is None else [options.bos], np.int32)
+    rows = [_encoded(tokenizer, prompt, front) for prompt in prompts]
     tokens, segment_ids = _padded(rows)
     run = partial(
         generate,
         plan.decoder,
         max_tokens=options.max_tokens,
         choose=choice(options.temperature, options.top_p),
-        is_token=_are_tokens(tokenizer, plan.weights.sizes.vocab_size),
+        is_token=_are_tokens(tokenizer, vocab_size),
         end=tokenizer.eod,
     )
 
@@ -98,14 +104,18 @@ def sampler(
 
     def samples(weights: PyTree) -> list[Sample]:
         generated = np.asarray(program(weights, tokens, segment_ids))
-        triples = zip(prompts, rows, generated, strict=True)
-        return [_sample(tokenizer, *triple) for triple in triples]
+        return [
+            _sample(tokenizer, prompt, row[len(front) :], new)
+            for prompt, row, new in zip(prompts, rows, generated, strict=True)
+        ]
 
     return samples
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str) -> Int32[np.ndarray, " n"]:
-    ids = tokenizer.encode(prompt)
+def _encoded(
+    tokenizer: Tokenizer, prompt: str, front: Int32[np.ndarray, " f"]
+) -> Int32[np.ndarray, " n"]:
+    ids = np.concatenate([front, tokenizer.encode(prompt)])
     if not len(ids):
         raise ValueError(
             f"The prompt {short_repr(prompt)} has no token, and a model predicts what follows one. "

@@ -41,6 +41,7 @@ def sample(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    bos: int | None = None,
     step: int | None = None,
     tokenizer: str | None = None,
     allow_unverified: bool = False,
@@ -59,6 +60,8 @@ def sample(
         top_p: Tokens are drawn of the fewest that have this share of the probability together.
         seed: The seed of all draws. That of a token depends on it and on the indices of the prompt
             and of the token alone.
+        bos: The id of a token in front of every prompt, as models of others were trained with; None
+            for none, as in training here.
         step: The step of the checkpoint. Default: the newest.
         tokenizer: A tokenizer.json or a sentencepiece .model, or "" for bytes. Default: that of the
             run.
@@ -79,7 +82,7 @@ def sample(
         >>> found = sample(run, ["Shall I"], temperature=0.8, max_tokens=64)  # doctest: +SKIP
         >>> print(found[0].text)  # doctest: +SKIP
     """
-    options = SamplingOptions(max_tokens, temperature, top_p, seed)
+    options = SamplingOptions(max_tokens, temperature, top_p, seed, bos)
     config = sampled_config(run, settings)
     opened = open_run(run, config, step, tokenizer, allow_unverified=allow_unverified)
     return sampler(opened.plan, opened.tokenizer, prompts, options)(opened.weights)
