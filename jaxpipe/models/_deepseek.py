@@ -258,6 +258,11 @@ def _half_weights(
     }
 
 
+def _inputs_and_past(batch_inputs: PyTree) -> tuple[PyTree, Past | None]:
+    """Returns the inputs of a slice and what is before it; None for a whole sequence."""
+    return batch_inputs if isinstance(batch_inputs, tuple) else (batch_inputs, None)
+
+
 def deepseek(
     config: DeepseekConfig,
     *,
@@ -348,8 +353,3 @@ def deepseek(
         return loss + aux["loss"], metrics
 
     return embed, layer, loss
-
-
-def _inputs_and_past(batch_inputs: PyTree) -> tuple[PyTree, Past | None]:
-    """Returns the inputs of a slice and what is before it; None for a whole sequence."""
-    return batch_inputs if isinstance(batch_inputs, tuple) else (batch_inputs, None)

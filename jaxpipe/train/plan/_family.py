@@ -30,8 +30,7 @@ class ModelFamily:
             all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         tied: `sizes -> whether` the loss reads the weights of the embedding.
-        has_slices: Whether it is trained on slices of sequences too. Layers of all families run
-            them, as samples of a run need it.
+        has_slices: Whether its layers can run slices of sequences.
     """
 
     sizes: Callable[..., ModelConfig]
