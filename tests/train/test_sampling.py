@@ -74,10 +74,10 @@ def test_a_sample_is_the_same_on_several_devices_which_share_the_weights(llama, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert", [1, 2])
-def test_a_sample_of_experts_is_the_same_on_several_devices(tmp_path, expert):
+@pytest.mark.parametrize("axes", [("tensor",), ("expert", "tensor"), ("fsdp", "expert")], ids=str)
+def test_a_sample_of_experts_is_the_same_on_several_devices(tmp_path, axes):
     folder = make_folder(tmp_path / "run", EXPERTS)
-    settings = {"ici_expert_parallelism": expert, "ici_tensor_parallelism": 2}
+    settings = {f"ici_{axis}_parallelism": 2 for axis in axes}
     assert texts(folder, **settings) == texts(folder)
 
 
@@ -107,6 +107,7 @@ TEXT: Settings = {
     "eval_split_fraction": 0.1,
     "sample_prompt": PROMPTS[0],
     "sample_max_tokens": 12,
+    "max_target_length": 36,
 }
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "circular": (
@@ -181,7 +182,6 @@ RUN: Settings = TEXT | NONE | {
     "base_emb_dim": 16,
     "base_num_decoder_layers": 2,
     "base_mlp_dim": 32,
-    "max_target_length": 32,
     "per_device_batch_size": 1.0,
     "dtype": "float32",
     "learning_rate": 1e-2,
@@ -211,7 +211,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_shows_samples_trains_as_without_and_the_command_says_the_same(
     tmp_path, capsys, one_device, is_resumed: bool
 ):
-    _, plain = trained(tmp_path / "plain", steps=2, sample_prompt="", sample_max_tokens=128)
+    _, plain = trained(tmp_path / "plain", steps=2, sample_prompt="", sample_max_tokens=64)
     said = trained(tmp_path / "shown", steps=1)[0] if is_resumed else ""
     last, losses = trained(tmp_path / "shown", steps=2)
     said += last
@@ -279,7 +279,10 @@ def test_what_cannot_be_sampled_is_refused_by_name(llama, tmp_path, config, caps
     make_run(averaged, LLAMA, step=8, optimizer={"name": "schedule_free_adamw"})
     assert "the model is an average of them" in refusal(averaged, "a")
     assert main(["sample", str(llama), "--prompt", "a", "mine.yml"]) == 2
-    assert "mine.yml is a file of settings" in capsys.readouterr().err
+    assert "'mine.yml' is not `key=value`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sample", str(llama), "--prompt", "\ud800"])
+    assert "is not UTF-8." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -311,6 +314,12 @@ def test_options_out_of_their_range_are_refused(options, message):
 def test_keys_of_samples_that_nothing_would_read_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         Config(**keys)
+
+
+def test_a_sample_of_a_run_that_is_longer_than_its_rows_is_refused():
+    setup = setup_of(1, TEXT, NONE, {"sample_max_tokens": 15})
+    with pytest.raises(ValueError, match=r"`sample_max_tokens` is 15, .* has room for 14. Give"):
+        make_sample_state(setup)
 
 
 def test_a_terminal_is_given_no_commands():

@@ -5,14 +5,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from .._options import (
-    add_settings,
-    add_verbose,
-    bounded_float,
-    bounded_integer,
-    path,
-    split_settings,
-)
+from ..._input import short_repr
+from .._options import add_verbose, bounded_float, bounded_integer, path, text
 from ..process import emulate_devices, use_compile_cache
 
 if TYPE_CHECKING:
@@ -27,7 +21,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("sample", help=_HELP, description=_HELP.capitalize() + ".")
     add = parser.add_argument
     add("run", type=path, metavar="RUN", help="the folder of a run, or one of `jaxpipe convert`")
-    add("--prompt", action="append", required=True, metavar="TEXT", help="may be given repeatedly")
+    add(
+        "--prompt",
+        type=_prompt,
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="may be given repeatedly",
+    )
     add(
         "--max-tokens",
         type=bounded_integer(1, 1_000_000),
@@ -64,13 +65,28 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add(
         "--tokenizer",
+        type=text,
         metavar="FILE",
         help=f"a tokenizer.json, a sentencepiece .model, or `{_BYTES}`; default: the run's",
     )
     add("--allow-unverified", action="store_true", help="take also a checkpoint without digests")
-    add_settings(parser)
+    add(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="over which devices weights are divided, such as ici_fsdp_parallelism=4",
+    )
     add_verbose(parser)
     parser.set_defaults(func=run)
+
+
+def _prompt(value: str) -> str:
+    """Reads an option that is text of any kind."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{short_repr(value)} is not UTF-8.") from None
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,13 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from ...train.sampling import SamplingOptions, open_run, sampled_config, sampler
 
     options = SamplingOptions(args.max_tokens, args.temperature, args.top_p, args.seed, args.bos)
-    files, pairs = split_settings(args.settings)
-    if files:
-        raise ValueError(
-            f"{files[0]} is a file of settings, and a sample has those of the run. Give the keys "
-            "that are to differ as key=value."
-        )
-    settings = {key: value for text in pairs for key, value in parse_override(text).items()}
+    settings = {key: value for text in args.settings for key, value in parse_override(text).items()}
     if (count := settings.pop("emulate_devices", 0)) != 0:
         check_values({"emulate_devices": count}, "the command line")
         emulate_devices(count)

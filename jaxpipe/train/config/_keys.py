@@ -190,7 +190,7 @@ class ConfigKeys(BaseModel):
     eval_steps: PositiveIntOrAuto = -1
     keep_best: NonNegativeInt = 0
     sample_prompt: Text = ""
-    sample_max_tokens: PositiveInt = 128
+    sample_max_tokens: PositiveInt = 64
     sample_temperature: NonNegativeFloat = 0.0
 
     # Chance.

@@ -24,12 +24,19 @@ def make_sample_state(setup: Setup) -> SampleState | None:
     Their bits, and the keys of training, stay what they are.
 
     Raises:
-        ValueError: If the prompt has no token.
+        ValueError: If the prompt has no token, or a sample would be longer than rows of training.
     """
     config = setup.config
     if not config.sample_prompt:
         return None
     tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
+    room = config.max_target_length - len(tokenizer.encode(config.sample_prompt))
+    if config.sample_max_tokens > room:
+        raise ValueError(
+            f"`sample_max_tokens` is {config.sample_max_tokens}, and behind `sample_prompt` a row "
+            f"of `max_target_length` = {config.max_target_length} tokens has room for "
+            f"{max(room, 0)}. Give fewer, or a shorter prompt."
+        )
     # All axes are automatic in the programs that decode, also in a run with explicit ones.
     names = setup.mesh.axis_names
     mesh = Mesh(setup.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
