@@ -208,14 +208,13 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_that_shows_samples_trains_as_without_and_the_command_says_the_same(
+def test_the_command_says_what_a_run_has_shown_and_a_resumed_run_trains_as_without_samples(
     tmp_path, capsys, one_device, is_resumed: bool
 ):
-    _, plain = trained(tmp_path / "plain", steps=2, sample_prompt="", sample_max_tokens=64)
+    # That one which is not resumed trains so is in test_evaluate.py.
     said = trained(tmp_path / "shown", steps=1)[0] if is_resumed else ""
     last, losses = trained(tmp_path / "shown", steps=2)
     said += last
-    assert losses == plain
     assert [said.count(f"sample after step {step}:\n\n    From") for step in (1, 2)] == [1, 1]
     folder = tmp_path / "shown" / "default"
     words = ["sample", str(folder), "--max-tokens", "12", "--prompt", PROMPTS[0], "--prompt", "Thy"]
@@ -225,6 +224,8 @@ def test_a_run_that_shows_samples_trains_as_without_and_the_command_says_the_sam
     text = printed.split("\n\n", 1)[1].split("\n[12 tokens]\n")[0]
     assert f"sample after step 2:\n\n{textwrap.indent(text, ' ' * 4)}\n\n" in said
     if is_resumed:
+        keys: Settings = {"sample_prompt": "", "sample_max_tokens": 64}
+        assert trained(tmp_path / "plain", steps=2, **keys)[1] == losses
         [first] = sample(folder, PROMPTS[:1], max_tokens=12, step=1)
         text = textwrap.indent(printable(first.text), " " * 4)
         assert f"sample after step 1:\n\n{text}\n\n" in said
