@@ -61,6 +61,20 @@ def files_to_hugging_face(source: Path) -> tuple[dict[str, bytes], dict[str, Any
     return files, ids
 
 
+def carried_tokenizer(source: Path) -> Path | None:
+    """Returns the tokenizer of the model that a run began with, or None.
+
+    Args:
+        source: The folder of a run, or one that `from_hugging_face` made.
+
+    Returns:
+        Its tokenizer.json or, without one, its sentencepiece model.
+    """
+    carried = _find_carried(source)
+    files = [carried / name for name in ("tokenizer.json", "tokenizer.model")] if carried else []
+    return next(filter(is_file, files), None)
+
+
 def _find_carried(source: Path) -> Path | None:
     """Returns the folder with the files of the model that a run began with, or None."""
     for _ in range(_MAX_RUNS):

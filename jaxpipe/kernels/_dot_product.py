@@ -44,6 +44,7 @@ def attend_to_past(
     key_segment_ids: Int[Array, "b T"],
     segment_ids: Int[Array, "b t"],
     mask: Bool[Array, "t T"],
+    scale: float | None = None,
 ) -> Float[Array, "b t H V"]:
     """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`.
 
@@ -54,12 +55,13 @@ def attend_to_past(
         key_segment_ids: The document of each key.
         segment_ids: The document of each query.
         mask: Whether a query sees a key of its document.
+        scale: The factor of scores. Default: 1 / sqrt(C).
 
     Returns:
         What each query reads.
     """
     same_segment = segment_ids[:, :, None] == key_segment_ids[:, None, :]
-    return _masked_attention(q, k, v, (same_segment & mask)[:, None], None)
+    return _masked_attention(q, k, v, (same_segment & mask)[:, None], scale)
 
 
 def dot_product_kernel(

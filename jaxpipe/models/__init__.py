@@ -1,5 +1,6 @@
 """Models as pure functions, with abstract weights: llamas, DeepSeek, and an MLP for tests."""
 
+from ._boundary import next_token_logits as next_token_logits
 from ._deepseek import DeepseekConfig as DeepseekConfig
 from ._deepseek import deepseek as deepseek
 from ._deepseek import deepseek_weights as deepseek_weights

@@ -38,6 +38,39 @@ def embed_tokens(
     return constrain(jnp.take(table, tokens, axis=0), ACTIVATION)
 
 
+def next_token_logits(
+    boundary: PyTree, x: Float[Array, "b T D"], *, epsilon: float, constrain: Constrain
+) -> Float[Array, "b T V"]:
+    """Returns the float32 logits of the token that follows each one.
+
+    Args:
+        boundary: `{"head"}`, and "embed" if the logits are computed with its table.
+        x: What leaves the last layer.
+        epsilon: Added to the mean square in the last norm.
+        constrain: Shards an activation by its logical axes.
+
+    Returns:
+        The logits, whose softmax `next_token_loss` takes.
+    """
+    h, weights = _factors_of_logits(boundary, x, epsilon)
+    return _logits(h, weights.astype(x.dtype), constrain)
+
+
+def _factors_of_logits(
+    boundary: PyTree, x: Float[Array, "b T D"], epsilon: float
+) -> tuple[Float[Array, "b T D"], Float[Array, "D V"]]:
+    h = rms_norm(x, boundary["head"]["norm"], epsilon)
+    weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]
+    return h, weights
+
+
+def _logits(
+    h: Float[Array, "b T D"], weights: Float[Array, "D V"], constrain: Constrain
+) -> Float[Array, "b T V"]:
+    logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
+    return constrain(logits, _LOGITS)
+
+
 def next_token_loss(
     boundary: PyTree,
     x: Float[Array, "b T D"],
@@ -56,16 +89,14 @@ def next_token_loss(
     """
 
     def loss(weights, h, targets, shares):
-        logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
-        losses, hits, logsumexps = token_losses(constrain(logits, _LOGITS), targets)
+        losses, hits, logsumexps = token_losses(_logits(h, weights, constrain), targets)
         value, metrics = jnp.sum(losses * shares), {"accuracy": jnp.sum(hits * shares)}
         if not z_loss_multiplier:
             return value, metrics
         z_loss = z_loss_multiplier * jnp.sum(jnp.square(logsumexps) * shares)
         return value + z_loss, metrics | {"z_loss": z_loss}
 
-    h = rms_norm(x, boundary["head"]["norm"], epsilon)
-    weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]
+    h, weights = _factors_of_logits(boundary, x, epsilon)
     token_loss = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
     return token_loss(
         weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]

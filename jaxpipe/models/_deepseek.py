@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..autodiff.staged_model import run_layers
+from ..autodiff.staged_model import Past, run_layers, run_sliced_layers
 from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
@@ -258,6 +258,11 @@ def _half_weights(
     }
 
 
+def _inputs_and_past(batch_inputs: PyTree) -> tuple[PyTree, Past | None]:
+    """Returns the inputs of a slice and what is before it; None for a whole sequence."""
+    return batch_inputs if isinstance(batch_inputs, tuple) else (batch_inputs, None)
+
+
 def deepseek(
     config: DeepseekConfig,
     *,
@@ -275,7 +280,9 @@ def deepseek(
     """Returns `(embed, layer, loss)` of a DeepSeek model, pure functions of one microbatch.
 
     `batch_inputs` has what that of `llama` has. `layer` returns load-balance losses, which engines
-    add to the loss; `loss` adds those of layers after the pipeline.
+    add to the loss; `loss` adds those of layers after the pipeline. If `batch_inputs` is a pair
+    with the `Past` of earlier slices, `layer` returns `(y, (aux, past))` as that of `llama` does,
+    and `embed` returns `(x, past)` with the state of the dense layers.
 
     Args:
         config: The sizes of the model.
@@ -301,25 +308,37 @@ def deepseek(
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
 
-    def dense_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, _):
+    def add_attention(w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, past: Past | None, key):
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
-        x = add(x, attend(w["attention"], h, batch_inputs), ())
+        if past is None:
+            return add(x, attend(w["attention"], h, inputs), key), None
+        y, past = attend(w["attention"], h, inputs, past)
+        return add(x, y, key), past
+
+    def dense_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, _):
+        inputs, past = _inputs_and_past(batch_inputs)
+        x, past = add_attention(w, x, inputs, past, ())
         y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return add(x, y, ()), {}
+        return add(x, y, ()), {} if past is None else ({}, past)
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
+        inputs, past = _inputs_and_past(batch_inputs)
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
-        x = checkpoint_name(x, "decoder_layer_input")
-        h = rms_norm(x, w["attention_norm"], epsilon)
-        x = add(x, attend(w["attention"], h, batch_inputs), first)
-        y, aux = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
-        return add(x, y, second), aux
+        x, past = add_attention(w, x, inputs, past, first)
+        y, aux = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), inputs)
+        return add(x, y, second), aux if past is None else (aux, past)
 
-    def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
-        x = embed_tokens(weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype)
+    def embed(weights: PyTree, batch_inputs: PyTree) -> Any:
+        inputs, past = _inputs_and_past(batch_inputs)
+        x = embed_tokens(weights["table"], inputs["tokens"], constrain=constrain, dtype=dtype)
+        if past is not None:
+            if "layers" in weights:
+                layers = weights["layers"]
+                x, _, past = run_sliced_layers(dense_layer, layers, x, inputs, (), past)
+            return x, past
         if "layers" in weights:
-            x, _ = run_layers(outside_remat(dense_layer), weights["layers"], x, batch_inputs)
+            x, _ = run_layers(outside_remat(dense_layer), weights["layers"], x, inputs)
         return x
 
     token_loss = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)

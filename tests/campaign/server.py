@@ -40,12 +40,13 @@ class Checked(BaseException):
 
 
 def stop_before_long_work() -> None:
-    """Commands end where a run would compile, or start processes."""
+    """Commands end where a run or a sample would compile, or start processes."""
     import subprocess
 
     from jaxpipe.cli.commands import _compile
     from jaxpipe.train.checkpoint import _init_from as _start
     from jaxpipe.train.loop import _loop
+    from jaxpipe.train.sampling import _prompts
 
     def checked(*args: object, **named: object) -> None:
         raise Checked
@@ -53,6 +54,7 @@ def stop_before_long_work() -> None:
     _compile._compile = checked
     _start.init_state = checked
     _loop.restore_state = checked
+    _prompts.jit_on_mesh = checked
     subprocess.Popen = checked
 
 

@@ -397,3 +397,16 @@ def test_when_a_process_is_stuck_all_end_within_the_timeout_and_name_it(engine, 
     name += r"last heard of in step \d+ \((data|step)\)"
     assert re.search(name, running.said), running.said
     assert seconds < 12 + 10 + 30  # the timeout, the grace, and a machine that is busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mpmd on 2, fsdp 2", "circular on 2"])
+def test_processes_show_the_sample_of_one_process(tmp_path, name):
+    text = ["dataset_type=text", "eval_interval=1", "eval_steps=1", "eval_split_fraction=0.1"]
+    text += ["sample_prompt=Thy", "sample_max_tokens=12"]
+
+    def shown(name: str) -> str:
+        said = run(name, tmp_path / name.replace(" ", ""), 1, *text)
+        return said.partition("sample after step 1:")[2].strip()
+
+    assert shown(name) == shown("none") != ""

@@ -51,6 +51,7 @@ def test_a_hugging_face_file_is_a_tokenizer(words):
     tokenizer = load_tokenizer(path, vocab_size=10)
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.eod, tokenizer.vocab_size) == (9, 10)
+    assert tokenizer.ids.tolist() == [0, 1, 2, 9]
     np.testing.assert_array_equal(tokenizer.encode("to be or"), [1, 2, 0])
     assert tokenizer.decode(np.asarray([1, 2], np.int32)) == "to be"
     with pytest.raises(ValueError, match=r"has 10 ids\. Make `vocab_size` at least 10"):

@@ -14,6 +14,7 @@ from jaxpipe.models.layers import rms_norm
 from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train import load_config, set_up
 from jaxpipe.train.checkpoint import first_state, open_checkpoints, save_checkpoint
+from jaxpipe.train.plan import Setup
 from small_models import small_deepseek_v2, small_llama
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,14 +24,19 @@ LLAMA = small_llama(base_num_decoder_layers=3, base_mlp_dim=24, vocab_size=40)
 DEEPSEEK = small_deepseek_v2(base_mlp_dim=24, shared_experts=2, qk_nope_head_dim=6, vocab_size=40)
 
 
-def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """[b, T, V] of a folder that `convert` made, in float32, through `init_from`."""
+def loaded(folder: Path) -> tuple[Setup, Any]:
+    """The model of a folder that `convert` made, in float32, and its weights by `init_from`."""
     settings = ["dtype=float32", "weight_dtype=float32", "pipeline_engine=none"]
     settings += ["ici_fsdp_parallelism=1", f"init_from={folder}"]
     config = load_config([folder / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:1])
-    weights = first_state(setup.step, config.init_from)["weights"]
-    model = setup.step.pipe.model
+    return setup, first_state(setup.step, config.init_from)["weights"]
+
+
+def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """[b, T, V] of a folder that `convert` made, in float32."""
+    setup, weights = loaded(folder)
+    config, model = setup.config, setup.step.pipe.model
     assert callable(model.layer)
     rows, length = tokens.shape
     batch_inputs = {

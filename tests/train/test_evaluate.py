@@ -188,11 +188,15 @@ def with_losses(monkeypatch, losses: dict[int, float]) -> None:
 
 
 def test_a_run_evaluates_every_few_steps_and_at_its_end_and_trains_as_without(tmp_path):
-    said = run(tmp_path / "a", steps=5, eval_interval=2, log_period=5)
-    run(tmp_path / "b", steps=5, eval_interval=0, eval_steps=-1)
+    text = {"dataset_type": "text", "vocab_size": 257, "max_target_length": 32}
+    evaluated = {"eval_interval": 2, "eval_files": ("builtin:sonnets",), "sample_prompt": "Thy"}
+    said = run(tmp_path / "a", steps=5, log_period=5, sample_max_tokens=8, **text, **evaluated)
+    run(tmp_path / "b", steps=5, eval_interval=0, eval_steps=-1, **text)
     lines, plain = (read_metrics(tmp_path / x / "default" / "metrics.jsonl") for x in "ab")
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 5]
+    shown = [f"sample after step {step}:\n\n    Thy" in said for step in range(1, 6)]
+    assert shown == [False, True, False, True, True]
     assert all(line["eval_seconds"] > 0 for line in lines if "eval_loss" in line)
     assert [f"step {step}/5" in said for step in range(1, 6)] == [False, True, False, True, True]
     # It is the loss of the newest weights on other tokens.

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 def show(stream: io.StringIO, *, log_period: int = 1, steps: int = 3, **options) -> str:
     with progress(stream, num_steps=steps, log_period=log_period, **options) as report:
         for step in range(1, steps + 1):
-            report(step, {"loss": 4.12345 / step, "learning_rate": 1e-5})
+            report.step(step, {"loss": 4.12345 / step, "learning_rate": 1e-5})
     return stream.getvalue()
 
 
@@ -52,8 +52,8 @@ def test_a_terminal_gets_a_bar_unless_told_otherwise(stream, bar, is_bar: bool):
 def test_columns_are_aligned_whatever_the_values_are():
     stream = io.StringIO()
     with progress(stream, num_steps=100, log_period=1) as report:
-        report(9, {"loss": 4.0, "learning_rate": 1e-5})
-        report(10, {"loss": -1.2345e-05, "learning_rate": 0.5})
+        report.step(9, {"loss": 4.0, "learning_rate": 1e-5})
+        report.step(10, {"loss": -1.2345e-05, "learning_rate": 0.5})
     nine, ten = stream.getvalue().splitlines()
     assert nine.index("learning_rate") == ten.index("learning_rate")
     assert (nine[:10], ten[:10]) == ("step   9/1", "step  10/1")
@@ -64,7 +64,7 @@ def test_beside_the_bar_are_the_important_metrics_that_fit(monkeypatch):
     stream = Terminal()
     with progress(stream, num_steps=1000, log_period=1) as report:
         metrics = {"loss": 4.0, "accuracy": 0.5, "gradient_norm": 1.0, "learning_rate": 1e-5}
-        report(999, metrics | {"step_time_seconds": 0.25, "tokens_per_second": 4096.0})
+        report.step(999, metrics | {"step_time_seconds": 0.25, "tokens_per_second": 4096.0})
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()[-1]
     assert last.split("\r")[-1].startswith("step  999/1000 ")
     assert last.rstrip().endswith("loss 4  step_time_seconds 0.25")

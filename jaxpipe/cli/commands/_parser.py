@@ -5,9 +5,9 @@ import sys
 
 from ..._input import short_repr
 from .._options import Parser
-from . import _compile, _convert, _launch, _plan, _report, _schedule, _tokenize, _train
+from . import _compile, _convert, _launch, _plan, _report, _sample, _schedule, _tokenize, _train
 
-_COMMANDS = (_schedule, _plan, _train, _launch, _compile, _convert, _tokenize, _report)
+_COMMANDS = (_schedule, _plan, _train, _launch, _compile, _convert, _tokenize, _report, _sample)
 """The modules of all commands, in the order in which the help lists them.
 
 Each has a function `add_parser` that registers the parser of its command. The parser's `func`

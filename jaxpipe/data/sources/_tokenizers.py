@@ -27,12 +27,15 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: One more than the largest id.
         eod: The id that ends a document. `encode` never adds it.
+        ids: All ids of tokens, of which there may be fewer than `vocab_size`.
     """
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int: ...
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]: ...
     def encode(self, text: str) -> Int32[np.ndarray, " N"]: ...
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str: ...
 
@@ -48,6 +51,10 @@ class ByteTokenizer:
 
     vocab_size: int = 257
     eod: int = 256
+
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]:
+        return np.arange(self.vocab_size, dtype=np.int32)
 
     def encode(self, text: str) -> Int32[np.ndarray, " N"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -65,6 +72,11 @@ class HuggingFaceTokenizer:
     tokenizer: "tokenizers.Tokenizer"
     vocab_size: int
     eod: int
+
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]:
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        return np.asarray(sorted(vocabulary.values()), np.int32)
 
     def encode(self, text: str) -> Int32[np.ndarray, " N"]:
         try:
@@ -89,6 +101,10 @@ class SentencePieceTokenizer:
     processor: "sentencepiece.SentencePieceProcessor"
     vocab_size: int
     eod: int
+
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]:
+        return np.arange(self.vocab_size, dtype=np.int32)
 
     def encode(self, text: str) -> Int32[np.ndarray, " N"]:
         # Most models read a newline as a blank.

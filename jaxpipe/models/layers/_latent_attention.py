@@ -4,6 +4,9 @@ Position is separate from content. A few channels of each query, and one key for
 rotary positions. The other channels have none, so that inference has to store only the narrow
 vector and that key. DeepSeek-AI, 2024, arXiv 2405.04434, section 2.1.
 
+A slice of a sequence attends to the latents of its past: the products with `key_up` and `value_up`
+are taken out of the sum over keys, so that no key or value of an earlier token is computed again.
+
 b sequences, T tokens, D embed, H heads, Q width of compressed queries, R of compressed keys and
 values, N channels of a head without position, P with it, C = N + P, V channels of a value head.
 """
@@ -16,7 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...kernels import Attention
+from ...autodiff.staged_model import Past
+from ...kernels import Attention, attend_to_past
 from ...sharding import Constrain
 from ..weights._abstract import matrix, scale
 from ._common import HEADS, Frequencies, Rope, name_qkv, rms_norm, rope, rope_frequencies
@@ -82,23 +86,35 @@ def latent_attention(
     constrain: Constrain,
     project: Projection = projection,
     rotate: Rope = rope,
-) -> Callable[[PyTree, Array, PyTree], Array]:
-    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`."""
+) -> Callable[..., Any]:
+    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
+
+    With the `Past` of earlier slices as a fourth argument it returns `(y, past)`.
+    """
     frequencies, sharper = _positions(
         settings.qk_rope_head_dim, settings.max_timescale, settings.yarn
     )
     queries = _compressed if settings.q_lora_rank else _direct
     epsilon, num_nope = settings.epsilon, settings.qk_nope_head_dim
 
-    def attend(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Float[Array, "b T D"]:
+    def shared_key(w: PyTree, x: Float[Array, "b T D"], positions: Int[Array, "b T"]) -> Array:
+        return rotate(project(x, w["rope_key"])[:, :, None], positions, frequencies)
+
+    def attend(
+        w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, past: Past | None = None
+    ) -> Any:
         positions: Int[Array, "b T"] = batch_inputs["positions"]
         plain, turned = jnp.split(queries(w, x, epsilon, project), [num_nope], axis=-1)
         q = jnp.concatenate([plain, rotate(turned, positions, frequencies)], axis=-1) * sharper
 
         latent = rms_norm(project(x, w["kv_down"]), w["kv_norm"], epsilon)
         latent = checkpoint_name(latent, "mla_kv")
+        if past is not None:
+            own = latent, shared_key(w, x, positions), batch_inputs["segment_ids"]
+            out, past = _attend_to_latents(w, q, own, past, num_nope)
+            return project(constrain(out, HEADS), w["out"]), past
         plain, v = (project(latent, w[name]) for name in ("key_up", "value_up"))
-        shared = rotate(project(x, w["rope_key"])[:, :, None], positions, frequencies)
+        shared = shared_key(w, x, positions)
         shared = jnp.broadcast_to(shared, (*plain.shape[:3], shared.shape[3]))
         k = jnp.concatenate([plain, shared], axis=-1)
 
@@ -108,6 +124,29 @@ def latent_attention(
         return checkpoint_name(y, "out_proj")
 
     return attend
+
+
+def _attend_to_latents(
+    w: PyTree,
+    q: Float[Array, "b t H C"],
+    own: tuple[Float[Array, "b t R"], Float[Array, "b t 1 P"], Int[Array, "b t"]],
+    past: Past,
+    num_nope: int,
+) -> tuple[Float[Array, "b t H V"], Past]:
+    """Runs the attention of a slice on the latents, shared keys and documents of its past and own.
+
+    One key, the latent beside the shared key, is that of all heads, and the latent is its value.
+    """
+    key_up, value_up = (w[name].astype(q.dtype) for name in ("key_up", "value_up"))
+    plain, turned = jnp.split(q, [num_nope], axis=-1)
+    q_latent = jnp.concatenate([jnp.einsum("bthn,rhn->bthr", plain, key_up), turned], axis=-1)
+    (latent, shared, key_segment_ids), past = past.append(own)
+    keys = jnp.concatenate([latent[:, :, None], shared], axis=-1)
+    mask, scale = past.causal_mask(q.shape[1]), q.shape[3] ** -0.5
+    read = attend_to_past(
+        q_latent, keys, latent[:, :, None], key_segment_ids, own[2], mask, scale=scale
+    )
+    return jnp.einsum("bthr,rhv->bthv", read, value_up), past
 
 
 def _positions(channels: int, max_timescale: float, yarn: Yarn | None) -> tuple[Frequencies, float]:

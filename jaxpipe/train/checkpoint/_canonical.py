@@ -21,7 +21,6 @@ from jaxtyping import PyTree
 
 from ... import sharding
 from ...sharding import LogicalAxes
-from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
 from ..plan._optimizer import make_optimizer
 from ..plan._state_plan import StatePlan
@@ -61,7 +60,7 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
             where = NamedSharding(mesh, spec)
             if is_per_stage or is_stacked(axes):
-                where = _shard_over_ranks(shape, where, in_order and is_stacked(axes))
+                where = shard_over_ranks(shape, where, in_order and is_stacked(axes))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(leaf_shape, shapes, axes[name])
@@ -75,8 +74,9 @@ def canonical_round_trip(
     """Returns functions that convert the state of a run to the canonical state and back.
 
     They are `canonical = to_canonical(state)` and `state = from_canonical(state, canonical)`,
-    compiled at their first call. Each deletes the stacks of its argument one by one as they are
-    converted. Leaves that are in no stack may be shared by both states.
+    compiled at their first call; a state may be that of some entries, such as the weights alone.
+    Each deletes the stacks of its argument one by one as they are converted. Leaves that are in no
+    stack may be shared by both states.
     """
     return conversions(plan.weights).round_trip(plan, stored, _canonical_shardings(plan))
 
@@ -131,12 +131,7 @@ def with_layers_after(plan: StatePlan, layers_after: int) -> StatePlan:
 
 def _with_one_stage(plan: StatePlan, layers_after: int) -> StatePlan:
     """Returns the state of a pipeline of one stage in one program, with so many layers after it."""
-    weights = plan.weights
-    layout = LayerLayout(1, 1, weights.layout.num_layers + weights.num_layers_after - layers_after)
-    weights = dataclasses.replace(
-        weights, layout=layout, num_layers_after=layers_after, stages_by_rank=None
-    )
-    return dataclasses.replace(plan, weights=weights)
+    return dataclasses.replace(plan, weights=plan.weights.on_one_stage(layers_after))
 
 
 def _canonical_shardings(plan: StatePlan) -> PyTree[NamedSharding]:
@@ -191,7 +186,7 @@ def _layer_stacks(w: dict[str, Any]) -> list[PyTree]:
     return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
 
 
-def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
+def shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
     """Adds the axis of ranks to the largest dim that it divides, preferably (not) the first dim."""
     sizes = where.mesh.shape
     dims = [axes_of_dim(dim) for dim in where.spec]

@@ -67,8 +67,14 @@ def _stacked_round_trip(
         return reordering.to_rank_order(x, where, target) if is_stacked(axes) else x
 
     return (
-        lambda state: jax.tree.map(leaf_to_canonical, state, shardings, axes),
-        lambda _, canonical: jax.tree.map(leaf_from_canonical, canonical, shardings, stored, axes),
+        lambda state: {
+            name: jax.tree.map(leaf_to_canonical, x, shardings[name], axes[name])
+            for name, x in state.items()
+        },
+        lambda _, canonical: {
+            name: jax.tree.map(leaf_from_canonical, x, shardings[name], stored[name], axes[name])
+            for name, x in canonical.items()
+        },
     )
 
 
@@ -136,7 +142,10 @@ def _join_stages(
             "stages": stages
         }
 
-    return jax.tree.map(join, state, shardings, rank_shardings, is_leaf=is_weight_tree)
+    return {
+        name: jax.tree.map(join, x, shardings[name], rank_shardings[name], is_leaf=is_weight_tree)
+        for name, x in state.items()
+    }
 
 
 def _boundary_on_ranks(

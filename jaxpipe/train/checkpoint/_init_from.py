@@ -8,10 +8,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ..._input import MAX_JSON_BYTES, is_file
+from ...models.weights import weight_shapes
 from ..optim._factories import averages_weights
 from ..plan._family import ModelConfig
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
+from ..plan._weight_plan import WeightPlan
 from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
 from ..step._optimizer_state import reads_weights
@@ -33,7 +35,6 @@ WEIGHTS_FOLDER = "weights"
 NOT_COMPUTED = ("load_balance_loss_weight",)
 """Sizes that change how a model is trained, and not what it computes."""
 
-
 _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has them."
 
 
@@ -43,7 +44,7 @@ def first_state(
     """Returns the state before step 1, with weights of the folder `init_from`, or of the seed."""
     if not init_from:
         return init_state(plan)
-    folder, weights = checkpoints_folder(Path(init_from)), plan.state.weights
+    folder = checkpoints_folder(Path(init_from))
     with _store.open_checkpoints_read_only(folder) as checkpoints:
         step = verified_step(checkpoints, None, allow_unverified=allow_unverified)
         step = broadcast_from_first(step)
@@ -51,12 +52,7 @@ def first_state(
         as_saved = with_layers_after(plan.state, metadata.get("layers_after", 0))
         shapes = canonical_shapes(as_saved)["weights"]
         where = f"`init_from` is {init_from!r}: {checkpoints.directory} step {step}"
-        saved = _store.saved_leaf_specs(checkpoints, step, "weights")
-        _store.check_same_leaves(
-            _as_restored(saved, weights.dtype), _store.leaf_specs(shapes), where, _ADVICE
-        )
-        check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=NOT_COMPUTED)
-        check_not_to_average(metadata, where)
+        check_saved_weights(checkpoints, step, metadata, as_saved.weights, where)
         state = init_state(plan)
         del state["weights"]  # room for the others
         reads = reads_weights(plan.state, make_optimizer(plan.state))
@@ -66,6 +62,26 @@ def first_state(
     if reads:
         canonical = first_optimizer_state(plan.state, canonical["weights"])
     return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
+
+
+def check_saved_weights(
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+    metadata: Mapping[str, Any],
+    weights: WeightPlan,
+    where: str,
+) -> None:
+    """Checks that a step has the weights of a model, with as many layers after its pipeline."""
+    model = weights.on_one_stage(weights.num_layers_after).canonical
+    saved = _store.saved_leaf_specs(checkpoints, step, "weights")
+    _store.check_same_leaves(
+        _as_restored(saved, weights.dtype),
+        _store.leaf_specs(weight_shapes(model)),
+        where,
+        _ADVICE,
+    )
+    check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=NOT_COMPUTED)
+    check_not_to_average(metadata, where)
 
 
 def check_not_to_average(metadata: Mapping[str, Any], where: str) -> None:
@@ -130,7 +146,7 @@ def verified_step(
             f"{saved / DIGESTS_FILE} is missing, empty or of an older version, so nothing says "
             "whether the checkpoint is still what was saved. Put the file back, give another step, "
             "or allow this one: `allow_unverified=true` of `jaxpipe train`, `--allow-unverified` "
-            "of `jaxpipe convert`."
+            "of `jaxpipe convert` and `jaxpipe sample`."
         )
     if problems := find_corruption(saved):
         raise ValueError(

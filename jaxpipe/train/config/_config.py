@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from pydantic import model_validator
 
+from ..._input import short_repr
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
 from ...engines import CONFIG_ENGINES, Engine
@@ -83,6 +84,16 @@ _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
 """Keys that some kinds of data do not read, with the values of `dataset_type` that do."""
 
 
+_READ_BY_EVALUATION = (
+    "eval_files",
+    "eval_data_sources",
+    "eval_steps",
+    "keep_best",
+    "sample_prompt",
+)
+"""Keys that only evaluations read."""
+
+
 class Config(ConfigKeys):
     """The config of one run, frozen and checked.
 
@@ -98,6 +109,13 @@ class Config(ConfigKeys):
     def engine(self) -> Engine:
         """Returns the engine that `pipeline_engine` names."""
         return CONFIG_ENGINES[self.pipeline_engine]
+
+    @property
+    def reads_text(self) -> bool:
+        """Returns whether the data of the run are text, which `tokenizer_path` makes tokens of."""
+        if self.dataset_type == "mixture":
+            return any(source.type != "tokens" for source in self.data_sources)
+        return self.dataset_type in _DATASET_TYPES_BY_KEY["tokenizer_path"]
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
@@ -196,7 +214,7 @@ class Config(ConfigKeys):
 
     def _check_evaluation(self) -> None:
         if not self.eval_interval:
-            for name in ("eval_files", "eval_data_sources", "eval_steps", "keep_best"):
+            for name in _READ_BY_EVALUATION:
                 value, default = getattr(self, name), Config.model_fields[name].default
                 if value != default:
                     raise ValueError(
@@ -208,6 +226,19 @@ class Config(ConfigKeys):
                 "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
                 "no end. Give `eval_steps`."
             )
+        if self.sample_prompt and not self.reads_text:
+            raise ValueError(
+                f"`sample_prompt` is {short_repr(self.sample_prompt)} and `dataset_type` "
+                f"{self.dataset_type!r}, so nothing says which tokenizer the tokens are of. Leave "
+                'the prompt at "", and sample the run by `jaxpipe sample --tokenizer`.'
+            )
+        for name in ("sample_max_tokens", "sample_temperature"):
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if value != default and not self.sample_prompt:
+                raise ValueError(
+                    f"`{name}` is {value!r} and there is no `sample_prompt`, so nothing reads it. "
+                    f"Leave it at {default!r}, or give a prompt."
+                )
         for name in ("keep_best", "checkpoint_minutes"):
             if getattr(self, name) and not self.enable_checkpointing:
                 raise ValueError(

@@ -197,6 +197,9 @@ class ConfigKeys(BaseModel):
     eval_interval: NonNegativeInt = 0
     eval_steps: PositiveIntOrAuto = -1
     keep_best: NonNegativeInt = 0
+    sample_prompt: Text = ""
+    sample_max_tokens: PositiveInt = 64
+    sample_temperature: NonNegativeFloat = 0.0
 
     # Chance.
     init_weights_seed: Seed = 0

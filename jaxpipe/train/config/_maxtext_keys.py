@@ -322,9 +322,10 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "lora_input_adapters_path hf_lora_adapter_path"
     ),
     # Inference and reinforcement learning
+    "`jaxpipe sample RUN --prompt TEXT` prints what a run has learnt: leave it out.": "prompt",
     "jaxpipe trains and does not serve: leave it out.": (
         "model_call_mode quantize_kvcache kv_quant_axis kv_quant_dtype max_prefill_predict_length "
-        "prompt load_from_prefill_dir prefill_cache_dir autoregressive_decode_assert "
+        "load_from_prefill_dir prefill_cache_dir autoregressive_decode_assert "
         "prefill_slice generate_slice enable_model_warmup enable_llm_inference_pool "
         "multi_sampling return_log_prob stack_prefill_result_cache prefill_cache_axis_order "
         "ar_cache_axis_order compute_axis_order reshape_q use_ragged_attention ragged_block_size "

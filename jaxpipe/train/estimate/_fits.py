@@ -1,5 +1,7 @@
 """Checks by arithmetic, before anything is allocated, that the devices can hold a run."""
 
+from typing import Any
+
 import jax
 
 from ..._input import shorten
@@ -28,11 +30,18 @@ def check_fits(plan: StepPlan) -> None:
     on_host = devices[0].platform == "cpu"
     # Emulated devices share the memory of the host, where batches are made too.
     needed = peak.total * len(devices) + batch if on_host else peak.total
-    most = host_bytes() if on_host else (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    most = device_bytes(devices[0])
     if most and _SURE * needed > most:
         keys = _deciding_values(plan.state.weights.sizes, plan.batch)
         where = "this host" if on_host else "a device"
         raise ValueError(_message(keys, peak, f"{needed / 1e9:.3g} GB, and {where} has", most))
+
+
+def device_bytes(device: Any) -> int:
+    """Returns the bytes of a device, of the host for one that it emulates; 0 if it is unknown."""
+    if device.platform == "cpu":
+        return host_bytes()
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def _deciding_values(sizes: ModelConfig, batch: BatchPlan) -> str:

@@ -3,13 +3,25 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from io import TextIOBase
-from typing import Literal, TextIO, cast
+from typing import Literal, NamedTuple, TextIO, cast
 
 Stream = TextIO | TextIOBase
 """One thing: `sys.stdout` is declared as the first and is an instance of the second."""
 
-ReportStep = Callable[[int, Mapping[str, float]], None]
-"""`report(step, metrics)`; step counts from 1, the steps that are done."""
+
+class Report(NamedTuple):
+    """Shows a run.
+
+    Attributes:
+        step: `(step, metrics)` shows a step; it counts from 1, the steps that are done.
+        say: Shows a text beside the steps.
+    """
+
+    step: Callable[[int, Mapping[str, float]], None]
+    say: Callable[[str], None]
+
+
+SILENT = Report(lambda step, metrics: None, lambda text: None)
 
 
 _WIDTH = len("-1.234e-05")
@@ -28,8 +40,8 @@ def progress(
     log_period: int,
     first_step: int = 1,
     bar: Literal["auto"] | bool = "auto",
-) -> AbstractContextManager[ReportStep]:
-    """Yields `report(step, metrics)`, which shows steps, in a context.
+) -> AbstractContextManager[Report]:
+    """Yields what shows steps, and texts beside them, in a context.
 
     Lines show every `log_period` steps, those with an evaluation, and the last one; the bar shows
     every step, and the last evaluation.
@@ -66,7 +78,7 @@ def _fitting(metrics: Mapping[str, float], width: int) -> str:
 
 
 @contextmanager
-def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[ReportStep]:
+def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[Report]:
     def report(step: int, metrics: Mapping[str, float]) -> None:
         if step % log_period == 0 or step == num_steps or any(map(_is_evaluation, metrics)):
             number = f"{step:{len(str(num_steps))}}/{num_steps}"
@@ -74,11 +86,11 @@ def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[ReportSt
                 f"step {number}  {format_metrics(metrics, width=_WIDTH)}", file=stream, flush=True
             )
 
-    yield report
+    yield Report(report, lambda text: print(text, file=stream, flush=True))
 
 
 @contextmanager
-def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep]:
+def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -96,7 +108,10 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep
         evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
         bar.update(task, completed=step, metrics=_fitting({**metrics, **evaluation}, left))
 
+    def say(text: str) -> None:  # above the bar
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     try:
-        yield report
+        yield Report(report, say)
     finally:
         bar.stop()

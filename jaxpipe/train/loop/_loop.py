@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..logs._compiling import compiling
 from ..logs._describe import describe
 from ..logs._metrics import WriteMetrics, check_metrics, metrics_writer
 from ..logs._profile import profiler
-from ..logs._progress import ReportStep, Stream, progress
+from ..logs._progress import SILENT, Report, Stream, progress
 from ..logs._wandb import load_wandb, wandb_writer
 from ..plan._from_config import set_up
 from ..plan._setup import Setup, StepPlan
@@ -34,13 +35,15 @@ from ..runtime._multihost import broadcast_from_first, is_first_process
 from ..runtime._run_lock import locked_run_folder, on_first_process
 from ..runtime._step_watch import StepWatch
 from ..runtime._stop import StopRequests, TerminatedError, check_step
+from ..sampling._in_training import SampleState, make_sample_state
+from ..sampling._prompts import printable
 from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
 from . import _resume
 from ._batches import data_plan, make_data
 from ._run_history import archive_history, read_saved, record_saved, record_start
-from ._steps import LoopPlan, Metrics, Save, run_steps
+from ._steps import LoopPlan, Metrics, Save, ShowSample, run_steps
 
 
 def train(
@@ -81,6 +84,7 @@ def train(
     evaluate = make_evaluate(
         setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
     )
+    sample_state = make_sample_state(setup)
     keys = (field.name for field in dataclasses.fields(_resume.ResumePolicy))
     policy = _resume.ResumePolicy(**{key: getattr(config, key) for key in keys})
     folder = Path(config.output_dir) / config.run_name
@@ -113,7 +117,16 @@ def train(
         if restored is None:
             restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
         run = _RunContext(
-            setup, data.training, evaluate, checkpoints, folder, resume_point, shown, stop, watch
+            setup,
+            data.training,
+            evaluate,
+            sample_state,
+            checkpoints,
+            folder,
+            resume_point,
+            shown,
+            stop,
+            watch,
         )
         return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
 
@@ -136,6 +149,7 @@ class _RunContext:
     setup: Setup
     batch_at: Batches
     evaluate: Evaluate | None
+    sample_state: SampleState | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
     resume_point: _resume.ResumePoint | None  # of the first process
@@ -168,6 +182,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             before=before,
             should_stop=run.stop,
             evaluate=run.evaluate,
+            show_sample=_make_show_sample(run.sample_state, report.say),
             is_best=_store.best_loss_tracker(checkpoints, config.keep_best),
             is_due=by_time.is_due,
             enter=run.watch.enter,
@@ -178,14 +193,14 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
         try:
             for step, metrics in steps:
                 write(step, metrics)
-                report(step, metrics)
+                report.step(step, metrics)
                 if skipped := check_step(
                     step,
                     metrics,
                     policy=config.bad_step_policy,
                     max_gradient_norm=config.max_gradient_norm,
                 ):
-                    print(skipped, file=run.shown)
+                    report.say(skipped)
                 yield metrics
         except ValueError as error:
             # What the user could have got wrong was checked before.
@@ -225,6 +240,21 @@ def _make_save(
     return save
 
 
+def _make_show_sample(
+    sample_state: SampleState | None, say: Callable[[str], None]
+) -> ShowSample | None:
+    if sample_state is None:
+        return None
+
+    def show_sample(step: int, state: TrainState) -> TrainState:
+        sample, state = sample_state(state)
+        text = textwrap.indent(printable(sample.text), "    ")
+        say(f"sample after step {step}:\n\n{text}\n")
+        return state
+
+    return show_sample
+
+
 def _write_trace(folder: Path, step: int, trace: str) -> None:
     if is_first_process():
         write_file(folder / f"trace_{step}.json", trace)
@@ -248,9 +278,9 @@ def _open_run_checkpoints(
 
 def _open_outputs(
     stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
-) -> tuple[WriteMetrics, ReportStep]:
+) -> tuple[WriteMetrics, Report]:
     if not is_first_process():
-        return (lambda step, metrics: None), (lambda step, metrics: None)
+        return (lambda step, metrics: None), SILENT
     write = metrics_writer(
         folder,
         first_step=first_step,

@@ -28,6 +28,9 @@ Metrics = dict[str, float]
 Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
 """Saves a checkpoint, which consumes the state. Returns a function that gives the state back."""
 
+ShowSample = Callable[[int, TrainState], TrainState]
+"""Shows a sample of a step, which consumes the state. Returns the same state."""
+
 Compiling = Callable[[], AbstractContextManager[None]]
 
 
@@ -58,6 +61,7 @@ def run_steps(
     before: BeforeStep = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
     evaluate: Evaluate | None = None,
+    show_sample: ShowSample | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
     is_due: Callable[[int], bool] = lambda step: False,
     enter: Callable[[int, str], None] = lambda step, phase: None,
@@ -97,6 +101,10 @@ def run_steps(
                 ended = time.perf_counter()
                 saves = is_best(values["eval_loss"]) or saves
             yield step, values
+            if show_sample and evaluates:
+                enter(step, "sample")
+                state = show_sample(step, state)
+                ended = time.perf_counter()
             if saves and save:
                 enter(step, "checkpoint")
                 from_canonical = save(step, state, values)

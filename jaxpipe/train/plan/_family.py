@@ -29,7 +29,7 @@ class ModelFamily:
             all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         tied: `sizes -> whether` the loss reads the weights of the embedding.
-        has_slices: Whether its layers can run slices of sequences.
+        has_slices: Whether it is trained on slices of sequences.
         fixed: Sizes that every model of the family has.
     """
 

@@ -182,9 +182,8 @@ def _slice_problems(config: Config) -> tuple[str, ...]:
     problems = {
         f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
         "sequences": config.enable_dropout and config.dropout_rate > 0,
-        f"`decoder_block` is {config.decoder_block!r}, whose layers cannot run slices": (
-            not family.has_slices
-        ),
+        f"`decoder_block` is {config.decoder_block!r}, whose experts are balanced over whole "
+        "sequences": not family.has_slices,
         f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
         "pipeline need whole sequences": (
             config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)

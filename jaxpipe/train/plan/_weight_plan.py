@@ -3,7 +3,7 @@
 R repeats, S ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -94,6 +94,22 @@ class WeightPlan:
         else:
             stages = stack_weights(tree["layer"], self.layout.dims, STACK_AXES)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
+
+    def on_one_stage(self, num_layers_after: int) -> "WeightPlan":
+        """Returns the weights of one stage in one program, with so many layers after it."""
+        num_layers = self.layout.num_layers + self.num_layers_after - num_layers_after
+        return replace(
+            self,
+            layout=LayerLayout(1, 1, num_layers),
+            num_layers_after=num_layers_after,
+            stages_by_rank=None,
+        )
+
+    @property
+    def canonical(self) -> dict[str, Any]:
+        """Returns abstract weights as checkpoints store them; leaves of `stages` are [L, ...]."""
+        tree = self._with_layers((self.layout.num_layers,), ("layers",))
+        return {"embed": tree["embed"], "stages": tree["layers"], "head": tree["head"]}
 
     @property
     def tied(self) -> bool:

@@ -127,7 +127,7 @@ MODELS: dict[str, dict[str, Any]] = {
 POSITIONS = 48
 
 
-def build(name: str) -> Any:
+def build(name: str, embed_scale: float = 1.0) -> Any:
     """A model whose every weight matters: of size 1 / sqrt(inputs), norms not 1, biases not 0."""
     torch.manual_seed(len(name))
     sizes = dict(MODELS[name])
@@ -141,7 +141,7 @@ def build(name: str) -> Any:
             if weight.ndim == 1:
                 weight.copy_(0.1 * noise if "bias" in path else 1 + 0.2 * noise)
             elif "embed" in path:
-                weight.copy_(noise)
+                weight.copy_(embed_scale * noise)
             else:
                 weight.copy_(noise / weight.shape[-1] ** 0.5)
     return model.eval()
@@ -162,6 +162,14 @@ def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
     assert not any(problems), problems
     with torch.no_grad():
         return model.eval()(torch.tensor(tokens).long()).logits.numpy()
+
+
+def generated_by(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """[2, count] ids that follow some tokens, each the likeliest."""
+    rows = torch.tensor(tokens).long()
+    options = {"attention_mask": torch.ones_like(rows), "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.generate(rows, max_new_tokens=count, **options)[:, tokens.shape[1] :].numpy()
 
 
 def main(folder: Path) -> None:
