@@ -34,9 +34,9 @@ def _is_equal(a: Any, b: Any, *, with_derivatives: bool) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, ClosedJaxpr | Jaxpr):  # one class from jax 0.12 on
-        constants = (tuple(getattr(jaxpr, "consts", ())) for jaxpr in (a, b))
-        programs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (a, b))
-        return same(*constants) and _equal_jaxprs(*programs, with_derivatives)
+        consts_a, consts_b = (tuple(getattr(jaxpr, "consts", ())) for jaxpr in (a, b))
+        open_a, open_b = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (a, b))
+        return same(consts_a, consts_b) and _equal_jaxprs(open_a, open_b, with_derivatives)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping):
