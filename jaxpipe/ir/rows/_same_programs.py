@@ -33,10 +33,12 @@ def _is_equal(a: Any, b: Any, *, with_derivatives: bool) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, ClosedJaxpr | Jaxpr):  # one class from jax 0.12 on
-        consts_a, consts_b = (tuple(getattr(jaxpr, "consts", ())) for jaxpr in (a, b))
-        open_a, open_b = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (a, b))
-        return same(consts_a, consts_b) and _equal_jaxprs(open_a, open_b, with_derivatives)
+    if isinstance(a, ClosedJaxpr):  # from jax 0.12 on every jaxpr is one
+        return same(tuple(a.consts), tuple(b.consts)) and _equal_jaxprs(
+            a.jaxpr, b.jaxpr, with_derivatives
+        )
+    if isinstance(a, Jaxpr):
+        return _equal_jaxprs(a, b, with_derivatives)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping):
