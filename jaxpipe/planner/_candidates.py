@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from ..api import counts_by_cost
+from ..api.inspection import counts_by_cost
 from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule
 from ..schedules import FAMILIES
 from ._devices import Devices

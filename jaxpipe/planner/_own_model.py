@@ -15,17 +15,15 @@ import jax
 from jaxtyping import PyTree
 
 from .. import sharding
-from ..api import (
-    Model,
+from ..api import Model, PipelinedModel, layer_flops, pipeline
+from ..api.inspection import (
     NumLayers,
-    PipelinedModel,
-    layer_flops,
     layer_with_weights,
     one_of_each_kind,
-    pipeline,
+    residual_bytes,
+    wgrad_residual_bytes,
     x_of_layers,
 )
-from ..api.inspection import residual_bytes, wgrad_residual_bytes
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import engine_of_any_schedule
