@@ -189,7 +189,7 @@ def _num_layers(model: Model, work: ModelWork) -> NumLayers:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _TracedLayer:
     """What a layer of a kind does with a token, and bytes that it keeps of one."""
 
     work: LayerWork
@@ -220,7 +220,7 @@ def _planned(
     tokens, itemsize = _tokens(xs[0]), max(1, round(_bytes(xs[0]) / _size(xs[0])))
     # Engines of one program hand over the largest x in place of every other.
     boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / tokens))
-    traced: dict[str, _Layer] = {}
+    traced: dict[str, _TracedLayer] = {}
     for kind, x, x_of_two in zip(kinds, xs, xs_of_two, strict=False):
         if kind not in traced:
             arguments = (x, row, key), (x_of_two, two, key)
@@ -278,7 +278,7 @@ def _trace_layer(
     arguments: tuple[tuple[PyTree, ...], tuple[PyTree, ...]],
     tokens: int,
     boundary_bytes: float,
-) -> _Layer:
+) -> _TracedLayer:
     """Traces a layer with x, batch and key of one row and of two."""
     (of_row, of_two), own = arguments, groups["layers"][kind]
     function, read = layer_with_weights(model, kind, groups)
@@ -306,7 +306,7 @@ def _trace_layer(
         boundary_bytes=boundary_bytes,
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
-    return _Layer(work, own, kept, wgrad)
+    return _TracedLayer(work, own, kept, wgrad)
 
 
 def _with_kinds(model: Model) -> Model:
@@ -350,14 +350,6 @@ def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, i
 def _rows(example: PyTree, count: int) -> PyTree:
     """Returns the shapes of a batch of so many rows."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), example)
-
-
-def _one_layer(layers: PyTree) -> tuple[PyTree, int]:
-    """Returns the shapes of the parameters of one layer, and the number of layers."""
-    if isinstance(layers, list):
-        return jax.eval_shape(lambda: layers[0]), len(layers)
-    count = jax.tree.leaves(layers)[0].shape[0]
-    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers), count
 
 
 def _without_aux(layer: Callable, x: PyTree) -> Callable:

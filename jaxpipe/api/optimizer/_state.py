@@ -77,11 +77,6 @@ class StateForm:
         """The slot of every leaf of the user's form, None for arrays like no parameter."""
         return [slot for node in self.nodes for slot in node.slots]
 
-    def per_node(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Returns leaves of the user's form, those of each node."""
-        rest = iter(leaves)
-        return [[next(rest) for _ in node.slots] for node in self.nodes]
-
 
 def state_form(state: PyTree, of_one_layer: PyTree, tree: UserTree) -> StateForm:
     """Returns the form of a state, given its shapes for L layers and for one layer of a stack."""

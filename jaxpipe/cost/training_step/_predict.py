@@ -43,8 +43,6 @@ class Prediction:
     # communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
     # "point_to_point", "experts" and "context".
     parts: dict[str, float]
-    # The seconds of the communication in `parts` that crosses the network between hosts or slices.
-    network_seconds: float
     tokens_per_second: float  # the tokens that all devices together process in a second
     # Operations of forward and backward, as `flops_per_token` counts them, divided by the peak of
     # the devices in bfloat16.
@@ -87,7 +85,7 @@ def predict(
     parts = _busy_parts(stages, own, layout)
     parts["bubble"] = time.seconds - time.busy[rank]
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
-    parts["gradient_reduction"], crossing = _gradients(work, held, layout, device, backward)
+    parts["gradient_reduction"] = _gradients(work, held, layout, device, backward)
     if layout.num_weight_shards > 1 and layout.gather in ("once", "repeat"):
         # A gather and a scatter, and with "repeat" another gather for the backward.
         passes = 3 if layout.gather == "repeat" else 2
@@ -99,7 +97,6 @@ def predict(
     return Prediction(
         seconds,
         {kind: parts.get(kind, 0.0) for kind in KINDS},
-        crossing,
         tokens / seconds,
         flops * tokens / seconds / (layout.devices * hardware.peak_flops("bf16")),
         parts["bubble"] / time.seconds,
@@ -130,8 +127,8 @@ def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> 
 
 def _gradients(
     work: ModelWork, layers: tuple[LayerWork, ...], layout: Layout, device: Device, backward: float
-) -> tuple[float, float]:
-    """Returns the exposed seconds of the gradients' reduction, and those over the network."""
+) -> float:
+    """Returns the exposed seconds of the gradients' reduction."""
     dense = sum(layer.dense_parameters for layer in layers) + work.embedding_parameters
     own = layout.num_expert_shards
     dense /= layout.tensor * own
@@ -148,8 +145,7 @@ def _gradients(
         shared = 4.0 * work.embedding_parameters / layout.tensor / own
         seconds += send_seconds(shared, layout, device.network)
     hidden = backward if "gradient_reduction" in layout.overlap else 0.0
-    exposed = max(0.0, seconds - hidden)
-    return exposed, exposed if all_axes.linked < all_axes.size else 0.0
+    return max(0.0, seconds - hidden)
 
 
 def _optimizer(
