@@ -40,7 +40,7 @@ def forget() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rows of slow_rows.txt are in `make test-slow`; others of their tests stay in `make test`."""
+    """Rows of slow_rows.txt are in `make test-slow`: dear ones, most of which others cover."""
     by_id = {item.nodeid: item for item in items}
     missing = [name for name in SLOW_ROWS if name not in by_id]
     if missing and len(items) > WHOLE_SUITE:
