@@ -219,7 +219,7 @@ def test_settings_of_deepseek_are_refused_for_a_llama(settings, message):
         (
             "qwen3-moe-tiny",
             SLICED,
-            "`decoder_block` is 'qwen3_moe', whose layers cannot run slices",
+            "`decoder_block` is 'qwen3_moe', whose experts are balanced over whole sequences",
         ),
     ],
 )
