@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in SLOW_ROWS if name not in by_id]
     if missing and len(items) > WHOLE_SUITE:
         raise pytest.UsageError(f"slow_rows.txt has rows that no test has: {missing}")
-    for name in set(SLOW_ROWS) - set(missing):
+    for name in by_id.keys() & {*SLOW_ROWS}:
         by_id[name].add_marker(pytest.mark.slow)
 
 

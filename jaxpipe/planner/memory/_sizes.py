@@ -127,12 +127,11 @@ def peak_memory(
     Args:
         buffers: Those of every rank, or of the fullest one.
     """
-    own, counts = ranks(model, candidate), step_counts(candidate)
-    count = max(len(own), len(buffers))
-    peaks = (
-        candidate.engine.memory(counts, of_rank, step_sizes(*pair, tokens))
-        for pair, of_rank in zip(own * (count // len(own)), itertools.cycle(buffers), strict=False)
-    )
+    counts = step_counts(candidate)
+    sizes = [step_sizes(*of_rank, tokens) for of_rank in ranks(model, candidate)]
+    # What all ranks have alike meets what each of them has.
+    pair = zip if len(buffers) == len(sizes) else itertools.product
+    peaks = (candidate.engine.memory(counts, *of_rank) for of_rank in pair(buffers, sizes))
     return max(peaks, key=attrgetter("total"))
 
 
