@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,16 @@ def golden(name: str) -> Path:
     return FOLDER / f"{number + 1:02}_{name}.txt"
 
 
+def in_order(text: str) -> str:
+    """Returns a text whose sums of cotangents have their operands in order, which JAX may swap."""
+    return re.sub(
+        r"add_any (v\d+) (v\d+)", lambda m: f"add_any {min(m[1], m[2])} {max(m[1], m[2])}", text
+    )
+
+
 @pytest.mark.parametrize("name", [one_pass.__name__ for one_pass in LOWERING])
 def test_the_step_reads_like_this_after(name: str, texts: dict[str, str]):
-    file, text = golden(name), texts[name] + "\n"
+    file, text = golden(name), in_order(texts[name] + "\n")
     if os.environ.get("JAXPIPE_WRITE_GOLDENS"):
         file.write_text(text)
     assert file.read_text() == text

@@ -59,8 +59,11 @@ def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_predict
     for process, name in names.items():
         found = [e for e in events if e["ph"] == "X" and e["pid"] == process]
         steps = [language.parse_step(e["name"]) for e in found]
-        assert halves(steps) == halves(of_step.programs[int(name[5])])
-        assert all(e["dur"] > 0 for e in found)
+        # Nothing is sent by the I of stage 0: if its W computes all, it has no program.
+        may_be_empty = {f"0I{m}" for m in range(len(xs))}
+        planned = halves(of_step.programs[int(name[5])])
+        assert planned - may_be_empty <= halves(steps) <= planned
+        assert all(e["dur"] > 0 for e in found if e["name"] not in may_be_empty)
         for one, other in itertools.pairwise(found):
             assert one["ts"] + one["dur"] <= other["ts"] * (1 + 1e-9)
 
