@@ -1,11 +1,12 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer.
 PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 
 .PHONY: demo quick test test-ci test-slow test-product lint api docs package extras benchmarks clean
 
-demo: .venv/demo
+demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
 
 # What a change of schedules, sharding or the passes over programs breaks, and a small row of every
@@ -13,23 +14,23 @@ demo: .venv/demo
 QUICK := tests/house tests/schedules tests/sharding tests/autodiff tests/mpmd/test_passes.py \
 	tests/harness/test_engines.py
 
-quick: .venv/dev
+quick: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m "not ci and not slow and not product" $(QUICK)
 
-test: .venv/dev .venv/browser
+test: $(VENV)/dev $(VENV)/browser
 	$(BIN)/pytest -n 2 --dist worksteal -m "not ci and not slow and not product"
 
 # Kills, restarts, several processes, and whole runs of every model: what a change must pass besides.
-test-ci: .venv/dev
+test-ci: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m "ci and not slow and not product"
 
-test-slow: .venv/dev
+test-slow: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-test-product: .venv/dev
+test-product: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m product
 
-lint: .venv/dev
+lint: $(VENV)/dev
 	$(BIN)/ruff check jaxpipe tests examples benchmarks
 	$(BIN)/ruff format --check jaxpipe tests examples benchmarks
 	$(BIN)/pyright
@@ -37,7 +38,7 @@ lint: .venv/dev
 api:  # docs/api.md, from the sources
 	$(PYTHON) docs/_api.py
 
-docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
+docs: $(VENV)/docs  # the site, into site/; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 package:  # wheel and sdist into build/package/dist, and the wheel tried in an empty environment
@@ -49,30 +50,30 @@ extras:
 
 # docs/benchmarks.md, from the scripts in benchmarks/; NAMES="bubbles memory" runs some of them. The
 # TPU's compiler is asked if libtpu is installed, and torch compared with if that is.
-benchmarks: .venv/dev
+benchmarks: $(VENV)/dev
 	$(BIN)/python benchmarks/page.py $(NAMES)
 
 # Stamps: an environment is installed again when pyproject.toml is newer.
-.venv/demo: pyproject.toml | .venv/made
+$(VENV)/demo: pyproject.toml | $(VENV)/made
 	$(BIN)/pip install --quiet --editable ".[train]"
 	touch $@
 
-.venv/dev: pyproject.toml | .venv/made
+$(VENV)/dev: pyproject.toml | $(VENV)/made
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-.venv/docs: pyproject.toml | .venv/made
+$(VENV)/docs: pyproject.toml | $(VENV)/made
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
-.venv/browser: .ci/browser | .venv/made
+$(VENV)/browser: .ci/browser | $(VENV)/made
 	.ci/browser $@
 	touch $@
 
-.venv/made:
+$(VENV)/made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpipe needs Python 3.11 or newer: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	touch $@
 
 clean:
-	rm -rf .venv runs site build
+	rm -rf .venv .venv-oldest runs site build

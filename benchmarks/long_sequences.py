@@ -41,6 +41,7 @@ LLAMA_8B = {
 ONE_FSDP = {"ici_fsdp_parallelism": 1}
 # A pipeline of two ranks, each microbatch one sequence.
 TWO_RANKS = {
+    "pipeline_vocab_parallel": False,
     "pipeline_engine": "scheduled",
     "pipeline_schedule": "1f1b",
     "ici_pipeline_parallelism": 2,

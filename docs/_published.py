@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxpipe.cost.training_step import (
     Efficiency,
@@ -285,33 +286,76 @@ def _torchtitan(row: dict[str, str]) -> Case:
     return Case(row, _model(row), layout, device, _measured(row))
 
 
-_RECOMPUTED = {
-    "llama3.1-405b": 0.64,  # all but attention, its output and the MLP's second product
-    "deepseek3-671b": 1.0,  # all but the output of attention
-    "gpt3-175b": 1.0,
-    "llama3.1-70b": 1.0,  # not looked up
-    "llama3.1-8b": 1.0,  # not looked up
+class Recipe(NamedTuple):
+    """What a recipe of MaxText computes again in a backward, by the tensors that it keeps.
+
+    Attributes:
+        recomputed: The fraction of a forward; without the last product, which no backward reads.
+        attention: The fraction of the kernel of attention: 0 if its result is kept.
+        backward_products: 5 with `sa_use_fused_bwd_kernel`, otherwise 7.
+        context: Devices that divide each sequence.
+    """
+
+    recomputed: float
+    attention: float = 1.0
+    backward_products: int = 7
+    context: int = 1
+
+
+_RECIPES = {
+    # The output of attention and of the MLP.
+    ("llama3.1-405b", "v5p", "8192"): Recipe(0.64, attention=0.0),
+    # The layer's input.
+    ("llama3.1-405b", "v6e", "8192"): Recipe(1.0),
+    # The layer's input and what attention's last product returns.
+    ("deepseek3-671b", "v5p", "4096"): Recipe(1.0),
+    ("gpt3-175b", "v5p", "2048"): Recipe(1.0),
+    ("gpt3-175b", "v6e", "2048"): Recipe(1.0),
+    # The layer's input, queries, keys and values.
+    ("llama3.1-70b", "v6e", "8192"): Recipe(0.63, backward_products=5),
+    # These, and what attention's last product returns.
+    ("llama3.1-8b", "v6e", "8192"): Recipe(0.54, backward_products=5),
+    # The layer's input, queries, keys, values and the output of attention.
+    ("llama3.1-70b", "tpu7x", "8192"): Recipe(0.63, attention=0.0, backward_products=5),
+    # These, and the output of the MLP.
+    ("llama3.1-70b", "tpu7x", "131072"): Recipe(0.63, 0.0, 5, context=8),
 }
-"""The fraction of a forward that the recipes of MaxText compute again."""
+"""By model, chip and length of a sequence: AI-Hypercomputer/tpu-recipes at c8cfe2f, and the
+configurations that it names in benchmarks/ of AI-Hypercomputer/maxtext at e591f30c."""
 
 
 def _maxtext(row: dict[str, str]) -> Case:
-    device = next(HARDWARE[k] for k in ("v6e", "v5p", "tpu7x") if k in row["hardware"].lower())
+    chip = next(k for k in ("v6e", "v5p", "tpu7x") if k in row["hardware"].lower())
+    device = HARDWARE[chip]
+    recipe = _RECIPES[row["model"], chip, row["seq"]]
     devices = int(row["num_devices"]) * device.devices_per_chip
-    slices = 2 if row["hardware"].startswith("2 x") else 0
     layout = Layout(
-        fsdp=devices,
-        rows=int(row["global_batch"]) // devices,
+        fsdp=devices // recipe.context,
+        context=recipe.context,
+        rows=int(row["global_batch"]) * recipe.context // devices,
         sequence=int(row["seq"]),
-        recomputed=1.0 if slices else _RECOMPUTED[row["model"]],
-        hosts=slices,
+        recomputed=recipe.recomputed,
+        recomputed_attention=recipe.attention,
+        hosts=2 if row["hardware"].startswith("2 x") else 0,
         gather="layer",
+        context_gathers=True,
         dtype="int8" if "int8" in row["note"] else "bf16",
         overlap=("fsdp", "tensor"),
     )
     if row["model"] == "gpt3-175b" and device.kind == "v5p":
         layout = replace(layout, fsdp=devices // 8, tensor=8, rows=8 * layout.rows)
-    return Case(row, _model(row), layout, device, _measured(row))
+    work = _with_backward(_model(row), recipe.backward_products)
+    return Case(row, work, layout, device, _measured(row))
+
+
+def _with_backward(work: ModelWork, products: int) -> ModelWork:
+    """Returns the work with a kernel of attention that has as many products in its backward."""
+    layers = []
+    for layer in work.layers:
+        assert layer.attention is not None
+        attention = replace(layer.attention, backward_products=products)
+        layers.append(replace(layer, attention=attention))
+    return replace(work, layers=tuple(layers))
 
 
 _MAXTEXT_TABLES: dict[tuple[str, int], tuple[int, int, Remat]] = {
@@ -357,6 +401,7 @@ def _maxtext_table(row: dict[str, str]) -> Case:
         shared_optimizer=False,
         overlap=("fsdp",),
     )
+    work = _with_backward(work, 7)
     flops = flops_per_token(work, layout.sequence, whole_square=True) * layout.batch * 2048
     measured = flops / layout.devices / (1e12 * float(row["tflops_per_chip"]))
     shown = {**row, "ep": "", "table": kind, "model": f"MaxText {scale}b"}
@@ -443,7 +488,6 @@ _LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
     ({"source": "torchtitan issue"}, "neither batch nor length is stated"),
     ({"source": "marin"}, "widths, batch or length are not stated, or the host limits the step"),
     ({"note": "fp8; 464"}, "the chip has no products in fp8, and the recipe's are not described"),
-    ({"table": "ironwood", "seq": "131072"}, "how sequences are divided is not stated"),
 )
 """Rows that are not predicted from sizes: texts in their columns, and the reason."""
 

@@ -10,7 +10,11 @@ from jax.extend.core import jaxprs_in_params
 
 import jaxpipe as jp
 from jaxpipe.engines import StepCounts
+from jaxpipe.kernels import splash_attention
+from jaxpipe.planner import parse_devices
 from jaxpipe.schedules import FAMILIES, Costs, lock_step, makespan
+from jaxpipe.sharding import DEFAULT_RULES
+from jaxpipe.train.planning import make_request
 
 D, ROWS, RANKS, MICROBATCHES = 8, 3, 4, 8
 MODEL = jp.Model(
@@ -187,3 +191,24 @@ def test_saved_inputs_of_layers_are_what_the_compiler_has_more_of():
     keys |= {"set_remat_policy_on_layers_per_stage": False}
     saved, again = (answer(keys | {"decoder_layer_input": at})[0] for at in ("device", "remat"))
     assert saved - again == pytest.approx((34_173.2 - 31_606.3) * 1e6, abs=0.1e6)
+
+
+def test_the_backward_of_a_tpus_attention_has_as_many_products_as_its_kernels():
+    rows = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
+    attend = splash_attention(DEFAULT_RULES)
+    with jax.set_mesh(jp.make_mesh({"stage": 1}, devices=jax.devices()[:1])):
+        traced = jax.make_jaxpr(
+            lambda q, k, v, dy: jax.vjp(lambda *qkv: attend(*qkv, None), q, k, v)[1](dy)
+        )(rows, rows, rows, rows)
+    (layer,) = make_request({"model_name": "llama2-7b"}, parse_devices("v5p-8")).work.layers
+    assert layer.attention is not None
+    assert products_of_kernels(traced.jaxpr) == 2 + layer.attention.backward_products
+
+
+def products_of_kernels(jaxpr: Any, *, inside: bool = False) -> int:
+    found = 0
+    for eqn in jaxpr.eqns:
+        kernel = inside or eqn.primitive.name == "pallas_call"
+        found += inside and eqn.primitive.name == "dot_general"
+        found += sum(products_of_kernels(j, inside=kernel) for j in jaxprs_in_params(eqn.params))
+    return found

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from ...devices import Hardware
 
 # Of the peak in large products, in bfloat16 on A100 and TPUs, in fp8 on the others.
-PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89, "v6e": 0.59}
+PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.9, "v6e": 0.6}
 # Of what is reached in fp8, or in bfloat16 on v5p.
 DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.95}
 # Of what equally large products reach, with the newest release that has a row: 26.02 of
 # Megatron-Bridge for b200 and gb300, 26.04 for h100, 26.06 for b300 and gb200.
-EXPERTS = {"h100": 0.28, "b200": 0.32, "b300": 0.62, "gb200": 1.0, "gb300": 0.94, "v5p": 0.34}
+EXPERTS = {"h100": 0.28, "b200": 0.32, "b300": 0.62, "gb200": 1.0, "gb300": 0.94, "v5p": 0.35}
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ EVIDENCE = {
     ("gb300", True): Evidence(9, 5, 0.96, 1.82, "2026-02"),
     ("h100", False): Evidence(30, 17, 0.93, 1.17, "2026-06"),
     ("h100", True): Evidence(13, 13, 0.77, 1.99, "2026-04"),
-    ("tpu7x", False): Evidence(1, 0, 1.08, 1.08, ""),
-    ("v5e", False): Evidence(24, 0, 0.95, 1.21, ""),
+    ("tpu7x", False): Evidence(2, 0, 1.18, 1.22, ""),
+    ("v5e", False): Evidence(24, 0, 0.94, 1.2, ""),
     ("v5p", False): Evidence(14, 0, 0.89, 1.17, ""),
-    ("v5p", True): Evidence(1, 0, 1.28, 1.28, ""),
-    ("v6e", False): Evidence(4, 0, 0.85, 1.42, ""),
+    ("v5p", True): Evidence(1, 0, 1.25, 1.25, ""),
+    ("v6e", False): Evidence(4, 0, 0.94, 1.41, ""),
 }
 
 

@@ -17,7 +17,6 @@ from ._network import Group, Network, all_gather_seconds, all_to_all_seconds, ma
 Seconds = dict[str, float]
 """Seconds by kind of work: the names of `Prediction.parts`."""
 
-_BACKWARD_ATTENTION = 2.5  # with the scores computed again: 5 products for 2
 _BACKWARD_ELEMENTWISE = 1.5
 _TILE = 128  # rows and columns of the tiles that matrix units compute
 _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradient
@@ -80,13 +79,16 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     again = {}
     if layout.recomputed is not None:
         again = {kind: seconds * layout.recomputed for kind, seconds in forward.items()}
+        if layout.recomputed_attention is not None:
+            again["products"] = (
+                products * layout.recomputed + attention * layout.recomputed_attention
+            )
     elif layout.remat == "full":
         again = forward
     elif layout.remat == "selective" and not _fused(layer):
         again = {"products": attention, "other_compute": moved_scores}
-    backward_attention = _BACKWARD_ATTENTION if _fused(layer) else 2.0
     back = {
-        "products": products + backward_attention * attention,
+        "products": products + _backward_products(layer) / 2 * attention,
         "other_compute": _BACKWARD_ELEMENTWISE * moved + kernels + 2 * moved_scores,
         **communication,
     }
@@ -105,6 +107,11 @@ def _cast_bytes(layer: LayerWork, layout: Layout) -> float:
 
 def _fused(layer: LayerWork) -> bool:
     return layer.attention is None or layer.attention.fused
+
+
+def _backward_products(layer: LayerWork) -> int:
+    """Returns the products of attention in a backward; a forward has two."""
+    return layer.attention.backward_products if layer.attention and _fused(layer) else 4
 
 
 def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[float]:

@@ -29,6 +29,8 @@ class Layout:
     layers_per_stage: tuple[int, ...] | None = None  # in forward order; None: as even as possible
     remat: Remat = "none"  # the part of a forward that is computed again in the backward
     recomputed: float | None = None  # the fraction that is computed again; None: as `remat` says
+    # The fraction of the products of attention that is computed again; None: as `recomputed` says.
+    recomputed_attention: float | None = None
     # When weights that `fsdp` shares are gathered: for every action ("tick"), once for the
     # microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer in every
     # action ("layer").

@@ -35,6 +35,9 @@ class Attention:
     kv_channels: int
     window: int = 0  # the positions that a token attends to at most; 0 for all before it
     fused: bool = True  # whether scores stay on the chip, as in flash attention
+    # Products of its backward if it is fused, which computes the scores again: 5, or 7 if the
+    # gradients of queries and those of keys and values have a kernel each, as in splash attention.
+    backward_products: int = 5
     # Whether all T x T scores are computed, also those that the mask removes.
     whole_square: bool = False
     # Bytes that are read or written for each score that leaves the chip.

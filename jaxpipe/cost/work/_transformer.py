@@ -52,6 +52,7 @@ def transformer(
     dropout: bool = False,
     fused_attention: bool = True,
     score_bytes: float = SCORE_BYTES,
+    backward_products: int = 5,
     window: int = 0,
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
@@ -75,6 +76,7 @@ def transformer(
         fused=fused_attention,
         whole_square=not fused_attention,
         score_bytes=score_bytes,
+        backward_products=backward_products,
     )
     dense = _layer("dense", hidden, products, attention, _mlp(hidden, mlp, gated), dropout)
     kinds = [(dense, layers)]

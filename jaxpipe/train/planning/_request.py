@@ -135,7 +135,7 @@ def make_request(
             sizes,
             family.weights(sizes),
             config.dtype,
-            stores_scores=model.attention.kernel == "dot_product",
+            kernel=model.attention.kernel,
         ),
         TrainerSource(values, devices.num_slices),
         _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
@@ -257,9 +257,7 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     return fixed, chosen
 
 
-def _work(
-    sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, stores_scores: bool
-) -> ModelWork:
+def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: str) -> ModelWork:
     """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
     latent = experts = None
     if isinstance(sizes, DeepseekConfig):
@@ -284,8 +282,9 @@ def _work(
         kv_heads=getattr(sizes, "base_num_kv_heads", None),
         head_channels=getattr(sizes, "head_dim", None),
         tied=getattr(sizes, "logits_via_embedding", False),
-        fused_attention=not stores_scores,
+        fused_attention=kernel != "dot_product",
         score_bytes=FLOAT32_SCORE_BYTES,
+        backward_products=7 if kernel == "splash" else 5,
         latent=latent,
         experts=experts,
     )
