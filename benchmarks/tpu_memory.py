@@ -150,7 +150,7 @@ def compile_report(settings: dict, folder: Path, topology: str) -> dict:
     """Compiles a row in a process of its own: a compiler's crash ends one row."""
     keys = [f"{key}={str(value).lower()}" for key, value in settings.items()]
     command = [sys.executable, "-m", "jaxpipe", "compile", *keys]
-    command += ["--topology", topology, "--json", "--dump-hlo", str(folder)]
+    command += ["--devices", topology, "--json", "--dump-hlo", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")

@@ -73,6 +73,36 @@ def _bounded(kind: Callable[[str], Any], name: str, least: float, most: float) -
     return read
 
 
+def add_devices(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Adds `--devices`, which is also called `--topology`, and `--num-slices` to the parser.
+
+    Without a `default`, which the help names, the option is required.
+    """
+    parser.add_argument(
+        "--devices",
+        "--topology",
+        type=text,
+        required=not default,
+        metavar="NAME",
+        help="such as v5p-64 (TensorCores), v6e:4x4 (chips), h100:2x8 (hosts and devices of each), "
+        f"or here{default and '; else '}{default}",
+    )
+    parser.add_argument(
+        "--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it"
+    )
+
+
+def topology_name(devices: str | None) -> str | None:
+    """Returns the name by which compilers know devices that are absent; None for those here."""
+    if devices is None or devices == "here":
+        return None
+    if ":" in devices:  # a compiler may know more of these than the planner
+        return devices
+    from ..planner import parse_devices
+
+    return parse_devices(devices).topology
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds the positional arguments to the parser of a command."""
     parser.add_argument(

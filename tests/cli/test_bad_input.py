@@ -82,7 +82,7 @@ def test_schedules_speak_of_options_and_are_bounded(capsys):
         (["report", "a", "--num-slices", "-1"], "--num-slices: '-1'"),
         (["launch", "--processes", "2", "--grace", "nan"], "--grace: 'nan'"),
         (["schedule", "show", "1f1b", "--latency", "inf"], "--latency: 'inf'"),
-        (["compile", "--devices", "v5p-8"], "`jaxpipe compile --help` lists the options"),
+        (["compile", "--hosts", "8"], "`jaxpipe compile --help` lists the options"),
         ([], "spread a training step over devices"),
     ],
 )

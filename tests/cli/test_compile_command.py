@@ -51,8 +51,10 @@ def test_without_json_it_is_a_table(capsys):
     ("arguments", "message"),
     [
         (["stepz=3"], "sets `stepz`, which is no key. Did you mean `steps`?"),
-        (["--num-slices", "2"], "`--num-slices` is 2 without `--topology`. Give both."),
+        (["--num-slices", "2"], "`--num-slices` is 2 without `--devices`. Give both."),
         (["emulate_devices=8", "--topology", "v5p:2x2x1"], "Leave one of them out."),
+        (["emulate_devices=8", "--devices", "v5p-8"], "and `--devices` v5p:2x2x1. Leave one"),
+        (["--devices", "v5p8"], "`devices` is 'v5p8' and `num_slices` 1. Give an accelerator"),
         (["ici_pipeline_parallelism=16"], "needs 16 devices and there are 8"),
     ],
 )
@@ -91,7 +93,7 @@ def test_a_pipeline_is_compiled_for_tpus_that_are_not_there(tmp_path):
     )
     sizes = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2")
     dump = ("--dump-hlo", str(tmp_path))
-    done = on_tpus(*sizes, "--topology", "v5p:2x2x1", "--json", *dump)
+    done = on_tpus(*sizes, "--devices", "v5p:2x2x1", "--json", *dump)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""  # libtpu does not know this machine, and is not heard
     report = json.loads(done.stdout)
@@ -106,8 +108,8 @@ def test_a_pipeline_is_compiled_for_tpus_that_are_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "v9p:2x2x1"], "libtpu does not take the topology 'v9p:2x2x1'"),
-        (["--topology", "v5p:2x2x1", "ici_fsdp_parallelism=8"], "needs 8 devices and there are 4"),
+        (["--devices", "v9p:2x2x1"], "libtpu does not take the topology 'v9p:2x2x1'"),
+        (["--devices", "v5p:2x2x1", "ici_fsdp_parallelism=8"], "needs 8 devices and there are 4"),
     ],
 )
 def test_wrong_topologies_give_one_message(arguments, message):

@@ -1,5 +1,6 @@
 """`jaxpipe plan`: what it answers, that the trainer accepts it, and what it refuses."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
             ["--devices", "v5p-8", "--batch", "7", "--max-stages", "1"],
             "No layout of 4 devices divides 7 sequences",
         ),
-        (["--devices", "v5p-8", "ici_fsdp_parallelism=3"], "given: fsdp 3"),
+        (["--topology", "v5p:2x2x1", "ici_fsdp_parallelism=3"], "given: fsdp 3"),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -124,6 +125,27 @@ def test_what_cannot_be_planned_is_said(
 ):
     assert main(["plan", "model_name=llama-tiny", *settings]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("v5p-8", "llama2-7b"),
+            "`devices` 'llama2-7b', which is a model. .*: give the model first",
+        ),
+        (("llama2-7b", 64, "v5p-8"), "`devices` is 64. Give a name such as 'v5p-64'"),
+        (("llama2-7b", "v5p-8", "64"), "`batch` is '64'. Give the number of sequences of a step"),
+        (
+            ("llama2-7b", "v5p-8", 64, {}),
+            r"`sequence` is {}. .*plan\(model, devices, batch, sequence\)",
+        ),
+        ((None, "v5p-8"), "`model` is None. Give the name of a preset, the keys of a run or a"),
+    ],
+)
+def test_arguments_in_a_wrong_order_are_named(arguments: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(jp.plan)(*arguments)
 
 
 def test_a_model_of_plain_functions_is_traced_and_planned():

@@ -332,5 +332,5 @@ def test_a_folder_that_is_broken_is_named(tmp_path: Path, capsys, name: str, mes
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys):
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder. Give that of a run" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--topology", "v5p:2x2x1"]) == 2
-    assert "`--topology` is v5p:2x2x1 without `--compile`" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--devices", "v5p:2x2x1"]) == 2
+    assert "`--devices` is v5p:2x2x1 without `--compile`" in capsys.readouterr().err

@@ -111,6 +111,19 @@ def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings
         Config.model_validate(TINY | settings)
 
 
+def test_one_document_is_not_split_and_the_error_says_what_makes_more_of_it(tmp_path: Path):
+    file = tmp_path / "novel.txt"
+    file.write_text("\n\n".join(f"paragraph {i}" for i in range(100)))
+    settings = {"data_files": str(file), "eval_split_fraction": 0.1, "eval_interval": 1}
+    with pytest.raises(
+        ValueError, match=r"of 1 documents.* `text_separator` is '\\n\\n\\n'\. Give"
+    ):
+        data_of(setup_of(**settings))
+    with pytest.raises(ValueError, match=r"and \\n\\n is one of backslashes .* in double quotes"):
+        Config.model_validate(TINY | settings | {"text_separator": r"\n\n"})
+    assert data_of(setup_of(**settings, text_separator="\n\n")).evaluation is not None
+
+
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
         data_of(setup_of(eval_files="no/file", eval_interval=1))

@@ -145,6 +145,18 @@ def test_all_wrong_values_are_told_at_once_each_with_its_source(file):
     assert re.search(r"`packing` is 3 \(from .*my\.yml\)", message)
 
 
+def test_a_schedule_without_an_engine_has_that_of_the_front_door(file):
+    alone = load("pipeline_schedule=1f1b")
+    assert (alone.pipeline_engine, alone.pipeline_schedule) == ("scheduled", "1f1b")
+    assert (
+        load("pipeline_schedule=1f1b", files=(file("pipeline_engine: mpmd"),)).engine.name == "mpmd"
+    )
+    circular = load("pipeline_schedule=circular")
+    assert circular == load() and circular.pipeline_engine == "circular"
+    message = refusal("pipeline_schedule=1f1b", files=(file("pipeline_engine: circular"),))
+    assert "`pipeline_engine` is 'circular' and `pipeline_schedule` is '1f1b'" in message
+
+
 def test_values_that_do_not_fit_together_are_refused():
     assert refusal("dataset_type=text", "data_files=[]") == (
         "`dataset_type` is 'text' and `data_files` is empty. Give files or folders."

@@ -32,7 +32,7 @@ def refusal(key: str) -> str:
     ("key", "advice"),
     [
         ("scan_layers", "Layers are always stacked: leave it out. `scan_layers_per_stage`"),
-        ("compile_topology", "Run `jaxpipe compile --topology v5p:2x2x1 KEY=...`."),
+        ("compile_topology", "Run `jaxpipe compile --devices v5p:2x2x1 KEY=...`."),
         ("capacity_factor", "Experts here drop no tokens"),
         ("dcn_sequence_parallelism", "Write `dcn_context_parallelism`"),
         ("eval_local_sa_block_q", "`attention=splash` chooses its own blocks"),

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
-from .._options import add_settings, add_verbose, bounded_integer, path, read_settings, text
+from .._options import (
+    add_devices,
+    add_settings,
+    add_verbose,
+    bounded_integer,
+    path,
+    read_settings,
+    topology_name,
+)
 from ..process import emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 
@@ -28,13 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
-    add(
-        "--topology",
-        type=text,
-        metavar="NAME",
-        help="TPUs, such as v5p:2x2x1, or GPUs, such as h100:8; else this machine's devices",
-    )
-    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add_devices(parser, "this machine's")
     add(
         "--top",
         type=bounded_integer(0, 10_000),
@@ -56,14 +58,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the train step and prints a report."""
-    if args.topology:
+    if args.devices not in (None, "here"):
         leave_devices_alone()
+    topology = topology_name(args.devices)
     config = read_settings(args.settings)
     with quiet_stderr(verbose=args.verbose):
-        devices = _devices(args.topology, args.num_slices, config.emulate_devices)
+        devices = _devices(topology, args.num_slices, config.emulate_devices)
     if args.print_flags:
         return print_flags(config, devices[0])
-    dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
+    dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, topology)
     from ...train import set_up
     from ...train.logs import describe
     from ...train.step import check_single_program, does_not_fit
@@ -97,14 +100,14 @@ def _devices(topology: str | None, num_slices: int, num_emulated: int) -> list[A
     if topology:
         if num_emulated:
             raise ValueError(
-                f"`emulate_devices` is {num_emulated} and `--topology` {topology}. Leave "
+                f"`emulate_devices` is {num_emulated} and `--devices` {topology}. Leave "
                 "one of them out."
             )
         from ...xla import topology_devices
 
         return topology_devices(topology, num_slices)
     if num_slices != 1:
-        raise ValueError(f"`--num-slices` is {num_slices} without `--topology`. Give both.")
+        raise ValueError(f"`--num-slices` is {num_slices} without `--devices`. Give both.")
     if num_emulated:
         emulate_devices(num_emulated)
     import jax

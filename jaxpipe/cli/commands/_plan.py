@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
 from ..._input import read_text
-from .._options import add_settings, bounded_float, bounded_integer, path, split_settings, text
+from .._options import (
+    add_devices,
+    add_settings,
+    bounded_float,
+    bounded_integer,
+    path,
+    split_settings,
+    text,
+)
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
@@ -21,15 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("plan", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
-    add(
-        "--devices",
-        type=text,
-        required=True,
-        metavar="NAME",
-        help="such as v5p-64, v6e:4x4, h100:2x8 (hosts and devices of each), or here",
-    )
+    add_devices(parser)
     add("--hf", type=path, metavar="FOLDER", help="the model of a Hugging Face config.json")
-    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add(
         "--batch",
         type=bounded_integer(1, 10**9),

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ..._durable import failing_writes, write_output
-from .._options import add_verbose, bounded_integer, path, text
+from .._options import add_devices, add_verbose, path, topology_name
 from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
@@ -31,8 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="default: RUN/report.html; of several runs comparison.html beside the first",
     )
     add("--compile", action="store_true", help="compile the step too, for its exact memory")
-    add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
-    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add_devices(parser, "CPUs")
     add("--open", action="store_true", help="show it in a browser")
     add_verbose(parser)
     parser.set_defaults(func=run)
@@ -40,10 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page of some runs; a single run is planned again on emulated devices."""
-    if args.topology and not args.compile:
-        raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
-    if args.num_slices != 1 and not args.topology:
-        raise ValueError(f"`--num-slices` is {args.num_slices} without `--topology`. Give both.")
+    if args.devices and not args.compile:
+        raise ValueError(f"`--devices` is {args.devices} without `--compile`. Give both.")
+    if args.num_slices != 1 and not args.devices:
+        raise ValueError(f"`--num-slices` is {args.num_slices} without `--devices`. Give both.")
     if len(args.run) > 1:
         output, page = args.output or args.run[0].parent / "comparison.html", _comparison(args)
     else:
@@ -68,13 +67,15 @@ def _comparison(args: argparse.Namespace) -> str:
 def _page(args: argparse.Namespace) -> str:
     from ...report import read_run, render
 
-    if args.topology:
+    topology = None
+    if args.devices:
         leave_devices_alone()
+        topology = topology_name(args.devices)
     record = read_run(args.run[0])
     setup, why = _planned(record)
     compiled = None
     if args.compile:
-        compiled = _compiled(record, setup and setup.step, why, args.topology, args.num_slices)
+        compiled = _compiled(record, setup and setup.step, why, topology, args.num_slices)
     return render(record, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
 
 

@@ -106,12 +106,17 @@ def _crc32(array: Integer[np.ndarray, " n"], before: int = 0) -> int:
 
 
 def split_held_out(
-    corpus: Corpus, *, fraction: float, seed: int | tuple[int, ...]
+    corpus: Corpus,
+    *,
+    fraction: float,
+    seed: int | tuple[int, ...],
+    remedy: str = "Change it or `eval_split_seed`, or give evaluation files of its own.",
 ) -> tuple[Corpus, Corpus]:
     """Splits a corpus into the documents that stay and those that are held out.
 
     Each document is held out with probability `fraction`, which depends on its index and the seed
-    alone: appending documents does not change the side of the earlier ones.
+    alone: appending documents does not change the side of the earlier ones. `remedy` ends the error
+    about a split that leaves one side empty.
 
     Example:
         >>> from jaxpipe.data.sources import ByteTokenizer
@@ -125,7 +130,6 @@ def split_held_out(
     if out.all() or not out.any():
         raise ValueError(
             f"`eval_split_fraction` is {fraction:g}, which holds out {out.sum()} of "
-            f"{num_documents} documents, and both sides need one. Change it or "
-            "`eval_split_seed`, or give evaluation files of its own."
+            f"{num_documents} documents, and both sides need one. {remedy}"
         )
     return select_documents(corpus, ~out), select_documents(corpus, out)

@@ -4,6 +4,7 @@ from ..._durable import DiskError as DiskError
 from ._documents import read_documents as read_documents
 from ._source_config import FIELD_READERS as FIELD_READERS
 from ._source_config import Paths as Paths
+from ._source_config import Separator as Separator
 from ._source_config import Source as Source
 from ._source_config import SourceType as SourceType
 from ._source_config import TokenType as TokenType

@@ -1,5 +1,6 @@
 """A source of documents: which files, and how they are read."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -24,6 +25,17 @@ def _one_or_many(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _separator(value: str) -> str:
+    if re.fullmatch(r"(\\[nrt])+", value):
+        raise ValueError(
+            f"Input should be a text that is in the files, and {value} is one of backslashes and "
+            f'letters: YAML reads escapes in double quotes only, "{value}", and in a shell '
+            f"'\"{value}\"'"
+        )
+    return value
+
+
+Separator = Annotated[str, Field(max_length=4096), AfterValidator(_separator)]
 PathText = Annotated[str, Field(max_length=4096), AfterValidator(plain_text)]
 Paths = Annotated[tuple[PathText, ...], BeforeValidator(_one_or_many)]
 
@@ -47,7 +59,7 @@ class Source(BaseModel):
     type: SourceType
     files: Paths
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    text_separator: Annotated[str, Field(max_length=4096)] = "\n\n\n"
+    text_separator: Separator = "\n\n\n"
     text_field: PathText = "text"
     token_dtype: TokenType = "uint16"
     token_eod: Annotated[int, Field(ge=0, lt=2**31)] | None = None

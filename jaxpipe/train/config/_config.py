@@ -9,7 +9,7 @@ from pydantic import model_validator
 from ..._input import short_repr
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
-from ...engines import CONFIG_ENGINES, Engine
+from ...engines import CONFIG_ENGINES, Engine, usual_engine
 from ..optim._factories import averages_weights, check_factory, unread_keys
 from ._keys import ConfigKeys
 
@@ -116,6 +116,19 @@ class Config(ConfigKeys):
         if self.dataset_type == "mixture":
             return any(source.type != "tokens" for source in self.data_sources)
         return self.dataset_type in _DATASET_TYPES_BY_KEY["tokenizer_path"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_engine(cls, values: Any) -> Any:
+        """Chooses the engine of `jaxpipe.pipeline` for a schedule that is given without one."""
+        schedule = values.get("pipeline_schedule")
+        if "pipeline_engine" in values or not isinstance(schedule, str) or schedule == "auto":
+            return values
+        engine = usual_engine(schedule)
+        chosen = {"pipeline_engine": engine.config_name}
+        if not engine.runs_schedules:  # the schedule is that of the engine
+            chosen["pipeline_schedule"] = "auto"
+        return values | chosen
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":

@@ -12,7 +12,7 @@ from ..._input import plain_text
 from ...autodiff import POLICIES
 from ...autodiff.backward import Location
 from ...data import Source
-from ...data.sources import Paths, SourceType, TokenType
+from ...data.sources import Paths, Separator, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 
@@ -158,7 +158,7 @@ class ConfigKeys(BaseModel):
     # The data.
     dataset_type: Literal["synthetic", "mixture"] | SourceType = "synthetic"
     data_files: Paths = ("builtin:sonnets",)
-    text_separator: Text = "\n\n\n"
+    text_separator: Separator = "\n\n\n"
     text_field: Name = "text"
     token_dtype: TokenType = "uint16"
     token_eod: NonNegativeInt | None = None

@@ -50,6 +50,7 @@ def load_config(
         3
     """
     base = parse_yaml(base_yaml(), "base.yml")
+    del base["pipeline_engine"]  # which a schedule chooses if nothing else does
     sources = [(fspath(file), _read_yaml(fspath(file))) for file in files]
     sources += [("the command line", parse_override(text)) for text in overrides]
 

@@ -21,8 +21,8 @@ SAME_KEYS = {"base_output_directory": "output_dir"}
 ADVICE: dict[str, str] = {
     # The run
     "hardware": "JAX finds the devices; `emulate_devices=N` emulates some on a CPU.",
-    "compile_topology": "Run `jaxpipe compile --topology v5p:2x2x1 KEY=...`.",
-    "compile_topology_num_slices": "Run `jaxpipe compile --topology v5p:2x2x1 --num-slices N`.",
+    "compile_topology": "Run `jaxpipe compile --devices v5p:2x2x1 KEY=...`.",
+    "compile_topology_num_slices": "Run `jaxpipe compile --devices v5p:2x2x1 --num-slices N`.",
     "compiled_trainstep_file": "Write `jax_cache_dir=FOLDER`: compiled programs are kept there.",
     "num_slices": "Sizes across slices are the keys `dcn_*_parallelism`.",
     "reuse_example_batch": "Write `dataset_type=synthetic`.",
@@ -156,7 +156,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "tpu_num_sparse_core_tiles_to_trace tpu_num_sparse_cores_to_trace profile_power_events"
     ),
     "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.": "dump_step dump_jaxpr",
-    "Run `jaxpipe compile --topology v5p:2x2x1 KEY=...`.": (
+    "Run `jaxpipe compile --devices v5p:2x2x1 KEY=...`.": (
         "internal_compile internal_compile_num_devices"
     ),
     # The model

@@ -156,9 +156,28 @@ def write_corpus(plan: DataPlan, file: Path) -> TokenFileSummary:
 
 def _split(plan: DataPlan, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corpus]]:
     return [
-        split_held_out(corpus, fraction=plan.eval_split_fraction, seed=(plan.eval_split_seed, k))
-        for k, corpus in enumerate(corpora)
+        split_held_out(
+            corpus,
+            fraction=plan.eval_split_fraction,
+            seed=(plan.eval_split_seed, k),
+            **_remedy(source, len(corpus.ends)),
+        )
+        for k, (corpus, source) in enumerate(zip(corpora, plan.sources, strict=True))
     ]
+
+
+def _remedy(source: Source, num_documents: int) -> dict[str, str]:
+    """Returns the advice for a source that is one document, which no split divides."""
+    if num_documents > 1:
+        return {}
+    if source.type != "text":
+        return {"remedy": "Give more documents, or evaluation files of its own."}
+    parts = "one a file" if not source.text_separator else "what stands between separators"
+    return {
+        "remedy": f"Documents are {parts}: `text_separator` is {source.text_separator!r}. Give "
+        'another, as text_separator: "\\n\\n" in a file or text_separator=\'"\\n\\n"\' in a '
+        "shell for one a paragraph, or `eval_files`."
+    }
 
 
 def _corpora(

@@ -5,7 +5,9 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from ..._input import short_repr
 from ...api import Model
+from ...models import PRESETS
 from ...planner import Plans, own_request, parse_devices, plan_request
 from ._request import make_request
 
@@ -59,6 +61,7 @@ def plan(
         >>> plans.best.settings["per_device_batch_size"], len(plans.plans)
         (8.0, 2)
     """
+    _check_order(model=model, devices=devices, batch=batch, sequence=sequence)
     target = parse_devices(devices, num_slices)
     given: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
     given |= {"max_stages": max_stages, "schedule": schedule}
@@ -69,3 +72,29 @@ def plan(
         fixed |= {"sequence": sequence}
         request = own_request(model, params, example, target, fixed, **given)
     return plan_request(request, num_plans)
+
+
+_EXPECTED: dict[str, tuple[Any, str]] = {
+    "model": (str | Mapping | Model, "the name of a preset, the keys of a run or a `Model`"),
+    "devices": (str, "a name such as 'v5p-64'"),
+    "batch": (int | None, "the number of sequences of a step"),
+    "sequence": (int | None, "the number of tokens of a sequence"),
+}
+"""The positional arguments of `plan` in order: their types, and what each is."""
+
+
+def _check_order(**values: object) -> None:
+    """Checks the types of the positional arguments, as a wrong order would confuse them."""
+    order = ", ".join(_EXPECTED)
+    for name, (kind, meaning) in _EXPECTED.items():
+        if not isinstance(values[name], kind):
+            raise ValueError(
+                f"`{name}` is {short_repr(values[name])}. Give {meaning}: the arguments are plan("
+                f"{order}), and `params` and `example` by name."
+            )
+    model, devices = values["model"], values["devices"]
+    if isinstance(model, str) and model not in PRESETS and devices in PRESETS:
+        raise ValueError(
+            f"`model` is {short_repr(model)} and `devices` {devices!r}, which is a model. The "
+            f"arguments are plan({order}): give the model first."
+        )
