@@ -1,7 +1,9 @@
 """What every kind of file holds, and what is said of files that do not hold it."""
 
 import json
+import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from jaxpipe.data import Source, read_documents, write_tokens
-from jaxpipe.data.batches import read_corpus
+from jaxpipe.data.batches import check_files, read_corpus
 from jaxpipe.data.sources import ByteTokenizer, DiskError, LostFileError
 
 TEXTS = ["one", "", "zwölf\n\n\n", "x" * 1000]
@@ -208,6 +210,23 @@ def test_a_file_that_vanishes_or_shrinks_later_is_named(tmp_path: Path):
     file.unlink()
     with pytest.raises(LostFileError, match=r"a.bin' was there when the run began, and cannot be"):
         corpus.ids(np.arange(2))
+
+
+@pytest.mark.parametrize("how", ["in place", "by another file"])
+def test_other_ids_in_a_file_of_the_same_size_are_found(tmp_path: Path, how: str):
+    file, other = tmp_path / "a.bin", tmp_path / "b.bin"
+    np.asarray(IDS, np.uint16).tofile(file)
+    corpus = tokens(file)
+    check_files([corpus])
+    written, status = file.read_bytes(), file.stat()
+    file.write_bytes(written)
+    check_files([corpus])  # the same ids
+    other.write_bytes(written[::-1])
+    shutil.copyfile(other, file) if how == "in place" else other.rename(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_size == status.st_size
+    with pytest.raises(LostFileError, match=r"a.bin' had other ids when the run began"):
+        check_files([corpus])
 
 
 def test_tokens_of_text_are_those_of_the_text(tmp_path: Path):

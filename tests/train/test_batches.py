@@ -278,6 +278,29 @@ def test_a_run_with_other_data_is_refused_unless_the_user_allows_it(
     assert "warning: The data is not that of the checkpoint: `data_shuffle_seed` was 0" in said
 
 
+def test_no_checkpoint_is_taken_of_steps_on_tokens_that_were_overwritten(
+    tmp_path: Path, capsys, monkeypatch
+):
+    file = tmp_path / "a.bin"
+    ids = np.arange(999, dtype=np.uint16) % 257
+    ids.tofile(file)
+
+    def two_steps(plan, loop, state, done, batch_at, *, save, **_):
+        yield 1, {"loss": 1.0, "gradient_norm": 1.0}
+        state = save(1, state, {})()
+        ids[::-1].tofile(file)
+        yield 2, {"loss": 1.0, "gradient_norm": 1.0}
+        save(2, state, {})
+
+    monkeypatch.setattr("jaxpipe.train.loop._loop.run_steps", two_steps)
+    settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1 steps=2
+        base_mlp_dim=32 max_target_length=16 dtype=float32 enable_tensorboard=false
+        per_device_batch_size=1 pipeline_engine=none dataset_type=tokens token_eod=256"""
+    assert main(["train", *settings.split(), f"data_files={file}"]) == 1
+    assert "a.bin' had other ids when the run began. Steps since" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "default" / "checkpoints").glob("[0-9]*")] == ["1"]
+
+
 @pytest.mark.parametrize(
     ("axes", "across", "numbers"),
     [

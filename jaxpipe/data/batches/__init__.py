@@ -10,6 +10,7 @@ from ._batches import corpus_batches as corpus_batches
 from ._batches import global_batch_size as global_batch_size
 from ._batches import synthetic_batches as synthetic_batches
 from ._corpus import Corpus as Corpus
+from ._corpus import check_files as check_files
 from ._corpus import corpus_fingerprint as corpus_fingerprint
 from ._corpus import corpus_from_tokens as corpus_from_tokens
 from ._corpus import read_corpus as read_corpus

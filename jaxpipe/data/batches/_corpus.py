@@ -92,6 +92,12 @@ def select_documents(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     return Corpus(corpus.tokens, ends, shifts)
 
 
+def check_files(corpora: Iterable[Corpus]) -> None:
+    """Raises LostFileError if files of tokens hold other ids than when they were opened."""
+    for tokens in {corpus.tokens for corpus in corpora if isinstance(corpus.tokens, TokenFiles)}:
+        tokens.check_ids()
+
+
 def corpus_fingerprint(corpus: Corpus) -> dict[str, int]:
     """Returns counts and a checksum, as JSON values, that differ for different corpora."""
     tokens = corpus.tokens

@@ -5,12 +5,14 @@ F files of N tokens in all, D documents.
 
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
+from ..._input import short_list
 from ._files import resolve_files
 from ._source_config import Source
 
@@ -18,8 +20,12 @@ CHUNK_TOKENS = 1 << 24
 """The number of tokens that are checked at a time."""
 
 
+Version = tuple[int, ...]
+"""What a file system says of a file that it has written to: equal if it has not."""
+
+
 class LostFileError(RuntimeError):
-    """A file that was there when the run began has gone, or has another size."""
+    """A file that was there when the run began has gone, or has another size or other ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +35,7 @@ class TokenFile:
     path: Path
     tokens: Integer[np.ndarray, " n"]  # [n] the ids, mapped into memory
     num_bytes: int  # the size of the file when it was opened
+    version: Version  # before anything was read
 
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         # Where the pages of a mapping are gone, as after a truncation or on a network's file
@@ -44,6 +51,7 @@ class TokenFiles:
     files: tuple[TokenFile, ...]  # the F files, in order
     ends: Int64[np.ndarray, " F"]  # [F] the offset at which each file ends, exclusive
     checksum: int  # the CRC-32 of all ids
+    versions: list[Version]  # of the F files when they last had this checksum
 
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         """Returns the ids at some offsets of the joined files."""
@@ -54,6 +62,35 @@ class TokenFiles:
             start = self.ends[i - 1] if i else 0
             tokens[is_in_file] = self.files[i][offsets[is_in_file] - start]
         return tokens
+
+    def check_ids(self) -> None:
+        """Raises LostFileError if the files hold other ids than when they were opened.
+
+        They are read again only if the file system says that one of them has been written to.
+        """
+        versions = [_version(file.path) for file in self.files]
+        changed = [
+            file.path
+            for file, old, new in zip(self.files, self.versions, versions, strict=True)
+            if old != new
+        ]
+        if not changed:
+            return
+        checksum = 0
+        try:
+            for file in self.files:
+                # By its name: a mapping still shows the old file if another one has its name now.
+                again = _open_token_file(file.path, file.tokens.dtype.name)
+                for tokens in _chunks(again):
+                    checksum = _checksum(tokens, checksum)
+        except ValueError:
+            checksum = -1
+        if checksum != self.checksum:
+            raise LostFileError(
+                f"{short_list(map(str, changed))} had other ids when the run began. Steps since "
+                "the newest checkpoint are dropped. Put the old ids back; the run goes on from it."
+            )
+        self.versions[:] = versions
 
 
 def open_token_files(
@@ -86,7 +123,8 @@ def open_token_files(
             f"file of `{key}`: each would be one document. Give the id that ends theirs."
         )
     of_files = np.cumsum([len(file.tokens) for file in files])
-    return TokenFiles(tuple(files), of_files, checksum), np.concatenate(ends)
+    versions = [file.version for file in files]
+    return TokenFiles(tuple(files), of_files, checksum, versions), np.concatenate(ends)
 
 
 def _open_token_file(path: Path, dtype: str) -> TokenFile:
@@ -94,7 +132,7 @@ def _open_token_file(path: Path, dtype: str) -> TokenFile:
         path.open("rb").close()
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
-    size = path.stat().st_size
+    size, version = path.stat().st_size, _version(path)
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -115,17 +153,15 @@ def _open_token_file(path: Path, dtype: str) -> TokenFile:
         tokens = np.memmap(path, token_dtype, mode="r") if size else np.zeros(0, token_dtype)
     if not len(tokens):
         raise ValueError(f"{str(path)!r} holds no token. Remove it.")
-    return TokenFile(path, tokens, size)
+    return TokenFile(path, tokens, size, version)
 
 
 def _scan_documents(
     file: TokenFile, eod: int, vocab_size: int, checksum: int
 ) -> tuple[Int64[np.ndarray, " d"], int]:
     """Returns the ends of the documents of a file, and the checksum continued over its ids."""
-    ends = []
-    for start in range(0, len(file.tokens), CHUNK_TOKENS):
-        _check_unchanged(file.path, file.num_bytes)
-        tokens = np.asarray(file.tokens[start : start + CHUNK_TOKENS])
+    ends, start = [], 0
+    for tokens in _chunks(file):
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             bad = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
             raise ValueError(
@@ -133,22 +169,46 @@ def _scan_documents(
                 f"`vocab_size` is {vocab_size}. Raise it, or correct `token_dtype`."
             )
         ends.append(np.flatnonzero(tokens == eod) + start + 1)
-        # In int32, so that equal tokens have equal checksums in files of any dtype and in memory.
-        checksum = zlib.crc32(tokens.astype("<i4").data, checksum)
+        checksum = _checksum(tokens, checksum)
+        start += len(tokens)
     return np.concatenate(ends), checksum
 
 
+def _chunks(file: TokenFile) -> Iterator[Integer[np.ndarray, " n"]]:
+    """Yields the ids of a file, `CHUNK_TOKENS` at a time."""
+    for start in range(0, len(file.tokens), CHUNK_TOKENS):
+        _check_unchanged(file.path, file.num_bytes)
+        yield np.asarray(file.tokens[start : start + CHUNK_TOKENS])
+
+
+def _checksum(tokens: Integer[np.ndarray, " n"], before: int) -> int:
+    """Returns a checksum continued over some ids."""
+    # In int32, so that equal tokens have equal checksums in files of any dtype and in memory.
+    return zlib.crc32(tokens.astype("<i4").data, before)
+
+
+def _version(path: Path) -> Version:
+    """Returns the version of a file. Reading the file does not change it."""
+    stat = _stat(path)
+    # The time of the last change too, as `touch -d` and `cp -p` set that of the last write.
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
 def _check_unchanged(path: Path, num_bytes: int) -> None:
-    """Raises LostFileError if a file is not what it was."""
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise LostFileError(
-            f"{str(path)!r} was there when the run began, and cannot be read any more: "
-            f"{error.strerror}. Put it back; the run goes on from its newest checkpoint."
-        ) from None
+    """Raises LostFileError if a file has gone or has another size."""
+    size = _stat(path).st_size
     if size != num_bytes:
         raise LostFileError(
             f"{str(path)!r} had {num_bytes} bytes when the run began, and has {size} now. Put the "
             "old one back; the run goes on from its newest checkpoint."
         )
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise LostFileError(
+            f"{str(path)!r} was there when the run began, and cannot be read any more: "
+            f"{error.strerror}. Put it back; the run goes on from its newest checkpoint."
+        ) from None

@@ -1,8 +1,9 @@
 """The data that a run's config asks for, as batches."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from ...data.batches import (
     FiniteBatches,
     FirstBatches,
     SinglePassBatches,
+    check_files,
     read_corpus,
     split_held_out,
 )
@@ -96,13 +98,17 @@ class RunData:
 
     training: Batches
     evaluation: FiniteBatches | None
+    check_files: Callable[
+        [], None
+    ]  # raises LostFileError if files have changed since they were read
 
 
 def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
     """Opens the data of a run."""
     if not plan.sources:
         held_out = FirstBatches(_synthetic(plan, batch, EVALUATION_STREAM), plan.num_eval_batches)
-        return RunData(_synthetic(plan, batch, 0), held_out if plan.is_evaluated else None)
+        held_out = held_out if plan.is_evaluated else None
+        return RunData(_synthetic(plan, batch, 0), held_out, lambda: None)
     corpora = _corpora(plan, plan.sources, "data_files", "data_sources")
     held_out = []
     if plan.eval_split_fraction:
@@ -122,6 +128,7 @@ def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
     return RunData(
         dataclasses.replace(batches, decided_by=decided_by),
         SinglePassBatches(rows, batch.num_rows) if rows and plan.is_evaluated else None,
+        partial(check_files, (*corpora, *held_out)),
     )
 
 

@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 import yaml
 
 from ..._durable import write_file
-from ...data.batches import Batches
 from ..checkpoint import _canonical, _store
 from ..checkpoint._checkpoint_timer import CheckpointTimer
 from ..checkpoint._init_from import check_same_sizes, first_state
@@ -41,7 +40,7 @@ from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
 from . import _resume
-from ._batches import data_plan, make_data
+from ._batches import RunData, data_plan, make_data
 from ._run_history import archive_history, read_saved, record_saved, record_start
 from ._steps import LoopPlan, Metrics, Save, ShowSample, run_steps
 
@@ -118,7 +117,7 @@ def train(
             restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
         run = _RunContext(
             setup,
-            data.training,
+            data,
             evaluate,
             sample_state,
             checkpoints,
@@ -147,7 +146,7 @@ class _RunContext:
     """The inputs and outputs of a run."""
 
     setup: Setup
-    batch_at: Batches
+    data: RunData
     evaluate: Evaluate | None
     sample_state: SampleState | None
     checkpoints: ocp.CheckpointManager | None
@@ -175,7 +174,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             _loop_plan(config),
             state,
             done,
-            run.batch_at,
+            run.data.training,
             work=step_work(setup.state.weights.sizes, setup.batch, config.peak_tflops_per_device),
             write_trace=partial(_write_trace, run.folder),
             save=_make_save(run, checkpoints, by_time) if checkpoints else None,
@@ -225,10 +224,11 @@ def _make_save(
         "model": dataclasses.asdict(state_plan.weights.sizes),
         "layers_after": state_plan.weights.num_layers_after,
         "optimizer": state_plan.optimizer.keys.named(),
-        "data": run.batch_at.decided_by,
+        "data": run.data.training.decided_by,
     }
 
     def save(step: int, state: TrainState, metrics: Metrics) -> Callable[[], TrainState]:
+        run.data.check_files()  # else the next start would find other data than the checkpoint's
         canonical, loss = to_canonical(state), metrics.get("eval_loss")
         metadata = {"step": step, **decided}
         if is_first_process():
