@@ -1,4 +1,6 @@
+import itertools
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,17 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path: Path):
         expected = state(where, width=256)
         restored = restore_checkpoint(checkpoints, 1, abstract(expected, where))
         jax.tree.map(np.testing.assert_array_equal, restored, expected)
+
+
+@pytest.mark.parametrize("hours", [[0, 10, 0], [1, 2, 3]], ids=["there and back", "forward"])
+def test_saves_survive_a_clock_that_is_set(tmp_path: Path, monkeypatch, hours: list[int]):
+    now, ahead = time.time, itertools.cycle(hours)
+    with open_checkpoints(tmp_path, max_to_keep=None, asynchronous=True) as checkpoints:
+        monkeypatch.setattr(time, "time", lambda: now() + 3600 * next(ahead))
+        for step in (1, 2):
+            save_checkpoint(checkpoints, step, {"w": jnp.ones(9)}, {})
+        checkpoints.wait_until_finished()
+        assert list(checkpoints.all_steps()) == [1, 2]
 
 
 def test_a_step_saved_twice_stays_as_it_was(saved: Path, tmp_path: Path):

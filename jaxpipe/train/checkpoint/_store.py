@@ -21,6 +21,7 @@ from ..runtime._multihost import broadcast_from_first, is_first_process
 from ..runtime._stop import RunError
 from ._digests import is_complete, quarantine, steps_in
 from ._sealing import REMOVED_FOLDER, empty_removed, sealed_path_class
+from ._steady_clock import use_steady_clock
 
 LeafSpecs = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -50,6 +51,7 @@ def open_checkpoints(
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
+    use_steady_clock()
     if is_first_process():
         _quarantine_incomplete(path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
