@@ -16,7 +16,7 @@ from .._options import (
     read_settings,
     topology_name,
 )
-from ..process import emulate_devices, quiet_stderr
+from ..process import check_address_space, emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         leave_devices_alone()
     topology = topology_name(args.devices)
     config = read_settings(args.settings)
+    check_address_space(config.emulate_devices)
     with quiet_stderr(verbose=args.verbose):
         devices = _devices(topology, args.num_slices, config.emulate_devices)
     if args.print_flags:

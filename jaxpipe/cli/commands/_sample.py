@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..._input import short_repr
 from .._options import add_verbose, bounded_float, bounded_integer, path, text
-from ..process import emulate_devices, use_compile_cache
+from ..process import check_address_space, emulate_devices, use_compile_cache
 
 if TYPE_CHECKING:
     from ...train import Sample
@@ -97,8 +97,11 @@ def run(args: argparse.Namespace) -> int:
 
     options = SamplingOptions(args.max_tokens, args.temperature, args.top_p, args.seed, args.bos)
     settings = {key: value for text in args.settings for key, value in parse_override(text).items()}
-    if (count := settings.pop("emulate_devices", 0)) != 0:
+    count = settings.pop("emulate_devices", 0)
+    if count != 0:
         check_values({"emulate_devices": count}, "the command line")
+    check_address_space(count)
+    if count:
         emulate_devices(count)
     config = sampled_config(args.run, settings)
     if config.jax_cache_dir == "auto":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .._options import add_settings, add_verbose, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
-from ..process import emulate_devices, keep_freed_memory, use_compile_cache
+from ..process import check_address_space, emulate_devices, keep_freed_memory, use_compile_cache
 from ._flags import print_flags
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(base_yaml())
         return 0
     config = read_settings(args.settings)
+    check_address_space(config.emulate_devices)
     if args.print_flags:
         return _print_flags(config)
     join_processes(detect=config.distributed)

@@ -3,6 +3,7 @@
 It also says where compiled programs are kept, and what libraries may log.
 """
 
+from ._address_space import check_address_space as check_address_space
 from ._allocator import keep_freed_memory as keep_freed_memory
 from ._compile_cache import use_compile_cache as use_compile_cache
 from ._compile_cache import user_cache_folder as user_cache_folder
