@@ -3,12 +3,14 @@
 A file of any kind neither fills the memory nor blocks, and no value makes an error message long.
 """
 
+import importlib
 import json
 import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -52,6 +54,38 @@ def plain_text(value: str) -> str:
     if _CONTROL_CHARACTERS.search(value):
         raise ValueError("Input should be UTF-8 text without control characters")
     return value
+
+
+def import_function(key: str, name: str, arguments: str) -> Callable[..., Any]:
+    """Imports a user's function, whose module may be in the current folder.
+
+    Args:
+        key: The config key that names it.
+        name: Its name, `module:function`.
+        arguments: What it takes, for an error.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: If it cannot be imported or is no function.
+    """
+    module_name, _, function_name = name.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)  # a console script has its own folder there
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(
+            f"`{key}` is {name!r}, which cannot be imported: {type(error).__name__}: "
+            f"{clause(error)}. Give a module that Python finds, and the name of a function in it."
+        ) from error
+    if not callable(function):
+        raise ValueError(
+            f"`{key}` is {name!r}, which is {type(function).__name__} and no function. Give a "
+            f"function that takes {arguments}."
+        )
+    return function
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:

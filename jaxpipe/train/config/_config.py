@@ -111,6 +111,11 @@ class Config(ConfigKeys):
         return CONFIG_ENGINES[self.pipeline_engine]
 
     @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """Returns the names of all trackers, each once."""
+        return tuple(dict.fromkeys((*(("wandb",) if self.enable_wandb else ()), *self.trackers)))
+
+    @property
     def reads_text(self) -> bool:
         """Returns whether the data of the run are text, which `tokenizer_path` makes tokens of."""
         if self.dataset_type == "mixture":
@@ -154,10 +159,10 @@ class Config(ConfigKeys):
                 f"{self.gradient_accumulation_steps}, but a trace covers one loop over "
                 "microbatches. Leave one of them out."
             )
-        if self.wandb_project != "jaxpipe" and not self.enable_wandb:
+        if self.tracker_project != "jaxpipe" and not self.tracker_names:
             raise ValueError(
-                f"`wandb_project` is {self.wandb_project!r} and `enable_wandb` false, so nothing "
-                "reads it. Leave it at 'jaxpipe', or set `enable_wandb`."
+                f"`tracker_project` is {self.tracker_project!r} and `trackers` is empty, so "
+                "nothing reads it. Leave it at 'jaxpipe', or name a tracker."
             )
         self._check_data()
         self._check_evaluation()

@@ -281,8 +281,9 @@ class ConfigKeys(BaseModel):
     allow_data_change: bool = False
     allow_learning_rate_change: bool = False
     enable_tensorboard: bool = True
+    trackers: Paths = ()
+    tracker_project: Name = "jaxpipe"
     enable_wandb: bool = False
-    wandb_project: Name = "jaxpipe"
     peak_tflops_per_device: NonNegativeFloat = 0.0
     enable_progress_bar: Literal["auto"] | bool = "auto"
     profile_steps: Name = ""

@@ -15,7 +15,11 @@ _LARGE_MOE = (
     "[kv_lora,[fsdp]]]"
 )
 
-SAME_KEYS = {"base_output_directory": "output_dir"}
+SAME_KEYS = {
+    "base_output_directory": "output_dir",
+    "wandb_project": "tracker_project",  # jaxpipe's own, before there were other trackers
+    "wandb_project_name": "tracker_project",
+}
 """Keys of MaxText that have another name here and the same values."""
 
 ADVICE: dict[str, str] = {
@@ -103,7 +107,6 @@ ADVICE: dict[str, str] = {
     "profiler": "Write `profile_steps=10:12`.",
     "profiler_steps": "Write `profile_steps=10:12`.",
     "skip_first_n_steps_for_profiler": "Write `profile_steps=10:12`.",
-    "wandb_project_name": "Write `wandb_project=NAME`.",
     "wandb_run_name": "It is `run_name`.",
     "dump_hlo": "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.",
 }

@@ -8,6 +8,7 @@ from ._batches import write_corpus as write_corpus
 from ._data_changes import check_learning_rate as check_learning_rate
 from ._data_changes import data_changes as data_changes
 from ._loop import train as train
+from ._run_history import archive_history as archive_history
 from ._run_history import read_saved as read_saved
 from ._run_history import read_starts as read_starts
 from ._run_history import record_start as record_start

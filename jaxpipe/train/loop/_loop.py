@@ -27,7 +27,7 @@ from ..logs._describe import describe
 from ..logs._metrics import WriteMetrics, check_metrics, metrics_writer
 from ..logs._profile import profiler
 from ..logs._progress import SILENT, Report, Stream, progress
-from ..logs._wandb import load_wandb, wandb_writer
+from ..logs._trackers import Tracker, load_trackers, tracking
 from ..plan._from_config import set_up
 from ..plan._setup import Setup, StepPlan
 from ..runtime._multihost import broadcast_from_first, is_first_process
@@ -74,8 +74,7 @@ def train(
     shown: Stream = (stream or sys.stdout) if is_first_process() else io.StringIO()
     if config.jax_cache_dir not in ("", "auto"):
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
-    if config.enable_wandb:
-        load_wandb()
+    trackers = load_trackers(config.tracker_names)
     setup = set_up(config, jax.devices())
     check_fits(setup.step)
     data = make_data(data_plan(config), setup.batch)
@@ -122,6 +121,7 @@ def train(
             sample_state,
             checkpoints,
             folder,
+            trackers,
             resume_point,
             shown,
             stop,
@@ -151,6 +151,7 @@ class _RunContext:
     sample_state: SampleState | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
+    trackers: Mapping[str, Tracker]
     resume_point: _resume.ResumePoint | None  # of the first process
     shown: Stream
     stop: StopRequests
@@ -165,7 +166,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
     by_time, step = CheckpointTimer(config.checkpoint_minutes), done
     run.stop.start_clock(config.max_minutes)
     with ExitStack() as stack:
-        write, report = _open_outputs(stack, config, run.folder, run.shown, first_step=done + 1)
+        write, report = _open_outputs(stack, run, first_step=done + 1)
         before = stack.enter_context(
             profiler(parse_profile_steps(config.profile_steps), run.folder)
         )
@@ -277,25 +278,25 @@ def _open_run_checkpoints(
 
 
 def _open_outputs(
-    stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
+    stack: ExitStack, run: _RunContext, *, first_step: int
 ) -> tuple[WriteMetrics, Report]:
+    config = run.setup.config
     if not is_first_process():
         return (lambda step, metrics: None), SILENT
     write = metrics_writer(
-        folder,
+        run.folder,
         first_step=first_step,
         tensorboard=config.enable_tensorboard,
-        also=wandb_writer(
-            folder,
-            project=config.wandb_project,
+        also=tracking(
+            run.trackers,
+            run.folder,
+            project=config.tracker_project,
             name=config.run_name,
             settings=config.model_dump(mode="json"),
-        )
-        if config.enable_wandb
-        else None,
+        ),
     )
     report = progress(
-        stream,
+        run.shown,
         num_steps=config.steps,
         log_period=config.log_period,
         first_step=first_step,

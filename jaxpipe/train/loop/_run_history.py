@@ -19,6 +19,7 @@ from ..._durable import fsync, rename, write_file
 from ..checkpoint._digests import sha256_of
 from ..logs._json_lines import complete_lines, parse_line, read_lines, write_lines
 from ..logs._metrics import METRICS_FILE
+from ..logs._trackers import TRACKERS_FILE
 from ..runtime._reading import read_file
 
 STARTS_FILE = "starts.jsonl"
@@ -83,9 +84,8 @@ def fsync_history(folder: Path) -> dict[str, tuple[int, str]]:
 
 def archive_history(folder: Path) -> list[str]:
     """Renames the history of a run to `before-1.metrics.jsonl` and so on. Returns the new names."""
-    there = [
-        name for name in (METRICS_FILE, STARTS_FILE, SAVED_FILE) if os.path.lexists(folder / name)
-    ]
+    names = METRICS_FILE, STARTS_FILE, SAVED_FILE, TRACKERS_FILE
+    there = [name for name in names if os.path.lexists(folder / name)]
     archive_id = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
     for name in there:
         rename(folder / name, folder / f"before-{archive_id}.{name}")

@@ -4,11 +4,8 @@ A factory is given the run's learning rate of every step. If it takes a weight d
 is given those of the run too. All other arguments are the user's.
 """
 
-import importlib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,7 +17,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from ..._input import clause, short_repr
+from ..._input import clause, import_function, short_repr
 
 _REFUSED = {
     "dpsgd": "it needs the gradient of every row",
@@ -298,24 +295,6 @@ def _check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[
 
 def _named(name: str) -> Callable[..., Any]:
     """Returns the factory of optax, or the user's function, with this name."""
-    return _user_function(name) if ":" in name else factory_of(name)
-
-
-def _user_function(name: str) -> Callable[..., Any]:
-    """Returns the function that `module:function` names; modules may be in the current folder."""
-    module_name, _, function_name = name.partition(":")
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)  # a console script has its own folder there
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(
-            f"`optimizer` is {name!r}, which cannot be imported: {type(error).__name__}: "
-            f"{clause(error)}. Give a module that Python finds, and the name of a function in it."
-        ) from error
-    if not callable(function):
-        raise ValueError(
-            f"`optimizer` is {name!r}, which is {type(function).__name__} and no function. Give a "
-            "function that takes `learning_rate` and returns an optimizer."
-        )
-    return function
+    if ":" in name:
+        return import_function("optimizer", name, "`learning_rate` and returns an optimizer")
+    return factory_of(name)
