@@ -121,6 +121,17 @@ def read_settings(settings: list[str]) -> "Config":
     return load_config(*split_settings(settings), presets=PRESETS)
 
 
+def read_values(settings: list[str]) -> dict[str, Any]:
+    """Returns the keys that files and pairs give; later ones win, and pairs over files."""
+    from ..train.config import MAX_YAML_BYTES, parse_override, parse_yaml
+
+    files, pairs = split_settings(settings)
+    texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
+    mappings = [parse_yaml(text, "a file of settings") for text in texts]
+    mappings += [parse_override(text) for text in pairs]
+    return {key: value for values in mappings for key, value in values.items()}
+
+
 def split_settings(settings: list[str]) -> tuple[list[str], list[str]]:
     """Returns the files of settings, without MaxText's base.yml, and the `key=value` pairs."""
     files = [text for text in settings if _is_config_file(text)]

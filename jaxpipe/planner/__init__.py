@@ -9,6 +9,7 @@ from ._candidates import EngineOptions as EngineOptions
 from ._candidates import Space as Space
 from ._candidates import StepLayout as StepLayout
 from ._devices import Devices as Devices
+from ._devices import absent_devices as absent_devices
 from ._devices import parse_devices as parse_devices
 from ._model import Axes as Axes
 from ._model import PlannedModel as PlannedModel

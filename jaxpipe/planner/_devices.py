@@ -67,6 +67,17 @@ class Devices:
         per_host = device_hardware(self).devices_per_host
         return min(per_host, self.shape[-1]) if self.is_gpu else per_host
 
+    @property
+    def chips_per_host(self) -> int:
+        """Returns the chips of a host with TPUs, or the GPUs of one, as schedulers count them."""
+        per_chip = device_hardware(self).devices_per_chip
+        return min(self.devices_per_host, self.devices_per_slice) // per_chip
+
+    @property
+    def num_hosts(self) -> int:
+        """Returns the hosts of a slice of TPUs, or of all GPUs."""
+        return self.devices_per_slice // min(self.devices_per_host, self.devices_per_slice)
+
     def usable_bytes(self, memory_gb: float | None) -> float:
         """Returns the bytes of memory that a plan may use on a device."""
         return memory_gb * 1e9 if memory_gb else _USABLE * self.memory_bytes
@@ -242,7 +253,14 @@ class AbsentDevice:
 
 
 def absent_devices(devices: Devices) -> Sequence[Any]:
-    """Returns stand-ins for devices: a mesh can be made of them, a program cannot."""
+    """Returns stand-ins for devices, of which a mesh can be made and a program cannot.
+
+    Args:
+        devices: The devices.
+
+    Returns:
+        [num_devices] stand-ins in the order of hosts and slices; real devices if they are here.
+    """
     if devices.are_here:
         return jax.devices()
     row = HARDWARE[devices.generation]

@@ -1,18 +1,16 @@
 """What the documents say is run: Python of the README, and the sessions in docs/."""
 
 import doctest
-import json
-import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
+import jax
 import pytest
-import yaml
 
+from jaxpipe.cli import main
 from jaxpipe.models import PRESETS
-from jaxpipe.train import load_config
+from jaxpipe.train import load_config, set_up
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "dev"]
@@ -96,39 +94,13 @@ def test_the_table_of_folders_names_every_folder_and_no_other():
     assert named == {str(folder) for folder in inits}
 
 
-# Plans runs on as many devices as their sizes ask for.
-PLAN = """
-import json, math, sys
-from jaxpipe.cli import emulate_devices
-emulate_devices(32)
-import jax
-from jaxpipe.models import PRESETS
-from jaxpipe.train import load_config, set_up
-for settings in json.load(sys.stdin):
-    sizes = [int(word.split("=")[1]) for word in settings if "_parallelism=" in word]
-    setup = set_up(load_config([], settings, presets=PRESETS), jax.devices()[:math.prod(sizes)])
-    print(setup.mesh.size, setup.mesh.shape["stage"])
-"""
-
-
-def test_the_runs_for_clusters_can_be_planned():
+def test_the_runs_for_clusters_can_be_planned(capsys):
     text = (ROOT / "docs" / "clusters.md").read_text()
-    shell = [
-        text.split("## SLURM")[1].split("```")[1],
-        text.split("## TPU pods")[1].split("```")[1],
-    ]
-    runs = [re.findall(r"(\b[a-z_]+=[^\s\"]+)", block.split("jaxpipe train")[1]) for block in shell]
-    job = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
-    pods = job["spec"]["replicatedJobs"][0]["template"]["spec"]
-    (container,) = pods["template"]["spec"]["containers"]
-    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
-    assert environment["JAXPIPE_NUM_PROCESSES"] == str(pods["parallelism"]) == "4"
-    planned = subprocess.run(
-        [sys.executable, "-c", PLAN],
-        input=json.dumps([*runs, container["args"]]),
-        env=os.environ | {"XLA_FLAGS": ""},  # it asks for eight devices
-        capture_output=True,
-        text=True,
-    )
-    assert planned.returncode == 0, planned.stderr
-    assert planned.stdout.splitlines() == ["32 4", "8 2", "32 4"]
+    launch = text.split("## A job for SLURM")[1].split("```")[1].split("jaxpipe ")[1]
+    words = shlex.split(launch.split(">")[0].replace("\\\n", " "))
+    assert words[:2] == ["launch", "--print"] and main(words) == 0
+    assert "#SBATCH --nodes=4\n" in capsys.readouterr().out
+    pods = text.split("## TPU pods")[1].split("```")[1].split("jaxpipe train")[1]
+    settings = re.findall(r"(\b[a-z_]+=[^\s\"]+)", pods)
+    setup = set_up(load_config([], settings, presets=PRESETS), jax.devices()[:8])
+    assert (setup.mesh.size, setup.mesh.shape["stage"]) == (8, 2)

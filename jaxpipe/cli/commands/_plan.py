@@ -6,14 +6,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..._durable import failing_writes
-from ..._input import read_text
 from .._options import (
     add_devices,
     add_settings,
     bounded_float,
     bounded_integer,
     path,
-    split_settings,
+    read_values,
     text,
 )
 from ..process import emulate_devices, quiet_stderr
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         leave_devices_alone()
     from ...train.planning import plan
 
-    values = _read_values(args.settings)
+    values = read_values(args.settings)
     if args.hf:
         from ...hugging_face import model_keys
 
@@ -108,17 +107,6 @@ def run(args: argparse.Namespace) -> int:
     for index in range(min(args.verify, len(plans.plans))):
         print(_line(index, _verified(plans, index)), flush=True)
     return 0
-
-
-def _read_values(settings: list[str]) -> dict[str, Any]:
-    """Returns the keys that files and pairs give; later ones win, and pairs over files."""
-    from ...train.config import MAX_YAML_BYTES, parse_override, parse_yaml
-
-    files, pairs = split_settings(settings)
-    texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
-    mappings = [parse_yaml(text, "a file of settings") for text in texts]
-    mappings += [parse_override(text) for text in pairs]
-    return {key: value for values in mappings for key, value in values.items()}
 
 
 def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
