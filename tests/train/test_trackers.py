@@ -5,13 +5,14 @@ import json
 import math
 import struct
 import sys
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxpipe.train import Config, RunError, load_config, read_metrics, train
-from jaxpipe.train.logs import load_trackers, tracking
+from jaxpipe.train.logs import WriteMetrics, load_trackers, tracking
 from jaxpipe.train.loop import archive_history
 
 from .runs import NONE, TINY
@@ -63,6 +64,28 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ValueError, match=r"`trackers` has 'mlflow', .* `pip install mlflow`"):
         load_trackers(["mlflow"])
+
+
+def test_an_error_at_the_end_is_named_and_hides_no_other(tmp_path: Path):
+    @contextmanager
+    def broken(folder: Path, **run: Any):
+        try:
+            yield lambda step, metrics: None
+        finally:
+            raise OSError("no server")
+
+    def run() -> AbstractContextManager[WriteMetrics]:
+        return tracking({"mine": broken}, tmp_path, project="p", name="n", settings={})
+
+    with pytest.raises(RunError, match="'mine' could not be closed: OSError: no server"), run():
+        pass
+    with pytest.raises(KeyError), run():
+        raise KeyError("as if a step failed")
+    with (
+        pytest.raises(RunError, match="'none' could not be opened: AttributeError"),
+        tracking({"none": lambda *_, **__: None}, tmp_path, project="p", name="n", settings={}),  # pyright: ignore[reportArgumentType]
+    ):
+        pass
 
 
 def test_the_older_keys_name_a_tracker_and_its_project():

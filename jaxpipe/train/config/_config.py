@@ -126,8 +126,8 @@ class Config(ConfigKeys):
     @classmethod
     def _choose_engine(cls, values: Any) -> Any:
         """Chooses the engine of `jaxpipe.pipeline` for a schedule that is given without one."""
-        schedule = values.get("pipeline_schedule")
-        if "pipeline_engine" in values or not isinstance(schedule, str) or schedule == "auto":
+        schedule = values.get("pipeline_schedule") if isinstance(values, dict) else None
+        if not isinstance(schedule, str) or schedule == "auto" or "pipeline_engine" in values:
             return values
         engine = usual_engine(schedule)
         chosen = {"pipeline_engine": engine.config_name}

@@ -15,9 +15,10 @@ its folder is resumed there too. Steps that are repeated after a kill are told a
 import importlib
 import json
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,8 @@ def tracking(
     with ExitStack() as stack:
         writers: dict[str, WriteMetrics] = {}
         for tracker_name, tracker in trackers.items():
-            with _naming(tracker_name, "could not be opened"):
-                opened = tracker(folder, project=project, name=name, settings=dict(settings))
-                writers[tracker_name] = stack.enter_context(opened)
+            run = partial(tracker, folder, project=project, name=name, settings=dict(settings))
+            writers[tracker_name] = stack.enter_context(_opened(tracker_name, run))
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             for tracker_name, write_there in writers.items():
@@ -83,6 +83,22 @@ def tracking(
                     write_there(step, dict(metrics))
 
         yield write
+
+
+@contextmanager
+def _opened(name: str, tracker: Tracker) -> Iterator[WriteMetrics]:
+    """Opens a tracker. Its error does not hide another one that ends the run."""
+    with _naming(name, "could not be opened"):
+        context = tracker()
+        write = context.__enter__()
+    try:
+        yield write
+    except BaseException:
+        with suppress(Exception):
+            context.__exit__(*sys.exc_info())
+        raise
+    with _naming(name, "could not be closed"):
+        context.__exit__(None, None, None)
 
 
 @contextmanager
