@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,42 @@ def test_a_job_of_slurm_that_is_killed_goes_on_and_has_the_losses_of_one_process
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from the compile cache saved" in done.stdout  # the restart has found compiled programs
     np.testing.assert_allclose(losses(tmp_path), losses(tmp_path / "plain"), rtol=1e-5)
+
+
+def hosts_of(jobset: str) -> dict[str, Any]:
+    job = job_of(jobset)
+    pod = job["template"]["spec"]
+    names = ("nodeSelector", "hostNetwork", "tolerations", "terminationGracePeriodSeconds")
+    return {
+        "annotations": yaml.safe_load(jobset)["metadata"]["annotations"],
+        "restarts": yaml.safe_load(jobset)["spec"]["failurePolicy"]["maxRestarts"],
+        "limits": container_of(job)["resources"]["limits"],
+        **{name: job[name] for name in ("replicas", "parallelism", "completions", "backoffLimit")},
+        **{name: pod[name] for name in names},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("xpk"), reason="xpk makes the manifests: pip install xpk")
+@pytest.mark.parametrize("devices", ["v5p-16", "v6e:4x4", "v5e:2x4", "tpu7x:2x2x1", "v4:2x2x4"])
+def test_the_jobset_has_the_hosts_of_that_which_xpk_makes(devices: str, tmp_path: Path, capsys):
+    words = [*IN_IMAGE, "--num-slices=2", r'text_separator="\n"', "dataset_type=text"]
+    script = printed("xpk", devices, *words, capsys=capsys)
+    dry = ["--dry-run", "--skip-validation", "--quiet", "--project", "p", "--zone", "us-central2-b"]
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *dry, f"--output-manifest-file={tmp_path}/jobset.yml"],
+        env=os.environ | {"CLUSTER": "c"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    theirs = (tmp_path / "jobset.yml").read_text()
+    ours = printed("jobset", devices, *words, capsys=capsys)
+    assert hosts_of(ours) == hosts_of(theirs)
+    lines = container_of(job_of(theirs))["command"][2].splitlines()
+    (line,) = (line for line in lines if "jaxpipe train" in line)
+    given = shlex.split(line[1 : line.rindex(")")])
+    assert given == ["jaxpipe", "train", *container_of(job_of(ours))["args"]]
 
 
 @pytest.mark.parametrize(
