@@ -29,11 +29,14 @@ from jax._src import (
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
 from jax.experimental import serialize_executable
-from jax.extend.core import ClosedJaxpr
+from jax.extend import core as extend_core
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .sharding.specs import with_axis_type
+
+ClosedJaxpr = extend_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+"""A jaxpr with its constants; from JAX 0.12 on it is `Jaxpr`, which has them itself."""
 
 
 def import_pallas_gpu_attention() -> tuple[Any, Any]:

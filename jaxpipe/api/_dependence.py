@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jaxtyping import PyTree
+
+from .._compat import ClosedJaxpr
 
 
 def dependent_inputs(function: Callable, *arguments: PyTree) -> tuple[list[PyTree], Any]:

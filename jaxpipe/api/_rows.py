@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
+from .._compat import ClosedJaxpr
 from ..autodiff.staged_model import Past
 from ..engines.fsdp import row_axes
 from ..ir.rows import (

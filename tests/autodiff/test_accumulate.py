@@ -140,7 +140,7 @@ def test_rows_are_scattered_onto_the_sum():
         return (jnp.zeros((7, n), rows.dtype).at[index].add(rows),)
 
     rows, index = jnp.ones((5, n), jnp.bfloat16), jnp.array([0, 3, 3, 6, 1])
-    jaxpr = added(f, (True,), (rows, index), (jnp.ones((7, n)),))
+    jaxpr: Any = added(f, (True,), (rows, index), (jnp.ones((7, n)),))
     assert "scatter-add" in names(jaxpr) and not [
         e for e in jaxpr.eqns if e.primitive.name == "add" and e.outvars[0].aval.shape == (7, n)
     ]

@@ -204,6 +204,6 @@ def test_buffers_are_filled_only_where_xla_cannot_split_unfilled_ones(platform, 
     )
     entry = jax.typeof(jnp.ones((2, 4)))
     with jax.sharding.use_abstract_mesh(mesh):
-        made = jax.make_jaxpr(lambda: empty(entry, 3))()
+        made: Any = jax.make_jaxpr(lambda: empty(entry, 3))()
     assert made.eqns[0].primitive.name == primitive
     assert made.out_avals[0].shape == (3, 2, 4)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 from jaxtyping import PyTree
 
+from ..._compat import ClosedJaxpr
 from .._dependence import used_inputs
 from ._layer_calls import LayerArguments
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 from jaxtyping import PyTree
 
-from ..._compat import scan_sizes
+from ..._compat import ClosedJaxpr, scan_sizes
 from ...ir.graph import bind
 from .._dependence import dependent_inputs, pruned
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from ..._compat import ClosedJaxpr
 from ..._input import clause
 from ...engines import Engine, PipelinePlan
 from ...engines.fsdp import over_data

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from ..._compat import ClosedJaxpr
 from ...ir.symmetry import Blocks, LayerIds, LayerSlot, fill_padding, lift, read_layer, run_blocks
 from ._parts import PartsByName
 from ._slots import Slot

@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jaxtyping import PyTree
+
+from ..._compat import ClosedJaxpr
 
 
 @dataclass(frozen=True)

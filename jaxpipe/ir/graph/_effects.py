@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from ..._compat import ClosedJaxpr
 
 
 def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:

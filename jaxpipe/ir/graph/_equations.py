@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from ..._compat import empty
+from ..._compat import ClosedJaxpr, empty
 
 
 def pvary_like(aval: Any, x: Any) -> Any:

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from ..._compat import scan_sizes
+from ..._compat import ClosedJaxpr, scan_sizes
 from ._effects import effects_of, is_print
 from ._equations import bind, called_jaxpr, empty_stack, jaxpr_of, pvary_like, scoped
 from ._in_place import copies_in_conditionals, switch_in_place

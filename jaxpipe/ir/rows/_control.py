@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
-from ..._compat import scan_sizes
+from ..._compat import ClosedJaxpr, scan_sizes
 from ..graph import bind, jaxpr_of
 from ._relations import (
     Mixed,

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from ..._compat import ClosedJaxpr
 from ._control import jvp_of, vjp_of
 
 _DERIVATIVES = {"custom_jvp_call": jvp_of, "custom_vjp_call": vjp_of}

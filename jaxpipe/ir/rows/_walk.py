@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from ..._compat import ClosedJaxpr
 from ._arithmetic import ARITHMETIC, Rule
 from ._data_movement import MOVES, reshaped
 from ._equation_pair import EquationPair

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
+from ..._compat import ClosedJaxpr
 from ..graph import (
     Atom,
     Cond,

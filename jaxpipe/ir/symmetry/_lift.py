@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
+from ..._compat import ClosedJaxpr
 from ..graph import Atom, Literal, Var, to_graph
 from ._assign import SMALL, Assignment, LayerOf, PartnerCalls, assign, sameness, size_of
 from ._layer_ids import LayerIds, fill_padding, read_layer

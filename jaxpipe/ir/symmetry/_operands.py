@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import core, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from ..._compat import ClosedJaxpr
 from ..graph import (
     Atom,
     Cond,

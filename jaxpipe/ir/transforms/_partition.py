@@ -19,10 +19,11 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, unmapped_aval
+from jax.extend.core import unmapped_aval
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from ..._compat import ClosedJaxpr
 from ..graph import (
     Atom,
     Cond,

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
-from ..._compat import without_refs
+from ..._compat import ClosedJaxpr, without_refs
 
 
 @runtime_checkable
