@@ -80,16 +80,20 @@ def test_shards_divide_and_an_unpipelined_program_has_everything():
     assert kinds(found, "weights") == [(2 * LAYER + EMBED + HEAD) // 2] * 2
     found = pipeline(None).memory(PARAMS, BATCH)
     assert kinds(found, "weights") == [L * LAYER + EMBED + HEAD] * 2
-    assert kinds(found, "activations") == [3 * L * INPUT] * 2  # x, and two of tanh, of each layer
+    assert kinds(found, "activations") == [L * STORED * INPUT] * 2
     for options, count in (({"remat": "full"}, 1), ({"layer_remat": "full"}, L)):
         found = pipeline(None, **options).memory(PARAMS, BATCH)
         assert kinds(found, "activations") == [count * INPUT] * 2
 
 
+# What a layer stores: x, and what JAX stores of tanh: two arrays, and one from 0.12 on.
+STORED = 1 + len(jax.tree.leaves(jax.vjp(jnp.tanh, 1.0)[1]))
+
+
 def test_residuals_are_stored_without_recomputation():
     kept, again = (pipeline(remat=remat).memory(PARAMS, BATCH) for remat in (keep, "full"))
     more = kept.ranks[0].activations - again.ranks[0].activations
-    assert more == 3 * (2 * 3 - 1) * INPUT  # three entries; x and two of tanh, of two layers
+    assert more == 3 * (2 * STORED - 1) * INPUT  # three entries of two layers
 
 
 def test_what_does_not_fit_is_said_and_unknown_devices_are_refused():

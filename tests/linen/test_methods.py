@@ -1,6 +1,7 @@
 """The methods that MaxText documents, on a mesh of 2 ranks x 2 shards."""
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,6 +239,14 @@ def test_all_stages_are_made_and_run_at_once():
     np.testing.assert_allclose(y, xs + jnp.tanh(xs @ made[:, None]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Gradients have entries near zero, of which float32 leaves few digits."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("float64")
 def test_driven_by_hand_on_a_mesh_gradients_are_those_of_the_call():
     module, variables, x = pipeline("repeat")
     xs = x.reshape(M, 2, 3, WIDTH)
@@ -255,7 +264,8 @@ def test_driven_by_hand_on_a_mesh_gradients_are_those_of_the_call():
 
     got = jax.jit(jax.grad(by_hand))(variables)
     true = jax.jit(jax.grad(lambda v: scalar(module.apply(v, x).reshape(xs.shape))))(variables)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, true)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float64"}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), got, true)
 
 
 def test_another_layer_may_run_in_place_of_the_pipelines_own():
@@ -273,6 +283,7 @@ def test_another_layer_may_run_in_place_of_the_pipelines_own():
     np.testing.assert_array_equal(done, jnp.full((2, M // 2, 2, 3, WIDTH), 16.0))
 
 
+@pytest.mark.usefixtures("float64")
 def test_explicit_sharding_gives_the_same_numbers():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("stage", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
@@ -282,7 +293,8 @@ def test_explicit_sharding_gives_the_same_numbers():
         grad = jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(module.apply(v, x)))))  # noqa: B023
         with jax.set_mesh(ROW.mesh() if kind is None else kind):
             got.append(jax.device_get(nn.meta.unbox(grad(variables))))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *got)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float64"}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), *got)
 
 
 def test_the_type_of_the_mesh_must_suit_the_shard_mode():

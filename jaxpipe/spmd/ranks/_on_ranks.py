@@ -4,14 +4,15 @@ The same function runs both ways, so every pipeline has a one-device twin to tes
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ... import _compat
-from ...sharding.specs import axes_of, axes_of_dim
+from ...sharding.specs import axes_of, axes_of_dim, without_axes
 from ._stage_shardings import in_stage
 from ._varying import pvary, split_like
 
@@ -50,9 +51,16 @@ def on_ranks(
         in_stage(local),
         mesh=mesh,
         axis_names={AXIS}.union(*map(axes_of, leaves)),
-        in_specs=in_specs,
+        in_specs=jax.tree.map(partial(_as_typed, mesh=mesh), in_specs, is_leaf=is_spec),
         out_specs=out_specs,
     )
+
+
+def _as_typed(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Returns a spec without explicit axes of size 1, which types lack from JAX 0.12 on."""
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [axis for axis, kind in axes if kind == AxisType.Explicit and axis != AXIS]
+    return without_axes(spec, [axis for axis in explicit if mesh.shape[axis] == 1])
 
 
 def _is_dim(x: Any) -> bool:
