@@ -6,7 +6,7 @@ from typing import Any
 from jaxpipe import models, sharding
 from jaxpipe.autodiff.staged_model import run_layers, run_sliced_layers
 from jaxpipe.kernels import dot_product_attention
-from jaxpipe.models import DeepseekConfig, LlamaConfig, MixtureConfig
+from jaxpipe.models import DeepseekConfig, GemmaConfig, LlamaConfig, MixtureConfig
 
 _LLAMA: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -16,6 +16,14 @@ _LLAMA: dict[str, Any] = {
     "base_mlp_dim": 32,
     "head_dim": 8,
     "vocab_size": 32,
+}
+_GEMMA: dict[str, Any] = _LLAMA | {
+    "use_qk_norm": True,
+    "query_pre_attn_scalar": 5,
+    "sliding_window_size": 3,
+    "sliding_window_pattern": 3,
+    "local_rope_max_timescale": 100.0,
+    "rope_linear_scaling_factor": 2.0,
 }
 _MIXTURE: dict[str, Any] = _LLAMA | {
     "base_mlp_dim": 8,
@@ -62,6 +70,11 @@ def stack(layer: Callable, scan: bool = True) -> Callable:
 def small_llama(**changes: Any) -> LlamaConfig:
     """Returns a llama of two layers of width 16, two query heads for each key head."""
     return LlamaConfig(**_LLAMA | changes)
+
+
+def small_gemma(**changes: Any) -> GemmaConfig:
+    """Returns a Gemma 3: as `small_llama`, with two local layers and a global one in turn."""
+    return GemmaConfig(**_GEMMA | changes)
 
 
 def small_mixture(**changes: Any) -> MixtureConfig:

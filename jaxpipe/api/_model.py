@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Past
@@ -101,6 +103,10 @@ class Model:
             is given the key of a microbatch, the same on every device, by which
             `sharding.local_rows` draws; or () if `value` is given none. `vocab_parallel_loss` is
             that of `autodiff.StagedModel`.
+        layer_constants: [L, ...] arrays, any pytree, that are no parameters and differ between
+            layers of one stack, such as the index of an attention that each chooses by
+            `jax.lax.switch`. `layer` is given `(key, constants of this layer)` in place of its key.
+            For `contributions` alone. Default: there are none, and it is given its key.
         order: The kind of every layer in the order in which they run, such as `("local", "local",
             "global") * 8`, if kinds do not run one after the other. `params["layers"]` is then a
             list of all layers in this order.
@@ -140,6 +146,7 @@ class Model:
     sliced_leaves: PyTree = None
     vocab_parallel_loss: Callable[..., Any] | None = None
     contributions: bool = False
+    layer_constants: PyTree = None
     order: Sequence[str] | None = None
     layer_costs: Mapping[str, float] | None = None
     output: Callable[..., Any] | None = None
@@ -321,9 +328,15 @@ def check_contributions(model: Model, **unread: Any) -> None:
 
     Raises:
         ValueError: If one is given, layers share parameters, or another function than a layer takes
-            a key.
+            a key; or if one that only such a model reads is given to another.
     """
     if not model.contributions:
+        if model.layer_constants is not None:
+            raise ValueError(
+                "`Model.layer_constants` is given, and `Model.contributions` is False. Give kinds "
+                "of layers, `Model(layer={...}, order=[...])`, or functions that return "
+                "contributions."
+            )
         return
     unread |= {
         "Model.shared": model.shared or None,
@@ -342,6 +355,23 @@ def check_contributions(model: Model, **unread: Any) -> None:
                 f"`Model.contributions` is True, and `{name}` takes a key, which only layers are "
                 "given. Draw in a layer, or write functions that return means."
             )
+
+
+def with_constants(model: Model, keys: PyTree, num_layers: int) -> PyTree:
+    """Returns [L, ...] keys of layers, in a pair with the constants of layers if there are any.
+
+    Raises:
+        ValueError: If constants are those of another number of layers.
+    """
+    if model.layer_constants is None:
+        return keys
+    for leaf in jax.tree.leaves(model.layer_constants):
+        if jnp.shape(leaf)[:1] != (num_layers,):
+            raise ValueError(
+                f"`Model.layer_constants` has an array of shape {jnp.shape(leaf)}, and there are "
+                f"{num_layers} layers. Give [{num_layers}, ...] arrays."
+            )
+    return keys, model.layer_constants
 
 
 def check_means(model: Model, method: str) -> None:

@@ -30,7 +30,7 @@ from ._frozen import (
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import layer_counts
 from ._losses import loss_parts
-from ._model import Model, check_means
+from ._model import Model, check_means, with_constants
 from ._outputs import from_metrics, merge_pieces, returning_outputs, sharded
 from ._packed_x import PackedX, on_packed, packed_x
 from ._params import (
@@ -598,6 +598,7 @@ class PipelinedModel(InspectedModel):
         if key is not None and self.model.takes_key:
             fold_in = partial(jax.random.fold_in, check_key(key))
             keys = jax.vmap(fold_in)(jnp.arange(num_layers))
+        keys = with_constants(self.model, keys, num_layers)
         plan = _with_layer_specs(plan, weights)
         model = contributing_model(self.model, *self._stages_of(plan))
         inputs = slice_sequences(batch, self.num_slices, 2)

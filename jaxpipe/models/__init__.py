@@ -1,10 +1,11 @@
-"""Models as pure functions, with abstract weights: llamas, DeepSeek, and an MLP for tests."""
+"""Models as pure functions, with abstract weights: llamas, Gemma, DeepSeek, an MLP for tests."""
 
 from ._boundary import next_token_logits as next_token_logits
 from ._deepseek import DeepseekConfig as DeepseekConfig
 from ._deepseek import deepseek as deepseek
 from ._deepseek import deepseek_weights as deepseek_weights
 from ._flops import matmul_flops_per_token as matmul_flops_per_token
+from ._gemma import GemmaConfig as GemmaConfig
 from ._llama import LlamaConfig as LlamaConfig
 from ._llama import MixtureConfig as MixtureConfig
 from ._llama import llama as llama

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..autodiff.staged_model import run_layers
@@ -19,10 +20,12 @@ from .weights._abstract import Weight, matrix, scale
 _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 
 
-def boundary_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
+def boundary_weights(
+    embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any, norm_offset: float = 0.0
+) -> dict[str, Any]:
     """Returns the abstract weights `{"embed": {"table"}, "head": {"norm", "logits"}}`."""
     D, V = embed_dim, vocab_size
-    head = {"norm": scale(D, dtype)}
+    head = {"norm": scale(D, dtype, norm_offset)}
     if not tied:
         head["logits"] = matrix((D, V), ("embed", "vocab"), D, dtype)
     table = Weight((V, D), ("vocab", "embed"), jax.nn.initializers.normal(D**-0.5), dtype)
@@ -39,7 +42,12 @@ def embed_tokens(
 
 
 def next_token_logits(
-    boundary: PyTree, x: Float[Array, "b T D"], *, epsilon: float, constrain: Constrain
+    boundary: PyTree,
+    x: Float[Array, "b T D"],
+    *,
+    epsilon: float,
+    constrain: Constrain,
+    norm_offset: float = 0.0,
 ) -> Float[Array, "b T V"]:
     """Returns the float32 logits of the token that follows each one.
 
@@ -48,18 +56,19 @@ def next_token_logits(
         x: What leaves the last layer.
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
+        norm_offset: What is added to the scales of the last norm.
 
     Returns:
         The logits, whose softmax `next_token_loss` takes.
     """
-    h, weights = _factors_of_logits(boundary, x, epsilon)
+    h, weights = _factors_of_logits(boundary, x, epsilon, norm_offset)
     return _logits(h, weights.astype(x.dtype), constrain)
 
 
 def _factors_of_logits(
-    boundary: PyTree, x: Float[Array, "b T D"], epsilon: float
+    boundary: PyTree, x: Float[Array, "b T D"], epsilon: float, norm_offset: float
 ) -> tuple[Float[Array, "b T D"], Float[Array, "D V"]]:
-    h = rms_norm(x, boundary["head"]["norm"], epsilon)
+    h = rms_norm(x, boundary["head"]["norm"], epsilon, norm_offset)
     weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]
     return h, weights
 
@@ -80,6 +89,7 @@ def next_token_loss(
     constrain: Constrain,
     num_chunks: int = 1,
     z_loss_multiplier: float = 0.0,
+    norm_offset: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns this microbatch's share of the batch's cross entropy in nats, and of its metrics.
 
@@ -96,23 +106,34 @@ def next_token_loss(
         z_loss = z_loss_multiplier * jnp.sum(jnp.square(logsumexps) * shares)
         return value + z_loss, metrics | {"z_loss": z_loss}
 
-    h, weights = _factors_of_logits(boundary, x, epsilon)
+    h, weights = _factors_of_logits(boundary, x, epsilon, norm_offset)
     token_loss = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
     return token_loss(
         weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]
     )
 
 
-def loss_after_layers(layer: Callable, token_loss: Callable) -> Callable:
+def loss_after_layers(
+    layer: Callable, token_loss: Callable, kinds: tuple[int, ...] = ()
+) -> Callable:
     """Returns `(boundary, x, batch_inputs) -> (loss, metrics)` with the layers after the pipeline.
 
     These are `boundary["head"]["layers"]`. Their load-balance losses are part of the loss.
+
+    Args:
+        layer: `(weights, x, batch_inputs, key) -> (x, aux)`.
+        token_loss: The loss behind the last layer.
+        kinds: The kind of every layer of the model, which `layer` is given with its key; () if
+            layers differ in nothing but weights.
     """
 
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
         if "layers" not in boundary["head"]:
             return token_loss(boundary, x, batch_inputs)
-        x, aux = run_layers(layer, boundary["head"]["layers"], x, batch_inputs)
+        layers = boundary["head"]["layers"]
+        count = len(jax.tree.leaves(layers)[0])
+        keys = ((), np.array(kinds[-count:], np.int32)) if kinds else ()
+        x, aux = run_layers(layer, layers, x, batch_inputs, keys)
         loss, metrics = token_loss(boundary, x, batch_inputs)
         if not aux:
             return loss, metrics

@@ -10,7 +10,7 @@ DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..autodiff.staged_model import Past, run_layers, run_sliced_layers
-from ..kernels import Attention
+from ..kernels import Attention, Scores
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
@@ -111,6 +111,10 @@ class DeepseekConfig:
     beta_slow: float = 1.0
     mscale: float = 1.0
     normalization_layer_epsilon: float = 1e-6
+
+    norm_offset: ClassVar[float] = 0.0
+    attention_scores: ClassVar[tuple[Scores, ...]] = (Scores(),)
+    layer_kinds: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self):
         self._check_choices()

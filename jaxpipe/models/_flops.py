@@ -1,8 +1,8 @@
 """Counts the floating-point operations of a training step per token, as papers do.
 
 Every weight that a token is multiplied by counts 6 (2 forward, 4 backward). Attention counts the
-causal half of the T x T scores and of the sums of values. Embedding look-ups and rematerialization
-are not counted.
+causal half of the T x T scores and of the sums of values, or what a window leaves of it. Embedding
+look-ups and rematerialization are not counted.
 
 D embed, F width of an MLP, H query heads, K key and value heads, C channels of a head, V vocab.
 """
@@ -30,33 +30,43 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
         2875392.0
     """
     D, num_layers = config.base_emb_dim, config.base_num_decoder_layers
+    kinds = config.layer_kinds or (0,) * num_layers
+    positions = [_positions(config.attention_scores[kind].window, length) for kind in kinds]
+    mean_positions = sum(positions) / num_layers
     num_dense = num_layers if config.moe is None else 0
     if isinstance(config, DeepseekConfig):
         num_dense = config.first_num_dense_layers
-        attention = _latent_attention(config.attention, length)
+        attention = _latent_attention(config.attention, mean_positions)
     else:
-        attention = _grouped_attention(config.attention, length)
+        attention = _grouped_attention(config.attention, mean_positions)
     layers = num_layers * attention + num_dense * 3 * D * config.base_mlp_dim
     if config.moe is not None:
         layers += (num_layers - num_dense) * _experts(config.moe)
     return 6.0 * (layers + D * config.vocab_size)
 
 
-def _grouped_attention(sizes: AttentionSizes, length: int) -> float:
+def _positions(window: int | None, length: int) -> float:
+    """Returns the positions that a token attends to, on average."""
+    if window is None or window >= length:
+        return length / 2
+    return window - window**2 / (2 * length)
+
+
+def _grouped_attention(sizes: AttentionSizes, positions: float) -> float:
     """Returns the multiply-adds of a token, forward only."""
     D, H, K, C = sizes
-    scores = 2 * H * C * length / 2
+    scores = 2 * H * C * positions
     return 2 * D * H * C + 2 * D * K * C + scores
 
 
-def _latent_attention(settings: LatentAttentionSettings, length: int) -> float:
+def _latent_attention(settings: LatentAttentionSettings, positions: float) -> float:
     """Returns the multiply-adds of a token, forward only."""
     D, H, C, V = settings.embed_dim, settings.num_heads, settings.head_dim, settings.v_head_dim
     low, rank = settings.q_lora_rank, settings.kv_lora_rank
     queries = D * low + low * H * C if low else D * H * C
     latents = D * (rank + settings.qk_rope_head_dim)
     heads = rank * H * (settings.qk_nope_head_dim + V)
-    scores = H * (C + V) * length / 2
+    scores = H * (C + V) * positions
     return queries + latents + heads + H * V * D + scores
 
 

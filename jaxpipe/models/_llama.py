@@ -1,24 +1,25 @@
 """The llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts of it.
 
 Llama, Mistral and Qwen3 have an MLP in every layer, Mixtral and Qwen3-MoE routed experts. Qwen3
-also normalizes queries and keys.
+also normalizes queries and keys. Layers may be of several kinds, which have weights of the same
+shapes and differ in attention, as those of Gemma 3.
 
 b sequences, T tokens, D embed, H query heads, K key and value heads, C channels of a head, V vocab.
 Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv 2407.21783; Jiang
 et al., 2023 and 2024, arXiv 2310.06825 and 2401.04088; Yang et al., 2025, arXiv 2505.09388.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..kernels import Attention, attend_to_past
+from ..kernels import Attention, Scores, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
 from .layers._common import (
@@ -86,6 +87,12 @@ class LlamaConfig:
     logits_via_embedding: bool = False
     use_qk_norm: bool = False
 
+    # What all models of a family have, and no key says.
+    norm_offset: ClassVar[float] = 0.0  # what is added to stored scales of norms
+    mlp_activation: ClassVar[str] = "silu"
+    has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
+    scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
+
     def __post_init__(self):
         if self.base_num_query_heads % self.base_num_kv_heads:
             raise ValueError(
@@ -101,8 +108,21 @@ class LlamaConfig:
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
     @property
+    def attention_scores(self) -> tuple[Scores, ...]:
+        """Returns how each kind of layers attends: all as a llama, causally."""
+        return (Scores(),)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Returns the index of the kind of every layer; () if there is one kind."""
+        return ()
+
+    @property
     def frequencies(self) -> Frequencies:
-        """Returns the rotary angles per position of each pair of channels, in radians."""
+        """Returns the rotary angles per position of each pair of channels, in radians.
+
+        They are [C / 2], or [kinds, C / 2] if there are several kinds of layers.
+        """
         stretch = self.llama31_rope_factor if self.rope_type == "llama3.1" else 1.0
         return rope_frequencies(self.head_dim, self.rope_max_timescale, llama31_factor=stretch)
 
@@ -193,7 +213,11 @@ def llama_weights(
         ((64, 192), ('embed', 'mlp'))
     """
     boundary = boundary_weights(
-        config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
+        config.base_emb_dim,
+        config.vocab_size,
+        tied=config.logits_via_embedding,
+        dtype=dtype,
+        norm_offset=config.norm_offset,
     )
     layer = _layer_weights(config, dtype)
     if layers_after:
@@ -211,9 +235,12 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
         "value": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
         "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
     }
+    offset, norms = config.norm_offset, ["attention_norm", "mlp_norm"]
     if config.use_qk_norm:
-        attention |= {"query_norm": scale(C, dtype), "key_norm": scale(C, dtype)}
-    layer = {"attention_norm": scale(D, dtype), "attention": attention, "mlp_norm": scale(D, dtype)}
+        attention |= {name: scale(C, dtype, offset) for name in ("query_norm", "key_norm")}
+    if config.has_post_norms:
+        norms += ["post_attention_norm", "post_mlp_norm"]
+    layer = {"attention": attention, **{name: scale(D, dtype, offset) for name in norms}}
     if config.moe is None:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
         return layer | {"mlp": mlp}
@@ -223,7 +250,7 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
 def llama(
     config: LlamaConfig,
     *,
-    attention: Attention,
+    attention: Attention | tuple[Attention, ...],
     constrain: Constrain,
     experts: Experts | None = None,
     dtype: Any = jnp.float32,
@@ -239,6 +266,9 @@ def llama(
     With experts, `layer` returns load-balance losses, which engines add to the loss; `loss` adds
     those of layers after the pipeline.
 
+    If layers are of several kinds, `layer` is given the pair of its key and the index of its kind
+    in place of its key.
+
     If `batch_inputs` is a pair with the `Past` of earlier slices, `layer` runs a slice of each
     sequence, and returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
 
@@ -247,7 +277,8 @@ def llama(
 
     Args:
         config: The sizes of the model.
-        attention: `(q, k, v, segment_ids) -> out`.
+        attention: `(q, k, v, segment_ids) -> out`; for several kinds of layers a function for each
+            of `config.attention_scores`.
         constrain: Shards an activation by its logical axes.
         experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it. Only a
             `MixtureConfig` needs it.
@@ -266,48 +297,62 @@ def llama(
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
 
     Raises:
-        ValueError: If `config` is a `MixtureConfig` and `experts` is missing.
+        ValueError: If `config` is a `MixtureConfig` and `experts` is missing, or if there are more
+            or fewer functions of attention than kinds of layers.
     """
     if config.moe is not None and experts is None:
         raise ValueError("`config` is a `MixtureConfig`, and `experts` is missing. Give it.")
+    attentions = attention if isinstance(attention, tuple) else (attention,)
+    if len(attentions) != len(config.attention_scores):
+        raise ValueError(
+            f"`attention` has {len(attentions)} functions, and layers are of "
+            f"{len(config.attention_scores)} kinds. Give one for each of `config.attention_scores`."
+        )
     frequencies = config.frequencies
-    epsilon = config.normalization_layer_epsilon
+    epsilon, offset = config.normalization_layer_epsilon, config.norm_offset
+    norm = partial(rms_norm, epsilon=epsilon, offset=offset)
     feed_forward = _feed_forward(config, experts, constrain, project)
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
-        return embed_tokens(
-            weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype
-        )
+        x = embed_tokens(weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype)
+        return x * jnp.asarray(config.base_emb_dim**0.5, dtype) if config.scales_embedding else x
 
-    def run_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, attend: Callable):
+    def run_layer(
+        w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, kind, attend: Callable
+    ):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
-        h = rms_norm(x, w["attention_norm"], epsilon)
-        h = _attend(w["attention"], h, batch_inputs, attend)
+        h = norm(x, w["attention_norm"])
+        h = _attend(w["attention"], h, batch_inputs, kind, attend)
+        h = norm(h, w["post_attention_norm"]) if config.has_post_norms else h
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
-        h, aux = feed_forward(w, rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
+        h, aux = feed_forward(w, norm(x, w["mlp_norm"]), batch_inputs)
+        h = norm(h, w["post_mlp_norm"]) if config.has_post_norms else h
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
 
-    def _attend(w, x, batch_inputs: PyTree, attend: Callable):
+    def _attend(w, x, batch_inputs: PyTree, kind, attend: Callable):
         q, k, v = (
             constrain(project(x, w[name]), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
         if config.use_qk_norm:
-            q, k = rms_norm(q, w["query_norm"], epsilon), rms_norm(k, w["key_norm"], epsilon)
-        q, k = (rotate(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
+            q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
+        angles = frequencies if len(attentions) == 1 else jnp.asarray(frequencies)[kind]
+        q, k = (rotate(heads, batch_inputs["positions"], angles) for heads in (q, k))
         out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    layer = _of_slices_too(run_layer, attention)
+    layer = _of_slices_too(run_layer, config.attention_scores, attentions)
     token_loss = partial(
         next_token_loss,
         epsilon=epsilon,
         z_loss_multiplier=z_loss_multiplier,
         constrain=constrain,
         num_chunks=num_vocab_tiling,
+        norm_offset=offset,
     )
-    return embed, layer, loss_after_layers(outside_remat(layer), token_loss)
+    loss = loss_after_layers(outside_remat(layer), token_loss, config.layer_kinds)
+    return embed, layer, loss
 
 
 def _feed_forward(
@@ -317,28 +362,47 @@ def _feed_forward(
     if config.moe is not None and experts is not None:
         mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
         return lambda w, x, batch_inputs: mix(w["moe"], x, batch_inputs)
-    return lambda w, x, batch_inputs: (swiglu(w["mlp"], x, constrain, project), {})
+    activate = getattr(jax.nn, config.mlp_activation)
+    return lambda w, x, batch_inputs: (swiglu(w["mlp"], x, constrain, project, activate), {})
 
 
-def _of_slices_too(run: Callable, attention: Attention) -> Callable:
+def _of_slices_too(
+    run: Callable, scores: tuple[Scores, ...], attentions: tuple[Attention, ...]
+) -> Callable:
     """Returns a layer of whole sequences, which also takes `(batch_inputs, past)` of a slice."""
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
+        key, kind = key if len(scores) > 1 else (key, 0)
         if not isinstance(batch_inputs, tuple):
-            return run(w, x, batch_inputs, key, attention)
+            return run(w, x, batch_inputs, key, kind, partial(_run_kind, kind, attentions))
         inputs, past = batch_inputs
         carried = []
 
         def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
             (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
             carried.append(past_with_new)
-            mask = past.causal_mask(q.shape[1])
-            return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask)
 
-        y, aux = run(w, x, inputs, key, attend)
+            def of_kind(scores: Scores, q: Array, k: Array, v: Array) -> Array:
+                mask = past.causal_mask(q.shape[1], scores.window)
+                return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask, scores.scale)
+
+            return _run_kind(kind, [partial(of_kind, each) for each in scores], q, k, v)
+
+        y, aux = run(w, x, inputs, key, kind, attend)
         return y, (aux, carried.pop())
 
     return layer
+
+
+def _run_kind(kind: Any, functions: Sequence[Callable], *arguments: Any) -> Any:
+    """Runs the function of a kind of layers.
+
+    What differs between kinds is static, so that each has a kernel of its own. The condition is
+    around attention alone: it would return copies of weights for the backward.
+    """
+    if len(functions) == 1:
+        return functions[0](*arguments)
+    return jax.lax.switch(kind, functions, *arguments)
 
 
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")

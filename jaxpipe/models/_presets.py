@@ -1,7 +1,8 @@
 """Sizes of published models, by name.
 
 The keys are those of the configuration: `decoder_block`, the model family (llama if it is missing),
-and the fields of its dataclass: `LlamaConfig`, `MixtureConfig` or `DeepseekConfig`.
+and the fields of its dataclass: `LlamaConfig`, `GemmaConfig`, `MixtureConfig` or
+`DeepseekConfig`.
 """
 
 from typing import Any
@@ -53,6 +54,17 @@ _QWEN3 = _LLAMA | {
     "rope_max_timescale": 1_000_000.0,
     "normalization_layer_epsilon": 1e-6,
     "use_qk_norm": True,
+}
+_GEMMA3 = _LLAMA | {
+    "decoder_block": "gemma3",
+    "head_dim": 256,
+    "rope_max_timescale": 1_000_000.0,
+    "normalization_layer_epsilon": 1e-6,
+    "logits_via_embedding": True,
+    "use_qk_norm": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "local_rope_max_timescale": 10_000.0,
 }
 _QWEN3_EXPERTS = _QWEN3 | {
     "decoder_block": "qwen3_moe",
@@ -125,6 +137,39 @@ PRESETS: dict[str, dict[str, Any]] = {
         "base_num_decoder_layers": 36,
         "base_num_query_heads": 32,
         "base_mlp_dim": 12288,
+    },
+    "gemma3-tiny": _TINY
+    | {
+        "decoder_block": "gemma3",
+        "use_qk_norm": True,
+        "query_pre_attn_scalar": 16,
+        "sliding_window_size": 16,
+        "sliding_window_pattern": 6,
+        "local_rope_max_timescale": 10_000.0,
+        "rope_linear_scaling_factor": 8.0,
+    },
+    "gemma3-1b": _GEMMA3
+    | {
+        "base_emb_dim": 1152,
+        "base_num_decoder_layers": 26,
+        "base_num_query_heads": 4,
+        "base_num_kv_heads": 1,
+        "base_mlp_dim": 6912,
+        "vocab_size": 262144,
+        "sliding_window_size": 512,
+        "rope_linear_scaling_factor": 1.0,
+    },
+    # Without its vision tower.
+    "gemma3-4b": _GEMMA3
+    | {
+        "base_emb_dim": 2560,
+        "base_num_decoder_layers": 34,
+        "base_num_query_heads": 8,
+        "base_num_kv_heads": 4,
+        "base_mlp_dim": 10240,
+        "vocab_size": 262208,
+        "sliding_window_size": 1024,
+        "rope_linear_scaling_factor": 8.0,
     },
     "mixtral-tiny": _TINY | _TINY_EXPERTS | {"decoder_block": "mixtral"},
     "mixtral-8x7b": _MISTRAL

@@ -22,13 +22,14 @@ VocabParallelLoss = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 
 
 def vocab_parallel_next_token_loss(
-    epsilon: float, z_loss_multiplier: float = 0.0
+    epsilon: float, z_loss_multiplier: float = 0.0, *, norm_offset: float = 0.0
 ) -> VocabParallelLoss:
     """Returns a function that computes the loss and its gradients inside a mesh axis.
 
     Args:
         epsilon: Added to the mean square in the last norm.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
+        norm_offset: What is added to the scales of the last norm.
 
     Returns:
         A function `(boundary, x, batch_inputs, axis) -> ((loss, metrics), (gradients of boundary,
@@ -43,7 +44,7 @@ def vocab_parallel_next_token_loss(
         # Each rank differentiates by its own copy of x: the gradient of a shared x would be summed.
         x = match_varying_axes(boundary, x)
         h, pull_norm = jax.vjp(
-            lambda x, scale: rms_norm(x, scale, epsilon), x, boundary["head"]["norm"]
+            lambda x, scale: rms_norm(x, scale, epsilon, norm_offset), x, boundary["head"]["norm"]
         )
         tied = "embed" in boundary
         vocab_weights = boundary["embed"]["table"] if tied else boundary["head"]["logits"]

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
 from jaxpipe.autodiff.staged_model import slice_sequences
-from jaxpipe.kernels import dot_product_attention
+from jaxpipe.kernels import dot_product_attention, sliced_dot_product_attention
 from jaxpipe.models.layers import PROJECTIONS, routed_experts
-from jaxpipe.models.weights import stack_weights
+from jaxpipe.models.weights import is_weight, stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
-from small_models import small_deepseek, small_llama, small_mixture, stack
+from small_models import small_deepseek, small_gemma, small_llama, small_mixture, stack
 
 from . import flax_decoder
 
@@ -401,8 +401,14 @@ def make_case(row: Row) -> Case:
     if row.dropout:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
+    offset = 0.0
+    if row.model == "gemma3":
+        kinds = np.array(_gemma_config(row).layer_kinds[: np.prod(dims)], np.int32)
+        keys, offset = (keys, jnp.asarray(kinds.reshape(dims))), 1.0
     epsilon = models.LlamaConfig.normalization_layer_epsilon
-    vocab_parallel_loss = models.vocab_parallel_next_token_loss(epsilon, row.z_loss)
+    vocab_parallel_loss = models.vocab_parallel_next_token_loss(
+        epsilon, row.z_loss, norm_offset=offset
+    )
     model = StagedModel(
         *functions,
         tied=row.tied,
@@ -483,6 +489,43 @@ def _llama(row: Row):
     return tree, (embed, stack(layer), loss)
 
 
+def _gemma_config(row: Row) -> models.GemmaConfig:
+    has_layer_after = row.layers_per_stage > 1 and row.slices == 1
+    num_layers = row.repeats * row.ranks * row.layers_per_stage + has_layer_after
+    return small_gemma(
+        base_num_decoder_layers=num_layers,
+        logits_via_embedding=row.tied,
+        sliding_window_pattern=3 if num_layers > 2 else 2,
+    )
+
+
+def _gemma(row: Row):
+    """A Gemma 3 with local and global layers, and a layer after stages of several layers."""
+    config, rules = _gemma_config(row), sharding.DEFAULT_RULES
+    embed, layer, loss = models.llama(
+        config,
+        attention=tuple(
+            sliced_dot_product_attention(rules, scores) for scores in config.attention_scores
+        ),
+        constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
+        dropout_rate=row.dropout,
+        project=PROJECTIONS[row.quantization],
+        z_loss_multiplier=row.z_loss,
+    )
+    num_stacked = row.repeats * row.ranks * row.layers_per_stage
+    tree = models.llama_weights(config, layers_after=config.base_num_decoder_layers - num_stacked)
+    # Branches as large as the stream, as at the start of a run, make so narrow a model so steep
+    # that another last bit of the weights changes gradients by 5e-5. These are a quarter of it.
+    quarter = jax.nn.initializers.constant(-0.75)
+
+    def smaller(path: Any, weight: models.Weight) -> models.Weight:
+        is_behind = "post_" in jax.tree_util.keystr(path)
+        return dataclasses.replace(weight, init=quarter) if is_behind else weight
+
+    tree = jax.tree_util.tree_map_with_path(smaller, tree, is_leaf=is_weight)
+    return tree, (embed, stack(layer), loss)
+
+
 def _experts(row: Row):
     return routed_experts(sharding.DEFAULT_RULES, chunk_rows=2 if row.remat == "full" else None)
 
@@ -507,6 +550,7 @@ def _deepseek(row: Row):
 MODELS: dict[str, Callable[[Row], Any]] = {
     "mlp": _mlp,
     **dict.fromkeys(("llama", "qwen3", "mixtral", "qwen3_moe"), _llama),
+    "gemma3": _gemma,
     "deepseek": _deepseek,
 }
 

@@ -76,6 +76,14 @@ def compositions() -> list[Row]:
                   gather="once", packed=True, remat="none"),
         scheduled("qwen3_moe", 2, 1, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="dualpipe",
                   packed=True),
+        scheduled("qwen3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
+                  batch_axes=manual, gather="once", packed=True),
+        scheduled("gemma3", 4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", gather="once",
+                  batch_axes=manual, remat="none", packed=True, layers_per_stage=2),
+        scheduled("gemma3", 2, 2, 4, axes=both, schedule="zbv", dropout=0.1, remat="minimal"),
+        scheduled("gemma3", 4, 1, 8, axes=fsdp, schedule="dualpipe", explicit=True,
+                  batch_axes=manual, packed=True),
+        scheduled("gemma3", 3, 1, 6, schedule="eager_1f1b", remat="none", packed=True),
         # The sums over rows that it stores are the same on all devices of these axes.
         scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
                   remat="none"),
@@ -84,7 +92,7 @@ def compositions() -> list[Row]:
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
-        scheduled("qwen3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
+        scheduled("gemma3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),
     ]  # fmt: skip
@@ -107,6 +115,9 @@ def slices() -> list[Row]:
         scheduled("qwen3", 2, 1, 4, axes=(("tensor", 2),), schedule="seq1f1b", slices=4,
                   vocab_parallel=True, packed=True),
         llama(3, 1, 4, axes=(), slices=2, gather="repeat", layers_per_stage=2),
+        scheduled("gemma3", 2, 1, 4, schedule="seq1f1b", slices=3, packed=True, tied=True,
+                  layers_per_stage=2, remat="none"),
+        scheduled("gemma3", 4, 1, 4, axes=(), schedule="seq1f1b", slices=2, packed=True),
     ]  # fmt: skip
     in_test_job = rows[1:2] + rows[5:6]
     return in_test_job + slow([row for row in rows + more if row not in in_test_job])

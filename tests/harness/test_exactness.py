@@ -78,13 +78,30 @@ def compositions() -> list[Row]:
         row(3, 1, 9, axes=None, packed=True, dropout=0.1),
         full(4, 2, 8, axes=tensor),
         row(1, 2, 2, axes=fsdp, packed=True),
+        # What a llama has, and norms of heads.
+        Row("circular", "qwen3", 2, 2, 4, axes=both, delay=True, tied=True),
+        *layers_that_differ(),
     ]
     return [
         full(2, 3, 4, axes=fsdp),
         full(8, 1, 16, axes=()),
-        # What a llama has, and norms of heads.
-        Row("circular", "qwen3", 2, 2, 4, axes=both, delay=True, tied=True),
+        # What a llama has, and norms; its third layer, on the first rank, sees all tokens.
+        Row("circular", "gemma3", 2, 2, 4, axes=both, delay=True, tied=True),
         *slow(in_slow_job),
+    ]
+
+
+def layers_that_differ() -> list[Row]:
+    """Layers of two kinds in one stack, of which a rank has now one and now the other."""
+    row, fsdp = functools.partial(Row, "circular", "gemma3", packed=True), (("fsdp", 2),)
+    own = {"gather": "repeat", "batch_axes": MANUAL}
+    return [
+        row(3, 1, 6, axes=None, remat="none", dropout=0.1),
+        row(2, 1, 4, axes=CONTEXT, layers_per_stage=2, remat="minimal"),
+        row(4, 2, 4, axes=fsdp, layers_per_stage=2, remat="none", **own),
+        row(2, 2, 4, axes=(("fsdp", 2), ("tensor", 2)), explicit=True, **own),
+        row(2, 2, 4, axes=(("tensor", 2),), vocab_parallel=True, z_loss=0.01, remat="custom"),
+        row(4, 1, 4, axes=fsdp, quantization="fp8", **own),
     ]
 
 

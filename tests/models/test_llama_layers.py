@@ -1,4 +1,4 @@
-"""Layers of llama, Qwen3, Mixtral and Qwen3-MoE against layers written out, without jaxpipe's code.
+"""Layers of llama, Qwen3, Gemma 3 and mixtures against layers written out, without jaxpipe's code.
 
 They loop over the rows of a batch, heads, tokens and experts.
 """
@@ -12,14 +12,16 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
-from jaxpipe.kernels import dot_product_attention
+from jaxpipe.kernels import dot_product_attention, sliced_dot_product_attention
 from jaxpipe.models.layers import routed_experts
-from small_models import small_llama, small_mixture
+from small_models import small_gemma, small_llama, small_mixture
 
 ROWS, LENGTH = 2, 4
 KINDS: dict[str, Any] = {
     "llama": small_llama(),
     "qwen3": small_llama(use_qk_norm=True, head_dim=6, normalization_layer_epsilon=0.01),
+    "gemma3, local": small_gemma(head_dim=6, normalization_layer_epsilon=0.01),
+    "gemma3, global": small_gemma(),
     "mixtral": small_mixture(),
     "qwen3_moe": small_mixture(use_qk_norm=True, num_experts_per_tok=3),
     "qwen3_moe, shares as they are": small_mixture(use_qk_norm=True, norm_topk_prob=False),
@@ -30,10 +32,10 @@ def norm(x: Any, scale: Any, epsilon: float) -> Any:
     return scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
 
 
-def turned(head: Any, timescale: float) -> Any:
+def turned(head: Any, timescale: float, stretch: float) -> Any:
     """Rotates the halves of the channels of a head [T, C] by their positions."""
     half = head.shape[-1] // 2
-    angles = np.outer(np.arange(len(head)), timescale ** -(np.arange(half) / half))
+    angles = np.outer(np.arange(len(head)) / stretch, timescale ** -(np.arange(half) / half))
     angles = angles.astype(np.float32)
     first, second = head[:, :half], head[:, half:]
     return jnp.concatenate(
@@ -45,9 +47,17 @@ def turned(head: Any, timescale: float) -> Any:
     )
 
 
-def attention(config: Any, w: Any, x: Any) -> Any:
-    """[T, D] of one row, head by head."""
+def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
+    """[T, D] of one row, head by head; of Gemma 3 a local layer or a global one."""
     y, epsilon = jnp.zeros_like(x), config.normalization_layer_epsilon
+    timescale, window, stretch, scalar = config.rope_max_timescale, len(x), 1.0, config.head_dim
+    if isinstance(config, models.GemmaConfig):
+        scalar, stretch = config.query_pre_attn_scalar, config.rope_linear_scaling_factor
+        if is_local:
+            timescale, window = config.local_rope_max_timescale, config.sliding_window_size
+            stretch = 1.0
+    distance = np.arange(len(x))[:, None] - np.arange(len(x))
+    sees = (distance >= 0) & (distance < window)
     shared_by = config.base_num_query_heads // config.base_num_kv_heads
     for h in range(config.base_num_query_heads):
         query, key, value = (
@@ -57,15 +67,22 @@ def attention(config: Any, w: Any, x: Any) -> Any:
         if config.use_qk_norm:
             query = norm(query, w["query_norm"], epsilon)
             key = norm(key, w["key_norm"], epsilon)
-        query, key = (turned(head, config.rope_max_timescale) for head in (query, key))
-        scores = query @ key.T / np.sqrt(config.head_dim)
-        shares = jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf))
+        query, key = (turned(head, timescale, stretch) for head in (query, key))
+        scores = query @ key.T / np.sqrt(scalar).astype(np.float32)
+        shares = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
         y += shares @ value @ w["out"][h]
     return y
 
 
 def swiglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def geglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
+    """By the formula of Hendrycks and Gimpel with tanh."""
+    z = x @ gate
+    root = np.sqrt(2 / np.pi).astype(np.float32)
+    return (0.5 * z * (1 + jnp.tanh(root * (z + 0.044715 * z**3))) * (x @ up)) @ down
 
 
 def experts(config: Any, w: Any, x: Any) -> tuple[Any, Any, np.ndarray]:
@@ -83,11 +100,28 @@ def experts(config: Any, w: Any, x: Any) -> tuple[Any, Any, np.ndarray]:
     return jnp.stack(results), chances, counts
 
 
-def written_out(config: Any, w: Any, x: Any) -> tuple[Any, Any]:
+def gemma(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
+    """Returns what a layer of Gemma 3 returns, whose scales are stored as what they add to 1."""
+    epsilon, rows = config.normalization_layer_epsilon, []
+    scales = {name: 1 + leaf for name, leaf in w.items() if name.endswith("norm")}
+    heads = w["attention"] | {n: 1 + w["attention"][n] for n in ("query_norm", "key_norm")}
+    for row in x:
+        y = attention(config, heads, norm(row, scales["attention_norm"], epsilon), is_local)
+        row = row + norm(y, scales["post_attention_norm"], epsilon)
+        h = norm(row, scales["mlp_norm"], epsilon)
+        y = geglu(w["mlp"]["gate"], w["mlp"]["up"], w["mlp"]["down"], h)
+        rows.append(row + norm(y, scales["post_mlp_norm"], epsilon))
+    return jnp.stack(rows), 0.0
+
+
+def written_out(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
     """Returns what the layer returns, and its load-balance loss."""
+    if isinstance(config, models.GemmaConfig):
+        return gemma(config, w, x, is_local)
     epsilon, rows, chances, counts = config.normalization_layer_epsilon, [], [], 0.0
     for row in x:
-        row = row + attention(config, w["attention"], norm(row, w["attention_norm"], epsilon))
+        h = norm(row, w["attention_norm"], epsilon)
+        row = row + attention(config, w["attention"], h, is_local)
         h = norm(row, w["mlp_norm"], epsilon)
         if "mlp" in w:
             rows.append(row + swiglu(w["mlp"]["gate"], w["mlp"]["up"], w["mlp"]["down"], h))
@@ -106,10 +140,14 @@ def written_out(config: Any, w: Any, x: Any) -> tuple[Any, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str):
-    config = KINDS[name]
+    config, is_local = KINDS[name], name.endswith("local")
+    several = tuple(
+        sliced_dot_product_attention(sharding.DEFAULT_RULES, scores)
+        for scores in config.attention_scores
+    )
     _, layer, _ = models.llama(
         config,
-        attention=dot_product_attention,
+        attention=several if config.layer_kinds else dot_product_attention,
         experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
     )
@@ -127,7 +165,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str)
     }
 
     def ours(w: Any, x: Any) -> tuple[Any, Any]:
-        y, aux = layer(w, x, batch_inputs, ())
+        y, aux = layer(w, x, batch_inputs, ((), int(not is_local)) if config.layer_kinds else ())
         return y, aux.get("loss", 0.0)
 
     def with_gradients(run: Any) -> Any:
@@ -137,7 +175,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str)
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(weights, x)
 
-    true = with_gradients(lambda w, x: written_out(config, w, x))
+    true = with_gradients(lambda w, x: written_out(config, w, x, is_local))
     leaves = jax.tree_util.tree_leaves_with_path(with_gradients(ours))
     for (path, leaf), expected in zip(leaves, jax.tree.leaves(true), strict=True):
         if np.any(expected):
@@ -155,3 +193,10 @@ def test_experts_must_be_given_and_must_be_as_wide_as_the_mlp_they_replace():
         small_mixture(base_mlp_dim=16)
     with pytest.raises(ValueError, match="`num_experts_per_tok` is 5, and a token chooses among"):
         small_mixture(num_experts_per_tok=5)
+
+
+def test_every_kind_of_layers_must_be_given_its_attention():
+    with pytest.raises(ValueError, match="`attention` has 1 functions, and layers are of 2 kinds"):
+        models.llama(
+            small_gemma(), attention=dot_product_attention, constrain=sharding.no_constraint
+        )

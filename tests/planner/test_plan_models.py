@@ -33,6 +33,8 @@ PUBLISHED = {
     "mistral-7b": 7_248_023_552,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
@@ -103,16 +105,18 @@ def test_a_token_passes_the_published_number_of_parameters(name: str):
 def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name: str):
     length, (sizes, weights) = 8, sizes_and_weights(name)
     family = MODEL_FAMILIES[PRESETS[name].get("decoder_block", "llama")]
+    attentions = (dot_product_attention,) * len(sizes.attention_scores)
     _, layer, _ = family.model(
         sizes,
-        attention=dot_product_attention,
+        attention=attentions if len(attentions) > 1 else dot_product_attention,
         experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
     )
     batch = {key: jnp.zeros((1, length), jnp.int32) for key in ("positions", "segment_ids")}
     batch["target_weights"] = jnp.zeros((1, length))
     x = jnp.zeros((1, length, sizes.base_emb_dim))
-    traced = jax.make_jaxpr(lambda w: layer(w, x, batch, ()))(weight_shapes(weights["layer"]))
+    key = ((), jnp.int32(0)) if sizes.layer_kinds else ()
+    traced = jax.make_jaxpr(lambda w: layer(w, x, batch, key))(weight_shapes(weights["layer"]))
     found = {name: size / length for name, size in named_sizes(traced.jaxpr)}
     assert found.pop("decoder_layer_input") == sizes.base_emb_dim
     planned = make_request({"model_name": name}, parse_devices("h100:8")).model.tensors

@@ -38,6 +38,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     setup, weights = loaded(folder)
     config, model = setup.config, setup.step.pipe.model
     assert callable(model.layer)
+    is_gemma = config.decoder_block == "gemma3"
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),
@@ -48,8 +49,11 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     x = model.embed(weights["embed"], batch_inputs, ())
     for i in range(setup.state.weights.layout.num_layers):
         layer = jax.tree.map(lambda leaf: leaf[0, 0, i], weights["stages"])  # noqa: B023
-        x, _ = model.layer(layer, x, batch_inputs, ())
-    x = rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
+        is_global = (i + 1) % config.sliding_window_pattern == 0
+        key = ((), int(is_global)) if is_gemma else ()
+        x, _ = model.layer(layer, x, batch_inputs, key)
+    norm = weights["head"]["norm"] + float(is_gemma)  # stored as what it adds to 1
+    x = rms_norm(x, norm, config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)
 

@@ -66,6 +66,16 @@ MIXTURE: Settings = {
     "base_emb_dim": 16,
     "load_balance_loss_weight": 0.1,
 }
+GEMMA: Settings = {
+    **models.PRESETS["gemma3-tiny"],
+    "model_name": "gemma3-tiny",
+    "base_num_decoder_layers": 5,
+    "base_emb_dim": 16,
+    "sliding_window_size": 5,
+    "sliding_window_pattern": 3,
+    "pipeline_parallel_layers": 4,
+}
+"""Layers LLGL in the pipeline and an L behind it: L|LGL on two ranks, or LL|GL."""
 DROPOUT: Settings = {"dropout_rate": 0.3}
 
 

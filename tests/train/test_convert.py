@@ -16,9 +16,16 @@ from safetensors.numpy import load_file
 from harness.contract import assert_close
 from jaxpipe import models
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
-from jaxpipe.train import Config, load_config
-from jaxpipe.train.checkpoint import open_checkpoints, read_metadata, restore_leaf, saved_leaf_specs
-from small_models import small_mixture
+from jaxpipe.train import Config, load_config, set_up
+from jaxpipe.train.checkpoint import (
+    first_state,
+    open_checkpoints,
+    read_metadata,
+    restore_leaf,
+    saved_leaf_specs,
+)
+from jaxpipe.train.step import make_eval_step, mesh_context, shard_batch
+from small_models import small_gemma, small_mixture
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, NAMES, logits, make_run
 
@@ -37,6 +44,7 @@ TIED = dataclasses.replace(
     LLAMA, logits_via_embedding=True, rope_type="llama3.1", llama31_rope_factor=32.0
 )
 MIXTURE = small_mixture(use_qk_norm=True, norm_topk_prob=False, vocab_size=40)
+GEMMA = small_gemma(base_num_decoder_layers=4, logits_via_embedding=True, vocab_size=40)
 NARROW = {"dtype": jnp.bfloat16}
 
 
@@ -68,6 +76,45 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     assert_close(logits(tmp_path / "ours", tokens), theirs, name)
 
 
+PIPELINES: dict[str, list[str]] = {
+    "circular": [],
+    "scheduled": ["pipeline_engine=scheduled", "pipeline_schedule=1f1b"],
+    "mpmd": ["pipeline_engine=mpmd", "pipeline_schedule=1f1b"],
+    "none": ["pipeline_engine=none", "ici_fsdp_parallelism=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "circular")) for name in PIPELINES],
+)
+def test_a_pipeline_whose_layers_differ_has_the_loss_of_transformers(engine: str, tmp_path: Path):
+    from_hugging_face(GOLDEN / "gemma3", tmp_path / "ours", dtype="float32")
+    settings = [f"init_from={tmp_path / 'ours'}", "dtype=float32", "max_target_length=47"]
+    settings += ["num_pipeline_microbatches=2", "per_device_batch_size=1.0", *PIPELINES[engine]]
+    if engine != "none":
+        settings += ["ici_pipeline_parallelism=2", "num_layers_per_pipeline_stage=2"]
+        settings += ["ici_fsdp_parallelism=1"]
+    config = load_config([tmp_path / "ours" / "config.yml"], settings, presets=models.PRESETS)
+    setup = set_up(config, jax.devices()[:2])
+    with np.load(GOLDEN / "gemma3" / "expected.npz") as expected:
+        tokens, theirs = expected["tokens"], expected["logits"]
+    ones = np.ones((2, 47), np.int32)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": ones.cumsum(1, dtype=np.int32) - 1,
+        "segment_ids": ones,
+        "target_weights": (ones / ones.size).astype(np.float32),
+    }
+    weights = first_state(setup.step, config.init_from)["weights"]
+    with mesh_context(setup.step):
+        found = make_eval_step(setup.step)(weights, shard_batch(setup.batch, batch))
+    likely = theirs[:, :-1] - np.log(np.exp(theirs[:, :-1]).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(likely, tokens[:, 1:, None], -1).mean()
+    np.testing.assert_allclose(float(found["loss"]), loss, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
     from_hugging_face(GOLDEN / name, tmp_path / "ours")
@@ -91,11 +138,12 @@ def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
         (LLAMA, {}),
         (TIED, NARROW),
         (dataclasses.replace(MIXTURE, load_balance_loss_weight=0.0), {"layers_after": 1}),
+        (GEMMA, {"layers_after": 2}),
         (DEEPSEEK, {"layers_after": 2}),
         (V3, NARROW),
         (V3, {}),
     ],
-    ids=["llama", "tied, bfloat16", "experts", "V2, layers after", "V3, bfloat16", "V3"],
+    ids=["llama", "tied, bfloat16", "experts", "windows", "V2, layers after", "V3, bfloat16", "V3"],
 )
 def test_ours_come_back_bit_for_bit(sizes: Any, options: Any, tmp_path: Path):
     expected = make_run(tmp_path / "run", sizes, **options)

@@ -16,7 +16,18 @@ from jaxpipe.train.logs import describe
 from jaxpipe.train.plan import schedule_request, select_schedule
 from jaxpipe.train.step import init_state, stored_shardings
 
-from .runs import DEEPSEEK, DROPOUT, MIXTURE, NONE, TINY, Run, Settings, setup_of, three_steps
+from .runs import (
+    DEEPSEEK,
+    DROPOUT,
+    GEMMA,
+    MIXTURE,
+    NONE,
+    TINY,
+    Run,
+    Settings,
+    setup_of,
+    three_steps,
+)
 
 MPMD: Settings = {"pipeline_engine": "mpmd", "ici_pipeline_parallelism": 2}
 ZBV: Settings = MPMD | {"pipeline_schedule": "zbv"}
@@ -83,6 +94,8 @@ SLOW: dict[str, tuple[int, Settings]] = {
     "deepseek, uneven": (4, DEEPSEEK | UNEVEN | {"ici_expert_parallelism": 2}),
     "qwen3_moe, none": (1, MIXTURE | NONE),
     "qwen3_moe, uneven": (4, MIXTURE | UNEVEN | {"ici_expert_parallelism": 2}),
+    "gemma3, none": (1, GEMMA | NONE | {"pipeline_parallel_layers": -1}),
+    "gemma3, uneven": (4, GEMMA | UNEVEN | {"ici_fsdp_parallelism": 2}),
     "fp8, none": (1, FP8 | NONE),
     "fp8, zbv": (2, FP8 | ZBV),
     "fp8, fsdp 2": (4, FP8 | MPMD | {"pipeline_schedule": "1f1b", "ici_fsdp_parallelism": 2}),

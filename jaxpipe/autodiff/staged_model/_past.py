@@ -69,10 +69,14 @@ class Past:
 
         return jax.tree.map(write, self.earlier, new), replace(self, earlier=None, new=new)
 
-    def causal_mask(self, num_queries: int) -> Bool[Array, "t T"]:
-        """Returns whether each token of the slice attends to a position: those up to its own."""
+    def causal_mask(self, num_queries: int, window: int | None = None) -> Bool[Array, "t T"]:
+        """Returns whether each token of the slice attends to a position: those up to its own.
+
+        With a window these are so many, its own included.
+        """
         keys = jnp.arange(num_queries * self.num_slices)
-        return keys <= self.offset + jnp.arange(num_queries)[:, None]
+        queries = self.offset + jnp.arange(num_queries)[:, None]
+        return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 
 def _zeros_of_all_slices(num_slices: int, part: Array) -> Array:

@@ -195,9 +195,10 @@ def _context_seconds(attention: Attention, layout: Layout, device: Device) -> fl
     group = make_group(layout, device.network, "context")
     keys = 2.0 * attention.kv_channels * layout.tokens * layout.context / layout.tensor
     seconds = all_gather_seconds(keys, group, device.network)
-    if layout.context_gathers and not attention.window:
+    exchanging = 1 - attention.windowed if attention.window else 1.0
+    if layout.context_gathers and exchanging:
         # Half of the queries, and then of what they read, is exchanged within pairs of devices.
-        channels = attention.heads * (attention.qk_channels + attention.v_channels)
+        channels = exchanging * attention.heads * (attention.qk_channels + attention.v_channels)
         pair = Group(2, min(2, group.linked))
         moved = 2.0 * channels * layout.tokens / layout.tensor
         seconds += all_to_all_seconds(moved, pair, device.network)

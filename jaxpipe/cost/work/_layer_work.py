@@ -34,6 +34,8 @@ class Attention:
     # Channels of keys and values of all heads together, which context parallelism moves.
     kv_channels: int
     window: int = 0  # the positions that a token attends to at most; 0 for all before it
+    # The share of layers with the window, if one description is the mean of several layers.
+    windowed: float = 1.0
     fused: bool = True  # whether scores stay on the chip, as in flash attention
     # Products of its backward if it is fused, which computes the scores again: 5, or 7 if the
     # gradients of queries and those of keys and values have a kernel each, as in splash attention.
@@ -46,7 +48,8 @@ class Attention:
     def positions(self, length: int) -> float:
         """Returns the positions that a token attends to, on average."""
         if self.window and self.window < length:
-            return self.window - self.window**2 / (2 * length)
+            inside = self.window - self.window**2 / (2 * length)
+            return self.windowed * inside + (1 - self.windowed) * length / 2
         return length / 2
 
 

@@ -54,10 +54,13 @@ def transformer(
     score_bytes: float = SCORE_BYTES,
     backward_products: int = 5,
     window: int = 0,
+    windowed: float = 1.0,
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
 ) -> ModelWork:
     """Returns the work of a transformer; a gated MLP has three weights, as in llama, not two.
+
+    If only a share `windowed` of its layers has the window, each is described as their mean.
 
     Example:
         >>> llama = transformer(
@@ -68,7 +71,8 @@ def transformer(
     """
     channels = head_channels or hidden // heads
     if latent is None:
-        attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels, window)
+        attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels)
+        attention = replace(attention, window=window, windowed=windowed)
     else:
         attention, products = _latent_attention(hidden, heads, latent)
     attention = replace(
@@ -92,10 +96,8 @@ def transformer(
     )
 
 
-def _grouped_attention(
-    D: int, H: int, K: int, C: int, window: int
-) -> tuple[Attention, tuple[Product, ...]]:
-    attention = Attention(H, C, C, 2 * K * C, window)
+def _grouped_attention(D: int, H: int, K: int, C: int) -> tuple[Attention, tuple[Product, ...]]:
+    attention = Attention(H, C, C, 2 * K * C)
     return attention, (Product(D, (H + 2 * K) * C), Product(H * C, D, "row"))
 
 

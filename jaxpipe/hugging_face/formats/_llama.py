@@ -37,17 +37,18 @@ _ATTENTION = {
     "rms_norm_eps": "normalization_layer_epsilon",
     "tie_word_embeddings": "logits_via_embedding",
 }
-_DENSE = _ATTENTION | {"intermediate_size": "base_mlp_dim"}
+LLAMA_SIZES = _ATTENTION | {"intermediate_size": "base_mlp_dim"}
+"""Fields of models with an MLP in every layer, and the keys that they give."""
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
 _QWEN3_FIXED = _FIXED | {"attention_bias": (False,), "use_sliding_window": (False,)}
 _QWEN3_IGNORED = ("layer_types", "max_window_layers", "sliding_window")
 _FIELDS = {
     "llama": ConfigFields(
-        _DENSE, _DEFAULTS, _FIXED | {"attention_bias": (False,), "mlp_bias": (False,)}
+        LLAMA_SIZES, _DEFAULTS, _FIXED | {"attention_bias": (False,), "mlp_bias": (False,)}
     ),
-    "mistral": ConfigFields(_DENSE, _DEFAULTS, _FIXED | {"sliding_window": (None,)}),
-    "qwen3": ConfigFields(_DENSE, _DEFAULTS, _QWEN3_FIXED, _QWEN3_IGNORED),
+    "mistral": ConfigFields(LLAMA_SIZES, _DEFAULTS, _FIXED | {"sliding_window": (None,)}),
+    "qwen3": ConfigFields(LLAMA_SIZES, _DEFAULTS, _QWEN3_FIXED, _QWEN3_IGNORED),
     # transformers' balance loss, of all layers together, is none of ours.
     "mixtral": ConfigFields(
         _ATTENTION

@@ -15,6 +15,7 @@ from ...train.config import check_values
 from ...train.plan import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
 from ._fields import ConfigValues, check_no_problems
+from ._gemma import gemma_slices, read_gemma, write_gemma
 from ._llama import llama_slices, read_llama, write_llama
 from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
@@ -35,13 +36,15 @@ def _llama(block: str) -> ModelFormat:
     return ModelFormat(*(partial(function, block=block) for function in functions))
 
 
-_DEEPSEEK = ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices)
-MODEL_FORMATS = {
-    block: _DEEPSEEK if block == "deepseek" else _llama(block) for block in MODEL_FAMILIES
+_OWN_FORMATS = {
+    "gemma3": ModelFormat(read_gemma, write_gemma, gemma_slices),
+    "deepseek": ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices),
 }
+MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MODEL_FAMILIES}
 """The formats by `decoder_block`."""
 
-MODEL_TYPES = {block: block for block in MODEL_FORMATS if block != "deepseek"} | {
+MODEL_TYPES = {block: block for block in MODEL_FORMATS if block not in _OWN_FORMATS} | {
+    "gemma3_text": "gemma3",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
 }

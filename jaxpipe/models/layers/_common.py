@@ -19,19 +19,23 @@ HEADS = ("activation_batch", "activation_length", "activation_heads", "activatio
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
-Frequencies = Float[np.ndarray, " half"]
+Frequencies = Float[np.ndarray, " half"] | Float[Array, " half"]
 """[C / 2] rotary angles per position of each pair of channels, in radians, float32."""
-Rope = Callable[[Array, Array, np.ndarray], Array]
+Rope = Callable[[Array, Array, Any], Array]
 """`(x [b, T, H, C], positions [b, T], frequencies [C / 2]) -> [b, T, H, C]`, such as `rope`."""
 
 
 def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
+    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float, offset: float = 0.0
 ) -> Float[Array, "... D"]:
-    """Normalizes by the root mean square (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
+    """Normalizes by the root mean square (Zhang and Sennrich, 2019, arXiv 1910.07467).
+
+    The factor of a channel is `scale + offset`: Gemma stores by how much it differs from 1.
+    """
     x32 = x.astype(jnp.float32)
     x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+    factor = scale.astype(jnp.float32)
+    return (x32 * (factor + offset if offset else factor)).astype(x.dtype)
 
 
 def rope_frequencies(
@@ -68,7 +72,8 @@ def rope_by_product(
     """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels."""
     # In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
     # single 1 or -1, so the product is exact.
-    angles = positions[..., None, None].astype(jnp.float32) * np.tile(frequencies, 2)
+    tile = np.tile if isinstance(frequencies, np.ndarray) else jnp.tile
+    angles = positions[..., None, None].astype(jnp.float32) * tile(frequencies, 2)
     exchange = np.kron([[0, 1], [-1, 0]], np.eye(len(frequencies)))
     exchanged = jnp.matmul(
         x,
@@ -87,12 +92,16 @@ def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
 
 
 def swiglu(
-    w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
+    w: PyTree,
+    x: Float[Array, "b T D"],
+    constrain: Constrain,
+    project: Projection,
+    activate: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "b T D"]:
-    """Runs the gated MLP SwiGLU (Shazeer, 2020, arXiv 2002.05202)."""
+    """Runs the gated MLP SwiGLU, or GeGLU by `activate` (Shazeer, 2020, arXiv 2002.05202)."""
     gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
-    return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
+    return checkpoint_name(project(activate(gate) * up, w["down"]), "mlpwo")
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:

@@ -49,9 +49,10 @@ def is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
-def scale(size: int, dtype: Any) -> Weight:
-    """Returns the abstract weight of a norm: one factor per channel, initialized to 1."""
-    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype, exact=True)
+def scale(size: int, dtype: Any, offset: float = 0.0) -> Weight:
+    """Returns the abstract weight of a norm: a number per channel, initialized to 1 - `offset`."""
+    init = jax.nn.initializers.constant(1 - offset) if offset else jax.nn.initializers.ones
+    return Weight((size,), ("norm",), init, dtype, exact=True)
 
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:

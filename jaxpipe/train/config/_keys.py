@@ -51,7 +51,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 DecoderBlock = Annotated[
-    Literal["llama", "mistral", "qwen3", "mixtral", "qwen3_moe", "deepseek"],
+    Literal["llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek"],
     BeforeValidator(lambda value: "llama" if value == "llama2" else value),
 ]
 """A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""
@@ -119,6 +119,11 @@ class ConfigKeys(BaseModel):
     llama31_rope_factor: PositiveFloat = 8.0
     logits_via_embedding: bool = True
     use_qk_norm: bool = False
+    query_pre_attn_scalar: PositiveInt = 16
+    sliding_window_size: PositiveInt = 16
+    sliding_window_pattern: PositiveInt = 6
+    local_rope_max_timescale: PositiveFloat = 10000.0
+    rope_linear_scaling_factor: PositiveFloat = 1.0
     dropout_rate: FractionBelowOne = 0.0
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"

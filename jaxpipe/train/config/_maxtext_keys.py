@@ -172,7 +172,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "global_parameter_scale dense_init_scale attention_output_dim global_head_dim "
         "global_num_kv_heads mlp_activations_limit normalize_embedding_logits mlp_bias "
         "first_num_hash_layers inhomogeneous_layer_cycle_interval share_kv_projections "
-        "attention_bias attention_sink sliding_window_size chunk_attn_window_size "
+        "attention_bias attention_sink chunk_attn_window_size "
         "causal_block_size attn_logits_soft_cap final_logits_soft_cap use_post_attn_norm "
         "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_clip "
         "qk_clip_threshold hidden_size_per_layer_input vocab_size_per_layer_input "
@@ -194,7 +194,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
     ),
     "Rotary angles follow from `rope_type`, `rope_max_timescale`, `rope_factor` and `mscale`: "
     "leave it out.": (
-        "rope_linear_scaling_factor rope_use_scale rope_min_timescale local_rope_max_timescale "
+        "rope_use_scale rope_min_timescale "
         "global_rope_max_timescale global_rope_proportion local_rope_proportion rope_truncate "
         "rope_attention_scaling"
     ),

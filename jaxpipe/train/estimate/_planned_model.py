@@ -121,6 +121,8 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
             named |= _heads(H * C, K * C, K * C, H * C)
             if sizes.use_qk_norm:
                 unnamed.append(Tensor((H + K) * C, _SPLIT))
+            if sizes.has_post_norms:
+                unnamed.append(Tensor(2 * D))
         case DeepseekConfig():
             at = sizes.attention
             H = at.num_heads

@@ -22,7 +22,7 @@ def describe(setup: Setup, done: int) -> str:
         f"{batch.num_microbatches} microbatches of {batch.microbatch_size} x "
         f"{batch.length} tokens" + (f", {calls} times a step" if calls > 1 else ""),
     ]
-    lines.append(setup.step.model.attention.reason)
+    lines += dict.fromkeys(plan.reason for plan in setup.step.model.attentions)
     if setup.schedule_reason is not None:
         lines.append(f"schedule {setup.schedule_reason}")
     elif timeline := predicted_timeline(setup.step):

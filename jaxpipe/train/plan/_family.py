@@ -59,6 +59,16 @@ def _dense(*, use_qk_norm: bool) -> ModelFamily:
     )
 
 
+_GEMMA3 = ModelFamily(
+    models.GemmaConfig,
+    models.llama_weights,
+    models.llama,
+    tied=attrgetter("logits_via_embedding"),
+    has_slices=True,
+    fixed={"use_qk_norm": True, "rope_type": "default"},
+)
+
+
 def _mixture(**fixed: Any) -> ModelFamily:
     """Returns a family of llamas with experts in every layer."""
     return ModelFamily(
@@ -75,6 +85,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "llama": _dense(use_qk_norm=False),
     "mistral": _dense(use_qk_norm=False),
     "qwen3": _dense(use_qk_norm=True),
+    "gemma3": _GEMMA3,
     "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
     "qwen3_moe": _mixture(use_qk_norm=True),
     "deepseek": ModelFamily(

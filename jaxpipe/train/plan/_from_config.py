@@ -294,14 +294,18 @@ def model_plan(
     """Returns how the functions of a run's model compute on a platform such as "tpu"."""
     return ModelPlan(
         dtype=config.dtype,
-        attention=AttentionPlan(
-            config.attention,
-            platform,
-            config.max_target_length,
-            packed=config.packing and config.dataset_type != "synthetic",
-            dtype=config.dtype,
-            head_dim=sizes.attention.head_dim,
-            context_size=context_size,
+        attentions=tuple(
+            AttentionPlan(
+                config.attention,
+                platform,
+                config.max_target_length,
+                packed=config.packing and config.dataset_type != "synthetic",
+                dtype=config.dtype,
+                head_dim=sizes.attention.head_dim,
+                context_size=context_size,
+                scores=scores,
+            )
+            for scores in sizes.attention_scores
         ),
         grouped_matmul=select_grouped_matmul(config.megablox, platform),
         quantization=config.quantization,

@@ -77,7 +77,7 @@ class ModelPlan:
 
     Attributes:
         dtype: The dtype of activations.
-        attention: What the kernel of attention is selected by.
+        attentions: What the kernel of attention of each kind of layers is selected by.
         grouped_matmul: Multiplies rows with the weights of their experts.
         quantization: The name of the projections, a key of `PROJECTIONS`.
         dropout_rate: The share of activations that dropout sets to 0.
@@ -87,13 +87,18 @@ class ModelPlan:
     """
 
     dtype: str
-    attention: AttentionPlan
+    attentions: tuple[AttentionPlan, ...]
     grouped_matmul: GroupedMatmul
     quantization: str
     dropout_rate: float
     num_vocab_tiling: int
     z_loss_multiplier: float
     remat: RematPlan
+
+    @property
+    def attention(self) -> AttentionPlan:
+        """Returns the attention that needs most memory: of layers that store scores, if any do."""
+        return max(self.attentions, key=lambda plan: plan.kernel == "dot_product")
 
 
 def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -> Model:
@@ -121,9 +126,12 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
         loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
         vocab_parallel_loss=models.vocab_parallel_next_token_loss(
-            weights.sizes.normalization_layer_epsilon, plan.z_loss_multiplier
+            weights.sizes.normalization_layer_epsilon,
+            plan.z_loss_multiplier,
+            norm_offset=weights.sizes.norm_offset,
         ),
         contributions=True,
+        layer_constants=weights.layer_kinds,
     )
 
 
@@ -146,9 +154,10 @@ def import_flax_layer() -> Any:
 def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, layer, loss)` of a run's model."""
     rules = weights.devices.rules
+    attentions = [each.function(rules) for each in plan.attentions]
     return weights.family.model(
         weights.sizes,
-        attention=plan.attention.function(rules),
+        attention=attentions[0] if len(attentions) == 1 else tuple(attentions),
         experts=routed_experts(
             rules,
             plan.grouped_matmul,

@@ -68,6 +68,16 @@ class WeightPlan:
         return np.array([row + [-1] * (most - len(row)) for row in rows])
 
     @property
+    def layer_kinds(self) -> Int[np.ndarray, " layers"] | None:
+        """Returns the kind of every layer of the stages; None if layers are of one kind.
+
+        What differs between kinds is static, and none of it is in the shapes of weights: all
+        layers are one stack.
+        """
+        kinds = self.sizes.layer_kinds[: self.layout.num_layers]
+        return np.array(kinds, np.int32) if kinds else None
+
+    @property
     def num_parameters(self) -> int:
         """Returns the number of parameters of the model; padding layers do not count."""
         tree = self.abstract_unstacked

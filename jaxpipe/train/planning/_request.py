@@ -273,6 +273,8 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
             moe.shared_experts,
             getattr(sizes, "first_num_dense_layers", 0),
         )
+    # Layers without a window cost more: the planner's are all the mean of local and global ones.
+    windows = [sizes.attention_scores[kind].window or 0 for kind in sizes.layer_kinds]
     work = transformer(
         layers=sizes.base_num_decoder_layers,
         hidden=sizes.base_emb_dim,
@@ -285,6 +287,8 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         fused_attention=kernel != "dot_product",
         score_bytes=FLOAT32_SCORE_BYTES,
         backward_products=7 if kernel == "splash" else 5,
+        window=max(windows, default=0),
+        windowed=sum(map(bool, windows)) / len(windows) if windows else 1.0,
         latent=latent,
         experts=experts,
     )

@@ -65,8 +65,9 @@ class DecodingPlan:
             models.next_token_logits,
             epsilon=self.weights.sizes.normalization_layer_epsilon,
             constrain=sharding.constrain_with(self.weights.devices.rules),
+            norm_offset=self.weights.sizes.norm_offset,
         )
-        return Decoder(embed, layer, logits, self.weights.tied)
+        return Decoder(embed, layer, logits, self.weights.tied, self.weights.layer_kinds)
 
     def shapes(self, layers_after: int = 0) -> PyTree[jax.ShapeDtypeStruct]:
         """Returns shapes, dtypes and shardings of weights, with so many layers after the stages."""

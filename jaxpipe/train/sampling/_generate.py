@@ -34,12 +34,15 @@ class Decoder:
         layer: `(weights, x, (batch_inputs, past), key) -> (y, (aux, past))`.
         logits: `(boundary, x [b, t, D]) -> [b, t, V]`.
         tied: Whether the logits are computed with the embedding's table.
+        layer_kinds: [L] the kind of every layer, which `layer` is given with its key; None if
+            layers are of one kind.
     """
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
     logits: Callable[[PyTree, Array], Array]
     tied: bool
+    layer_kinds: Int[np.ndarray, " L"] | None = None
 
 
 def prefill(
@@ -177,6 +180,9 @@ def _run(
     else:
         x = decoder.embed(weights["embed"], batch_inputs)
     stages = past("stages")
-    x, _, written = run_sliced_layers(decoder.layer, weights["stages"], x, batch_inputs, (), stages)
+    keys = () if decoder.layer_kinds is None else ((), decoder.layer_kinds)
+    x, _, written = run_sliced_layers(
+        decoder.layer, weights["stages"], x, batch_inputs, keys, stages
+    )
     boundary = {name: weights[name] for name in (("embed", "head") if decoder.tied else ("head",))}
     return decoder.logits(boundary, x[:, -1:])[:, 0], carried | {"stages": written.new}

@@ -97,6 +97,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "qwen3": {"model_type": "qwen3", **QWEN3, "tie_word_embeddings": True},
+    # Of two stages the first layer of one is local, and that of the other global.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+        },
+        "max_position_embeddings": 128,
+    },
     "mixtral": {
         "model_type": "mixtral",
         **SIZES,
@@ -139,7 +155,11 @@ def build(name: str, embed_scale: float = 1.0) -> Any:
                 continue
             noise = torch.randn_like(weight)
             if weight.ndim == 1:
-                weight.copy_(0.1 * noise if "bias" in path else 1 + 0.2 * noise)
+                # Gemma's scales of norms are what they add to 1.
+                is_from_0 = "bias" in path or name == "gemma3"
+                weight.copy_(0.1 * noise if is_from_0 else 1 + 0.2 * noise)
+            elif weight.ndim == 0:  # the scale of embeddings
+                continue
             elif "embed" in path:
                 weight.copy_(embed_scale * noise)
             else:
