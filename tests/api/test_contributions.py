@@ -1,5 +1,6 @@
 """Functions that return contributions: their sum over microbatches, devices and layers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -46,14 +47,14 @@ def example() -> tuple[Any, Any]:
     return params, {"x": x, "y": y, "share": weights / weights.sum()}
 
 
-def plain(params: Any, batch: Any, key: Any) -> Any:
+def plain(params: Any, batch: Any, key: Any, layers: Any = (layer,) * L) -> Any:
     total, metrics = 0.0, {"size": 0.0, "total": 0.0}
     for m in range(M):
         inputs = jax.tree.map(lambda leaf: leaf[m], batch)  # noqa: B023
         x = embed(params["embed"], inputs)
         for i, w in enumerate(params["layers"]):
             key_of_layer = () if key is None else jax.random.fold_in(jax.random.fold_in(key, i), m)
-            x, aux = layer(w, x, inputs, key_of_layer)
+            x, aux = layers[i](w, x, inputs, key_of_layer)
             total, metrics["size"] = total + aux["loss"], metrics["size"] + aux["size"]
         value, of_loss = loss(params["head"], x, inputs)
         total, metrics["total"] = total + value, metrics["total"] + of_loss["total"]
@@ -68,11 +69,11 @@ ENGINES = {
 }
 
 
-def pipeline(engine: str, sizes: dict[str, int], **options: Any) -> Any:
+def pipeline(engine: str, sizes: dict[str, int], model: Any = MODEL, **options: Any) -> Any:
     schedule, more = ENGINES[engine]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = jp.make_mesh(sizes, devices=devices)
-    return jp.pipeline(MODEL, schedule=schedule, mesh=mesh, **{"microbatches": M} | more | options)
+    return jp.pipeline(model, schedule=schedule, mesh=mesh, **{"microbatches": M} | more | options)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "dropout"])
@@ -88,6 +89,63 @@ def test_loss_metrics_and_gradients_are_sums(engine: str, key: Any):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
         error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
         assert error <= 1e-5
+
+
+CONSTANTS = {"kind": np.array([0, 0, 1, 0]), "factor": np.array([0.5, 2.0, -1.0, 3.0], np.float32)}
+
+
+def chosen(activate: Any, factor: float) -> Any:
+    """A layer in which it is static what it computes."""
+
+    def run(w: Any, x: Any, batch: Any, key: Any) -> Any:
+        y, aux = layer(w, x, batch, key)
+        return x + activate(factor * (y - x)), aux
+
+    return run
+
+
+def choosing(w: Any, x: Any, batch: Any, given: Any) -> Any:
+    """A layer that chooses by its constants."""
+    key, of_layer = given
+    y, aux = layer(w, x, batch, key)
+    y = jax.lax.switch(of_layer["kind"], [jnp.sin, jax.nn.gelu], of_layer["factor"] * (y - x))
+    return x + y, aux
+
+
+CHOOSING = jp.Model(embed, choosing, loss, contributions=True, layer_constants=CONSTANTS)
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(None, marks=pytest.mark.slow, id="plain"), pytest.param(KEY, id="dropout")]
+)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(e, marks=[pytest.mark.slow] * (e != "scheduled")) for e in ENGINES]
+)
+def test_layers_of_one_stack_choose_by_constants_what_they_compute(engine: str, key: Any):
+    params, batch = example()
+    uneven = {"layers_per_stage": [1, 3]} if engine in ("scheduled", "mpmd") else {}
+    pipe = pipeline(engine, {"stage": 2}, CHOOSING, **uneven)
+    step = pipe.jit(lambda params, batch: pipe.value_and_grad(params, batch, key))
+    (value, _), grads = step(pipe.shard(params), batch)
+    layers = [
+        chosen((jnp.sin, jax.nn.gelu)[kind], factor)
+        for kind, factor in zip(CONSTANTS["kind"], CONSTANTS["factor"], strict=True)
+    ]
+    true = jax.value_and_grad(lambda *given: plain(*given, layers)[0])(params, batch, key)
+    found = float(value), pipe.unshard(grads)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
+        assert error <= 1e-5
+
+
+def test_constants_of_other_layers_or_of_a_model_of_means_are_refused():
+    params, batch = example()
+    others = dataclasses.replace(CHOOSING, layer_constants=np.zeros(3))
+    pipe = pipeline("circular", {"stage": 2}, others)
+    with pytest.raises(ValueError, match=r"array of shape \(3,\), and there are 4 layers"):
+        pipe.value(pipe.shard(params), batch)
+    with pytest.raises(ValueError, match=r"`Model.layer_constants` is given, and .* is False"):
+        pipeline("circular", {"stage": 2}, dataclasses.replace(CHOOSING, contributions=False))
 
 
 @pytest.mark.parametrize("engine", ["circular", "scheduled"])
