@@ -131,7 +131,7 @@ def test_layers_of_one_stack_choose_by_constants_what_they_compute(engine: str, 
         chosen((jnp.sin, jax.nn.gelu)[kind], factor)
         for kind, factor in zip(CONSTANTS["kind"], CONSTANTS["factor"], strict=True)
     ]
-    true = jax.value_and_grad(lambda *given: plain(*given, layers)[0])(params, batch, key)
+    true = jax.value_and_grad(lambda p: plain(p, batch, key, layers)[0])(params)
     found = float(value), pipe.unshard(grads)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
         error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
