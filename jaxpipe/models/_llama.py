@@ -308,9 +308,9 @@ def llama(
             f"`attention` has {len(attentions)} functions, and layers are of "
             f"{len(config.attention_scores)} kinds. Give one for each of `config.attention_scores`."
         )
-    frequencies = config.frequencies
     epsilon, offset = config.normalization_layer_epsilon, config.norm_offset
     norm = partial(rms_norm, epsilon=epsilon, offset=offset)
+    attention_of = _attention(config, norm, constrain, project, rotate)
     feed_forward = _feed_forward(config, experts, constrain, project)
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
@@ -323,24 +323,12 @@ def llama(
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
         h = norm(x, w["attention_norm"])
-        h = _attend(w["attention"], h, batch_inputs, kind, attend)
+        h = attention_of(w["attention"], h, batch_inputs, kind, attend)
         h = norm(h, w["post_attention_norm"]) if config.has_post_norms else h
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
         h, aux = feed_forward(w, norm(x, w["mlp_norm"]), batch_inputs)
         h = norm(h, w["post_mlp_norm"]) if config.has_post_norms else h
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
-
-    def _attend(w, x, batch_inputs: PyTree, kind, attend: Callable):
-        q, k, v = (
-            constrain(project(x, w[name]), axes)
-            for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
-        )
-        if config.use_qk_norm:
-            q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
-        angles = frequencies if len(attentions) == 1 else jnp.asarray(frequencies)[kind]
-        q, k = (rotate(heads, batch_inputs["positions"], angles) for heads in (q, k))
-        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
-        return checkpoint_name(project(out, w["out"]), "out_proj")
 
     layer = _of_slices_too(run_layer, config.attention_scores, attentions)
     token_loss = partial(
@@ -353,6 +341,27 @@ def llama(
     )
     loss = loss_after_layers(outside_remat(layer), token_loss, config.layer_kinds)
     return embed, layer, loss
+
+
+def _attention(
+    config: LlamaConfig, norm: Callable, constrain: Constrain, project: Projection, rotate: Rope
+) -> Callable:
+    """Returns attention with its projections, `(weights, x, batch_inputs, kind, attend) -> y`."""
+    frequencies = config.frequencies
+
+    def run(w: PyTree, x: Array, batch_inputs: PyTree, kind: Any, attend: Callable) -> Array:
+        q, k, v = (
+            constrain(project(x, w[name]), axes)
+            for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
+        )
+        if config.use_qk_norm:
+            q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
+        angles = jnp.asarray(frequencies)[kind] if config.layer_kinds else frequencies
+        q, k = (rotate(heads, batch_inputs["positions"], angles) for heads in (q, k))
+        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
+        return checkpoint_name(project(out, w["out"]), "out_proj")
+
+    return run
 
 
 def _feed_forward(

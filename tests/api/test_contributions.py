@@ -119,7 +119,7 @@ CHOOSING = jp.Model(embed, choosing, loss, contributions=True, layer_constants=C
     "key", [pytest.param(None, marks=pytest.mark.slow, id="plain"), pytest.param(KEY, id="dropout")]
 )
 @pytest.mark.parametrize(
-    "engine", [pytest.param(e, marks=[pytest.mark.slow] * (e != "scheduled")) for e in ENGINES]
+    "engine", [pytest.param(e, marks=[pytest.mark.slow] * (e != "circular")) for e in ENGINES]
 )
 def test_layers_of_one_stack_choose_by_constants_what_they_compute(engine: str, key: Any):
     params, batch = example()

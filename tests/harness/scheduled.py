@@ -78,6 +78,8 @@ def compositions() -> list[Row]:
                   packed=True),
         scheduled("qwen3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
+        scheduled("gemma3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
+                  batch_axes=manual, gather="once", packed=True),
         scheduled("gemma3", 4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", gather="once",
                   batch_axes=manual, remat="none", packed=True, layers_per_stage=2),
         scheduled("gemma3", 2, 2, 4, axes=both, schedule="zbv", dropout=0.1, remat="minimal"),
@@ -92,8 +94,6 @@ def compositions() -> list[Row]:
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
-        scheduled("gemma3", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
-                  batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),
     ]  # fmt: skip
 

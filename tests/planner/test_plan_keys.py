@@ -97,6 +97,8 @@ UNCOUNTED = {
     "weight_decay_exclude": "a mask that is known when a step is traced",
     "normalization_layer_epsilon": "a scalar",
     **dict.fromkeys(("rope_max_timescale", "rope_type", "llama31_rope_factor"), "other angles"),
+    **dict.fromkeys(("local_rope_max_timescale", "rope_linear_scaling_factor"), "other angles"),
+    "query_pre_attn_scalar": "a scalar",
     **dict.fromkeys(("rope_factor", "original_max_position_embeddings"), "other angles"),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale"), "other angles"),
     "z_loss_multiplier": "one more number of each token",
@@ -163,6 +165,7 @@ WITH: dict[str, dict[str, Any]] = {
     },
     "num_vocab_tiling": {"num_vocab_tiling": 2},
     "optimizer_arguments": {"optimizer": "sgd"},
+    **{f"sliding_window_{name}": {"model_name": "gemma3-1b"} for name in ("size", "pattern")},
     "topk_routing_group": {"n_routing_groups": 4},
     "num_pipeline_slices": {
         "pipeline_engine": "scheduled",
