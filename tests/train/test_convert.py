@@ -80,7 +80,7 @@ PIPELINES: dict[str, list[str]] = {
     "circular": [],
     "scheduled": ["pipeline_engine=scheduled", "pipeline_schedule=1f1b"],
     "mpmd": ["pipeline_engine=mpmd", "pipeline_schedule=1f1b"],
-    "none": ["pipeline_engine=none", "ici_fsdp_parallelism=2"],
+    "none": ["pipeline_engine=none", "ici_tensor_parallelism=2"],
 }
 
 
@@ -92,9 +92,9 @@ def test_a_pipeline_whose_layers_differ_has_the_loss_of_transformers(engine: str
     from_hugging_face(GOLDEN / "gemma3", tmp_path / "ours", dtype="float32")
     settings = [f"init_from={tmp_path / 'ours'}", "dtype=float32", "max_target_length=47"]
     settings += ["num_pipeline_microbatches=2", "per_device_batch_size=1.0", *PIPELINES[engine]]
+    settings += ["ici_fsdp_parallelism=1"]
     if engine != "none":
         settings += ["ici_pipeline_parallelism=2", "num_layers_per_pipeline_stage=2"]
-        settings += ["ici_fsdp_parallelism=1"]
     config = load_config([tmp_path / "ours" / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:2])
     with np.load(GOLDEN / "gemma3" / "expected.npz") as expected:
