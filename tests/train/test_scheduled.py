@@ -367,7 +367,10 @@ def test_a_file_with_more_stages_on_one_rank_than_on_another_is_refused(tmp_path
     [
         (SCHEDULED | {"pipeline_delay_activation_forwarding": True}, "`pipeline_delay_activation"),
         (SCHEDULED | {"scan_pipeline_repeats": False}, "'scheduled' and `scan_pipeline_repeats` i"),
-        ({"pipeline_schedule": "1f1b"}, "'circular' and `pipeline_schedule` is '1f1b', which it d"),
+        (
+            {"pipeline_engine": "circular", "pipeline_schedule": "1f1b"},
+            "'circular' and `pipeline_schedule` is '1f1b', which it d",
+        ),
         ({"pipeline_layout": "Et|tL"}, "'circular' and `pipeline_layout` is .*engine=scheduled`"),
         ({"pipeline_engine": "none", "pipeline_schedule": "zbv"}, "'none' and `pipeline_schedule"),
         ({"pipeline_engine": "none", "pipeline_layout": "EtL"}, "'none' and `pipeline_layout` is"),
