@@ -150,6 +150,7 @@ def test_a_disk_that_is_full_during_a_save_ends_the_run_and_nothing_is_lost(tmp_
 
 
 def test_metrics_that_no_longer_fit_end_the_run(tmp_path):
+    run(tmp_path / "compiled", steps=1, enable_checkpointing=False)  # the cache has no room below
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, hard))
     try:
