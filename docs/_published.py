@@ -388,6 +388,7 @@ def _maxtext_table(row: dict[str, str]) -> Case:
         head_channels=256,
         mlp=7168 << wide,
         vocab=32000,
+        backward_products=7,
     )
     layout = Layout(
         data=slices,
@@ -401,7 +402,6 @@ def _maxtext_table(row: dict[str, str]) -> Case:
         shared_optimizer=False,
         overlap=("fsdp",),
     )
-    work = _with_backward(work, 7)
     flops = flops_per_token(work, layout.sequence, whole_square=True) * layout.batch * 2048
     measured = flops / layout.devices / (1e12 * float(row["tflops_per_chip"]))
     shown = {**row, "ep": "", "table": kind, "model": f"MaxText {scale}b"}

@@ -38,6 +38,13 @@ def forget() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Numbers that are made without a dtype are in float64."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Rows of slow_rows.txt are in `make test-slow`: dear ones, most of which others cover."""

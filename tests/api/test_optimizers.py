@@ -4,7 +4,7 @@ The judge is the program that a user would write: `tx` on lists of layers, and `
 of a loop over them.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -101,12 +101,6 @@ def largest_error(got: Any, wanted: Any) -> float:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         largest = max(largest, np.abs(a - b).max(initial=0) / (np.abs(b).max(initial=0) + 1e-30))
     return largest
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
 
 
 def gradients(params: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """The methods that MaxText documents, on a mesh of 2 ranks x 2 shards."""
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,14 +238,7 @@ def test_all_stages_are_made_and_run_at_once():
     np.testing.assert_allclose(y, xs + jnp.tanh(xs @ made[:, None]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def float64() -> Iterator[None]:
-    """Gradients have entries near zero, of which float32 leaves few digits."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("float64")  # of entries near zero float32 leaves few digits
 def test_driven_by_hand_on_a_mesh_gradients_are_those_of_the_call():
     module, variables, x = pipeline("repeat")
     xs = x.reshape(M, 2, 3, WIDTH)

@@ -24,7 +24,7 @@ def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def manual_row_axes(plan: PipelinePlan) -> tuple[str, ...]:
     """Returns the axes along which each device calls functions with its own rows.
 
-    Axes of size 1 too: where they are explicit, arrays are typed by them.
+    Axes of size 1 too: where they are explicit, JAX before 0.12 types arrays by them.
     """
     if plan.whole_microbatches:
         return ()
