@@ -16,12 +16,11 @@ from .._options import (
     text,
 )
 from ..job import ADDRESS, NUM_PROCESSES, PROCESS, first_failure, started_processes
+from ..process import USER_ERROR
 from ._compile import leave_devices_alone
 
 _HELP = "train a model in several processes on this machine, or print the job of a cluster"
 _CLUSTER_RESTARTS = 20
-_USER_ERROR = 2
-"""The exit code of a user's mistake, which a restart does not repair."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         commands = _commands(words, args.processes, args.gpus_per_process)
         with started_processes(commands) as job:
             code = first_failure(job, args.grace)
-        if code in (0, _USER_ERROR) or job.signals or restart > max_restarts:
+        if code in (0, USER_ERROR) or job.signals or restart > max_restarts:
             break
         which = f"restart {restart} of {max_restarts}"
         print(f"jaxpipe: the job starts again from its newest checkpoint: {which}", file=sys.stderr)

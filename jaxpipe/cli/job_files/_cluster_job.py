@@ -67,6 +67,17 @@ def cluster_job(
     )
 
 
+def check_has_volume(job: ClusterJob, printed: str, storage: str) -> None:
+    """Checks that a job of containers has an image, and a volume, which `storage` describes.
+
+    Raises:
+        ValueError: If one of them is missing.
+    """
+    for option, what in {"image": "a container image with jaxpipe", "storage": storage}.items():
+        if not getattr(job, option):
+            raise ValueError(f"`--print {printed}` needs `--{option}`, {what}.")
+
+
 def _setting(key: str, value: Any) -> str:
     """Returns `key=value` as a command line has it: text without quotes if YAML reads it so."""
     from ...train.config import parse_override

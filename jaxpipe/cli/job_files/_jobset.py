@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from ..job import ADDRESS, NUM_PROCESSES, PROCESS
-from ._cluster_job import GRACE_SECONDS, ClusterJob
+from ..process import USER_ERROR
+from ._cluster_job import GRACE_SECONDS, ClusterJob, check_has_volume
 
 _GKE_ACCELERATORS = {
     "v4": "tpu-v4-podslice",
@@ -18,9 +19,6 @@ _GKE_ACCELERATORS = {
 """How node pools of GKE name generations of TPUs."""
 
 _PORT = 55527
-_USER_ERROR = 2
-"""The exit code of a user's mistake, which a restart does not repair."""
-
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _MAX_NAME = 63 - len("-workers-000-0000")
 """Pods are called `NAME-workers-SLICE-HOST`, and have at most 63 characters."""
@@ -43,9 +41,7 @@ def jobset_file(job: ClusterJob) -> str:
         ValueError: If Kubernetes does not take the name of the run, or image or volume is missing.
     """
     name, devices = kubernetes_name(job), job.devices
-    for option, what in {"image": "a container image with jaxpipe", "storage": _CLAIM}.items():
-        if not getattr(job, option):
-            raise ValueError(f"`--print jobset` needs `--{option}`, {what}.")
+    check_has_volume(job, "jobset", _CLAIM)
     container: dict[str, Any] = {"name": "train", "image": job.image}
     container["command"] = ["jaxpipe", "train"]
     mounts = [{"name": "runs", "mountPath": job.output_dir}]
@@ -116,7 +112,7 @@ def _environment(name: str, num_hosts: int) -> list[dict[str, Any]]:
 
 def _workers(num_hosts: int, pod: dict[str, Any]) -> dict[str, Any]:
     """Returns the spec of the job of a slice, which fails for good at an error in the settings."""
-    exit_codes = {"containerName": "train", "operator": "In", "values": [_USER_ERROR]}
+    exit_codes = {"containerName": "train", "operator": "In", "values": [USER_ERROR]}
     return {
         "parallelism": num_hosts,
         "completions": num_hosts,

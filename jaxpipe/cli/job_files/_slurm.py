@@ -49,15 +49,13 @@ def slurm_file(job: ClusterJob) -> str:
                 f"`--{name}` is given and `--print` is slurm, whose nodes have jaxpipe and "
                 "`output_dir` mounted. Leave it out."
             )
-    words = ["jaxpipe", "train", "distributed=true", *job.settings]
+    words = ["jaxpipe train", *map(shlex.quote, ("distributed=true", *job.settings))]
     return _SCRIPT.format(
         name=shlex.quote(job.name),
         nodes=devices.num_hosts,
         gpus=devices.chips_per_host,
         grace=GRACE_SECONDS,
         ids=",".join(map(str, range(devices.chips_per_host))),
-        command=" \\\n        ".join(map(shlex.quote, words)).replace(
-            "jaxpipe \\\n        train", "jaxpipe train"
-        ),
+        command=" \\\n        ".join(words),
         restarts=job.max_restarts,
     )

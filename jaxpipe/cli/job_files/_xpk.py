@@ -2,7 +2,7 @@
 
 import shlex
 
-from ._cluster_job import GRACE_SECONDS, ClusterJob
+from ._cluster_job import GRACE_SECONDS, ClusterJob, check_has_volume
 from ._jobset import kubernetes_name
 
 _PREFIXES = {"v5e": "v5litepod"}
@@ -34,10 +34,7 @@ def xpk_file(job: ClusterJob) -> str:
             f"`--devices` is {devices.name} and `--print` xpk, which is for TPUs. GPUs are run by "
             "`--print slurm` or `--print jobset`."
         )
-    needed = {"image": "a container image with jaxpipe", "storage": "xpk's name of the storage"}
-    for option, what in needed.items():
-        if not getattr(job, option):
-            raise ValueError(f"`--print xpk` needs `--{option}`, {what}.")
+    check_has_volume(job, "xpk", "xpk's name of the storage")
     prefix = _PREFIXES.get(devices.generation, devices.generation)
     words = ["jaxpipe", "train", "distributed=true", *job.settings]
     return _SCRIPT.format(

@@ -10,6 +10,9 @@ import traceback
 from ..._durable import PATH_ERRORS, DiskError
 from ..._input import clause, short_repr, shorten
 
+USER_ERROR = 2
+"""The exit code of a user's mistake, which a restart does not repair."""
+
 _MAX_MESSAGE = 4000
 """The most characters of an error message."""
 
@@ -65,7 +68,9 @@ def report_error(error: BaseException, command: str) -> int:
         return _fail(str(error))
     if isinstance(error, OSError) and error.strerror:
         name = f"{short_repr(str(error.filename))}: " if error.filename is not None else ""
-        return _fail(f"{name}{error.strerror}.", code=2 if error.errno in PATH_ERRORS else 1)
+        return _fail(
+            f"{name}{error.strerror}.", code=USER_ERROR if error.errno in PATH_ERRORS else 1
+        )
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)[:1000]:
         return _fail(f"{_NO_MEMORY} ({shorten(str(error) or 'MemoryError', 500)})", code=1)
     if "No such compile option" in str(error):  # JAX wraps the error of XLA
@@ -75,7 +80,7 @@ def report_error(error: BaseException, command: str) -> int:
     return _tell_unexpected(error, command)
 
 
-def _fail(message: str, *, code: int = 2) -> int:
+def _fail(message: str, *, code: int = USER_ERROR) -> int:
     print(f"jaxpipe: error: {shorten(message, _MAX_MESSAGE)}", file=sys.stderr)
     return code
 
