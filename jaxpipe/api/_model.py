@@ -120,8 +120,8 @@ class Model:
             dim are divided over the axis `context` of the mesh. Functions are given whole sequences
             all the same, so positions are `jnp.arange(T)`. What is elementwise along the dim runs
             on each device's share, attention by `jaxpipe.attention`; for all other functions of
-            several tokens, such as convolutions, XLA moves what they read. Default: sequences are
-            whole.
+            several tokens, such as convolutions, XLA moves what they read. With `contributions`
+            `embed` may be given the tokens of one device. Default: sequences are whole.
         plain: `(params, batch) -> loss` or `-> (loss, metrics)`: the program that these functions
             are parts of, in the user's tree, with which `PipelinedModel.check` compares. Default:
             the functions one after the other.
@@ -341,7 +341,6 @@ def check_contributions(model: Model, **unread: Any) -> None:
     unread |= {
         "Model.shared": model.shared or None,
         "Model.sliced_leaves": model.sliced_leaves,
-        "Model.sequence_dim": model.sequence_dim,
     }
     names = [f"`{name}`" for name, value in unread.items() if value is not None]
     if names:

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree, Scalar
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import slice_sequences, split_metrics
 from ..engines import Engine, PipelinePlan
-from ..engines.fsdp import gathered_size, layer_specs, num_row_shards
+from ..engines.fsdp import gathered_size, num_row_shards, with_layer_specs
 from ..schedules import language
 from ._frozen import (
     FrozenRule,
@@ -565,18 +565,21 @@ class PipelinedModel(InspectedModel):
             loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
+        by_tokens = False
         if self.engine.has_branches(plan):
             shapes = self._shapes_by_kind(plan, all_weights)
-            check_token_wise(of_user, shapes, rows, key_or_none, self.mesh)
+            by_tokens = check_token_wise(of_user, shapes, rows, key_or_none, self.mesh)
         check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
-        plan = _with_layer_specs(plan, weights)
+        by_tokens = by_tokens and not jax.tree.leaves(frozen["embed"])  # which it closes over
+        plan = with_layer_specs(plan, weights["stages"])
         layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
         if self.model.shared:
             weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
             layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
-        return plan, self._staged_model(model, plan, packed), weights, inputs, layer_keys
+        staged = self._staged_model(model, plan, packed, by_tokens)
+        return plan, staged, weights, inputs, layer_keys
 
     def _arguments_of_contributions(
         self,
@@ -599,8 +602,8 @@ class PipelinedModel(InspectedModel):
             fold_in = partial(jax.random.fold_in, check_key(key))
             keys = jax.vmap(fold_in)(jnp.arange(num_layers))
         keys = with_constants(self.model, keys, num_layers)
-        plan = _with_layer_specs(plan, weights)
-        model = contributing_model(self.model, *self._stages_of(plan))
+        plan = with_layer_specs(plan, weights["stages"])
+        model = contributing_model(self.model, self.mesh, *self._stages_of(plan))
         inputs = slice_sequences(batch, self.num_slices, 2)
         nothing: Any = {kind: () for kind, _ in plan.kinds} if plan.kinds else ()
         layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, nothing))
@@ -675,26 +678,23 @@ class PipelinedModel(InspectedModel):
         return report
 
     def _staged_model(
-        self, of_user: Model, plan: PipelinePlan, packed: PackedX | None
+        self, of_user: Model, plan: PipelinePlan, packed: PackedX | None, by_tokens: bool
     ) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
+        tokens_over = self.mesh if by_tokens else None
         divide = divided(self.mesh, self.model.sequence_dim, plan.whole_microbatches)
         stages_of = self._stages_of(plan)
-        per_rank = packed if self.engine.program_per_rank else None
+        own_copy, per_rank = self.engine.own_copy, packed if self.engine.program_per_rank else None
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
 
         def staged(model: Model) -> StagedModel:
-            made = staged_model(model, num_pieces, self.engine.own_copy, *stages_of, divide=divide)
+            made = staged_model(
+                model, num_pieces, own_copy, *stages_of, divide=divide, tokens_over=tokens_over
+            )
             return replace(made, hand_overs=hand_overs)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             return staged(close_over(of_user, frozen))
 
         return replace(staged(of_user), bind=bind)
-
-
-def _with_layer_specs(plan: PipelinePlan, weights: dict[str, Any]) -> PipelinePlan:
-    """Returns the plan with the specs of a layer, if layers gather their own parameters."""
-    by_layer = plan.gather == "layer"
-    return replace(plan, layer_specs=layer_specs(plan, weights["stages"])) if by_layer else plan

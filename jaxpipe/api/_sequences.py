@@ -4,13 +4,15 @@ Functions of a model stay functions of whole sequences. Leaves are divided, and 
 functions compute with them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import EmbedOfSlices
 from ..sharding.specs import reshard_to_spec
 from ._model import Model
 
@@ -37,6 +39,21 @@ def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: boo
             f"`schedule` cuts sequences into {num_slices} slices, and the axis {CONTEXT!r} of "
             f"`mesh` divides them over {size} devices. Give one of the two."
         )
+
+
+def embed_of_slices(
+    embed: Callable[[Any, Any], Any], mesh: Mesh, dim: int | None
+) -> EmbedOfSlices | None:
+    """Returns how an embedding, which treats tokens one by one, runs on slices of sequences.
+
+    Args:
+        embed: `StagedModel.embed` without constraints on what it returns.
+        dim: The dim of T in what `embed` is given and returns. None: sequences are whole.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if dim is None or mesh.shape.get(CONTEXT, 1) == 1 or types[CONTEXT] != AxisType.Auto:
+        return None
+    return EmbedOfSlices(embed, CONTEXT, dim)
 
 
 def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) -> PyTree:

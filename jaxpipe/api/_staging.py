@@ -26,7 +26,7 @@ from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, lo
 from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import check_appended, num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
-from ._sequences import sequences_divided
+from ._sequences import embed_of_slices, sequences_divided
 
 
 class PieceInputs(NamedTuple):
@@ -338,10 +338,12 @@ def staged_model(
     stage_of: Callable[[Any], Callable],
     sliced_stage_of: Callable[[Any], Callable] | None = None,
     divide: Divide = undivided,
+    tokens_over: Mesh | None = None,
 ) -> StagedModel:
     """Returns the model as engines run it.
 
     Args:
+        tokens_over: The mesh whose axis `context` may divide what the embedding is given.
         stage_of: From a layer, or layers by kind, to the stage that runs layers. A layer is given
             the dropout key and the frozen leaves of `Engine.layer_keys`.
 
@@ -374,6 +376,10 @@ def staged_model(
         return stage_of(jax.tree.map(of_layer, model.layer))  # one function, or one for each kind
 
     staged = replace(boundary_model(model, num_pieces, divide), stage=make(stage_of, of_pieces))
+    if tokens_over is not None:
+        embed = partial(on_pieces, partial(_embed, model), 1)
+        dim = model.sequence_dim and model.sequence_dim + 1
+        staged = replace(staged, embed_of_slices=embed_of_slices(embed, tokens_over, dim))
     if sliced_stage_of is None:
         return staged
     sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves, divide)
@@ -382,6 +388,7 @@ def staged_model(
 
 def contributing_model(
     model: Model,
+    mesh: Mesh,
     stage_of: Callable[[Any], Callable],
     sliced_stage_of: Callable[[Any], Callable] | None = None,
 ) -> StagedModel:
@@ -417,13 +424,17 @@ def contributing_model(
     def stage(stage_of: Callable, of_layer: Callable) -> Callable:
         return stage_of(jax.tree.map(of_layer, model.layer))
 
+    def embed(weights: Any, inputs: PyTree) -> Any:
+        return model.embed(weights, inputs, ())
+
     return StagedModel(
-        embed=lambda weights, inputs: model.embed(weights, inputs, ()),
+        embed=embed,
         stage=stage(stage_of, of_layer),
         loss=loss,
         tied=model.tied,
         vocab_parallel_loss=model.vocab_parallel_loss,
         sliced_stage=sliced_stage_of and stage(sliced_stage_of, of_sliced_layer),
+        embed_of_slices=embed_of_slices(embed, mesh, model.sequence_dim),
     )
 
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..ir.rows import Mixed
+from ..ir.rows import Mixed, Rows
 from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
@@ -30,7 +30,7 @@ from ._sequences import CONTEXT
 
 def check_token_wise(
     model: Model, weights: dict[str, PyTree], rows: PyTree, key: Any, mesh: Mesh
-) -> None:
+) -> bool:
     """Checks that functions treat tokens one by one, apart from `jaxpipe.attention`.
 
     Args:
@@ -38,12 +38,16 @@ def check_token_wise(
             kind.
         rows: Shapes of what functions are given of a batch.
 
+    Returns:
+        Whether a slice of x is what the embedding makes of a slice of its inputs. More is allowed:
+        positions and random bits of a slice are not those of the first tokens.
+
     Raises:
         ValueError: If one does not, or is not known to.
     """
     size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
     if dim is None or size == 1:
-        return
+        return False
     x, key = no_activations(), jax.tree.map(shape_of, key)
     batches = rows, jax.tree.map(partial(_share, dim, size), rows)
 
@@ -71,6 +75,9 @@ def check_token_wise(
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
         return (model.embed(weights, batch, key),)
 
+    def of_batch(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return model.embed(weights, batch, key)
+
     def layer_of(function: Callable) -> Callable:
         return lambda weights, x, batch, key: x_and_aux(function(weights, x, batch, key), x)
 
@@ -81,6 +88,8 @@ def check_token_wise(
     for name, function, params in layers_with_weights(model, weights):
         x = judged(name, layer_of(function), params, x)
     judged(model.loss_name, loss, weights_of_loss(model, weights), x)
+    relations, _, draws = compared(of_batch, weights["embed"], no_activations(), batches, key, size)
+    return not draws and all(relation == Rows(dim) for relation in relations)
 
 
 def _share(dim: int, size: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

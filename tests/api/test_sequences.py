@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -218,6 +219,54 @@ def test_each_device_has_its_share_of_the_sequences():
         memory: Any = compiled.memory_analysis()
         sizes[context] = memory.temp_size_in_bytes
     assert sizes[4] < 0.3 * sizes[1]
+
+
+def with_positions(w, batch):
+    positions = jnp.cos(jnp.arange(batch["tokens"].shape[1])[:, None] / (1 + jnp.arange(D)))
+    return w["table"][batch["tokens"]] + w["bias"] + positions
+
+
+def without_positions(w, batch):
+    return w["table"][batch["tokens"]] * 2 + w["bias"]
+
+
+@pytest.mark.parametrize("frozen", [None, lambda path, leaf: "bias" in path], ids=["all", "table"])
+@pytest.mark.parametrize("function", [with_positions, without_positions])
+def test_embeddings_that_the_loss_reads_too(function: Callable, frozen: Any):
+    params, batch = drawn()
+    params["embed"] = {"table": params["embed"], "bias": params["embed"][0]}
+    params["head"] = jnp.ones(D)
+
+    def tied_loss(w, x, batch):
+        return loss((w["embed"]["table"] * w["head"]).T, x, batch)
+
+    def plain(params):
+        layer, x = layer_with(written_out), function(params["embed"], batch)
+        for w in params["layers"]:
+            x = layer(w, x, batch)
+        return tied_loss(params, x, batch)
+
+    model = jp.Model(function, layer_with(jp.attention), tied_loss, tied=True, sequence_dim=1)
+    mesh = mesh_of(stage=2, context=4)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=2, frozen=frozen)
+    true, true_grads = jax.jit(jax.value_and_grad(plain))(params)
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), batch)
+    assert_close(float(value), true, "loss")
+    grads = pipe.unshard(grads)
+    assert_close(grads["embed"]["table"], true_grads["embed"]["table"], "table")
+    assert_close(grads["head"], true_grads["head"], "head")
+    if frozen is None:
+        assert_close(grads["embed"]["bias"], true_grads["embed"]["bias"], "bias")
+
+
+def test_gradients_of_an_embedding_are_added_where_the_tokens_are():
+    params, batch = drawn()
+    mesh = mesh_of(stage=2, context=4)
+    pipe = jp.pipeline(model_with(jp.attention), schedule="1f1b", mesh=mesh, microbatches=2)
+    lowered = jax.jit(pipe.value_and_grad).lower(pipe.shard(params), batch)
+    # Cotangents [pieces, rows, tokens, D] of a microbatch, gathered for the scatter.
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", lowered.compile().as_text())
+    assert not [dims for dims in gathered if dims.endswith(f"{T},{D}")]
 
 
 def test_rows_are_proven_whatever_the_kernel():

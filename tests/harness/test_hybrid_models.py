@@ -111,14 +111,20 @@ def pipeline(own: Hybrid, engine: str, schedule: str | None, mesh: int) -> Any:
     )
 
 
-def check_leaves(got: Any, wanted: Any, tolerance: float) -> None:
-    """Compares every leaf, relative to its largest entry; a query of one output has no gradient."""
-    got = jax.device_get(got)
+def errors_of_leaves(got: Any, wanted: Any) -> dict[str, float]:
+    """Errors relative to the largest entry of a leaf; a query of one output has no gradient."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
-    for (path, a), b in pairs:
-        error = np.abs(a - b).max() / (np.abs(b).max() or 1.0)
-        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+    return {
+        jax.tree_util.keystr(path): float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
+        for (path, a), b in pairs
+    }
+
+
+def check_leaves(got: Any, wanted: Any, tolerance: float) -> None:
+    errors = errors_of_leaves(jax.device_get(got), wanted)
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize(("name", "engine", "schedule", "mesh"), marked(EVERY, IN_CI))
@@ -150,20 +156,35 @@ def test_twenty_steps_are_those_of_the_plain_program(
 
 
 @cache
-def plain_gradients(name: str) -> tuple[Any, Any]:
-    own = hybrid(name, jnp.float32)
-    return jax.device_get(jax.jit(jax.value_and_grad(own.plain))(own.params, own.batch(0)))
+def plain_gradients(name: str) -> tuple[Any, Any, float]:
+    """Loss and gradients of the author's program in float64, and how far float32 takes it off.
+
+    Parameters are those that are drawn in float32.
+    """
+    with jax.enable_x64(False):
+        own = hybrid(name, jnp.float32)
+        params, batch = own.params, own.batch(0)
+        rounded = jax.device_get(jax.jit(jax.value_and_grad(own.plain))(params, batch)[1])
+    params, batch = jax.tree.map(widened, (params, batch))
+    value, grads = jax.jit(jax.value_and_grad(hybrid(name, jnp.float64).plain))(params, batch)
+    exact = jax.device_get(grads)
+    return float(value), exact, max(errors_of_leaves(rounded, exact).values())
+
+
+def widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 @pytest.mark.parametrize(("name", "engine", "schedule", "mesh"), marked(DRAWN, []))
 def test_loss_and_gradients_in_float32_are_those_of_the_plain_program(
     name: str, engine: str, schedule: str | None, mesh: int
 ):
+    wanted, plain_grads, rounding = plain_gradients(name)
     with jax.enable_x64(False):
         own = hybrid(name, jnp.float32)
         pipe = pipeline(own, engine, schedule, mesh)
         step = pipe.jit(pipe.value_and_grad)
         (value, _), grads = step(pipe.shard(own.params), own.batch(0))
-        wanted, plain_grads = plain_gradients(name)
         np.testing.assert_allclose(value, wanted, rtol=1e-5)
-        check_leaves(pipe.unshard(grads), plain_grads, 1e-5)
+        # The author's program in float32 is itself 1.3e-5 off in the models after Gemma.
+        check_leaves(pipe.unshard(grads), plain_grads, max(1e-5, 3 * rounding))

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from ._past import Past
@@ -35,6 +35,31 @@ class HandOver(NamedTuple):
 
     take: Callable[[Any], Any]
     restore: Callable[[Any], Any]
+
+
+class EmbedOfSlices(NamedTuple):
+    """An embedding that may run on the slices of sequences that devices have.
+
+    Attributes:
+        function: As `StagedModel.embed`, of a slice of its inputs.
+        axis: The automatic axis of the mesh that divides sequences.
+        dim: The dim of tokens in x, and in those leaves of the inputs that have so many dims and
+            are divisible by the axis.
+    """
+
+    function: Callable[[Any, Any], Any]
+    axis: str
+    dim: int
+
+    def specs(self, tree: Any) -> Any:
+        """Returns how the leaves of inputs, or of x, are divided on the mesh in context."""
+        size = jax.sharding.get_abstract_mesh().shape[self.axis]
+
+        def spec(leaf: Any) -> PartitionSpec:
+            has_tokens = leaf.ndim > self.dim and leaf.shape[self.dim] % size == 0
+            return PartitionSpec(*[None] * self.dim, self.axis) if has_tokens else PartitionSpec()
+
+        return jax.tree.map(spec, tree)
 
 
 Aux = dict[str, Array]
@@ -70,6 +95,8 @@ class StagedModel:
             see. `stage` runs whole sequences. None: the model cannot be sliced.
         hand_overs: [num_stages + 1] conversions of x in front of every stage and of the loss, for
             programs of ranks; one program hands over x. None: these do too.
+        embed_of_slices: How `embed` runs where devices have slices of sequences. None: it must be
+            given whole sequences.
 
     Example:
         >>> model = StagedModel(
@@ -89,6 +116,7 @@ class StagedModel:
     bind: "Callable[[Any], StagedModel] | None" = None
     sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
     hand_overs: Sequence[HandOver] | None = None
+    embed_of_slices: EmbedOfSlices | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

@@ -8,10 +8,10 @@ from ._params import cast_params as cast_params
 from ._params import gathered_plan as gathered_plan
 from ._params import gathered_size as gathered_size
 from ._params import is_rule as is_rule
-from ._params import layer_specs as layer_specs
 from ._params import manual_row_axes as manual_row_axes
 from ._params import num_row_shards as num_row_shards
 from ._params import over_data as over_data
 from ._params import param_spec_tree as param_spec_tree
 from ._params import read_spec_tree as read_spec_tree
 from ._params import row_axes as row_axes
+from ._params import with_layer_specs as with_layer_specs

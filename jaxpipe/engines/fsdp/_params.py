@@ -152,11 +152,17 @@ def _map_named(
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
-def layer_specs(plan: PipelinePlan, stages: PyTree) -> PyTree:
-    """Returns the spec of every parameter of one layer, from leaves [v, S, n, ...] of stages."""
+def with_layer_specs(plan: PipelinePlan, stages: PyTree) -> PipelinePlan:
+    """Returns the plan with the spec of every parameter of one layer, if layers gather their own.
+
+    Args:
+        stages: Leaves [v, S, n, ...] of stages.
+    """
+    if plan.gather != "layer":
+        return plan
     lead = (None,) * 3
     specs = param_spec_tree("stages", stages, plan.mesh, plan.param_specs, lead)
-    return jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs)
+    return replace(plan, layer_specs=jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs))
 
 
 def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:

@@ -44,6 +44,7 @@ from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_l
 from ..weight_gather import Gather
 from . import _past
 from ._copies import receive_copies, return_gradients
+from ._embedding import sum_of_slices, zero_boundary_gradients
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
@@ -104,7 +105,8 @@ def rank_value_and_grad(
         model, options, stages, boundary, batch_inputs, keys
     )
     totals = _all_ticks(options, invariants, zero_outputs, buffers, totals)
-    boundary_grads = options.boundary_gather.reduce_scatter(lax.psum(totals.boundary, AXIS))
+    boundary_grads = sum_of_slices(lax.psum(totals.boundary, AXIS))
+    boundary_grads = options.boundary_gather.reduce_scatter(boundary_grads)
     stage_grads = return_gradients(invariants.gather.finish(totals.weight_state), copies)
     return _summed(options, totals), (
         cast_like(stage_grads, stages),
@@ -244,7 +246,7 @@ def _prepare(
         _zero_metrics(metric_shapes, jax.tree.leaves(batch_inputs)[0].shape[0]),
         zero_aux,
         weight_state,
-        zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
+        zero_boundary_gradients(model, gathered) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
     _, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))

@@ -6,6 +6,7 @@ It returns new totals, and arrays to be stored in the buffers or sent to other r
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
-from ...autodiff.backward import SplitBackward, floating
+from ...autodiff.backward import SplitBackward
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
-from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import add_trees, broadcast, put, to_accum_dtype
-from ..ranks import AXIS, cond, pvary, update_if
+from ..ranks import AXIS, cond, update_if
+from ._embedding import add_embed_gradient, embed_group
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
 from ._rows import Index, PhaseRow, stage_hint
@@ -395,18 +396,10 @@ def _with_embed_gradient(
     totals: Totals,
 ) -> Totals:
     """Adds the gradient of the embedding, if this is the backward of the first stage."""
-
-    def gradient(weights, batch_inputs, dx):
-        def embed(weights):  # constants in its output would not vary over ranks, as dx does
-            return floating(jax.tree.map(pvary, invariants.model.embed(weights, batch_inputs)))
-
-        _, pull = jax.vjp(embed, weights)
-        return pull(dx)[0]
-
-    def add(embed_grads):
-        return add_gradients(gradient, invariants.boundary["embed"], batch_inputs, dx)(embed_grads)
-
-    embed_grads = totals.boundary["embed"]
     hint = stage_hint(invariants.tables.backward, 0)
-    embed_grads = update_if(work.stage == 0, add, embed_grads, hint=hint)
-    return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
+    add = partial(
+        add_embed_gradient, invariants.model, invariants.boundary["embed"], batch_inputs, dx
+    )
+    name = embed_group(invariants.model)
+    sums = update_if(work.stage == 0, add, totals.boundary[name], hint=hint)
+    return totals._replace(boundary=totals.boundary | {name: sums})

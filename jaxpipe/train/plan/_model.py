@@ -132,6 +132,7 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
         ),
         contributions=True,
         layer_constants=weights.layer_kinds,
+        sequence_dim=1,
     )
 
 
