@@ -121,7 +121,7 @@ class Model:
             all the same, so positions are `jnp.arange(T)`. What is elementwise along the dim runs
             on each device's share, attention by `jaxpipe.attention`; for all other functions of
             several tokens, such as convolutions, XLA moves what they read. With `contributions`
-            `embed` may be given the tokens of one device. Default: sequences are whole.
+            `embed` and `loss` may be given the tokens of one device. Default: sequences are whole.
         plain: `(params, batch) -> loss` or `-> (loss, metrics)`: the program that these functions
             are parts of, in the user's tree, with which `PipelinedModel.check` compares. Default:
             the functions one after the other.

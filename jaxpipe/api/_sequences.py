@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import EmbedOfSlices
+from ..autodiff.staged_model import BoundaryOfSlices
 from ..sharding.specs import reshard_to_spec
 from ._model import Model
 
@@ -41,19 +41,20 @@ def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: boo
         )
 
 
-def embed_of_slices(
-    embed: Callable[[Any, Any], Any], mesh: Mesh, dim: int | None
-) -> EmbedOfSlices | None:
-    """Returns how an embedding, which treats tokens one by one, runs on slices of sequences.
+def boundary_of_slices(
+    embed: Callable, mesh: Mesh, dim: int | None, loss: Callable | None = None
+) -> BoundaryOfSlices | None:
+    """Returns how functions that treat tokens one by one run on slices of sequences.
 
     Args:
         embed: `StagedModel.embed` without constraints on what it returns.
         dim: The dim of T in what `embed` is given and returns. None: sequences are whole.
+        loss: `StagedModel.loss`, if it is a sum over tokens.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if dim is None or mesh.shape.get(CONTEXT, 1) == 1 or types[CONTEXT] != AxisType.Auto:
         return None
-    return EmbedOfSlices(embed, CONTEXT, dim)
+    return BoundaryOfSlices(embed, loss, CONTEXT, dim)
 
 
 def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) -> PyTree:

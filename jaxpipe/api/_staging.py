@@ -26,7 +26,7 @@ from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, lo
 from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import check_appended, num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
-from ._sequences import embed_of_slices, sequences_divided
+from ._sequences import boundary_of_slices, sequences_divided
 
 
 class PieceInputs(NamedTuple):
@@ -379,7 +379,7 @@ def staged_model(
     if tokens_over is not None:
         embed = partial(on_pieces, partial(_embed, model), 1)
         dim = model.sequence_dim and model.sequence_dim + 1
-        staged = replace(staged, embed_of_slices=embed_of_slices(embed, tokens_over, dim))
+        staged = replace(staged, of_slices=boundary_of_slices(embed, tokens_over, dim))
     if sliced_stage_of is None:
         return staged
     sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves, divide)
@@ -434,7 +434,7 @@ def contributing_model(
         tied=model.tied,
         vocab_parallel_loss=model.vocab_parallel_loss,
         sliced_stage=sliced_stage_of and stage(sliced_stage_of, of_sliced_layer),
-        embed_of_slices=embed_of_slices(embed, mesh, model.sequence_dim),
+        of_slices=boundary_of_slices(embed, mesh, model.sequence_dim, loss),
     )
 
 

@@ -16,7 +16,7 @@ from ._microbatches import sum_scalars as sum_scalars
 from ._past import WHOLE_STATE as WHOLE_STATE
 from ._past import Past as Past
 from ._staged_model import Aux as Aux
-from ._staged_model import EmbedOfSlices as EmbedOfSlices
+from ._staged_model import BoundaryOfSlices as BoundaryOfSlices
 from ._staged_model import HandOver as HandOver
 from ._staged_model import StagedModel as StagedModel
 from ._staged_model import like_input as like_input

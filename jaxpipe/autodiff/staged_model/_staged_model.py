@@ -37,17 +37,26 @@ class HandOver(NamedTuple):
     restore: Callable[[Any], Any]
 
 
-class EmbedOfSlices(NamedTuple):
-    """An embedding that may run on the slices of sequences that devices have.
+Aux = dict[str, Array]
+"""Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
+if stages return them. A metric of `loss` may be an array; engines return it as [M, ...], stacked
+over microbatches and not summed."""
+
+
+class BoundaryOfSlices(NamedTuple):
+    """An embedding and a loss that may run on the slices of sequences that devices have.
 
     Attributes:
-        function: As `StagedModel.embed`, of a slice of its inputs.
+        embed: As `StagedModel.embed`, of a slice of its inputs.
+        loss: As `StagedModel.loss`, of slices, whose losses and metrics add up. None: it must be
+            given whole sequences.
         axis: The automatic axis of the mesh that divides sequences.
         dim: The dim of tokens in x, and in those leaves of the inputs that have so many dims and
             are divisible by the axis.
     """
 
-    function: Callable[[Any, Any], Any]
+    embed: Callable[[Any, Any], Any]
+    loss: Callable[[Any, Any, Any], tuple[Any, Aux]] | None
     axis: str
     dim: int
 
@@ -60,12 +69,6 @@ class EmbedOfSlices(NamedTuple):
             return PartitionSpec(*[None] * self.dim, self.axis) if has_tokens else PartitionSpec()
 
         return jax.tree.map(spec, tree)
-
-
-Aux = dict[str, Array]
-"""Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
-if stages return them. A metric of `loss` may be an array; engines return it as [M, ...], stacked
-over microbatches and not summed."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class StagedModel:
             see. `stage` runs whole sequences. None: the model cannot be sliced.
         hand_overs: [num_stages + 1] conversions of x in front of every stage and of the loss, for
             programs of ranks; one program hands over x. None: these do too.
-        embed_of_slices: How `embed` runs where devices have slices of sequences. None: it must be
-            given whole sequences.
+        of_slices: How `embed` and `loss` run where devices have slices of sequences. None: they
+            must be given whole sequences.
 
     Example:
         >>> model = StagedModel(
@@ -116,7 +119,7 @@ class StagedModel:
     bind: "Callable[[Any], StagedModel] | None" = None
     sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
     hand_overs: Sequence[HandOver] | None = None
-    embed_of_slices: EmbedOfSlices | None = None
+    of_slices: BoundaryOfSlices | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

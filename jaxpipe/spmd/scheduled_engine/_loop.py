@@ -43,8 +43,8 @@ from .._buffers import (
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from . import _past
+from ._boundary_sums import WHOLE, all_sums, zero_sums
 from ._copies import receive_copies, return_gradients
-from ._embedding import sum_of_slices, zero_boundary_gradients
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
@@ -105,8 +105,9 @@ def rank_value_and_grad(
         model, options, stages, boundary, batch_inputs, keys
     )
     totals = _all_ticks(options, invariants, zero_outputs, buffers, totals)
-    boundary_grads = sum_of_slices(lax.psum(totals.boundary, AXIS))
-    boundary_grads = options.boundary_gather.reduce_scatter(boundary_grads)
+    # Over rows first, so that ranks sum the shards of a device.
+    boundary_grads = options.boundary_gather.reduce_scatter(all_sums(totals.boundary))
+    boundary_grads = lax.psum(boundary_grads, AXIS)
     stage_grads = return_gradients(invariants.gather.finish(totals.weight_state), copies)
     return _summed(options, totals), (
         cast_like(stage_grads, stages),
@@ -246,7 +247,7 @@ def _prepare(
         _zero_metrics(metric_shapes, jax.tree.leaves(batch_inputs)[0].shape[0]),
         zero_aux,
         weight_state,
-        zero_boundary_gradients(model, gathered) if has_backward else {},
+        zero_sums(model, gathered, options.vocab_parallel) if has_backward else {WHOLE: {}},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
     _, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))

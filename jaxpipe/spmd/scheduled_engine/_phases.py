@@ -17,10 +17,10 @@ from ...autodiff import StagedModel
 from ...autodiff.backward import SplitBackward
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...schedules.lock_step import TickTables
-from .._boundary import add_to_boundary, loss_and_gradients
+from .._boundary import add_to_boundary
 from .._buffers import add_trees, broadcast, put, to_accum_dtype
 from ..ranks import AXIS, cond, update_if
-from ._embedding import add_embed_gradient, embed_group
+from ._boundary_sums import WHOLE, add_embed_gradient, add_loss_gradients, embed_group
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
 from ._rows import Index, PhaseRow, stage_hint
@@ -84,6 +84,7 @@ class Totals(NamedTuple):
         loss_metrics: Metrics that `model.loss` returned for these microbatches.
         weight_state: Float32 gradients of the stages' weights, and gathered weights: the state of
             `ScheduledWeights`.
+        boundary: Float32 gradients of embedding and head, in the groups of `_boundary_sums`.
     """
 
     loss: Scalar
@@ -182,10 +183,9 @@ def _loss(
             invariants.model.boundary(invariants.boundary), y, batch_inputs
         )
         return _with_loss(totals, microbatch, value, metrics), ()
-    (value, metrics), (boundary_grads, dy) = loss_and_gradients(
-        invariants.model, invariants.boundary, y, batch_inputs
-    )
-    return _with_loss(totals, microbatch, value, metrics, boundary_grads), dy
+    arguments = invariants.model, invariants.boundary, y, batch_inputs, totals.boundary
+    (value, metrics), sums, dy = add_loss_gradients(*arguments)
+    return _with_loss(totals._replace(boundary=sums), microbatch, value, metrics), dy
 
 
 def _vocab_parallel_loss(
@@ -220,7 +220,8 @@ def _with_loss(
             name: put(so_far[name], x, microbatch) if jnp.ndim(x) else so_far[name] + x
             for name, x in metrics.items()
         },
-        boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
+        boundary=totals.boundary
+        | {WHOLE: add_to_boundary(totals.boundary[WHOLE], boundary_grads or {})},
     )
 
 
@@ -400,6 +401,7 @@ def _with_embed_gradient(
     add = partial(
         add_embed_gradient, invariants.model, invariants.boundary["embed"], batch_inputs, dx
     )
-    name = embed_group(invariants.model)
-    sums = update_if(work.stage == 0, add, totals.boundary[name], hint=hint)
-    return totals._replace(boundary=totals.boundary | {name: sums})
+    group = embed_group(invariants.model)
+    sums = update_if(work.stage == 0, add, totals.boundary[group]["embed"], hint=hint)
+    of_group = totals.boundary[group] | {"embed": sums}
+    return totals._replace(boundary=totals.boundary | {group: of_group})

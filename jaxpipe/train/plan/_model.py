@@ -132,7 +132,8 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
         ),
         contributions=True,
         layer_constants=weights.layer_kinds,
-        sequence_dim=1,
+        # Layers behind the pipeline are a part of the loss, and mix tokens.
+        sequence_dim=None if weights.num_layers_after else 1,
     )
 
 
