@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from jax._src import (
     sharding_impls,
     xla_bridge,
 )
+from jax._src.interpreters import partial_eval
+from jax._src.lax.control_flow import conditionals, loops
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
 from jax.experimental import serialize_executable
@@ -183,6 +186,8 @@ _nest: ContextVar[Callable[..., Callable] | None] = ContextVar("nest", default=N
 _constraint_of: ContextVar[Callable[[Any], NamedSharding | None] | None] = ContextVar(
     "constraint_of", default=None
 )
+_vary: ContextVar[Callable[[Any], Any] | None] = ContextVar("vary", default=None)
+_is_users: ContextVar[bool] = ContextVar("is_users", default=False)
 _patching = threading.Lock()
 _patches: list[tuple[Any, str, Any]] = []
 _patched = 0
@@ -193,6 +198,7 @@ def translated_shardings(
     translate: Callable[[NamedSharding], NamedSharding],
     nest: Callable[..., Callable] | None = None,
     constraint_of: Callable[[NamedSharding | P], NamedSharding | None] | None = None,
+    vary: Callable[[Any], Any] | None = None,
 ) -> Iterator[None]:
     """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 
@@ -204,6 +210,9 @@ def translated_shardings(
     returns the constraint that an `out_sharding` means, or None to leave it to JAX. The results of
     the functions in `_CONSTRAINED` are constrained. Other functions ignore their `out_sharding`:
     the compiler chooses.
+
+    `vary` marks an array as varying over all manual axes, as loops of a user's function need where
+    they begin with a constant: `of_user`.
     """
     # The functions are wrapped while any thread is in this context, and translate in it alone.
     global _patched
@@ -212,13 +221,14 @@ def translated_shardings(
         if _patched == 1:
             _patches.extend(_patch(*patch) for patch in _sharding_patches())
     token, nest_token = _translate.set(translate), _nest.set(nest)
-    constraint_token = _constraint_of.set(constraint_of)
+    constraint_token, vary_token = _constraint_of.set(constraint_of), _vary.set(vary)
     try:
         yield
     finally:
         _translate.reset(token)
         _nest.reset(nest_token)
         _constraint_of.reset(constraint_token)
+        _vary.reset(vary_token)
         with _patching:
             _patched -= 1
             while not _patched and _patches:
@@ -233,7 +243,7 @@ def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
     return owner, name, old
 
 
-def _sharding_patches() -> list[tuple[Any, str, Callable]]:
+def _sharding_patches() -> list[tuple[Any, str, Any]]:
     """Returns the attributes of JAX's modules to replace: (owner, name, new value)."""
     # `jax.lax.with_sharding_constraint`, `jax.sharding.reshard`, `out_sharding=` and the shardings
     # of `jax.jit` refuse a mesh that is not the one in context, and JAX has no public interface to
@@ -252,8 +262,72 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
         (pjit.jit_p, "bind", _jit(pjit.jit_p.bind)),
         (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
         (pjit, "assert_shardings_equal", _check(pjit.assert_shardings_equal)),
+        (loops, "_promote_weak_typed_input", _varying_init(loops._promote_weak_typed_input)),
+        (loops, "pe", _VaryingResults(partial_eval, floats_alone=True)),
+        (conditionals, "pe", _VaryingResults(partial_eval, floats_alone=False)),
         *((module, "canonicalize_sharding", _canonicalize(canonicalize)) for module in users),
     ]
+
+
+@contextmanager
+def of_user() -> Iterator[None]:
+    """Lets loops and branches of a user's function hold constants, where axes are manual.
+
+    There an array varies over axes by its type, and constants over none. JAX wants equal types of
+    what enters a loop and what its body returns, and of what branches return, and refuses
+    `lax.scan(f, jnp.zeros(...), xs)`. https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    token = _is_users.set(True)
+    try:
+        yield
+    finally:
+        _is_users.reset(token)
+
+
+_ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+
+
+def _varied(x: Any, *, floats_alone: bool) -> Any:
+    """Returns an array of a user's function that varies over all manual axes in this thread."""
+    vary = _vary.get()
+    if vary is None or not _is_users.get() or not isinstance(x, _ARRAYS):
+        return x
+    # Integers, which count iterations, may be the same on all devices.
+    if floats_alone and not jax.numpy.issubdtype(jax.numpy.result_type(x), jax.numpy.inexact):
+        return x
+    return vary(jax.numpy.asarray(x))
+
+
+def _varying_init(promote: Callable) -> Callable:
+    """Returns JAX's function that casts what enters a loop to what its body returns."""
+
+    def promoted(value: Any, aval: Any, out_aval: Any) -> tuple[Any, bool]:
+        value, changed = promote(value, aval, out_aval)
+        same = jax.typeof(value).manual_axis_type == getattr(out_aval, "manual_axis_type", None)
+        varied = _varied(value, floats_alone=same)
+        return varied, changed or varied is not value
+
+    return promoted
+
+
+class _VaryingResults:
+    """JAX's module that traces bodies of loops and branches, which then return what varies."""
+
+    def __init__(self, module: Any, *, floats_alone: bool) -> None:
+        self.module, self.floats_alone = module, floats_alone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def trace_to_jaxpr(self, f: Callable, *arguments: Any, **options: Any) -> Any:
+        if _vary.get() is None or not _is_users.get():
+            return self.module.trace_to_jaxpr(f, *arguments, **options)
+
+        def varying(*given: Any, **named: Any) -> Any:
+            vary = partial(_varied, floats_alone=self.floats_alone)
+            return jax.tree.map(vary, f(*given, **named))
+
+        return self.module.trace_to_jaxpr(varying, *arguments, **options)
 
 
 def _translated(sharding: Any) -> Any:

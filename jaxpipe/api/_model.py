@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._compat import of_user
 from ..autodiff.staged_model import Past
 from ..engines.fsdp import cast_group
 from ._kinds import ByKind, InOrder, check_order
@@ -40,7 +41,8 @@ class ModelFunction:
     is_output: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.call(*arguments)
+        with of_user():
+            return self.call(*arguments)
 
     @property
     def __name__(self) -> str:

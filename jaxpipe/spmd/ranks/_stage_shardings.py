@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from ..._compat import translated_shardings
 from ...sharding.specs import without_axes
 from ._nested_shard_map import nested_shard_map
+from ._varying import pvary
 
 
 def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
@@ -38,9 +39,10 @@ def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
 def in_stage(f: Callable) -> Callable:
     """Returns `f`, whose callees may name shardings over the whole mesh while they are traced.
 
-    They may also call `jax.shard_map` over the whole mesh.
+    They may also call `jax.shard_map` over the whole mesh, and a user's function may have loops
+    that begin with constants.
     """
-    return _translating(on_automatic_axes, f, nested_shard_map)
+    return _translating(on_automatic_axes, f, nested_shard_map, pvary)
 
 
 def at_init(f: Callable) -> Callable:
@@ -56,10 +58,11 @@ def _translating(
     translate: Callable[[NamedSharding], NamedSharding],
     f: Callable,
     nest: Callable[..., Callable] | None = None,
+    vary: Callable[[Any], Any] | None = None,
 ) -> Callable:
     @wraps(f)
     def traced(*arguments: Any) -> Any:
-        with translated_shardings(translate, nest):
+        with translated_shardings(translate, nest, vary=vary):
             return f(*arguments)
 
     return traced
