@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import HandOver
 from ..engines import Engine, PipelinePlan
+from ..ir.graph import pvary_like
 from ..schedules import language
 from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
@@ -127,14 +128,16 @@ def packed_x(
     groups = {name: shapes[name] for name in shapes if name != "stages"}
     groups["layers"] = engine.layers_by_kind(plan, shapes["stages"])
     found: list[PyTree] = []
-    for x in x_of_layers(model, plan.kinds_of_layers, groups, rows, key):
+    makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(plan.kinds_of_layers))
+    between = x_of_layers(model, plan.kinds_of_layers, groups, rows, key)
+    for maker, x in zip(makers, between, strict=True):
         found.append(x)
         # Before the next layer is traced, whose own error would hide the cause.
         if _hashable(x) != _hashable(found[0]):
-            _check_has_rows(x, num_rows(rows))
+            _check_has_rows(x, num_rows(rows), maker)
     if len({_hashable(x) for x in found}) == 1:
         return None
-    _check_has_rows(found[0], num_rows(rows))
+    _check_has_rows(found[0], num_rows(rows), makers[0])
     entering = tuple(map(_x_type, found))
     _check_kinds(plan.kinds_of_layers, entering)
     _check_whole(plan)
@@ -201,14 +204,17 @@ def _x_type(x: PyTree) -> XType:
     return XType(tree, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
 
 
-def _check_has_rows(x: PyTree, count: int) -> None:
-    for leaf in jax.tree.leaves(x):
+def _check_has_rows(x: PyTree, count: int, maker: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if leaf.shape[:1] != (count,) or is_key:
             raise ValueError(
-                f"Layers change x, and one of its leaves is {leaf.dtype.name}{list(leaf.shape)} in "
-                f"a microbatch of {count} rows. Then all leaves are arrays of numbers [rows, "
-                "...]. Give this one as a parameter, a leaf of `batch` or an auxiliary output."
+                f"Layers change x, and x{jax.tree_util.keystr(path)}, which {maker} returns, is "
+                f"{leaf.dtype.name}{list(leaf.shape)} in a microbatch of {count} rows. Then all "
+                "leaves are arrays of numbers [rows, ...]: repeat it for every row, as by "
+                "`jnp.broadcast_to(a, (x.shape[0], *a.shape))`, or give it as a parameter or a "
+                "leaf of `batch`. A scalar that the loss alone reads is one of each row, such as "
+                "a mean over all other dims."
             )
 
 
@@ -248,7 +254,9 @@ def on_packed(model: Model, packed: PackedX) -> Model:
         def call(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
             own = packed.unpack(x, before)
             y, aux = x_and_aux(function(weights, own, batch, key), own, may_change_x=True)
-            return packed.pack(y, after), aux
+            # An array in which no leaf of y is has the type of a constant.
+            packed_y = packed.pack(y, after)
+            return jax.tree.map(lambda old, new: pvary_like(jax.typeof(old), new), x, packed_y), aux
 
         return _calling(function, call)
 
