@@ -12,7 +12,7 @@ import pytest
 
 PROGRAMS = sorted((Path(__file__).parent / "hlo").glob("*.hlo"))
 NOT_IN_OPEN_XLA = "tpu7x_sparsecore_call"
-"""libtpu gives the operands of a `call-start` to its `call-update`, which open XLA does not read."""
+"""libtpu gives the operands of a `call-start` to its `call-update`, and open XLA reads none."""
 
 PARSE = """
 import sys
