@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -40,6 +40,23 @@ from .sharding.specs import with_axis_type
 
 ClosedJaxpr = extend_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 """A jaxpr with its constants; from JAX 0.12 on it is `Jaxpr`, which has them itself."""
+
+
+def rematerialized_jaxpr(params: Mapping[str, Any]) -> Any:
+    """Returns the jaxpr of `jax.checkpoint` under `jax_remat3`, from JAX 0.11 on; else None."""
+    called: Any = params.get("_prim")
+    return called.jaxpr if type(called).__name__ == "RematTraced" else None
+
+
+def jaxprs_in_params(params: Mapping[str, Any]) -> list[Any]:
+    """Returns the jaxprs in the parameters of an equation, which JAX's own leaves out partly."""
+    rematerialized = rematerialized_jaxpr(params)
+    found = list(extend_core.jaxprs_in_params(dict(params)))
+    return (
+        found
+        if rematerialized is None
+        else [*found, getattr(rematerialized, "jaxpr", rematerialized)]
+    )
 
 
 def import_pallas_gpu_attention() -> tuple[Any, Any]:

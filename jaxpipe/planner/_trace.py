@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Var, jaxprs_in_params
+from jax.extend.core import Var
 from jaxtyping import PyTree
 
+from .._compat import jaxprs_in_params
 from ..cost.work import Product
 from ..ir.graph import repeated_equations, terms_of_product
 

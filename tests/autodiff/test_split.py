@@ -288,6 +288,34 @@ def assert_close(got: Any, true: Any) -> None:
         assert error <= TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.2e}"
 
 
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has no `jax_remat3`")
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint of each", pytest.param("llama, layers recomputed", marks=pytest.mark.slow)],
+)
+def test_the_rematerialization_that_jax_announces_stores_no_more(name: str):
+    """`jax.checkpoint` is then another primitive, with the same jaxpr inside."""
+
+    def stored(made: Case) -> list[Any]:
+        w, x, batch_inputs, rng = made.arguments
+        parts = split_backward(made.stage, *made.arguments)
+        residuals = jax.eval_shape(lambda: parts.forward(w, x, batch_inputs, rng)[1])
+        link = jax.eval_shape(
+            lambda r: parts.input(w, batch_inputs, rng, r, cotangents(made))[2], residuals
+        )
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((residuals, link))]
+
+    before = stored(CASES[name]())
+    now = jax.config.jax_remat3  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.config.update("jax_remat3", True)
+        made = CASES[name]()
+        assert sorted(map(str, stored(made))) == sorted(map(str, before))
+        assert_close(jax.jit(lambda: in_halves(made))(), true_gradients(made))
+    finally:
+        jax.config.update("jax_remat3", now)
+
+
 @some_slow
 def test_the_whole_and_the_halves_are_the_gradients_of_jax(case: Callable[[], Case]):
     made = case()

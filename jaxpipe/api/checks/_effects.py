@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..._compat import jaxprs_in_params
 from ...engines import ENGINES, Engine
 from ...ir.graph import effects_of
 from .._losses import loss_parts

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
+from ..._compat import jaxprs_in_params
 from ...autodiff import keep
 from ...autodiff.backward import floating, pullback, split_backward
 from ...autodiff.staged_model import Past, accum_dtype

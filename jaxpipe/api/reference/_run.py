@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ..._compat import translated_shardings
+from ..._compat import jaxprs_in_params, translated_shardings
 
 
 def on_one_device(mesh: Mesh, function: Callable, *arguments: PyTree) -> tuple[Any, Any]:

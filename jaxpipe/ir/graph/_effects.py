@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._compat import ClosedJaxpr
+from ..._compat import ClosedJaxpr, jaxprs_in_params
 
 
 def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from ..._compat import ClosedJaxpr, empty
+from ..._compat import ClosedJaxpr, empty, rematerialized_jaxpr
 
 
 def pvary_like(aval: Any, x: Any) -> Any:
@@ -84,6 +84,8 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
     )
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
         return None
+    if equation.primitive.name == "call_hi_primitive":
+        return rematerialized_jaxpr(equation.params)
     return equation.params.get(_CALLS.get(equation.primitive.name, ""))
 
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
+from ..._compat import jaxprs_in_params
 from ._cost import MOVES
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from ..._compat import ClosedJaxpr, scan_sizes
+from ..._compat import ClosedJaxpr, rematerialized_jaxpr, scan_sizes
 from ._effects import effects_of, is_print
 from ._equations import bind, called_jaxpr, empty_stack, jaxpr_of, pvary_like, scoped
 from ._in_place import copies_in_conditionals, switch_in_place
@@ -302,11 +302,16 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, eqns: list[Eqn]) ->
     def look_up(variable: Any) -> Atom:
         return Literal(variable.val) if isinstance(variable, core.Literal) else atoms[variable]
 
+    # Under `jax_remat3` JAX puts what is recomputed from, and the cotangent, behind one barrier.
+    calls = [e for e in jaxpr.eqns if rematerialized_jaxpr(e.params) is not None]
+    recomputing = {x for e in calls for x in e.invars if isinstance(x, core.Var)}
     for equation in jaxpr.eqns:
         equation = scoped(equation, names)
         eqn_inputs = [look_up(x) for x in equation.invars]
         inner = called_jaxpr(equation)
-        if inner is not None:
+        if _is_barrier(equation) and not recomputing.isdisjoint(equation.outvars):
+            outputs = [_behind_own(atom, eqns) for atom in eqn_inputs]
+        elif inner is not None:
             eqn_inputs = _behind_barrier(equation, eqn_inputs, eqns)
             outputs = _inline(inner, eqn_inputs, equation.source_info.name_stack, eqns)
         else:
@@ -326,14 +331,21 @@ def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], eqns: list[Eqn]) -> 
         return inputs
     barred = [barred] * len(inputs) if isinstance(barred, bool) else barred
 
-    def behind(atom: Atom, is_barred: bool) -> Atom:
-        if isinstance(atom, Literal) or not is_barred:
-            return atom
-        barrier = PrimitiveCall("optimization_barrier", lambda x: [lax.optimization_barrier(x)])
-        eqns.append(Eqn(barrier, (atom,), (Var(atom.aval),)))
-        return eqns[-1].outputs[0]
+    pairs = zip(inputs, barred, strict=True)
+    return [_behind_own(atom, eqns) if is_barred else atom for atom, is_barred in pairs]
 
-    return [behind(*pair) for pair in zip(inputs, barred, strict=True)]
+
+def _is_barrier(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "optimization_barrier"
+
+
+def _behind_own(atom: Atom, eqns: list[Eqn]) -> Atom:
+    """Returns a value behind a barrier of its own."""
+    if isinstance(atom, Literal):
+        return atom
+    barrier = PrimitiveCall("optimization_barrier", lambda x: [lax.optimization_barrier(x)])
+    eqns.append(Eqn(barrier, (atom,), (Var(atom.aval),)))
+    return eqns[-1].outputs[0]
 
 
 def _to_eqn(

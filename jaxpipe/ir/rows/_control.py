@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
-from ..._compat import ClosedJaxpr, scan_sizes
+from ..._compat import ClosedJaxpr, rematerialized_jaxpr, scan_sizes
 from ..graph import bind, jaxpr_of
 from ._relations import (
     Mixed,
@@ -44,6 +44,15 @@ def _inner(
 
 def _call(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
     return _inner(walk, a, b, "jaxpr" if "jaxpr" in a.params else "call_jaxpr", relations)
+
+
+def _rematerialized(
+    walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
+) -> list[Relation]:
+    whole, part = (rematerialized_jaxpr(equation.params) for equation in (a, b))
+    if whole is None or part is None:
+        raise MixesRowsError("it calls a function of a kind that is not known")
+    return walk.of_jaxprs(_closed(whole), _closed(part), relations)
 
 
 def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -275,6 +284,7 @@ _CALLS = "jit pjit closed_call core_call call eval_jaxpr remat2 remat checkpoint
 
 CONTROL: dict[str, ControlRule] = {
     **dict.fromkeys(_CALLS.split(), _call),
+    "call_hi_primitive": _rematerialized,
     "cond": _cond,
     "while": _while,
     "scan": _scan,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._compat import ClosedJaxpr
+from ..._compat import ClosedJaxpr, jaxprs_in_params
 from ..graph import bind
 
 Draws = Mapping[tuple[int, ...], int]

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..._compat import trace_settings, translated_shardings, without_refs
+from ..._compat import jaxprs_in_params, trace_settings, translated_shardings, without_refs
 from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders

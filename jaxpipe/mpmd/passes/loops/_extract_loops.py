@@ -12,9 +12,7 @@ about where loops and marks are written are raised before any pass moves code.
 
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
-from ...._compat import ClosedJaxpr
+from ...._compat import ClosedJaxpr, jaxprs_in_params
 from ....ir.graph import Eqn, Graph, PrimitiveCall, to_graph
 from ...ir._eqns import is_mark
 from ...ir._loop import PipelinedLoop

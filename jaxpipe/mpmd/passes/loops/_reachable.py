@@ -8,8 +8,7 @@ are errors that name the construct.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
+from ...._compat import jaxprs_in_params
 from ....ir.graph import Cond, Eqn, PrimitiveCall, Scan, ShardMap
 from ...ir._marks import STAGE_END as MARK
 from ...ir._reduce import TREDUCE as LOOP
