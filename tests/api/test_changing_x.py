@@ -296,9 +296,7 @@ def test_what_cannot_change_is_refused_by_name():
 
     counted = replace(model, layer=kinds | {"block_0": counting})
     pipe = jp.pipeline(counted, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
-    with pytest.raises(
-        ValueError, match=r"returns, is float32\[3\] in a .* repeat it"
-    ):
+    with pytest.raises(ValueError, match=r"returns, is float32\[3\] in a .* repeat it"):
         pipe.check(params, batch)
 
 
