@@ -94,7 +94,7 @@ def plain_loss(params, batch):
 @pytest.mark.parametrize(
     ("schedule", "axes"),
     [
-        ("circular", {"stage": 2}),
+        pytest.param("circular", {"stage": 2}, marks=pytest.mark.slow),
         ("1f1b", {"stage": 2, "fsdp": 2}),
         pytest.param("circular", {"stage": 2, "fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("zbv", {"stage": 2}, marks=pytest.mark.slow),

@@ -230,8 +230,15 @@ def without_positions(w, batch):
     return w["table"][batch["tokens"]] * 2 + w["bias"]
 
 
-@pytest.mark.parametrize("frozen", [None, lambda path, leaf: "bias" in path], ids=["all", "table"])
-@pytest.mark.parametrize("function", [with_positions, without_positions])
+@pytest.mark.parametrize(
+    ("function", "frozen"),
+    [
+        (without_positions, None),
+        pytest.param(without_positions, lambda path, leaf: "bias" in path, marks=pytest.mark.slow),
+        pytest.param(with_positions, None, marks=pytest.mark.slow),
+    ],
+    ids=["all", "table", "positions"],
+)
 def test_embeddings_that_the_loss_reads_too(function: Callable, frozen: Any):
     params, batch = drawn()
     params["embed"] = {"table": params["embed"], "bias": params["embed"][0]}
