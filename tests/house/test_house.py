@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "xla",
     },
     "testing": {"api", "engines", "schedules"},
-    "compat": {"_input", "autodiff", "mpmd", "schedules", "sharding", "spmd"},
+    "compat": {"_compat", "_input", "autodiff", "mpmd", "schedules", "sharding", "spmd"},
     "linen": {"api", "compat"},
     "nnx": {"api", "compat"},
     "equinox": {"api"},

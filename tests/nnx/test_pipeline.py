@@ -116,6 +116,48 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     )
 
 
+class Recurrence(nnx.Module):
+    """A state that begins with zeros, as those of Mamba do."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.mix = linear(frontends.EMBED, frontends.EMBED, ("embed", "mlp"), rngs)
+
+    def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
+        def step(state, x):
+            state = jnp.tanh(self.mix(state) + x)
+            return state, state
+
+        start = jnp.zeros((inputs.shape[0], inputs.shape[2]), inputs.dtype)
+        _, states = jax.lax.scan(step, start, jnp.moveaxis(inputs, 1, 0))
+        return inputs + jnp.moveaxis(states, 0, 1), None
+
+
+def test_a_layer_may_scan_from_zeros():
+    row = CONFIG
+    rngs = nnx.Rngs(7)
+    pipeline: Any = frontend.create_nnx_pipeline(row.config(), Recurrence, row.mesh(), rngs=rngs)
+    inputs, *batch_inputs = row.batch()
+    graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
+    with nnx.use_eager_sharding(False):
+        stage_graph, _ = nnx.split(Recurrence(nnx.Rngs(0)))
+
+    def loss(params):
+        merged: Any = nnx.merge(graph, params, rest, copy=True)
+        return frontends.scalar(merged(inputs, *batch_inputs))
+
+    def stage(w, x, segments, positions, number, m):
+        layer: Any = nnx.merge(stage_graph, w, copy=True)
+        return layer(x, segments, positions, False, "train")[0]
+
+    def true_loss(params):
+        return frontends.scalar(
+            frontends.plain_loop(stage, row, params["layers"], inputs, *batch_inputs)
+        )
+
+    got = jax.jit(jax.value_and_grad(loss))(params)
+    frontends.assert_trees_close(got, jax.jit(jax.value_and_grad(true_loss))(params))
+
+
 @pytest.mark.parametrize("row", frontends.BY_HAND[3::8], ids=str)
 def test_driven_by_hand_it_gives_what_the_call_gives(row):
     inputs, segments, positions = row.batch()

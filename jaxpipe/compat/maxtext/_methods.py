@@ -24,7 +24,14 @@ from ...spmd.ranks import AXIS
 from ...spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
 from ._settings import AxisRules, PipelineSettings
-from ._stages import ActivationInFlight, Stage, from_stored, with_records, without_records
+from ._stages import (
+    ActivationInFlight,
+    Stage,
+    from_stored,
+    of_layers,
+    with_records,
+    without_records,
+)
 
 
 class StageCall(NamedTuple):
@@ -223,7 +230,7 @@ class PipelineMethods(PipelineAttributes):
             call = body_instance if is_call else StageCall(body_instance)
             records = isinstance(stages_inputs, ActivationInFlight)
             stage = self.stage_function(deterministic, model_mode, call.instance, records)
-            stage = self.settings.remat_stage(stage)
+            stage = self.settings.remat_stage(of_layers(stage))
             stage = self._remat_gathered(
                 with_records(stage) if records else without_records(stage),
                 call.logical_partition_spec,

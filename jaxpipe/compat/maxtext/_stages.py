@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from ..._compat import of_user
 from ...spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
@@ -105,6 +106,16 @@ def outputs_of(y: PyTree, x: PyTree) -> PyTree:
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
 
 
+def of_layers(stage: Stage) -> Stage:
+    """Returns `stage`, which runs layers whose loops may begin with constants."""
+
+    def run(weights, x, batch_inputs, rng):
+        with of_user():
+            return stage(weights, x, batch_inputs, rng)
+
+    return run
+
+
 def without_records(stage: Stage) -> Stage:
     """Returns `stage` with the contract of the engines: it drops records and returns no aux."""
     return lambda weights, x, batch_inputs, rng: (stage(weights, x, batch_inputs, rng)[0], {})
@@ -140,6 +151,7 @@ def pipeline_stages(
 
     Records that p devices compute from their own rows are summed.
     """
+    stage = of_layers(stage)
     shapes = record_shapes(stage, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
     stage = settings.remat_stage(stage)
     if not jax.tree.leaves(shapes):
