@@ -75,14 +75,25 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, uninterrup
     assert run(tmp_path, **settings, steps=4) == []
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_with_slices_of_sequences_have_the_losses_of_the_plain_run(tmp_path, tied: bool):
+@pytest.mark.parametrize(
+    ("tied", "together"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_slices_of_sequences_have_the_losses_of_the_plain_run(
+    tmp_path, tied: bool, together: bool
+):
     settings = {"dataset_type": "text", "logits_via_embedding": tied}
     sliced = {
         "pipeline_engine": "scheduled",
         "ici_pipeline_parallelism": 2,
         "ici_fsdp_parallelism": 2,
         "ici_context_parallelism": 2,
+        "pipeline_vocab_parallel": together,
     }
     plain = losses(run(tmp_path / "a", **PLAIN, **settings))
     np.testing.assert_allclose(losses(run(tmp_path / "b", **sliced, **settings)), plain, rtol=1e-5)

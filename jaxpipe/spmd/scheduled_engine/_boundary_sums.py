@@ -42,7 +42,7 @@ def zero_sums(model: StagedModel, boundary: dict[str, PyTree], vocab_parallel: b
         return {WHOLE: zeros_like(gradients)}
     # With slices, all ranks compute a loss together as they do without.
     of_loss = model.boundary(gradients) if vocab_parallel or how.loss is None else {}
-    names = {"embed", *gradients} - set(of_loss) | {"embed"}
+    names = {*gradients} - {*of_loss} | {"embed"}
     lead = (jax.sharding.get_abstract_mesh().shape[how.axis],)
     of_slices = jax.tree.map(
         lambda x: lax.with_sharding_constraint(zeros(x, lead=lead), P(how.axis)),
@@ -76,7 +76,7 @@ def add_loss_gradients(
 ) -> tuple[tuple[Scalar, Aux], Sums, PyTree]:
     """Returns (loss, metrics) of a microbatch, `sums` with its gradients, and that of `y`."""
     how = model.of_slices
-    if how is None or how.loss is None:
+    if how is None or how.loss is None or "head" not in sums[_OF_SLICES]:
         value, (grads, dy) = loss_and_gradients(model, boundary, y, batch_inputs)
         return value, sums | {WHOLE: add_to_boundary(sums[WHOLE], grads)}, dy
     of_slice = replace(model, loss=how.loss)
