@@ -18,7 +18,6 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import HandOver
 from ..engines import Engine, PipelinePlan
-from ..ir.graph import pvary_like
 from ..schedules import language
 from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
@@ -254,9 +253,7 @@ def on_packed(model: Model, packed: PackedX) -> Model:
         def call(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
             own = packed.unpack(x, before)
             y, aux = x_and_aux(function(weights, own, batch, key), own, may_change_x=True)
-            # An array in which no leaf of y is has the type of a constant.
-            packed_y = packed.pack(y, after)
-            return jax.tree.map(lambda old, new: pvary_like(jax.typeof(old), new), x, packed_y), aux
+            return packed.pack(y, after), aux
 
         return _calling(function, call)
 

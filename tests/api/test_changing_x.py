@@ -1,5 +1,6 @@
 """Layers that return another x than they are given: U-Nets, and blocks that read all before."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -339,6 +340,15 @@ def test_an_x_that_ends_with_an_empty_dict_is_no_auxiliary_output():
     assert pipe.check(params, batch).largest <= 1e-5
 
 
+def check_against(pipe: Any, plain: Callable[[Any], Any], params: Any, batch: Any) -> None:
+    """Compares loss and gradients with those of the plain program, a function of parameters."""
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), batch)
+    true, true_grads = jax.value_and_grad(plain)(params)
+    np.testing.assert_allclose(value, true, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(pipe.unshard(grads)), jax.tree.leaves(true_grads), strict=True):
+        assert abs(a - b).max() <= 1e-5 * abs(b).max()
+
+
 def test_a_leaf_that_later_layers_lack_travels_round_the_ranks():
     """In one program the array of its dtype is then a constant, as no leaf of x is in it."""
 
@@ -370,8 +380,31 @@ def test_a_leaf_that_later_layers_lack_travels_round_the_ranks():
 
     model = jp.Model(dense, functions, squares, order=order)
     pipe = jp.pipeline(model, schedule="circular", mesh=mesh(stage=2), microbatches=4)
-    (value, _), grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params), {"x": batch})
-    true, true_grads = jax.value_and_grad(plain)(params)
-    np.testing.assert_allclose(value, true, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(pipe.unshard(grads)), jax.tree.leaves(true_grads), strict=True):
-        assert abs(a - b).max() <= 1e-5 * abs(b).max()
+    check_against(pipe, plain, params, {"x": batch})
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_a_layer_may_return_a_constant(schedule: str):
+    def dense(w: Any, batch: Any) -> Any:
+        return {"h": batch @ w, "share": jnp.ones((batch.shape[0], 1))}
+
+    def layer(w: Any, x: Any, batch: Any) -> Any:
+        share = jnp.full((batch.shape[0], 1), 0.5)
+        return {"h": jnp.tanh(x["h"] @ w) * x["share"], "share": share}
+
+    def squares(w: Any, x: Any, batch: Any) -> Any:
+        return jnp.mean((x["h"] @ w) ** 2)
+
+    normal = numbers(2)
+    layers = [normal(C, C) for _ in range(4)]
+    params, batch = {"embed": normal(C, C), "layers": layers, "head": normal(C, C)}, normal(8, C)
+
+    def plain(params: Any) -> Any:
+        x = dense(params["embed"], batch)
+        for w in params["layers"]:
+            x = layer(w, x, batch)
+        return squares(params["head"], x, batch)
+
+    model = jp.Model(dense, layer, squares)
+    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh(stage=2), microbatches=4)
+    check_against(pipe, plain, params, batch)

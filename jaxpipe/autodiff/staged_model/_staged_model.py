@@ -20,6 +20,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from ...ir.graph import pvary_like
 from ._past import Past
 
 
@@ -188,7 +189,10 @@ def _outputs(returned: Any, x: Any) -> tuple[Any, Aux]:
 
 
 def like_input(y: Any, x: Any) -> Any:
-    """Returns the result `y` of a stage, on explicit axes resharded to the type of `x`."""
+    """Returns the result `y` of a stage with the type of `x`.
+
+    On explicit axes it is resharded, and constants vary over the manual axes over which `x` does.
+    """
     _check_like(x, y)
     return jax.tree.map(_typed_like, y, x)
 
@@ -212,7 +216,7 @@ def _described(tree: Any) -> str:
 
 
 def _typed_like(y: Any, x: Any) -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
-        return y
-    return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
+    mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(x)
+    if not mesh.empty and AxisType.Explicit in mesh.axis_types:
+        y = jax.sharding.reshard(y, aval.sharding.spec)
+    return pvary_like(aval, y)
