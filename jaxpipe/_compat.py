@@ -50,13 +50,8 @@ def rematerialized_jaxpr(params: Mapping[str, Any]) -> Any:
 
 def jaxprs_in_params(params: Mapping[str, Any]) -> list[Any]:
     """Returns the jaxprs in the parameters of an equation, which JAX's own leaves out partly."""
-    rematerialized = rematerialized_jaxpr(params)
-    found = list(extend_core.jaxprs_in_params(dict(params)))
-    return (
-        found
-        if rematerialized is None
-        else [*found, getattr(rematerialized, "jaxpr", rematerialized)]
-    )
+    jaxprs, called = extend_core.jaxprs_in_params(dict(params)), rematerialized_jaxpr(params)
+    return [*jaxprs] if called is None else [*jaxprs, getattr(called, "jaxpr", called)]
 
 
 def import_pallas_gpu_attention() -> tuple[Any, Any]:
@@ -340,9 +335,9 @@ class _VaryingResults:
         if _vary.get() is None or not _is_users.get():
             return self.module.trace_to_jaxpr(f, *arguments, **options)
 
-        def varying(*given: Any, **named: Any) -> Any:
+        def varying(*args: Any, **kwargs: Any) -> Any:
             vary = partial(_varied, floats_alone=self.floats_alone)
-            return jax.tree.map(vary, f(*given, **named))
+            return jax.tree.map(vary, f(*args, **kwargs))
 
         return self.module.trace_to_jaxpr(varying, *arguments, **options)
 

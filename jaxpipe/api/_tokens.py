@@ -75,9 +75,6 @@ def check_token_wise(
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
         return (model.embed(weights, batch, key),)
 
-    def of_batch(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
-        return model.embed(weights, batch, key)
-
     def layer_of(function: Callable) -> Callable:
         return lambda weights, x, batch, key: x_and_aux(function(weights, x, batch, key), x)
 
@@ -88,7 +85,7 @@ def check_token_wise(
     for name, function, params in layers_with_weights(model, weights):
         x = judged(name, layer_of(function), params, x)
     judged(model.loss_name, loss, weights_of_loss(model, weights), x)
-    relations, _, draws = compared(of_batch, weights["embed"], no_activations(), batches, key, size)
+    relations, _, draws = compared(embed, weights["embed"], no_activations(), batches, key, size)
     return not draws and all(relation == Rows(dim) for relation in relations)
 
 

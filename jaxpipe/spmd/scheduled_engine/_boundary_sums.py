@@ -27,7 +27,7 @@ from ..ranks import pvary, zeros, zeros_like
 Sums = dict[str, dict[str, PyTree]]
 """By group, and in it by name, "embed" or "head"."""
 
-WHOLE = "whole"
+_WHOLE = "whole"
 """The group of sums over all tokens of a microbatch."""
 
 _OF_SLICES = "of slices"
@@ -39,7 +39,7 @@ def zero_sums(model: StagedModel, boundary: dict[str, PyTree], vocab_parallel: b
     """Returns zeros for the gradients of the gathered weights of embedding and head."""
     gradients, how = to_accum_dtype(floating(boundary)), model.of_slices
     if how is None:
-        return {WHOLE: zeros_like(gradients)}
+        return {_WHOLE: zeros_like(gradients)}
     # With slices, all ranks compute a loss together as they do without.
     of_loss = model.boundary(gradients) if vocab_parallel or how.loss is None else {}
     names = {*gradients} - {*of_loss} | {"embed"}
@@ -48,12 +48,12 @@ def zero_sums(model: StagedModel, boundary: dict[str, PyTree], vocab_parallel: b
         lambda x: lax.with_sharding_constraint(zeros(x, lead=lead), P(how.axis)),
         {name: gradients[name] for name in names},
     )
-    return {WHOLE: zeros_like(of_loss), _OF_SLICES: of_slices}
+    return {_WHOLE: zeros_like(of_loss), _OF_SLICES: of_slices}
 
 
 def embed_group(model: StagedModel) -> str:
     """Returns the group that has the sums of the embedding."""
-    return WHOLE if model.of_slices is None else _OF_SLICES
+    return _WHOLE if model.of_slices is None else _OF_SLICES
 
 
 def add_embed_gradient(
@@ -75,10 +75,11 @@ def add_loss_gradients(
     model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree, sums: Sums
 ) -> tuple[tuple[Scalar, Aux], Sums, PyTree]:
     """Returns (loss, metrics) of a microbatch, `sums` with its gradients, and that of `y`."""
-    how = model.of_slices
-    if how is None or how.loss is None or "head" not in sums[_OF_SLICES]:
+    if "head" not in sums.get(_OF_SLICES, {}):
         value, (grads, dy) = loss_and_gradients(model, boundary, y, batch_inputs)
-        return value, sums | {WHOLE: add_to_boundary(sums[WHOLE], grads)}, dy
+        return value, add_whole(sums, grads), dy
+    how = model.of_slices
+    assert how is not None and how.loss is not None, "as `zero_sums` has the group"
     of_slice = replace(model, loss=how.loss)
 
     def local(boundary: PyTree, y: PyTree, batch_inputs: PyTree, sums: PyTree) -> Any:
@@ -92,9 +93,14 @@ def add_loss_gradients(
     return value, sums | {_OF_SLICES: own}, dy
 
 
+def add_whole(sums: Sums, gradients: dict[str, PyTree]) -> Sums:
+    """Adds gradients of all tokens of a microbatch."""
+    return sums | {_WHOLE: add_to_boundary(sums[_WHOLE], gradients)}
+
+
 def all_sums(sums: Sums) -> dict[str, PyTree]:
     """Returns the gradients of "embed" and "head", summed over the devices of slices."""
-    total = sums[WHOLE]
+    total = sums[_WHOLE]
     for name, parts in sums.get(_OF_SLICES, {}).items():
         of_slices = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
         total = total | {name: add_trees(total[name], of_slices) if name in total else of_slices}

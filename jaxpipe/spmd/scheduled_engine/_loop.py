@@ -43,7 +43,7 @@ from .._buffers import (
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from . import _past
-from ._boundary_sums import WHOLE, all_sums, zero_sums
+from ._boundary_sums import all_sums, zero_sums
 from ._copies import receive_copies, return_gradients
 from ._phases import (
     ActivationBuffers,
@@ -247,7 +247,7 @@ def _prepare(
         _zero_metrics(metric_shapes, jax.tree.leaves(batch_inputs)[0].shape[0]),
         zero_aux,
         weight_state,
-        zero_sums(model, gathered, options.vocab_parallel) if has_backward else {WHOLE: {}},
+        zero_sums(model, gathered, options.vocab_parallel) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
     _, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))

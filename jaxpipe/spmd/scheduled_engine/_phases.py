@@ -17,10 +17,9 @@ from ...autodiff import StagedModel
 from ...autodiff.backward import SplitBackward
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...schedules.lock_step import TickTables
-from .._boundary import add_to_boundary
 from .._buffers import add_trees, broadcast, put, to_accum_dtype
 from ..ranks import AXIS, cond, update_if
-from ._boundary_sums import WHOLE, add_embed_gradient, add_loss_gradients, embed_group
+from ._boundary_sums import add_embed_gradient, add_loss_gradients, add_whole, embed_group
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
 from ._rows import Index, PhaseRow, stage_hint
@@ -201,18 +200,13 @@ def _vocab_parallel_loss(
     (value, metrics), (boundary_grads, dy) = loss(
         invariants.model.boundary(invariants.boundary), y, batch_inputs, AXIS
     )
+    totals = _with_loss(totals, microbatch, value, metrics)
     if invariants.stage is None:
-        return _with_loss(totals, microbatch, value, metrics), ()
-    return _with_loss(totals, microbatch, value, metrics, boundary_grads), dy
+        return totals, ()
+    return totals._replace(boundary=add_whole(totals.boundary, boundary_grads)), dy
 
 
-def _with_loss(
-    totals: Totals,
-    microbatch: Index,
-    value: Scalar,
-    metrics: Aux,
-    boundary_grads: dict[str, PyTree] | None = None,
-) -> Totals:
+def _with_loss(totals: Totals, microbatch: Index, value: Scalar, metrics: Aux) -> Totals:
     so_far = totals.loss_metrics
     return totals._replace(
         loss=totals.loss + value,
@@ -220,8 +214,6 @@ def _with_loss(
             name: put(so_far[name], x, microbatch) if jnp.ndim(x) else so_far[name] + x
             for name, x in metrics.items()
         },
-        boundary=totals.boundary
-        | {WHOLE: add_to_boundary(totals.boundary[WHOLE], boundary_grads or {})},
     )
 
 
