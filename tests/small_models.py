@@ -6,7 +6,13 @@ from typing import Any
 from jaxpipe import models, sharding
 from jaxpipe.autodiff.staged_model import run_layers, run_sliced_layers
 from jaxpipe.kernels import dot_product_attention
-from jaxpipe.models import DeepseekConfig, GemmaConfig, LlamaConfig, MixtureConfig
+from jaxpipe.models import (
+    DeepseekConfig,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtureConfig,
+)
 
 _LLAMA: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -31,6 +37,13 @@ _MIXTURE: dict[str, Any] = _LLAMA | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "load_balance_loss_weight": 0.1,
+}
+_GPT_OSS: dict[str, Any] = _MIXTURE | {
+    "sliding_window_size": 3,
+    "rope_max_timescale": 100.0,
+    "rope_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
 }
 _DEEPSEEK_V2: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -75,6 +88,11 @@ def small_llama(**changes: Any) -> LlamaConfig:
 def small_gemma(**changes: Any) -> GemmaConfig:
     """Returns a Gemma 3: as `small_llama`, with two local layers and a global one in turn."""
     return GemmaConfig(**_GEMMA | changes)
+
+
+def small_gpt_oss(**changes: Any) -> GptOssConfig:
+    """Returns a gpt-oss: as `small_mixture`, with a local layer and a global one in turn."""
+    return GptOssConfig(**_GPT_OSS | changes)
 
 
 def small_mixture(**changes: Any) -> MixtureConfig:

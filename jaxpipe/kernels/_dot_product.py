@@ -45,8 +45,9 @@ def attend_to_past(
     segment_ids: Int[Array, "b t"],
     mask: Bool[Array, "t T"],
     scale: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "b t H V"]:
-    """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`.
+    """Runs the attention of one slice of each sequence, as `dot_product_attention` does.
 
     Args:
         q: The queries of the slice.
@@ -56,12 +57,13 @@ def attend_to_past(
         segment_ids: The document of each query.
         mask: Whether a query sees a key of its document.
         scale: The factor of scores. Default: 1 / sqrt(C).
+        sinks: A score of each head that takes a share of the weights and has no value.
 
     Returns:
         What each query reads.
     """
     same_segment = segment_ids[:, :, None] == key_segment_ids[:, None, :]
-    return _masked_attention(q, k, v, (same_segment & mask)[:, None], scale)
+    return _with_sinks(Scores(scale=scale), q, k, v, sinks, (same_segment & mask)[:, None])
 
 
 def dot_product_kernel(
@@ -74,7 +76,17 @@ def dot_product_kernel(
     where: Placement,
 ) -> Float[Array, "b t H V"]:
     """Runs attention of one device by `jax.nn.dot_product_attention`, or as written."""
-    mask = dense_mask(scores, segments, where)
+    return _with_sinks(scores, q, k, v, sinks, dense_mask(scores, segments, where))
+
+
+def _with_sinks(
+    scores: Scores,
+    q: Float[Array, "b t H C"],
+    k: Float[Array, "b u K C"],
+    v: Float[Array, "b u K V"],
+    sinks: Float[Array, " H"] | None,
+    mask: Bool[Array, "b 1 t u"],
+) -> Float[Array, "b t H V"]:
     if scores.soft_cap is None and sinks is None:
         return _masked_attention(q, k, v, mask, scores.scale)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

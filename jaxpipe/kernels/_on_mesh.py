@@ -26,8 +26,8 @@ from ._scores import CAUSAL, Scores
 from ._splash import SPLASH_BLOCK, splash_kernel
 
 Attention = Callable[..., jax.Array]
-"""`(q, k, v, segment_ids) -> out`; V is at most C. What a backward needs of `out` has the name
-"context" for policies of rematerialization."""
+"""`(q, k, v, segment_ids) -> out`, or with sinks [H] behind them; V is at most C. What a backward
+needs of `out` has the name "context" for policies of rematerialization."""
 
 
 class MeshSpecs(NamedTuple):

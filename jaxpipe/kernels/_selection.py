@@ -102,7 +102,8 @@ class AttentionPlan:
         """Returns the attention that the kernel computes.
 
         Returns:
-            A function with the contract of `dot_product_attention`.
+            A function with the contract of `dot_product_attention`, which is given sinks too if the
+            plan has them.
         """
         match self.kernel:
             case "splash":
@@ -111,7 +112,7 @@ class AttentionPlan:
                 return cudnn_attention(rules, self.scores, packed=self.packed)
             case "pallas":
                 return pallas_gpu_attention(rules, self.scores)
-        if self.context_size == 1 and self.scores == CAUSAL:
+        if self.context_size == 1 and self.scores == CAUSAL and not self.has_sinks:
             return dot_product_attention
         return sliced_dot_product_attention(rules, self.scores)
 

@@ -6,6 +6,7 @@ from ._deepseek import deepseek as deepseek
 from ._deepseek import deepseek_weights as deepseek_weights
 from ._flops import matmul_flops_per_token as matmul_flops_per_token
 from ._gemma import GemmaConfig as GemmaConfig
+from ._gpt_oss import GptOssConfig as GptOssConfig
 from ._llama import LlamaConfig as LlamaConfig
 from ._llama import MixtureConfig as MixtureConfig
 from ._llama import llama as llama

@@ -115,6 +115,7 @@ class DeepseekConfig:
     norm_offset: ClassVar[float] = 0.0
     attention_scores: ClassVar[tuple[Scores, ...]] = (Scores(),)
     layer_kinds: ClassVar[tuple[int, ...]] = ()
+    has_biases_and_sinks: ClassVar[bool] = False
 
     def __post_init__(self):
         self._check_choices()

@@ -2,7 +2,7 @@
 
 Llama, Mistral and Qwen3 have an MLP in every layer, Mixtral and Qwen3-MoE routed experts. Qwen3
 also normalizes queries and keys. Layers may be of several kinds, which have weights of the same
-shapes and differ in attention, as those of Gemma 3.
+shapes and differ in attention, as those of Gemma 3 and gpt-oss.
 
 b sequences, T tokens, D embed, H query heads, K key and value heads, C channels of a head, V vocab.
 Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv 2407.21783; Jiang
@@ -39,7 +39,7 @@ from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
 from .layers._router import RouterSettings
-from .weights._abstract import matrix, scale, stack_weights
+from .weights._abstract import Weight, matrix, scale, stack_weights, zero_bias
 
 
 class AttentionSizes(NamedTuple):
@@ -92,6 +92,9 @@ class LlamaConfig:
     mlp_activation: ClassVar[str] = "silu"
     has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
     scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3.1")
+    # Whether the products of attention add biases, and heads have sinks: scores without a value.
+    has_biases_and_sinks: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.base_num_query_heads % self.base_num_kv_heads:
@@ -104,8 +107,9 @@ class LlamaConfig:
             raise ValueError(
                 f"`head_dim` is {self.head_dim}. Rotary positions need an even number."
             )
-        if self.rope_type not in ("default", "llama3.1"):
-            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
+        if self.rope_type not in self.rope_types:
+            types = " or ".join(map(repr, self.rope_types))
+            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give {types}.")
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
@@ -238,6 +242,8 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
     offset, norms = config.norm_offset, ["attention_norm", "mlp_norm"]
     if config.use_qk_norm:
         attention |= {name: scale(C, dtype, offset) for name in ("query_norm", "key_norm")}
+    if config.has_biases_and_sinks:
+        attention |= _biases_and_sinks(config.attention, dtype)
     if config.has_post_norms:
         norms += ["post_attention_norm", "post_mlp_norm"]
     layer = {"attention": attention, **{name: scale(D, dtype, offset) for name in norms}}
@@ -245,6 +251,17 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
         return layer | {"mlp": mlp}
     return layer | {"moe": moe_weights(config.moe, branches=branches, dtype=dtype)}
+
+
+def _biases_and_sinks(sizes: AttentionSizes, dtype: Any) -> dict[str, Weight]:
+    D, H, K, C = sizes
+    return {
+        "query_bias": zero_bias((H, C), ("q_heads", "kv"), dtype),
+        "key_bias": zero_bias((K, C), ("kv_heads", "kv"), dtype),
+        "value_bias": zero_bias((K, C), ("kv_heads", "kv"), dtype),
+        "out_bias": zero_bias((D,), ("norm",), dtype),
+        "sinks": zero_bias((H,), ("q_heads",), dtype, exact=True),
+    }
 
 
 def llama(
@@ -277,8 +294,8 @@ def llama(
 
     Args:
         config: The sizes of the model.
-        attention: `(q, k, v, segment_ids) -> out`; for several kinds of layers a function for each
-            of `config.attention_scores`.
+        attention: `(q, k, v, segment_ids) -> out`, or with sinks behind them for a config that has
+            them; for several kinds of layers a function for each of `config.attention_scores`.
         constrain: Shards an activation by its logical axes.
         experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it. Only a
             `MixtureConfig` needs it.
@@ -351,15 +368,19 @@ def _attention(
 
     def run(w: PyTree, x: Array, batch_inputs: PyTree, kind: Any, attend: Callable) -> Array:
         q, k, v = (
-            constrain(project(x, w[name]), axes)
+            constrain(add_bias(project(x, w[name]), w, name), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
         if config.use_qk_norm:
             q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
         angles = jnp.asarray(frequencies)[kind] if config.layer_kinds else frequencies
         q, k = (rotate(heads, batch_inputs["positions"], angles) for heads in (q, k))
-        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
-        return checkpoint_name(project(out, w["out"]), "out_proj")
+        sinks = (w["sinks"],) if config.has_biases_and_sinks else ()
+        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"], *sinks), HEADS)
+        return checkpoint_name(add_bias(project(out, w["out"]), w, "out"), "out_proj")
+
+    def add_bias(y: Array, w: PyTree, name: str) -> Array:
+        return y + w[f"{name}_bias"].astype(y.dtype) if config.has_biases_and_sinks else y
 
     return run
 
@@ -387,13 +408,14 @@ def _of_slices_too(
         inputs, past = batch_inputs
         carried = []
 
-        def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, segment_ids: Array, *sinks: Array) -> Array:
             (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
             carried.append(past_with_new)
 
             def of_kind(scores: Scores, q: Array, k: Array, v: Array) -> Array:
                 mask = past.causal_mask(q.shape[1], scores.window)
-                return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask, scores.scale)
+                of_keys = key_segment_ids, segment_ids, mask, scores.scale
+                return attend_to_past(q, k, v, *of_keys, *sinks)
 
             return _run_kind(kind, [partial(of_kind, each) for each in scores], q, k, v)
 

@@ -1,7 +1,7 @@
 """Sizes of published models, by name.
 
 The keys are those of the configuration: `decoder_block`, the model family (llama if it is missing),
-and the fields of its dataclass: `LlamaConfig`, `GemmaConfig`, `MixtureConfig` or
+and the fields of its dataclass: `LlamaConfig`, `GemmaConfig`, `MixtureConfig`, `GptOssConfig` or
 `DeepseekConfig`.
 """
 
@@ -73,6 +73,25 @@ _QWEN3_EXPERTS = _QWEN3 | {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "load_balance_loss_weight": 1e-3,
+}
+_GPT_OSS = _LLAMA | {
+    "decoder_block": "gpt_oss",
+    "base_emb_dim": 2880,
+    "base_num_query_heads": 64,
+    "base_mlp_dim": 2880,
+    "base_moe_mlp_dim": 2880,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "load_balance_loss_weight": 1e-3,
+    "vocab_size": 201088,
+    "sliding_window_size": 128,
+    "rope_max_timescale": 150_000.0,
+    "rope_type": "yarn",
+    "rope_factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -199,6 +218,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "base_mlp_dim": 1536,
         "base_moe_mlp_dim": 1536,
     },
+    "gpt-oss-tiny": _TINY
+    | _TINY_EXPERTS
+    | {
+        "decoder_block": "gpt_oss",
+        "logits_via_embedding": False,
+        "sliding_window_size": 16,
+        "rope_type": "yarn",
+        "rope_factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "gpt-oss-20b": _GPT_OSS | {"base_num_decoder_layers": 24, "num_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"base_num_decoder_layers": 36, "num_experts": 128},
     "deepseek-tiny": {
         "decoder_block": "deepseek",
         "base_emb_dim": 64,

@@ -28,7 +28,14 @@ from jaxpipe.models.weights import is_weight, stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
 from jaxpipe.spmd import circular_engine, scheduled_engine
-from small_models import small_deepseek, small_gemma, small_llama, small_mixture, stack
+from small_models import (
+    small_deepseek,
+    small_gemma,
+    small_gpt_oss,
+    small_llama,
+    small_mixture,
+    stack,
+)
 
 from . import flax_decoder
 
@@ -401,10 +408,10 @@ def make_case(row: Row) -> Case:
     if row.dropout:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
-    offset = 0.0
-    if row.model == "gemma3":
-        kinds = np.array(_gemma_config(row).layer_kinds[: np.prod(dims)], np.int32)
-        keys, offset = (keys, jnp.asarray(kinds.reshape(dims))), 1.0
+    if row.model in ("gemma3", "gpt_oss"):
+        kinds = np.array(_kinds_config(row).layer_kinds[: np.prod(dims)], np.int32)
+        keys = keys, jnp.asarray(kinds.reshape(dims))
+    offset = 1.0 if row.model == "gemma3" else 0.0
     epsilon = models.LlamaConfig.normalization_layer_epsilon
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(
         epsilon, row.z_loss, norm_offset=offset
@@ -489,9 +496,11 @@ def _llama(row: Row):
     return tree, (embed, stack(layer), loss)
 
 
-def _gemma_config(row: Row) -> models.GemmaConfig:
+def _kinds_config(row: Row) -> models.GemmaConfig | models.GptOssConfig:
     has_layer_after = row.layers_per_stage > 1 and row.slices == 1
     num_layers = row.repeats * row.ranks * row.layers_per_stage + has_layer_after
+    if row.model == "gpt_oss":
+        return small_gpt_oss(base_num_decoder_layers=num_layers, logits_via_embedding=row.tied)
     return small_gemma(
         base_num_decoder_layers=num_layers,
         logits_via_embedding=row.tied,
@@ -499,14 +508,15 @@ def _gemma_config(row: Row) -> models.GemmaConfig:
     )
 
 
-def _gemma(row: Row):
-    """A Gemma 3 with local and global layers, and a layer after stages of several layers."""
-    config, rules = _gemma_config(row), sharding.DEFAULT_RULES
+def _with_kinds(row: Row):
+    """A Gemma 3 or a gpt-oss: local and global layers, and one after stages of several layers."""
+    config, rules = _kinds_config(row), sharding.DEFAULT_RULES
     embed, layer, loss = models.llama(
         config,
         attention=tuple(
             sliced_dot_product_attention(rules, scores) for scores in config.attention_scores
         ),
+        experts=_experts(row),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=PROJECTIONS[row.quantization],
@@ -516,13 +526,14 @@ def _gemma(row: Row):
     tree = models.llama_weights(config, layers_after=config.base_num_decoder_layers - num_stacked)
     # Branches as large as the stream, as at the start of a run, make so narrow a model so steep
     # that another last bit of the weights changes gradients by 5e-5. These are a quarter of it.
-    quarter = jax.nn.initializers.constant(-0.75)
+    quarter, normal = jax.nn.initializers.constant(-0.75), jax.nn.initializers.normal(0.3)
 
-    def smaller(path: Any, weight: models.Weight) -> models.Weight:
+    def changed(path: Any, weight: models.Weight) -> models.Weight:
         is_behind = "post_" in jax.tree_util.keystr(path)
-        return dataclasses.replace(weight, init=quarter) if is_behind else weight
+        init = normal if weight.is_bias else quarter if is_behind else weight.init
+        return dataclasses.replace(weight, init=init)
 
-    tree = jax.tree_util.tree_map_with_path(smaller, tree, is_leaf=is_weight)
+    tree = jax.tree_util.tree_map_with_path(changed, tree, is_leaf=is_weight)
     return tree, (embed, stack(layer), loss)
 
 
@@ -550,7 +561,7 @@ def _deepseek(row: Row):
 MODELS: dict[str, Callable[[Row], Any]] = {
     "mlp": _mlp,
     **dict.fromkeys(("llama", "qwen3", "mixtral", "qwen3_moe"), _llama),
-    "gemma3": _gemma,
+    **dict.fromkeys(("gemma3", "gpt_oss"), _with_kinds),
     "deepseek": _deepseek,
 }
 

@@ -75,6 +75,9 @@ def compositions() -> list[Row]:
         mpmd("gemma3", 4, 1, 8, axes=(), schedule="zero_bubble_h1", dropout=0.1, remat="none"),
         mpmd("gemma3", 2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b",
              remat="minimal", tied=True, dropout=0.1, packed=True),
+        mpmd("gpt_oss", 2, 1, 4, axes=(("expert", 2), ("tensor", 2)), schedule="1f1b",
+             packed=True, tied=True),
+        mpmd("gpt_oss", 2, 2, 4, axes=fsdp, schedule="zbv", remat="minimal", packed=True),
     ]  # fmt: skip
     return slow(in_slow_job)
 

@@ -127,8 +127,8 @@ def test_the_smallest_preset_is_the_default_of_a_run():
 def test_presets_give_every_size(name: str):
     preset = models.PRESETS[name]
     kind = models.MixtureConfig if "num_experts" in preset else models.LlamaConfig
-    if preset.get("decoder_block") == "gemma3":
-        kind = models.GemmaConfig
+    own = {"gemma3": models.GemmaConfig, "gpt_oss": models.GptOssConfig}
+    kind = own.get(preset.get("decoder_block", "llama"), kind)
     fields = {field.name for field in dataclasses.fields(kind)}
     assert preset.keys() - {"decoder_block"} == fields
 

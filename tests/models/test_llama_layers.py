@@ -1,4 +1,4 @@
-"""Layers of llama, Qwen3, Gemma 3 and mixtures against layers written out, without jaxpipe's code.
+"""Layers of the llama family against layers written out, without jaxpipe's code.
 
 They loop over the rows of a batch, heads, tokens and experts.
 """
@@ -14,7 +14,7 @@ from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.kernels import dot_product_attention, sliced_dot_product_attention
 from jaxpipe.models.layers import routed_experts
-from small_models import small_gemma, small_llama, small_mixture
+from small_models import small_gemma, small_gpt_oss, small_llama, small_mixture
 
 ROWS, LENGTH = 2, 4
 KINDS: dict[str, Any] = {
@@ -25,6 +25,8 @@ KINDS: dict[str, Any] = {
     "mixtral": small_mixture(),
     "qwen3_moe": small_mixture(use_qk_norm=True, num_experts_per_tok=3),
     "qwen3_moe, shares as they are": small_mixture(use_qk_norm=True, norm_topk_prob=False),
+    "gpt_oss, local": small_gpt_oss(normalization_layer_epsilon=0.01),
+    "gpt_oss, global": small_gpt_oss(head_dim=6),
 }
 
 
@@ -32,10 +34,23 @@ def norm(x: Any, scale: Any, epsilon: float) -> Any:
     return scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
 
 
-def turned(head: Any, timescale: float, stretch: float) -> Any:
+def yarn(config: Any) -> np.ndarray:
+    """By how much the wavelength of each pair of channels is stretched, after arXiv 2309.00071."""
+    half, base = config.head_dim // 2, config.rope_max_timescale
+    turns = config.original_max_position_embeddings / (2 * np.pi * base ** (np.arange(half) / half))
+    # Between the numbers of turns, the share rises with the index of a pair: with log(turns).
+    fast, slow = (np.log(beta) for beta in (config.beta_fast, config.beta_slow))
+    log_of_first, per_pair = np.log(turns[0]), np.log(base) / half
+    first, last = ((log_of_first - log) / per_pair for log in (fast, slow))
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    slowed = np.clip((np.arange(half) - first) / (last - first), 0, 1)
+    return 1 / (1 - slowed + slowed / config.rope_factor)
+
+
+def turned(head: Any, timescale: float, stretch: Any) -> Any:
     """Rotates the halves of the channels of a head [T, C] by their positions."""
     half = head.shape[-1] // 2
-    angles = np.outer(np.arange(len(head)) / stretch, timescale ** -(np.arange(half) / half))
+    angles = np.outer(np.arange(len(head)), timescale ** -(np.arange(half) / half) / stretch)
     angles = angles.astype(np.float32)
     first, second = head[:, :half], head[:, half:]
     return jnp.concatenate(
@@ -48,7 +63,8 @@ def turned(head: Any, timescale: float, stretch: float) -> Any:
 
 
 def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
-    """[T, D] of one row, head by head; of Gemma 3 a local layer or a global one."""
+    """[T, D] of one row, head by head; of Gemma 3 and gpt-oss a local layer or a global one."""
+    is_gpt_oss = isinstance(config, models.GptOssConfig)
     y, epsilon = jnp.zeros_like(x), config.normalization_layer_epsilon
     timescale, window, stretch, scalar = config.rope_max_timescale, len(x), 1.0, config.head_dim
     if isinstance(config, models.GemmaConfig):
@@ -56,12 +72,15 @@ def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
         if is_local:
             timescale, window = config.local_rope_max_timescale, config.sliding_window_size
             stretch = 1.0
+    if is_gpt_oss:
+        stretch, window = yarn(config), config.sliding_window_size if is_local else window
+        scalar /= (0.1 * np.log(config.rope_factor) + 1) ** 4
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     sees = (distance >= 0) & (distance < window)
     shared_by = config.base_num_query_heads // config.base_num_kv_heads
     for h in range(config.base_num_query_heads):
         query, key, value = (
-            x @ w[name][:, i]
+            x @ w[name][:, i] + (w[f"{name}_bias"][i] if is_gpt_oss else 0)
             for name, i in (("query", h), ("key", h // shared_by), ("value", h // shared_by))
         )
         if config.use_qk_norm:
@@ -69,13 +88,22 @@ def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
             key = norm(key, w["key_norm"], epsilon)
         query, key = (turned(head, timescale, stretch) for head in (query, key))
         scores = query @ key.T / np.sqrt(scalar).astype(np.float32)
-        shares = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
-        y += shares @ value @ w["out"][h]
-    return y
+        parts = jnp.where(sees, jnp.exp(scores), 0)
+        total = jnp.sum(parts, axis=-1, keepdims=True)
+        total += jnp.exp(w["sinks"][h]) if is_gpt_oss else 0
+        y += parts / total @ value @ w["out"][h]
+    return y + (w["out_bias"] if is_gpt_oss else 0)
 
 
 def swiglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def clamped(w: Any, e: Any, x: Any) -> Any:
+    """The expert `e` of a gpt-oss, of one token."""
+    gate = jnp.minimum(x @ w["gate"][e] + w["gate_bias"][e], 7)
+    up = jnp.clip(x @ w["up"][e] + w["up_bias"][e], -7, 7)
+    return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate)) @ w["down"][e] + w["down_bias"][e]
 
 
 def geglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
@@ -87,14 +115,21 @@ def geglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
 
 def experts(config: Any, w: Any, x: Any) -> tuple[Any, Any, np.ndarray]:
     """Of the tokens [T, D] of one row: results, chances, and how often each expert is chosen."""
-    chances = jax.nn.softmax(x @ w["router"]["logits"])
+    is_gpt_oss = isinstance(config, models.GptOssConfig)
+    bias = w["router"]["logits_bias"] if is_gpt_oss else 0
+    chances = jax.nn.softmax(x @ w["router"]["logits"] + bias)
     results, counts = [], np.zeros(config.num_experts)
     for token, chance in zip(x, chances, strict=True):
         order = np.argsort(-np.asarray(jax.lax.stop_gradient(chance)))
         chosen = order[: config.num_experts_per_tok]
         total = sum(chance[e] for e in chosen) if config.norm_topk_prob else 1.0
         gate, up, down = (w["experts"][name] for name in ("gate", "up", "down"))
-        of_experts = [swiglu(gate[e], up[e], down[e], token) for e in chosen]
+        of_experts = [
+            clamped(w["experts"], e, token)
+            if is_gpt_oss
+            else swiglu(gate[e], up[e], down[e], token)
+            for e in chosen
+        ]
         results.append(sum(chance[e] / total * y for e, y in zip(chosen, of_experts, strict=True)))
         counts[chosen] += 1
     return jnp.stack(results), chances, counts
@@ -152,7 +187,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str)
         constrain=sharding.no_constraint,
     )
     # Norms that are not 1, or a test would not notice one that is missing.
-    noise = iter(jax.random.split(jax.random.key(1), 20))
+    noise = iter(jax.random.split(jax.random.key(1), 30))
     weights = jax.tree.map(
         lambda w: w + 0.2 * jax.random.normal(next(noise), w.shape),
         models.initialize(models.llama_weights(config)["layer"], jax.random.key(0)),

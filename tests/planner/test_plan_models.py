@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import sharding
 from jaxpipe.cost.work import flops_per_token
-from jaxpipe.kernels import dot_product_attention
+from jaxpipe.kernels import sliced_dot_product_attention
 from jaxpipe.models import PRESETS, matmul_flops_per_token, num_parameters
 from jaxpipe.models.layers import routed_experts
 from jaxpipe.models.weights import is_weight, weight_shapes
@@ -36,12 +36,21 @@ PUBLISHED = {
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_263_168,
     "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek2-16b": 15_706_484_224,
     "deepseek3-671b": 671_026_419_200,
 }
-ACTIVE = {"mixtral-8x7b": 12.9e9, "qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9}
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    # They are published without the embedding.
+    "gpt-oss-20b": 3.61e9 + 201_088 * 2880,
+    "gpt-oss-120b": 5.13e9 + 201_088 * 2880,
+}
 """Parameters that a token passes, as they are published."""
 
 
@@ -58,7 +67,9 @@ def sizes_and_weights(name: str) -> tuple[Any, dict[str, Any]]:
 
 def matrix_parameters(tree: Any, num_stacked: int = 0) -> int:
     leaves = jax.tree.leaves(tree, is_leaf=is_weight)
-    return sum(math.prod(w.shape) for w in leaves if len(w.shape) > 1 + num_stacked)
+    return sum(
+        math.prod(w.shape) for w in leaves if len(w.shape) > 1 + num_stacked and not w.is_bias
+    )
 
 
 def test_every_preset_that_is_a_published_model_is_here():
@@ -105,10 +116,13 @@ def test_a_token_passes_the_published_number_of_parameters(name: str):
 def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name: str):
     length, (sizes, weights) = 8, sizes_and_weights(name)
     family = MODEL_FAMILIES[PRESETS[name].get("decoder_block", "llama")]
-    attentions = (dot_product_attention,) * len(sizes.attention_scores)
+    attentions = tuple(
+        sliced_dot_product_attention(sharding.DEFAULT_RULES, scores)
+        for scores in sizes.attention_scores
+    )
     _, layer, _ = family.model(
         sizes,
-        attention=attentions if len(attentions) > 1 else dot_product_attention,
+        attention=attentions if len(attentions) > 1 else attentions[0],
         experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
     )

@@ -38,7 +38,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     setup, weights = loaded(folder)
     config, model = setup.config, setup.step.pipe.model
     assert callable(model.layer)
-    is_gemma = config.decoder_block == "gemma3"
+    block = config.decoder_block
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),
@@ -49,10 +49,10 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     x = model.embed(weights["embed"], batch_inputs, ())
     for i in range(setup.state.weights.layout.num_layers):
         layer = jax.tree.map(lambda leaf: leaf[0, 0, i], weights["stages"])  # noqa: B023
-        is_global = (i + 1) % config.sliding_window_pattern == 0
-        key = ((), int(is_global)) if is_gemma else ()
+        pattern = {"gemma3": config.sliding_window_pattern, "gpt_oss": 2}.get(block)
+        key = ((), int((i + 1) % pattern == 0)) if pattern else ()
         x, _ = model.layer(layer, x, batch_inputs, key)
-    norm = weights["head"]["norm"] + float(is_gemma)  # stored as what it adds to 1
+    norm = weights["head"]["norm"] + float(block == "gemma3")  # stored as what it adds to 1
     x = rms_norm(x, norm, config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)

@@ -76,6 +76,14 @@ GEMMA: Settings = {
     "pipeline_parallel_layers": 4,
 }
 """Layers LLGL in the pipeline and an L behind it: L|LGL on two ranks, or LL|GL."""
+GPT_OSS: Settings = {
+    **models.PRESETS["gpt-oss-tiny"],
+    "model_name": "gpt-oss-tiny",
+    "base_num_decoder_layers": 4,
+    "base_emb_dim": 16,
+    "sliding_window_size": 5,
+    "load_balance_loss_weight": 0.1,
+}
 DROPOUT: Settings = {"dropout_rate": 0.3}
 
 

@@ -25,7 +25,7 @@ from jaxpipe.train.checkpoint import (
     saved_leaf_specs,
 )
 from jaxpipe.train.step import make_eval_step, mesh_context, shard_batch
-from small_models import small_gemma, small_mixture
+from small_models import small_gemma, small_gpt_oss, small_mixture
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, NAMES, logits, make_run
 
@@ -45,6 +45,7 @@ TIED = dataclasses.replace(
 )
 MIXTURE = small_mixture(use_qk_norm=True, norm_topk_prob=False, vocab_size=40)
 GEMMA = small_gemma(base_num_decoder_layers=4, logits_via_embedding=True, vocab_size=40)
+GPT_OSS = small_gpt_oss(base_num_decoder_layers=4, load_balance_loss_weight=0.0, vocab_size=40)
 NARROW = {"dtype": jnp.bfloat16}
 
 
@@ -88,16 +89,20 @@ PIPELINES: dict[str, list[str]] = {
     "engine",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "circular")) for name in PIPELINES],
 )
-def test_a_pipeline_whose_layers_differ_has_the_loss_of_transformers(engine: str, tmp_path: Path):
-    from_hugging_face(GOLDEN / "gemma3", tmp_path / "ours", dtype="float32")
+@pytest.mark.parametrize(("name", "layers_per_stage"), [("gemma3", 2), ("gpt_oss", 1)])
+def test_a_pipeline_whose_layers_differ_has_the_loss_of_transformers(
+    name: str, layers_per_stage: int, engine: str, tmp_path: Path
+):
+    from_hugging_face(GOLDEN / name, tmp_path / "ours", dtype="float32")
     settings = [f"init_from={tmp_path / 'ours'}", "dtype=float32", "max_target_length=47"]
     settings += ["num_pipeline_microbatches=2", "per_device_batch_size=1.0", *PIPELINES[engine]]
     settings += ["ici_fsdp_parallelism=1"]
     if engine != "none":
-        settings += ["ici_pipeline_parallelism=2", "num_layers_per_pipeline_stage=2"]
+        settings += ["ici_pipeline_parallelism=2"]
+        settings += [f"num_layers_per_pipeline_stage={layers_per_stage}"]
     config = load_config([tmp_path / "ours" / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:2])
-    with np.load(GOLDEN / "gemma3" / "expected.npz") as expected:
+    with np.load(GOLDEN / name / "expected.npz") as expected:
         tokens, theirs = expected["tokens"], expected["logits"]
     ones = np.ones((2, 47), np.int32)
     batch = {
@@ -139,11 +144,15 @@ def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
         (TIED, NARROW),
         (dataclasses.replace(MIXTURE, load_balance_loss_weight=0.0), {"layers_after": 1}),
         (GEMMA, {"layers_after": 2}),
+        (GPT_OSS, {"layers_after": 2}),
         (DEEPSEEK, {"layers_after": 2}),
         (V3, NARROW),
         (V3, {}),
     ],
-    ids=["llama", "tied, bfloat16", "experts", "windows", "V2, layers after", "V3, bfloat16", "V3"],
+    ids=[
+        *("llama", "tied, bfloat16", "experts", "windows", "sinks"),
+        *("V2, layers after", "V3, bfloat16", "V3"),
+    ],
 )
 def test_ours_come_back_bit_for_bit(sizes: Any, options: Any, tmp_path: Path):
     expected = make_run(tmp_path / "run", sizes, **options)

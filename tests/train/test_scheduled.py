@@ -23,6 +23,7 @@ from .runs import (
     DEEPSEEK,
     DROPOUT,
     GEMMA,
+    GPT_OSS,
     MIXTURE,
     NONE,
     ROWS,
@@ -121,6 +122,8 @@ SLOW: dict[str, tuple[int, Settings]] = {
     "qwen3_moe, uneven": (4, MIXTURE | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
     "qwen3_moe, circular": (4, MIXTURE | CIRCULAR | {"ici_expert_parallelism": 2}),
     "gemma3, none": (1, GEMMA | NONE | {"pipeline_parallel_layers": -1}),
+    "gpt_oss, none": (1, GPT_OSS | NONE),
+    "gpt_oss, uneven": (4, GPT_OSS | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
     "gemma3, uneven": (4, GEMMA | UNEVEN | PER_LAYER | {"ici_fsdp_parallelism": 2}),
     "gemma3, circular": (
         4,

@@ -27,7 +27,7 @@ from ._tensors import (
     with_prefix,
 )
 
-_ATTENTION = {
+ATTENTION_SIZES = {
     "hidden_size": "base_emb_dim",
     "num_hidden_layers": "base_num_decoder_layers",
     "num_attention_heads": "base_num_query_heads",
@@ -37,7 +37,8 @@ _ATTENTION = {
     "rms_norm_eps": "normalization_layer_epsilon",
     "tie_word_embeddings": "logits_via_embedding",
 }
-LLAMA_SIZES = _ATTENTION | {"intermediate_size": "base_mlp_dim"}
+"""Fields of every llama, and the keys that they give."""
+LLAMA_SIZES = ATTENTION_SIZES | {"intermediate_size": "base_mlp_dim"}
 """Fields of models with an MLP in every layer, and the keys that they give."""
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
@@ -51,7 +52,7 @@ _FIELDS = {
     "qwen3": ConfigFields(LLAMA_SIZES, _DEFAULTS, _QWEN3_FIXED, _QWEN3_IGNORED),
     # transformers' balance loss, of all layers together, is none of ours.
     "mixtral": ConfigFields(
-        _ATTENTION
+        ATTENTION_SIZES
         | {
             "intermediate_size": "base_moe_mlp_dim",
             "num_local_experts": "num_experts",
@@ -62,7 +63,7 @@ _FIELDS = {
         ignored=("router_aux_loss_coef",),
     ),
     "qwen3_moe": ConfigFields(
-        _ATTENTION
+        ATTENTION_SIZES
         | {
             "moe_intermediate_size": "base_moe_mlp_dim",
             "num_experts": "num_experts",
@@ -165,6 +166,20 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None, block: str) -
 
 def llama_slices(sizes: models.LlamaConfig, block: str) -> LeafSlices:
     """Returns the slices of the leaves of one layer; names are relative to the layer."""
+    D = sizes.base_emb_dim
+    if sizes.moe is None:
+        mlp = swiglu_weights("mlp", D, sizes.base_mlp_dim)
+        return attention_slices(sizes) | with_prefix("mlp", mlp)
+    E, F, (module, names) = sizes.moe.num_experts, sizes.moe.expert_dim, _EXPERTS[block]
+    return {
+        **attention_slices(sizes),
+        "moe/router/logits": linear_weight(f"{module}.gate.weight", (D,), (E,)),
+        **with_prefix("moe/experts", expert_weights(f"{module}.experts", E, D, F, names)),
+    }
+
+
+def attention_slices(sizes: models.LlamaConfig) -> LeafSlices:
+    """Returns the slices of a layer's attention, and of the norms before and behind it."""
     D, H, K, C = sizes.attention
     attention = {
         "query": linear_weight("self_attn.q_proj.weight", (D,), (H, C)),
@@ -175,18 +190,8 @@ def llama_slices(sizes: models.LlamaConfig, block: str) -> LeafSlices:
     if sizes.use_qk_norm:
         attention["query_norm"] = same_tensor("self_attn.q_norm.weight", (C,))
         attention["key_norm"] = same_tensor("self_attn.k_norm.weight", (C,))
-    if sizes.moe is None:
-        feed_forward = with_prefix("mlp", swiglu_weights("mlp", D, sizes.base_mlp_dim))
-    else:
-        E, F, (module, names) = sizes.moe.num_experts, sizes.moe.expert_dim, _EXPERTS[block]
-        experts = expert_weights(f"{module}.experts", E, D, F, names)
-        feed_forward = {
-            "moe/router/logits": linear_weight(f"{module}.gate.weight", (D,), (E,)),
-            **with_prefix("moe/experts", experts),
-        }
     return {
         "attention_norm": same_tensor("input_layernorm.weight", (D,)),
         **with_prefix("attention", attention),
         "mlp_norm": same_tensor("post_attention_layernorm.weight", (D,)),
-        **feed_forward,
     }

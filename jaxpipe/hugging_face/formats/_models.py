@@ -16,6 +16,7 @@ from ...train.plan import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
 from ._fields import ConfigValues, check_no_problems
 from ._gemma import gemma_slices, read_gemma, write_gemma
+from ._gpt_oss import gpt_oss_slices, read_gpt_oss, write_gpt_oss
 from ._llama import llama_slices, read_llama, write_llama
 from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
@@ -38,6 +39,7 @@ def _llama(block: str) -> ModelFormat:
 
 _OWN_FORMATS = {
     "gemma3": ModelFormat(read_gemma, write_gemma, gemma_slices),
+    "gpt_oss": ModelFormat(read_gpt_oss, write_gpt_oss, gpt_oss_slices),
     "deepseek": ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices),
 }
 MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MODEL_FAMILIES}
@@ -45,6 +47,7 @@ MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MO
 
 MODEL_TYPES = {block: block for block in MODEL_FORMATS if block not in _OWN_FORMATS} | {
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt_oss",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
 }

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ...sharding import Constrain
-from ..weights._abstract import Weight, matrix
+from ..weights._abstract import matrix, zero_bias
 from ._common import ACTIVATION, swiglu, swiglu_weights
 from ._projection import Projection, projection
-from ._routed_experts import Experts
+from ._routed_experts import Experts, Gated, gated_silu
 from ._router import RouterSettings, Routing, route
 
 
@@ -30,6 +30,8 @@ class MoeSettings:
     has_bias: bool  # whether a bias per expert affects the choice
     load_balance_loss_weight: float  # factor of the load-balance loss
     router: RouterSettings
+    adds_biases: bool = False  # whether the router and the experts add biases to their products
+    gated: Gated = gated_silu  # what experts do between their first products and the last
 
 
 def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
@@ -37,15 +39,18 @@ def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     D, E, F = settings.embed_dim, settings.num_experts, settings.expert_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
     if settings.has_bias:
-        router["bias"] = Weight((E,), ("norm",), jax.nn.initializers.zeros, dtype, exact=True)
-    weights = {
-        "router": router,
-        "experts": {
-            "gate": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
-            "up": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
-            "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
-        },
+        router["bias"] = zero_bias((E,), ("norm",), dtype, exact=True)
+    experts = {
+        "gate": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
+        "up": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
+        "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
     }
+    if settings.adds_biases:
+        router["logits_bias"] = zero_bias((E,), (None,), dtype, exact=True)
+        for name in ("gate_bias", "up_bias"):
+            experts[name] = zero_bias((E, F), ("exp", "mlp"), dtype)
+        experts["down_bias"] = zero_bias((E, D), (None, "embed"), dtype)
+    weights = {"router": router, "experts": experts}
     if settings.shared_experts:
         width = F * settings.shared_experts
         weights["shared"] = swiglu_weights(D, width, branches=branches, dtype=dtype)
@@ -78,8 +83,8 @@ def moe(
         # Experts gather tokens. Without this, gradients of the rest gather the whole batch.
         x = constrain(x, ACTIVATION)
         bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
-        routing = _route(settings.router, w["router"]["logits"], bias, x, batch_inputs)
-        y = experts(w["experts"], x, routing.chosen, routing.shares)
+        routing = _route(settings.router, w["router"], bias, x, batch_inputs)
+        y = experts(w["experts"], x, routing.chosen, routing.shares, settings.gated)
         y = constrain(y, ACTIVATION)
         if settings.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)
@@ -92,14 +97,15 @@ def moe(
 
 def _route(
     router: RouterSettings,
-    matrix: Float[Array, "D E"],
+    w: PyTree,
     bias: Float[Array, " E"] | None,
     x: Float[Array, "b T D"],
     batch_inputs: PyTree,
 ) -> Routing:
     # Computed in float32: a rounded score may choose another expert.
-    x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
-    logits = jnp.einsum("btd,de->bte", x32, matrix)
+    logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), w["logits"].astype(jnp.float32))
+    if "logits_bias" in w:
+        logits += w["logits_bias"].astype(jnp.float32)
     real, weight = batch_inputs["segment_ids"] != 0, jnp.sum(batch_inputs["target_weights"])
     return route(logits, bias, real, weight, router)
 

@@ -29,9 +29,26 @@ from ...sharding import (
 from ...sharding.specs import axes_of_dim
 from ._grouped_matmul import GroupedMatmul, ragged_dot
 
-Experts = Callable[[PyTree, Array, Array, Array], Array]
-"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`. Weights are `gate` and
-`up` [E, D, F], and `down` [E, F, D]."""
+Gated = Callable[[Float[Array, "m F"], Float[Array, "m F"]], Float[Array, "m F"]]
+"""`(gate [m, F], up [m, F]) -> [m, F]`: what a gated MLP multiplies by its last matrix."""
+Experts = Callable[[PyTree, Array, Array, Array, Gated], Array]
+"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k], gated) -> [b, T, D]`. Weights are
+`gate` and `up` [E, D, F] and `down` [E, F, D], and may be `gate_bias`, `up_bias` [E, F] and
+`down_bias` [E, D]."""
+
+
+def gated_silu(gate: Float[Array, "m F"], up: Float[Array, "m F"]) -> Float[Array, "m F"]:
+    """Returns SwiGLU before its last product (Shazeer, 2020, arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_swiglu(gate: Float[Array, "m F"], up: Float[Array, "m F"]) -> Float[Array, "m F"]:
+    """Returns the SwiGLU of gpt-oss before its last product (OpenAI, 2025, arXiv 2508.10925)."""
+    gate, up = jnp.minimum(gate, _CLAMP), jnp.clip(up, -_CLAMP, _CLAMP)
+    return gate * jax.nn.sigmoid(_SLOPE * gate) * (up + 1)
+
+
+_CLAMP, _SLOPE = 7.0, 1.702
 
 
 def routed_experts(
@@ -43,30 +60,41 @@ def routed_experts(
     expert has `chunk_rows` on average, and the backward computes them again; None: all at a time.
     """
 
-    def local(num_experts: int, inputs, constants) -> Float[Array, "1 b T D"]:
+    def local(num_experts: int, gated: Gated, inputs, constants) -> Float[Array, "1 b T D"]:
         (w, x, shares), (chosen, first_expert) = inputs, constants
         rows, flat = x.reshape(-1, x.shape[2]), (-1, chosen.shape[2])
         flat = rows, chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
         most = chosen.size // (num_experts * chunk_rows) if chunk_rows else 1
         count = num_chunks(rows.shape[0], most)
-        return _in_chunks(partial(sort_and_multiply, grouped_matmul, w), flat, count).reshape(
-            1, *x.shape
-        )
+        run = partial(sort_and_multiply, grouped_matmul, w, gated=gated)
+        return _in_chunks(run, flat, count).reshape(1, *x.shape)
 
-    def experts(w, x, chosen, shares):
+    def experts(w, x, chosen, shares, gated=gated_silu):
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        inputs = (w, x, shares.astype(x.dtype))
+        shares = shares.astype(x.dtype)
+        last_bias = w.pop("down_bias", None)
+        inputs = (w, x, shares)
         num_experts = w["gate"].shape[0]
         constants = (chosen, jnp.arange(num_experts, dtype=chosen.dtype))
-        shard = partial(local, num_experts)
-        run = _on_all_shards(shard, rules) if automatic_axes() else shard
+        shard = partial(local, num_experts, gated)
+        run = _on_all_shards(shard, rules, w) if automatic_axes() else shard
         # What a step's time is estimated by: kernels skip the rows of other devices.
         with jax.named_scope(f"rows_1_of_{_num_shards(rules)}"):
             parts = run(inputs, constants)
         # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
-        return lax.reduce_sum(parts, axes=(0,))
+        y = lax.reduce_sum(parts, axes=(0,))
+        # Not on the shards: those of an expert's width would add it once each.
+        return y if last_bias is None else y + _mean_bias(last_bias, chosen, shares)
 
     return experts
+
+
+def _mean_bias(
+    bias: Float[Array, "E D"], chosen: Int[Array, "b T k"], shares: Float[Array, "b T k"]
+) -> Float[Array, "b T D"]:
+    """Returns what the biases of its experts add to a token, each by its share."""
+    is_chosen = chosen[..., None] == jnp.arange(bias.shape[0])
+    return jnp.sum(jnp.where(is_chosen, shares[..., None], 0), axis=-2) @ bias
 
 
 def _num_shards(rules: Rules) -> int:
@@ -103,6 +131,7 @@ def sort_and_multiply(
     x: Float[Array, "n D"],
     chosen: Int[Array, "n k"],
     shares: Float[Array, "n k"],
+    gated: Gated = gated_silu,
 ) -> Float[Array, "n D"]:
     """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
 
@@ -115,9 +144,18 @@ def sort_and_multiply(
     sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
     rows = _rows(x, order // k)
-    gate = checkpoint_name(grouped_matmul(rows, w["gate"], sizes), "moe_mlpwi_0")
-    up = checkpoint_name(grouped_matmul(rows, w["up"], sizes), "moe_mlpwi_1")
-    out = checkpoint_name(grouped_matmul(jax.nn.silu(gate) * up, w["down"], sizes), "moe_mlpwo")
+
+    def project(name: str) -> Float[Array, "m F"]:
+        y = grouped_matmul(rows, w[name], sizes)
+        if f"{name}_bias" not in w:
+            return y
+        # A product, not a look-up: its gradient would add rows one by one.
+        is_of_expert = group.at[order].get()[:, None] == jnp.arange(num_experts)
+        return y + is_of_expert.astype(x.dtype) @ w[f"{name}_bias"]
+
+    gate = checkpoint_name(project("gate"), "moe_mlpwi_0")
+    up = checkpoint_name(project("up"), "moe_mlpwi_1")
+    out = checkpoint_name(grouped_matmul(gated(gate, up), w["down"], sizes), "moe_mlpwo")
     by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
     return jnp.sum(by_token * shares[..., None], axis=1)
 
@@ -126,10 +164,11 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _on_all_shards(local: Callable, rules: Rules) -> Callable:
+def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> Callable:
     """Returns `local` on the shards of all automatic axes, whose leading dim holds partial sums."""
     auto_rules = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
-    inward, outward = (partition_spec(axes, auto_rules) for axes in _WEIGHT_AXES)
+    specs = {name: partition_spec(_WEIGHT_AXES[name], auto_rules) for name in weights}
+    inward = specs["gate"]
     parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))
     # Devices that hold different experts need the same tokens, so they must not shard the tokens.
     token_rules = [(name, [a for a in axes if a not in parts]) for name, axes in auto_rules]
@@ -137,10 +176,14 @@ def _on_all_shards(local: Callable, rules: Rules) -> Callable:
     return on_shards(
         local,
         automatic_axes(),
-        ({"gate": inward, "up": inward, "down": outward}, tokens, tokens),
+        (specs, tokens, tokens),
         (tokens, PartitionSpec(inward[0])),
         PartitionSpec(parts or None, *tokens),
     )
 
 
-_WEIGHT_AXES = (("exp", None, "mlp"), ("exp", "mlp", None))
+_WEIGHT_AXES = {
+    **dict.fromkeys(("gate", "up"), ("exp", None, "mlp")),
+    **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
+    "down": ("exp", "mlp", None),
+}

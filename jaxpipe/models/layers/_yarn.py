@@ -3,7 +3,7 @@
 Pairs of channels that turn often within the trained length distinguish neighbouring tokens and are
 not changed. Pairs that turn less than once are slowed down, so that no new angle occurs. Between
 them the slowdown increases linearly. Peng et al., 2023, arXiv 2309.00071, with the constants of
-DeepSeek-V2, arXiv 2405.04434.
+DeepSeek-V2, arXiv 2405.04434, which begins and ends the increase at whole pairs, or of gpt-oss.
 """
 
 import math
@@ -33,6 +33,7 @@ def yarn_frequencies(
     trained_length: int,
     beta_fast: float,
     beta_slow: float,
+    whole_pairs: bool = True,
 ) -> Frequencies:
     """Returns the rotary angles per position of each pair of channels, in radians."""
 
@@ -40,8 +41,10 @@ def yarn_frequencies(
         wavelength = trained_length / (times * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(max_timescale))
 
-    first = max(math.floor(pair_that_turns(beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(beta_slow)), head_dim - 1)
+    first, last = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     pairs = np.arange(head_dim // 2, dtype=np.float32)
     slowed = np.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
     return rope_frequencies(head_dim, max_timescale) * (1 - slowed + slowed / factor)

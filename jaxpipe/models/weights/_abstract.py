@@ -29,6 +29,8 @@ class Weight:
         dtype: The dtype in which it is stored.
         exact: Whether the model computes with it in the dtype in which it is stored, as norms and
             routers do. Other leaves may be cast to the dtype of the computation beforehand.
+        is_bias: Whether it is added, and nothing is multiplied by it. Whatever its shape, it is no
+            matrix: it does not decay.
 
     Example:
         >>> Weight((4,), ("norm",), jax.nn.initializers.ones).exact
@@ -40,6 +42,7 @@ class Weight:
     init: Initializer
     dtype: Any = jnp.float32
     exact: bool = False
+    is_bias: bool = False
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -58,6 +61,13 @@ def scale(size: int, dtype: Any, offset: float = 0.0) -> Weight:
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
     """Returns an abstract matrix, initialized by a normal distribution cut at two deviations."""
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
+
+
+def zero_bias(
+    shape: tuple[int, ...], axes: LogicalAxes, dtype: Any, *, exact: bool = False
+) -> Weight:
+    """Returns an abstract bias, initialized to zeros."""
+    return Weight(shape, axes, jax.nn.initializers.zeros, dtype, exact, is_bias=True)
 
 
 def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:

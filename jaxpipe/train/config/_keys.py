@@ -51,7 +51,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 DecoderBlock = Annotated[
-    Literal["llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek"],
+    Literal["llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek"],
     BeforeValidator(lambda value: "llama" if value == "llama2" else value),
 ]
 """A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""

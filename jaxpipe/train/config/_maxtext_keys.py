@@ -168,11 +168,14 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "float32_weight_sum"
     ),
     "Write `dtype=float32` for activations in float32.": "activations_in_float32",
+    "Every model of `decoder_block=gpt_oss` has it, and no other: leave it out.": (
+        "attention_bias attention_sink mlp_bias mlp_activations_limit"
+    ),
     "No model here has it: leave it out.": (
         "global_parameter_scale dense_init_scale attention_output_dim global_head_dim "
-        "global_num_kv_heads mlp_activations_limit normalize_embedding_logits mlp_bias "
+        "global_num_kv_heads normalize_embedding_logits "
         "first_num_hash_layers inhomogeneous_layer_cycle_interval share_kv_projections "
-        "attention_bias attention_sink chunk_attn_window_size "
+        "chunk_attn_window_size "
         "causal_block_size attn_logits_soft_cap final_logits_soft_cap use_post_attn_norm "
         "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_clip "
         "qk_clip_threshold hidden_size_per_layer_input vocab_size_per_layer_input "

@@ -88,6 +88,10 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "gemma3": _GEMMA3,
     "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
     "qwen3_moe": _mixture(use_qk_norm=True),
+    "gpt_oss": dataclasses.replace(
+        _mixture(use_qk_norm=False, norm_topk_prob=True, rope_type="yarn"),
+        sizes=models.GptOssConfig,
+    ),
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,

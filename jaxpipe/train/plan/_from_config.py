@@ -304,6 +304,7 @@ def model_plan(
                 head_dim=sizes.attention.head_dim,
                 context_size=context_size,
                 scores=scores,
+                has_sinks=sizes.has_biases_and_sinks,
             )
             for scores in sizes.attention_scores
         ),

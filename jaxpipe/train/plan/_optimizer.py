@@ -56,12 +56,12 @@ def make_optimizer(plan: StatePlan) -> optax.GradientTransformation:
 def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientTransformation:
     """Builds an optimizer for the abstract weights that it sees.
 
-    Scales of norms do not decay, nor do weights that the plan excludes.
+    Scales of norms and biases do not decay, nor do weights that the plan excludes.
     """
     # Weights are named by their groups: `stages.attention.query`.
     groups = {name: tree[name] for name in ("embed", "head")} | {"stages": layer_of(tree)}
     decays = exclude_from_decay(
-        jax.tree.map(lambda w: len(_own_axes(w)) >= 2, groups, is_leaf=is_weight),
+        jax.tree.map(lambda w: not w.is_bias and len(_own_axes(w)) >= 2, groups, is_leaf=is_weight),
         wanted.weight_decay_exclude,
     )
     of_layers = {"embed": groups["embed"].get("layers"), "head": groups["head"].get("layers")}
@@ -100,7 +100,7 @@ def _matrices(layer: PyTree) -> PyTree:
     def dimensions(weight: Weight) -> optax.contrib.MuonDimensionNumbers | bool:
         apart = (*STACK_AXES, "exp")
         dims = [i for i, axis in enumerate(weight.axes) if axis not in apart]
-        if len(dims) < 2:
+        if weight.is_bias or len(dims) < 2:
             return False
         count = len(dims) - 1 if weight.axes[-1] == "embed" else 1  # dims that a product sums over
         return optax.contrib.MuonDimensionNumbers(tuple(dims[:count]), tuple(dims[count:]))

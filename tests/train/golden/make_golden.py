@@ -129,6 +129,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 12,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000.0,
+            "factor": 4.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        "max_position_embeddings": 128,
+    },
     "deepseek_v2": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": 12, **IN_GROUPS},
     "deepseek_v2_lite": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {
@@ -156,7 +176,7 @@ def build(name: str, embed_scale: float = 1.0) -> Any:
             noise = torch.randn_like(weight)
             if weight.ndim == 1:
                 # Gemma's scales of norms are what they add to 1.
-                is_from_0 = "bias" in path or name == "gemma3"
+                is_from_0 = "bias" in path or "sinks" in path or name == "gemma3"
                 weight.copy_(0.1 * noise if is_from_0 else 1 + 0.2 * noise)
             elif weight.ndim == 0:  # the scale of embeddings
                 continue
