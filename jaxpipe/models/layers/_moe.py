@@ -84,7 +84,7 @@ def moe(
         x = constrain(x, ACTIVATION)
         bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
         routing = _route(settings.router, w["router"], bias, x, batch_inputs)
-        y = experts(w["experts"], x, routing.chosen, routing.shares, settings.gated)
+        y = experts(w["experts"], x, routing.chosen, routing.shares, gated=settings.gated)
         y = constrain(y, ACTIVATION)
         if settings.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)

@@ -31,8 +31,8 @@ from ._grouped_matmul import GroupedMatmul, ragged_dot
 
 Gated = Callable[[Float[Array, "m F"], Float[Array, "m F"]], Float[Array, "m F"]]
 """`(gate [m, F], up [m, F]) -> [m, F]`: what a gated MLP multiplies by its last matrix."""
-Experts = Callable[[PyTree, Array, Array, Array, Gated], Array]
-"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k], gated) -> [b, T, D]`. Weights are
+Experts = Callable[..., Array]
+"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k], gated=...) -> [b, T, D]`. Weights are
 `gate` and `up` [E, D, F] and `down` [E, F, D], and may be `gate_bias`, `up_bias` [E, F] and
 `down_bias` [E, D]."""
 
