@@ -94,7 +94,16 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
     if path == "api.md":
         markdown = _with_references(markdown)
+    if path == "index.md":
+        markdown = _with_cards(markdown, "## First steps")
     return _as_sessions(_LINK.sub(link, markdown))
+
+
+def _with_cards(markdown: str, heading: str) -> str:
+    """Shows the list under a heading as cards."""
+    before, after = markdown.split(f"{heading}\n\n")
+    steps, rest = after.split("\n\n", 1)
+    return f'{before}{heading}\n\n<div class="grid cards" markdown>\n\n{steps}\n\n</div>\n\n{rest}'
 
 
 def _packages() -> list[str]:
