@@ -10,6 +10,7 @@ from jaxpipe.models import (
     DeepseekConfig,
     GemmaConfig,
     GptOssConfig,
+    Llama4Config,
     LlamaConfig,
     MixtureConfig,
 )
@@ -44,6 +45,15 @@ _GPT_OSS: dict[str, Any] = _MIXTURE | {
     "rope_factor": 4.0,
     "original_max_position_embeddings": 8,
     "beta_fast": 2.0,
+}
+_LLAMA4: dict[str, Any] = _MIXTURE | {
+    "base_num_decoder_layers": 4,
+    "base_mlp_dim": 24,
+    "interleave_moe_layer_step": 2,
+    "chunk_attn_window_size": 3,
+    "norm_topk_prob": False,
+    "use_qk_norm": True,
+    "temperature_tuning": True,
 }
 _DEEPSEEK_V2: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -93,6 +103,11 @@ def small_gemma(**changes: Any) -> GemmaConfig:
 def small_gpt_oss(**changes: Any) -> GptOssConfig:
     """Returns a gpt-oss: as `small_mixture`, with a local layer and a global one in turn."""
     return GptOssConfig(**_GPT_OSS | changes)
+
+
+def small_llama4(**changes: Any) -> Llama4Config:
+    """Returns a Llama 4: two blocks of a layer with an MLP and one with experts."""
+    return Llama4Config(**_LLAMA4 | changes)
 
 
 def small_mixture(**changes: Any) -> MixtureConfig:

@@ -111,7 +111,7 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
     config = _read_json_object(source / "config.json")
     block, sizes = _parse_config(source / "config.json", config)
     tensors = tensors_in_folder(source)
-    _check_count(source, len(tensors), sizes)
+    _check_count(source, len(tensors), sizes, stacks_experts=MODEL_FORMATS[block].stacks_experts)
     parts = leaf_slices(block, sizes)
     tensors = _without_buffers(tensors, sizes)
     _check_tensors(source, tensors, parts)
@@ -216,9 +216,11 @@ def _parse_config(file: Path, config: ConfigValues) -> tuple[str, ModelConfig]:
         raise ValueError(f"{file}: {error}") from None
 
 
-def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
+def _check_count(
+    folder: Path, num_tensors: int, sizes: ModelConfig, *, stacks_experts: bool
+) -> None:
     """Refuses sizes that need far more tensors than the folder has, before allocating anything."""
-    num_experts = 0 if sizes.moe is None else sizes.moe.num_experts
+    num_experts = 0 if sizes.moe is None or stacks_experts else sizes.moe.num_experts
     num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     least = sizes.base_num_decoder_layers + num_sparse * num_experts
     if least > num_tensors:

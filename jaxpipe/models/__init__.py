@@ -11,6 +11,7 @@ from ._llama import LlamaConfig as LlamaConfig
 from ._llama import MixtureConfig as MixtureConfig
 from ._llama import llama as llama
 from ._llama import llama_weights as llama_weights
+from ._llama4 import Llama4Config as Llama4Config
 from ._mlp import mlp as mlp
 from ._mlp import mlp_weights as mlp_weights
 from ._presets import PRESETS as PRESETS

@@ -116,6 +116,8 @@ class DeepseekConfig:
     attention_scores: ClassVar[tuple[Scores, ...]] = (Scores(),)
     layer_kinds: ClassVar[tuple[int, ...]] = ()
     has_biases_and_sinks: ClassVar[bool] = False
+    layers_per_block: ClassVar[int] = 1
+    chunk: ClassVar[int] = 0
 
     def __post_init__(self):
         self._check_choices()

@@ -30,10 +30,11 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
         2875392.0
     """
     D, num_layers = config.base_emb_dim, config.base_num_decoder_layers
-    kinds = config.layer_kinds or (0,) * num_layers
-    positions = [_positions(config.attention_scores[kind].window, length) for kind in kinds]
-    mean_positions = sum(positions) / num_layers
-    num_dense = num_layers if config.moe is None else 0
+    num_blocks = num_layers // config.layers_per_block
+    # All layers of a block but the last are of kind 0.
+    kinds = (config.layer_kinds or (0,) * num_blocks) + (0,) * (num_layers - num_blocks)
+    mean_positions = sum(_positions(config, kind, length) for kind in kinds) / num_layers
+    num_dense = num_layers if config.moe is None else num_layers - num_blocks
     if isinstance(config, DeepseekConfig):
         num_dense = config.first_num_dense_layers
         attention = _latent_attention(config.attention, mean_positions)
@@ -45,8 +46,11 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
     return 6.0 * (layers + D * config.vocab_size)
 
 
-def _positions(window: int | None, length: int) -> float:
+def _positions(config: LlamaConfig | DeepseekConfig, kind: int, length: int) -> float:
     """Returns the positions that a token attends to, on average."""
+    if kind == 0 and 0 < config.chunk < length:
+        return config.chunk / 2
+    window = config.attention_scores[kind].window
     if window is None or window >= length:
         return length / 2
     return window - window**2 / (2 * length)

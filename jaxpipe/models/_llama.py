@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from ..autodiff.staged_model import Past
 from ..kernels import Attention, Scores, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
@@ -40,6 +41,9 @@ from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
 from .layers._router import RouterSettings
 from .weights._abstract import Weight, matrix, scale, stack_weights, zero_bias
+
+Kinds = tuple[Any, ...]
+"""The index of the kind of every layer of a block, an integer or an array of one."""
 
 
 class AttentionSizes(NamedTuple):
@@ -93,6 +97,7 @@ class LlamaConfig:
     has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
     scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3.1")
+    qk_norm_has_scales: ClassVar[bool] = True
     # Whether the products of attention add biases, and heads have sinks: scores without a value.
     has_biases_and_sinks: ClassVar[bool] = False
 
@@ -117,8 +122,18 @@ class LlamaConfig:
         return (Scores(),)
 
     @property
+    def layers_per_block(self) -> int:
+        """Returns how many layers of the model are one of the pipeline."""
+        return 1
+
+    @property
+    def chunk(self) -> int:
+        """Returns the tokens of a chunk, which layers of kind 0 do not see beyond; 0: no chunks."""
+        return 0
+
+    @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """Returns the index of the kind of every layer; () if there is one kind."""
+        """Returns the index of the kind of every layer of the pipeline; () if there is one kind."""
         return ()
 
     @property
@@ -129,6 +144,17 @@ class LlamaConfig:
         """
         stretch = self.llama31_rope_factor if self.rope_type == "llama3.1" else 1.0
         return rope_frequencies(self.head_dim, self.rope_max_timescale, llama31_factor=stretch)
+
+    def after_rotation(
+        self,
+        q: Float[Array, "b T H C"],
+        k: Float[Array, "b T K C"],
+        positions: Int[Array, "b T"],
+        kind: Any,
+    ) -> tuple[Float[Array, "b T H C"], Float[Array, "b T K C"]]:
+        """Returns rotated queries and keys as the scores of a kind of layers take them."""
+        del positions, kind
+        return q, k
 
     @property
     def attention(self) -> AttentionSizes:
@@ -163,7 +189,7 @@ class MixtureConfig(LlamaConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.base_mlp_dim != self.base_moe_mlp_dim:
+        if self.layers_per_block == 1 and self.base_mlp_dim != self.base_moe_mlp_dim:
             raise ValueError(
                 f"`base_mlp_dim` is {self.base_mlp_dim} and `base_moe_mlp_dim` "
                 f"{self.base_moe_mlp_dim}, but every layer has experts and no other MLP. Give both "
@@ -223,13 +249,24 @@ def llama_weights(
         dtype=dtype,
         norm_offset=config.norm_offset,
     )
-    layer = _layer_weights(config, dtype)
+    layer = _block_weights(config, dtype)
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 
-def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
+def _block_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
+    """Returns the weights of one layer of the pipeline, of which the last layer has the experts."""
+    count = config.layers_per_block
+    layers = [_layer_weights(config, dtype, has_experts=i == count - 1) for i in range(count)]
+    return {_name(i): layer for i, layer in enumerate(layers)} if count > 1 else layers[0]
+
+
+def _name(index: int) -> str:
+    return f"layer_{index}"
+
+
+def _layer_weights(config: LlamaConfig, dtype: Any, *, has_experts: bool) -> dict[str, Any]:
     D, H, K, C = config.attention
     # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
     branches = 2 * config.base_num_decoder_layers
@@ -240,14 +277,14 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
         "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
     }
     offset, norms = config.norm_offset, ["attention_norm", "mlp_norm"]
-    if config.use_qk_norm:
+    if config.use_qk_norm and config.qk_norm_has_scales:
         attention |= {name: scale(C, dtype, offset) for name in ("query_norm", "key_norm")}
     if config.has_biases_and_sinks:
         attention |= _biases_and_sinks(config.attention, dtype)
     if config.has_post_norms:
         norms += ["post_attention_norm", "post_mlp_norm"]
     layer = {"attention": attention, **{name: scale(D, dtype, offset) for name in norms}}
-    if config.moe is None:
+    if config.moe is None or not has_experts:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
         return layer | {"mlp": mlp}
     return layer | {"moe": moe_weights(config.moe, branches=branches, dtype=dtype)}
@@ -338,7 +375,6 @@ def llama(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, kind, attend: Callable
     ):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
-        x = checkpoint_name(x, "decoder_layer_input")
         h = norm(x, w["attention_norm"])
         h = attention_of(w["attention"], h, batch_inputs, kind, attend)
         h = norm(h, w["post_attention_norm"]) if config.has_post_norms else h
@@ -347,7 +383,8 @@ def llama(
         h = norm(h, w["post_mlp_norm"]) if config.has_post_norms else h
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
 
-    layer = _of_slices_too(run_layer, config.attention_scores, attentions)
+    count = config.layers_per_block
+    layer = _of_slices_too(_block(run_layer, count), count, config.attention_scores, attentions)
     token_loss = partial(
         next_token_loss,
         epsilon=epsilon,
@@ -358,6 +395,24 @@ def llama(
     )
     loss = loss_after_layers(outside_remat(layer), token_loss, config.layer_kinds)
     return embed, layer, loss
+
+
+def _block(run_layer: Callable, count: int) -> Callable:
+    """Returns a layer of the pipeline that is `count` layers, of which the last has the experts."""
+
+    def run(
+        w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, kinds: Kinds, attends: Any
+    ):
+        x = checkpoint_name(x, "decoder_layer_input")
+        keys, aux = [key] * count, {}
+        if count > 1 and not isinstance(key, tuple):
+            keys = jax.random.split(key, count)
+        for i, (kind, attend) in enumerate(zip(kinds, attends, strict=True)):
+            of_layer = w[_name(i)] if count > 1 else w
+            x, aux = run_layer(of_layer, x, batch_inputs, keys[i], kind, attend)
+        return x, aux
+
+    return run
 
 
 def _attention(
@@ -371,12 +426,17 @@ def _attention(
             constrain(add_bias(project(x, w[name]), w, name), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
-        if config.use_qk_norm:
+        if config.use_qk_norm and config.qk_norm_has_scales:
             q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
         angles = jnp.asarray(frequencies)[kind] if config.layer_kinds else frequencies
         q, k = (rotate(heads, batch_inputs["positions"], angles) for heads in (q, k))
+        q, k = config.after_rotation(q, k, batch_inputs["positions"], kind)
         sinks = (w["sinks"],) if config.has_biases_and_sinks else ()
-        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"], *sinks), HEADS)
+        documents = batch_inputs["segment_ids"]
+        if config.chunk:
+            chunked = _in_chunks(documents, batch_inputs["positions"], config.chunk)
+            documents = jnp.where(jnp.equal(kind, 0), chunked, documents)
+        out = constrain(attend(*name_qkv(q, k, v), documents, *sinks), HEADS)
         return checkpoint_name(add_bias(project(out, w["out"]), w, "out"), "out_proj")
 
     def add_bias(y: Array, w: PyTree, name: str) -> Array:
@@ -385,42 +445,72 @@ def _attention(
     return run
 
 
+def _in_chunks(
+    segment_ids: Int[Array, "b T"], positions: Int[Array, "b T"], chunk: int
+) -> Int[Array, "b T"]:
+    """Returns ids of documents in which every chunk of a document is one of its own."""
+    if positions.shape[1] > _MOST_CHUNKS * chunk:
+        raise ValueError(
+            f"Sequences have {positions.shape[1]} tokens, and {_MOST_CHUNKS} chunks of {chunk} are "
+            "fewer. Give shorter sequences or longer chunks."
+        )
+    return segment_ids * _MOST_CHUNKS + positions // chunk
+
+
+_MOST_CHUNKS = 2**15  # of a document, of which a row has less than 2**16
+
+
 def _feed_forward(
     config: LlamaConfig, experts: Experts | None, constrain: Constrain, project: Projection
 ) -> Callable:
     """Returns the MLP or the experts as `(layer weights, x, batch_inputs) -> (y, aux)`."""
+    activate, mix = getattr(jax.nn, config.mlp_activation), None
     if config.moe is not None and experts is not None:
         mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
-        return lambda w, x, batch_inputs: mix(w["moe"], x, batch_inputs)
-    activate = getattr(jax.nn, config.mlp_activation)
-    return lambda w, x, batch_inputs: (swiglu(w["mlp"], x, constrain, project, activate), {})
+
+    def run(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Any:
+        if mix is not None and "moe" in w:
+            return mix(w["moe"], x, batch_inputs)
+        return swiglu(w["mlp"], x, constrain, project, activate), {}
+
+    return run
 
 
 def _of_slices_too(
-    run: Callable, scores: tuple[Scores, ...], attentions: tuple[Attention, ...]
+    run: Callable, count: int, scores: tuple[Scores, ...], attentions: tuple[Attention, ...]
 ) -> Callable:
-    """Returns a layer of whole sequences, which also takes `(batch_inputs, past)` of a slice."""
+    """Returns a block of whole sequences, which also takes `(batch_inputs, past)` of a slice.
+
+    Of its layers the last is of the kind that the block is given, and all others of kind 0.
+    """
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
         key, kind = key if len(scores) > 1 else (key, 0)
+        kinds = (*(0,) * (count - 1), kind)
         if not isinstance(batch_inputs, tuple):
-            return run(w, x, batch_inputs, key, kind, partial(_run_kind, kind, attentions))
+            attends = [partial(_run_kind, kind, attentions) for kind in kinds]
+            return run(w, x, batch_inputs, key, kinds, attends)
         inputs, past = batch_inputs
         carried = []
 
-        def attend(q: Array, k: Array, v: Array, segment_ids: Array, *sinks: Array) -> Array:
-            (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
-            carried.append(past_with_new)
+        def attend(
+            part: Past, kind: Any, q: Array, k: Array, v: Array, segment_ids: Array, *sinks: Array
+        ) -> Array:
+            (k, v, key_segment_ids), part_with_new = part.append((k, v, segment_ids))
+            carried.append(part_with_new)
 
             def of_kind(scores: Scores, q: Array, k: Array, v: Array) -> Array:
-                mask = past.causal_mask(q.shape[1], scores.window)
+                mask = part.causal_mask(q.shape[1], scores.window)
                 of_keys = key_segment_ids, segment_ids, mask, scores.scale
                 return attend_to_past(q, k, v, *of_keys, *sinks)
 
             return _run_kind(kind, [partial(of_kind, each) for each in scores], q, k, v)
 
-        y, aux = run(w, x, inputs, key, kind, attend)
-        return y, (aux, carried.pop())
+        attends = [
+            partial(attend, part, kind) for part, kind in zip(past.split(count), kinds, strict=True)
+        ]
+        y, aux = run(w, x, inputs, key, kinds, attends)
+        return y, (aux, past.joined(carried))
 
     return layer
 
@@ -431,8 +521,8 @@ def _run_kind(kind: Any, functions: Sequence[Callable], *arguments: Any) -> Any:
     What differs between kinds is static, so that each has a kernel of its own. The condition is
     around attention alone: it would return copies of weights for the backward.
     """
-    if len(functions) == 1:
-        return functions[0](*arguments)
+    if len(functions) == 1 or isinstance(kind, int):
+        return functions[kind](*arguments)
     return jax.lax.switch(kind, functions, *arguments)
 
 

@@ -1,8 +1,8 @@
 """Sizes of published models, by name.
 
 The keys are those of the configuration: `decoder_block`, the model family (llama if it is missing),
-and the fields of its dataclass: `LlamaConfig`, `GemmaConfig`, `MixtureConfig`, `GptOssConfig` or
-`DeepseekConfig`.
+and the fields of its dataclass: `LlamaConfig`, `GemmaConfig`, `MixtureConfig`, `GptOssConfig`,
+`Llama4Config` or `DeepseekConfig`.
 """
 
 from typing import Any
@@ -232,6 +232,38 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": _GPT_OSS | {"base_num_decoder_layers": 24, "num_experts": 32},
     "gpt-oss-120b": _GPT_OSS | {"base_num_decoder_layers": 36, "num_experts": 128},
+    "llama4-tiny": _TINY
+    | _TINY_EXPERTS
+    | {
+        "decoder_block": "llama4",
+        "base_mlp_dim": 128,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "interleave_moe_layer_step": 2,
+        "chunk_attn_window_size": 32,
+        "nope_layer_interval": 4,
+        "temperature_tuning": True,
+        "logits_via_embedding": False,
+    },
+    # 128 experts in every second layer. Without its vision tower.
+    "llama4-maverick": _LLAMA3
+    | {
+        "decoder_block": "llama4",
+        "base_emb_dim": 5120,
+        "base_num_decoder_layers": 48,
+        "base_num_query_heads": 40,
+        "base_mlp_dim": 16384,
+        "base_moe_mlp_dim": 8192,
+        "num_experts": 128,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "load_balance_loss_weight": 1e-3,
+        "vocab_size": 202048,
+        "interleave_moe_layer_step": 2,
+        "chunk_attn_window_size": 8192,
+        "nope_layer_interval": 4,
+        "temperature_tuning": True,
+    },
     "deepseek-tiny": {
         "decoder_block": "deepseek",
         "base_emb_dim": 64,

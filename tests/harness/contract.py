@@ -33,6 +33,7 @@ from small_models import (
     small_gemma,
     small_gpt_oss,
     small_llama,
+    small_llama4,
     small_mixture,
     stack,
 )
@@ -408,7 +409,7 @@ def make_case(row: Row) -> Case:
     if row.dropout:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
-    if row.model in ("gemma3", "gpt_oss"):
+    if row.model in ("gemma3", "gpt_oss", "llama4"):
         kinds = np.array(_kinds_config(row).layer_kinds[: np.prod(dims)], np.int32)
         keys = keys, jnp.asarray(kinds.reshape(dims))
     offset = 1.0 if row.model == "gemma3" else 0.0
@@ -496,9 +497,15 @@ def _llama(row: Row):
     return tree, (embed, stack(layer), loss)
 
 
-def _kinds_config(row: Row) -> models.GemmaConfig | models.GptOssConfig:
+def _kinds_config(row: Row) -> models.LlamaConfig:
     has_layer_after = row.layers_per_stage > 1 and row.slices == 1
     num_layers = row.repeats * row.ranks * row.layers_per_stage + has_layer_after
+    if row.model == "llama4":  # a layer of the pipeline is a block of two
+        return small_llama4(
+            base_num_decoder_layers=2 * num_layers,
+            num_experts_per_tok=1 + row.packed,
+            logits_via_embedding=row.tied,
+        )
     if row.model == "gpt_oss":
         return small_gpt_oss(base_num_decoder_layers=num_layers, logits_via_embedding=row.tied)
     return small_gemma(
@@ -509,7 +516,7 @@ def _kinds_config(row: Row) -> models.GemmaConfig | models.GptOssConfig:
 
 
 def _with_kinds(row: Row):
-    """A Gemma 3 or a gpt-oss: local and global layers, and one after stages of several layers."""
+    """A Gemma 3, a gpt-oss or a Llama 4: local and global layers, maybe one after the pipeline."""
     config, rules = _kinds_config(row), sharding.DEFAULT_RULES
     embed, layer, loss = models.llama(
         config,
@@ -523,7 +530,8 @@ def _with_kinds(row: Row):
         z_loss_multiplier=row.z_loss,
     )
     num_stacked = row.repeats * row.ranks * row.layers_per_stage
-    tree = models.llama_weights(config, layers_after=config.base_num_decoder_layers - num_stacked)
+    num_layers = config.base_num_decoder_layers // config.layers_per_block
+    tree = models.llama_weights(config, layers_after=num_layers - num_stacked)
     # Branches as large as the stream, as at the start of a run, make so narrow a model so steep
     # that another last bit of the weights changes gradients by 5e-5. These are a quarter of it.
     quarter, normal = jax.nn.initializers.constant(-0.75), jax.nn.initializers.normal(0.3)
@@ -561,7 +569,7 @@ def _deepseek(row: Row):
 MODELS: dict[str, Callable[[Row], Any]] = {
     "mlp": _mlp,
     **dict.fromkeys(("llama", "qwen3", "mixtral", "qwen3_moe"), _llama),
-    **dict.fromkeys(("gemma3", "gpt_oss"), _with_kinds),
+    **dict.fromkeys(("gemma3", "gpt_oss", "llama4"), _with_kinds),
     "deepseek": _deepseek,
 }
 

@@ -77,6 +77,8 @@ def compositions() -> list[Row]:
              remat="minimal", tied=True, dropout=0.1, packed=True),
         mpmd("gpt_oss", 2, 1, 4, axes=(("expert", 2), ("tensor", 2)), schedule="1f1b",
              packed=True, tied=True),
+        mpmd("llama4", 2, 2, 4, axes=(("expert", 2),), schedule="interleaved_1f1b",
+             packed=True, tied=True),
         mpmd("gpt_oss", 2, 2, 4, axes=fsdp, schedule="zbv", remat="minimal", packed=True),
     ]  # fmt: skip
     return slow(in_slow_job)

@@ -92,6 +92,10 @@ def compositions() -> list[Row]:
                   gather="once", packed=True, remat="none", layers_per_stage=2),
         scheduled("gpt_oss", 2, 2, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="zbv",
                   dropout=0.1, remat="minimal"),
+        scheduled("llama4", 2, 1, 4, axes=(("expert", 2), ("tensor", 2)), schedule="1f1b",
+                  packed=True, vocab_parallel=True),
+        scheduled("llama4", 4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", batch_axes=manual,
+                  gather="once", packed=True, remat="none"),
         # The sums over rows that it stores are the same on all devices of these axes.
         scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
                   remat="none"),

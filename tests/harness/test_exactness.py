@@ -216,6 +216,11 @@ def mixtures() -> list[Row]:
         row("gpt_oss", 2, 1, 4, axes=CONTEXT, packed=True, remat="minimal", layers_per_stage=2),
         row("gpt_oss", 2, 2, 4, axes=both, explicit=True, **own),
         row("gpt_oss", 4, 1, 4, axes=(("fsdp", 2),), layers_per_stage=2, **own),
+        row("llama4", 2, 2, 4, axes=(("expert", 2), ("tensor", 2)), packed=True, tied=True),
+        row("llama4", 3, 1, 6, axes=None, packed=True, remat="none", dropout=0.1),
+        row("llama4", 2, 1, 4, axes=CONTEXT, packed=True, remat="minimal"),
+        row("llama4", 2, 2, 4, axes=both, explicit=True, **own),
+        row("llama4", 4, 1, 4, axes=(("fsdp", 2),), layers_per_stage=2, **own),
         Row("linen", "mixtral", 2, 2, 4, axes=both, **own),
         Row("nnx", "qwen3_moe", 2, 2, 4, axes=both, packed=True),
     ]

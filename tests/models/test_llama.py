@@ -127,7 +127,11 @@ def test_the_smallest_preset_is_the_default_of_a_run():
 def test_presets_give_every_size(name: str):
     preset = models.PRESETS[name]
     kind = models.MixtureConfig if "num_experts" in preset else models.LlamaConfig
-    own = {"gemma3": models.GemmaConfig, "gpt_oss": models.GptOssConfig}
+    own = {
+        "gemma3": models.GemmaConfig,
+        "gpt_oss": models.GptOssConfig,
+        "llama4": models.Llama4Config,
+    }
     kind = own.get(preset.get("decoder_block", "llama"), kind)
     fields = {field.name for field in dataclasses.fields(kind)}
     assert preset.keys() - {"decoder_block"} == fields

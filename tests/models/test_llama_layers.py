@@ -14,9 +14,11 @@ from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.kernels import dot_product_attention, sliced_dot_product_attention
 from jaxpipe.models.layers import routed_experts
-from small_models import small_gemma, small_gpt_oss, small_llama, small_mixture
+from small_models import small_gemma, small_gpt_oss, small_llama, small_llama4, small_mixture
 
 ROWS, LENGTH = 2, 4
+# Of global layers of Llama 4, whose scores grow from the position 8,191 on.
+FIRST = 8189
 KINDS: dict[str, Any] = {
     "llama": small_llama(),
     "qwen3": small_llama(use_qk_norm=True, head_dim=6, normalization_layer_epsilon=0.01),
@@ -27,6 +29,12 @@ KINDS: dict[str, Any] = {
     "qwen3_moe, shares as they are": small_mixture(use_qk_norm=True, norm_topk_prob=False),
     "gpt_oss, local": small_gpt_oss(normalization_layer_epsilon=0.01),
     "gpt_oss, global": small_gpt_oss(head_dim=6),
+    "llama4, local": small_llama4(head_dim=6, normalization_layer_epsilon=0.01),
+    # Frequencies that are powers of 2, as angles at large positions have few digits behind 0.
+    "llama4, global": small_llama4(num_experts_per_tok=1, rope_max_timescale=16.0),
+    "llama4, experts in every layer, global": small_llama4(
+        interleave_moe_layer_step=1, base_mlp_dim=8, use_qk_norm=False, rope_max_timescale=16.0
+    ),
 }
 
 
@@ -106,6 +114,10 @@ def clamped(w: Any, e: Any, x: Any) -> Any:
     return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate)) @ w["down"][e] + w["down_bias"][e]
 
 
+def gated_mlp(w: Any, x: Any) -> Any:
+    return swiglu(w["gate"], w["up"], w["down"], x)
+
+
 def geglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
     """By the formula of Hendrycks and Gimpel with tanh."""
     z = x @ gate
@@ -149,10 +161,78 @@ def gemma(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
     return jnp.stack(rows), 0.0
 
 
+def llama4_attention(config: Any, w: Any, x: Any, first: int, is_local: bool) -> Any:
+    """[T, D] of one row, whose first token is at a position of its document."""
+    y, positions = jnp.zeros_like(x), first + np.arange(len(x))
+    chunk = positions // config.chunk_attn_window_size
+    sees = positions[:, None] >= positions
+    if is_local:
+        sees &= chunk[:, None] == chunk
+    tuned = 1 + 0.1 * np.log(np.floor((positions + 1) / 8192) + 1).astype(np.float32)
+    shared_by = config.base_num_query_heads // config.base_num_kv_heads
+    for h in range(config.base_num_query_heads):
+        query, key = x @ w["query"][:, h], x @ w["key"][:, h // shared_by]
+        if is_local:
+            query, key = (at(head, config.rope_max_timescale, positions) for head in (query, key))
+            if config.use_qk_norm:
+                query, key = (norm(p, 1, config.normalization_layer_epsilon) for p in (query, key))
+        else:
+            query = query * tuned[:, None]
+        scores = query @ key.T / np.sqrt(config.head_dim).astype(np.float32)
+        shares = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
+        y += shares @ (x @ w["value"][:, h // shared_by]) @ w["out"][h]
+    return y
+
+
+def at(head: Any, timescale: float, positions: np.ndarray) -> Any:
+    """Rotates the pairs of halves as complex numbers, by angles in float32."""
+    half = head.shape[-1] // 2
+    frequencies = (timescale ** -(np.arange(half) / half)).astype(np.float32)
+    turn = np.exp(1j * np.outer(positions.astype(np.float32), frequencies)).astype(np.complex64)
+    z = jax.lax.complex(head[:, :half], head[:, half:]) * turn
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def llama4(config: Any, w: Any, x: Any, first: int, is_local: bool) -> tuple[Any, Any]:
+    """What a block returns: layers with an MLP, and behind them one with experts."""
+    layers = [w[name] for name in sorted(w)] if "layer_0" in w else [w]
+    epsilon, rows, chances, counts = config.normalization_layer_epsilon, [], [], 0
+    for row in x:
+        for i, of_layer in enumerate(layers):
+            is_last = i == len(layers) - 1
+            h = norm(row, of_layer["attention_norm"], epsilon)
+            local = is_local or not is_last
+            row = row + llama4_attention(config, of_layer["attention"], h, first, local)
+            h = norm(row, of_layer["mlp_norm"], epsilon)
+            if not is_last:
+                row = row + gated_mlp(of_layer["mlp"], h)
+                continue
+            moe = of_layer["moe"]
+            row = row + gated_mlp(moe["shared"], h)
+            scores = 1 / (1 + jnp.exp(-(h @ moe["router"]["logits"])))
+            chances.append(scores / jnp.sum(scores, axis=-1, keepdims=True))
+            routed = []
+            for token, score in zip(h, scores, strict=True):
+                order = np.argsort(-np.asarray(jax.lax.stop_gradient(score)))
+                chosen = order[: config.num_experts_per_tok]
+                results = [
+                    gated_mlp({name: m[e] for name, m in moe["experts"].items()}, token * score[e])
+                    for e in chosen
+                ]
+                routed.append(sum(results))
+                counts += np.isin(np.arange(config.num_experts), chosen)
+            rows.append(row + jnp.stack(routed))
+    load = (counts / np.sum(counts)).astype(np.float32)
+    balance = config.num_experts * jnp.sum(load * jnp.mean(jnp.concatenate(chances), axis=0))
+    return jnp.stack(rows), config.load_balance_loss_weight * balance
+
+
 def written_out(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
     """Returns what the layer returns, and its load-balance loss."""
     if isinstance(config, models.GemmaConfig):
         return gemma(config, w, x, is_local)
+    if isinstance(config, models.Llama4Config):
+        return llama4(config, w, x, 0 if is_local else FIRST, is_local)
     epsilon, rows, chances, counts = config.normalization_layer_epsilon, [], [], 0.0
     for row in x:
         h = norm(row, w["attention_norm"], epsilon)
@@ -176,6 +256,7 @@ def written_out(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str):
     config, is_local = KINDS[name], name.endswith("local")
+    first = FIRST if isinstance(config, models.Llama4Config) and not is_local else 0
     several = tuple(
         sliced_dot_product_attention(sharding.DEFAULT_RULES, scores)
         for scores in config.attention_scores
@@ -194,7 +275,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_layer_written_out(name: str)
     )
     x = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, config.base_emb_dim))
     batch_inputs = {
-        "positions": jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)),
+        "positions": jnp.broadcast_to(first + jnp.arange(LENGTH), (ROWS, LENGTH)),
         "segment_ids": jnp.ones((ROWS, LENGTH), jnp.int32),
         "target_weights": jnp.full((ROWS, LENGTH), 1 / (ROWS * LENGTH)),
     }

@@ -101,6 +101,7 @@ UNCOUNTED = {
     "query_pre_attn_scalar": "a scalar",
     **dict.fromkeys(("rope_factor", "original_max_position_embeddings"), "other angles"),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale"), "other angles"),
+    "temperature_tuning": "a factor of queries",
     "z_loss_multiplier": "one more number of each token",
     **dict.fromkeys(("dropout_rate", "enable_dropout"), "masks of 1 byte, which are drawn again"),
     **dict.fromkeys(("scan_pipeline_iterations", "scan_pipeline_repeats"), "the same ticks"),
@@ -122,6 +123,7 @@ UNCOUNTED = {
 OTHERS: dict[str, Any] = {
     "model_name": "llama3-8b",
     "num_vocab_tiling": 1,
+    "interleave_moe_layer_step": 4,
     "base_num_query_heads": 64,
     "base_num_kv_heads": 8,
     "adam_b1": 0.5,
@@ -156,6 +158,12 @@ OTHERS: dict[str, Any] = {
 }
 # Layouts in which a key does something.
 _SCHEDULED = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+_LLAMA4 = {
+    "model_name": "llama4-maverick",
+    "base_num_decoder_layers": 16,
+    "num_experts": 4,
+    "chunk_attn_window_size": 256,
+}
 WITH: dict[str, dict[str, Any]] = {
     **{name: {"remat_policy": "custom"} for name in TENSORS},
     "decoder_layer_input": {
@@ -166,6 +174,9 @@ WITH: dict[str, dict[str, Any]] = {
     "num_vocab_tiling": {"num_vocab_tiling": 2},
     "optimizer_arguments": {"optimizer": "sgd"},
     **{f"sliding_window_{name}": {"model_name": "gemma3-1b"} for name in ("size", "pattern")},
+    **dict.fromkeys(
+        ("interleave_moe_layer_step", "chunk_attn_window_size", "nope_layer_interval"), _LLAMA4
+    ),
     "topk_routing_group": {"n_routing_groups": 4},
     "num_pipeline_slices": {
         "pipeline_engine": "scheduled",

@@ -6,7 +6,8 @@ compared with the model itself, or with what its authors published.
 
 import functools
 import math
-from collections.abc import Iterator
+import operator
+from collections import Counter
 from typing import Any
 
 import jax
@@ -40,6 +41,13 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # By hand, as it is published with its vision tower alone.
+    "llama4-maverick": (
+        2 * 202_048 * 5120
+        + 5120
+        + 48 * (2 * 5120 * 5120 + 2 * 5120 * 1024 + 2 * 5120)
+        + 24 * (3 * 5120 * 16_384 + 5120 * 128 + 129 * 3 * 5120 * 8192)
+    ),
     "deepseek2-16b": 15_706_484_224,
     "deepseek3-671b": 671_026_419_200,
 }
@@ -47,6 +55,7 @@ ACTIVE = {
     "mixtral-8x7b": 12.9e9,
     "qwen3-30b-a3b": 3.3e9,
     "qwen3-235b-a22b": 22e9,
+    "llama4-maverick": 17.2e9,
     # They are published without the embedding.
     "gpt-oss-20b": 3.61e9 + 201_088 * 2880,
     "gpt-oss-120b": 5.13e9 + 201_088 * 2880,
@@ -81,7 +90,7 @@ def test_the_planner_counts_the_parameters_of_a_model(name: str):
     sizes, weights = sizes_and_weights(name)
     outside = num_parameters((weights["embed"], weights["head"]))
     num_layers = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
-    count = outside + num_layers * num_parameters(weights["layer"])
+    count = outside + num_layers // sizes.layers_per_block * num_parameters(weights["layer"])
     assert request_of(name).work.parameters == count == PUBLISHED.get(name, count)
 
 
@@ -122,7 +131,7 @@ def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name:
     )
     _, layer, _ = family.model(
         sizes,
-        attention=attentions if len(attentions) > 1 else attentions[0],
+        attention=attentions if sizes.layer_kinds else attentions[0],
         experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
     )
@@ -131,16 +140,21 @@ def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name:
     x = jnp.zeros((1, length, sizes.base_emb_dim))
     key = ((), jnp.int32(0)) if sizes.layer_kinds else ()
     traced = jax.make_jaxpr(lambda w: layer(w, x, batch, key))(weight_shapes(weights["layer"]))
-    found = {name: size / length for name, size in named_sizes(traced.jaxpr)}
+    found = {name: size / length for name, size in named_sizes(traced.jaxpr).items()}
     assert found.pop("decoder_layer_input") == sizes.base_emb_dim
     planned = make_request({"model_name": name}, parse_devices("h100:8")).model.tensors
     assert found == {name: tensor.channels for name, tensor in planned if tensor.channels}
 
 
-def named_sizes(jaxpr: Any) -> Iterator[tuple[str, int]]:
-    """The tensors of a program that have names, with their sizes."""
+def named_sizes(jaxpr: Any) -> Counter[str]:
+    """The sizes of the tensors of a program that have names, of one branch where it branches."""
+    sizes: Counter[str] = Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
-            yield eqn.params["name"], eqn.outvars[0].aval.size
-        for inner in jaxprs_in_params(eqn.params):
-            yield from named_sizes(inner)
+            sizes[eqn.params["name"]] += eqn.outvars[0].aval.size
+        inner = [named_sizes(each) for each in jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "cond":
+            inner = [functools.reduce(operator.or_, inner)]
+        for each in inner:
+            sizes += each
+    return sizes

@@ -49,7 +49,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     x = model.embed(weights["embed"], batch_inputs, ())
     for i in range(setup.state.weights.layout.num_layers):
         layer = jax.tree.map(lambda leaf: leaf[0, 0, i], weights["stages"])  # noqa: B023
-        pattern = {"gemma3": config.sliding_window_pattern, "gpt_oss": 2}.get(block)
+        pattern = {"gemma3": config.sliding_window_pattern, "gpt_oss": 2, "llama4": 2}.get(block)
         key = ((), int((i + 1) % pattern == 0)) if pattern else ()
         x, _ = model.layer(layer, x, batch_inputs, key)
     norm = weights["head"]["norm"] + float(block == "gemma3")  # stored as what it adds to 1

@@ -84,6 +84,15 @@ GPT_OSS: Settings = {
     "sliding_window_size": 5,
     "load_balance_loss_weight": 0.1,
 }
+LLAMA4: Settings = {
+    **models.PRESETS["llama4-tiny"],
+    "model_name": "llama4-tiny",
+    "base_num_decoder_layers": 8,
+    "base_emb_dim": 16,
+    "chunk_attn_window_size": 5,
+    "load_balance_loss_weight": 0.1,
+}
+"""Four layers of the pipeline, each a block of two."""
 DROPOUT: Settings = {"dropout_rate": 0.3}
 
 

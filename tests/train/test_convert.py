@@ -25,7 +25,7 @@ from jaxpipe.train.checkpoint import (
     saved_leaf_specs,
 )
 from jaxpipe.train.step import make_eval_step, mesh_context, shard_batch
-from small_models import small_gemma, small_gpt_oss, small_mixture
+from small_models import small_gemma, small_gpt_oss, small_llama4, small_mixture
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, NAMES, logits, make_run
 
@@ -46,6 +46,7 @@ TIED = dataclasses.replace(
 MIXTURE = small_mixture(use_qk_norm=True, norm_topk_prob=False, vocab_size=40)
 GEMMA = small_gemma(base_num_decoder_layers=4, logits_via_embedding=True, vocab_size=40)
 GPT_OSS = small_gpt_oss(base_num_decoder_layers=4, load_balance_loss_weight=0.0, vocab_size=40)
+LLAMA4 = small_llama4(base_num_decoder_layers=8, load_balance_loss_weight=0.0, vocab_size=40)
 NARROW = {"dtype": jnp.bfloat16}
 
 
@@ -89,7 +90,9 @@ PIPELINES: dict[str, list[str]] = {
     "engine",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "circular")) for name in PIPELINES],
 )
-@pytest.mark.parametrize(("name", "layers_per_stage"), [("gemma3", 2), ("gpt_oss", 1)])
+@pytest.mark.parametrize(
+    ("name", "layers_per_stage"), [("gemma3", 2), ("gpt_oss", 1), ("llama4", 1)]
+)
 def test_a_pipeline_whose_layers_differ_has_the_loss_of_transformers(
     name: str, layers_per_stage: int, engine: str, tmp_path: Path
 ):
@@ -145,12 +148,13 @@ def test_their_files_come_back_bit_for_bit(name: str, tmp_path: Path):
         (dataclasses.replace(MIXTURE, load_balance_loss_weight=0.0), {"layers_after": 1}),
         (GEMMA, {"layers_after": 2}),
         (GPT_OSS, {"layers_after": 2}),
+        (LLAMA4, {"layers_after": 1}),
         (DEEPSEEK, {"layers_after": 2}),
         (V3, NARROW),
         (V3, {}),
     ],
     ids=[
-        *("llama", "tied, bfloat16", "experts", "windows", "sinks"),
+        *("llama", "tied, bfloat16", "experts", "windows", "sinks", "blocks"),
         *("V2, layers after", "V3, bfloat16", "V3"),
     ],
 )

@@ -160,7 +160,10 @@ def test_logits_with_a_cache_are_those_of_whole_sequences(name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["llama2", "llama3", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"],
+    [
+        *("llama2", "llama3", "gemma3", "gpt_oss", "llama4"),
+        *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"),
+    ],
 )
 def test_logits_of_published_architectures_are_those_that_transformers_computed(
     name: str, tmp_path: Path

@@ -213,6 +213,22 @@ def test_settings_of_deepseek_are_refused_for_a_llama(settings, message):
         ("gemma3-tiny", {"use_qk_norm": False}, "`decoder_block` is 'gemma3', where it is True in"),
         ("gemma3-tiny", {"rope_type": "llama3.1"}, "'gemma3', where it is 'default' in every mod"),
         ("llama-tiny", {"sliding_window_size": 8}, "`sliding_window_size` is 8 and `decoder_bloc"),
+        ("gpt-oss-tiny", {"rope_type": "default"}, "'gpt_oss', where it is 'yarn' in every model"),
+        (
+            "llama4-tiny",
+            {"base_num_decoder_layers": 7},
+            "is 7, not a multiple of `interleave_moe_l",
+        ),
+        (
+            "llama4-tiny",
+            {"nope_layer_interval": 3},
+            "is 3, not a multiple of `interleave_moe_layer",
+        ),
+        (
+            "qwen3-moe-tiny",
+            {"interleave_moe_layer_step": 2},
+            "`interleave_moe_layer_step` is 2 and",
+        ),
         ("mixtral-tiny", {"norm_topk_prob": False}, "'mixtral', where it is True in every model"),
         ("mixtral-tiny", {"base_mlp_dim": 32}, "`base_mlp_dim` is 32 and `base_moe_mlp_dim` 64"),
         ("qwen3-moe-tiny", {"shared_experts": 1}, "`shared_experts` is 1 and `decoder_block` is"),

@@ -24,6 +24,7 @@ from .runs import (
     DROPOUT,
     GEMMA,
     GPT_OSS,
+    LLAMA4,
     MIXTURE,
     NONE,
     ROWS,
@@ -123,6 +124,8 @@ SLOW: dict[str, tuple[int, Settings]] = {
     "qwen3_moe, circular": (4, MIXTURE | CIRCULAR | {"ici_expert_parallelism": 2}),
     "gemma3, none": (1, GEMMA | NONE | {"pipeline_parallel_layers": -1}),
     "gpt_oss, none": (1, GPT_OSS | NONE),
+    "llama4, none": (1, LLAMA4 | NONE),
+    "llama4, uneven": (4, LLAMA4 | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
     "gpt_oss, uneven": (4, GPT_OSS | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
     "gemma3, uneven": (4, GEMMA | UNEVEN | PER_LAYER | {"ici_fsdp_parallelism": 2}),
     "gemma3, circular": (

@@ -6,6 +6,7 @@ once, and its cotangent is complete when the backwards of all later slices have 
 positions in slices of t.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -68,6 +69,22 @@ class Past:
             return checkpoint_name(whole, WHOLE_STATE)
 
         return jax.tree.map(write, self.earlier, new), replace(self, earlier=None, new=new)
+
+    def split(self, count: int) -> "list[Past]":
+        """Returns what every part of a layer is given, if each appends something; see `joined`."""
+        if count == 1:
+            return [self]
+        earlier = (None,) * count if self.earlier is None else self.earlier
+        return [replace(self, earlier=part) for part in earlier]
+
+    def joined(self, parts: "Sequence[Past]") -> "Past":
+        """Returns what a layer returns whose parts return these."""
+        if len(parts) == 1:
+            return parts[0]
+        earlier = tuple(part.earlier for part in parts)
+        is_known = any(part is not None for part in earlier)
+        new = tuple(part.new for part in parts)
+        return replace(self, earlier=earlier if is_known else None, new=new)
 
     def causal_mask(self, num_queries: int, window: int | None = None) -> Bool[Array, "t T"]:
         """Returns whether each token of the slice attends to a position: those up to its own.

@@ -4,7 +4,7 @@ D hidden, F width of an MLP, H query heads, K key and value heads, C channels of
 of activations in bfloat16.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ._layer_work import (
     SCORE_BYTES,
@@ -55,12 +55,15 @@ def transformer(
     backward_products: int = 5,
     window: int = 0,
     windowed: float = 1.0,
+    chunked: bool = False,
+    mlps_before_experts: int = 0,
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
 ) -> ModelWork:
     """Returns the work of a transformer; a gated MLP has three weights, as in llama, not two.
 
-    If only a share `windowed` of its layers has the window, each is described as their mean.
+    If only a share `windowed` of its layers has the window, each is described as their mean. A
+    layer with experts may be a block of layers, of which `mlps_before_experts` have an MLP.
 
     Example:
         >>> llama = transformer(
@@ -72,7 +75,7 @@ def transformer(
     channels = head_channels or hidden // heads
     if latent is None:
         attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels)
-        attention = replace(attention, window=window, windowed=windowed)
+        attention = replace(attention, window=window, windowed=windowed, chunked=chunked)
     else:
         attention, products = _latent_attention(hidden, heads, latent)
     attention = replace(
@@ -86,6 +89,8 @@ def transformer(
     kinds = [(dense, layers)]
     if experts is not None:
         sparse = _expert_layer(hidden, products, attention, experts, gated)
+        for _ in range(mlps_before_experts):
+            sparse = _block(dense, sparse)
         kinds = [(dense, experts.dense_layers), (sparse, layers - experts.dense_layers)]
     return ModelWork(
         tuple(replace(kind, count=count) for kind, count in kinds if count),
@@ -94,6 +99,25 @@ def transformer(
         embedding_parameters=hidden * vocab,
         head_parameters=0 if tied else hidden * vocab,
     )
+
+
+def _block(first: LayerWork, second: LayerWork) -> LayerWork:
+    """Returns the work of two layers as that of one, which has the experts of the second."""
+    one, other = first.attention, second.attention
+    assert one is not None and other is not None
+    kept = zip(astuple(first.activations), astuple(second.activations), strict=True)
+    return replace(
+        second,
+        products=first.products + second.products,
+        attention=replace(
+            other, heads=one.heads + other.heads, kv_channels=one.kv_channels + other.kv_channels
+        ),
+        activations=ActivationBytes(*map(sum, kept)),
+        **{name: getattr(first, name) + getattr(second, name) for name in _SUMS},
+    )
+
+
+_SUMS = ("dense_parameters", "elementwise_bytes", "between_bytes", "num_kernels")
 
 
 def _grouped_attention(D: int, H: int, K: int, C: int) -> tuple[Attention, tuple[Product, ...]]:

@@ -187,7 +187,7 @@ def attention_slices(sizes: models.LlamaConfig) -> LeafSlices:
         "value": linear_weight("self_attn.v_proj.weight", (D,), (K, C)),
         "out": linear_weight("self_attn.o_proj.weight", (H, C), (D,)),
     }
-    if sizes.use_qk_norm:
+    if sizes.use_qk_norm and sizes.qk_norm_has_scales:
         attention["query_norm"] = same_tensor("self_attn.q_norm.weight", (C,))
         attention["key_norm"] = same_tensor("self_attn.k_norm.weight", (C,))
     return {

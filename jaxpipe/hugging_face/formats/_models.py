@@ -18,6 +18,7 @@ from ._fields import ConfigValues, check_no_problems
 from ._gemma import gemma_slices, read_gemma, write_gemma
 from ._gpt_oss import gpt_oss_slices, read_gpt_oss, write_gpt_oss
 from ._llama import llama_slices, read_llama, write_llama
+from ._llama4 import llama4_slices, read_llama4, write_llama4
 from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
 
@@ -28,8 +29,11 @@ class ModelFormat:
     # `config.json -> keys of ours`. Its ValueErrors are lists of what is not supported.
     read: Callable[[Mapping[str, Any]], ConfigValues]
     write: Callable[..., ConfigValues]  # `(sizes, max_length) -> config.json`
-    layer: Callable[..., LeafSlices]  # `sizes -> the slices of a layer of the pipeline`
+    # `sizes -> the slices of a layer of the pipeline`; if that is a block of layers,
+    # `(sizes, index) -> those of one of them`.
+    layer: Callable[..., LeafSlices]
     dense: Callable[..., LeafSlices] = lambda sizes: {}  # the same for a layer before the pipeline
+    stacks_experts: bool = False  # whether a tensor has the matrices of all experts
 
 
 def _llama(block: str) -> ModelFormat:
@@ -39,7 +43,8 @@ def _llama(block: str) -> ModelFormat:
 
 _OWN_FORMATS = {
     "gemma3": ModelFormat(read_gemma, write_gemma, gemma_slices),
-    "gpt_oss": ModelFormat(read_gpt_oss, write_gpt_oss, gpt_oss_slices),
+    "gpt_oss": ModelFormat(read_gpt_oss, write_gpt_oss, gpt_oss_slices, stacks_experts=True),
+    "llama4": ModelFormat(read_llama4, write_llama4, llama4_slices, stacks_experts=True),
     "deepseek": ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices),
 }
 MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MODEL_FAMILIES}
@@ -48,6 +53,7 @@ MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MO
 MODEL_TYPES = {block: block for block in MODEL_FORMATS if block not in _OWN_FORMATS} | {
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
+    "llama4_text": "llama4",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
 }
@@ -99,18 +105,27 @@ def leaf_slices(block: str, sizes: ModelConfig, layers_after: int = 0) -> LeafSl
     kind = MODEL_FORMATS[block]
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
     num_dense, num_layers = _num_dense(sizes), _num_layers(sizes, layers_after)
-    first_after = num_dense + num_layers
-    layer = kind.layer(sizes)
+    dense = stacked_layers(kind.dense(sizes), range(num_dense)) if num_dense else {}
+    first_after = num_dense + num_layers * sizes.layers_per_block
+    after = _layers(kind, sizes, first_after, layers_after) if layers_after else {}
     return {
         **boundary(sizes.base_emb_dim, sizes.vocab_size, tied=tied),
-        **with_prefix(
-            "embed/layers", stacked_layers(kind.dense(sizes), 0, num_dense) if num_dense else {}
-        ),
-        **with_prefix("stages", stacked_layers(layer, num_dense, num_layers)),
-        **with_prefix(
-            "head/layers", stacked_layers(layer, first_after, layers_after) if layers_after else {}
-        ),
+        **with_prefix("embed/layers", dense),
+        **with_prefix("stages", _layers(kind, sizes, num_dense, num_layers)),
+        **with_prefix("head/layers", after),
     }
+
+
+def _layers(kind: ModelFormat, sizes: ModelConfig, first: int, count: int) -> LeafSlices:
+    """Returns the slices of `count` layers of the pipeline, from layer `first` of the model on."""
+    size = sizes.layers_per_block
+    if size == 1:
+        return stacked_layers(kind.layer(sizes), range(first, first + count))
+    slices: LeafSlices = {}
+    for i in range(size):
+        ids = range(first + i, first + count * size, size)
+        slices |= with_prefix(f"layer_{i}", stacked_layers(kind.layer(sizes, i), ids))
+    return slices
 
 
 def _num_dense(sizes: ModelConfig) -> int:
@@ -118,7 +133,8 @@ def _num_dense(sizes: ModelConfig) -> int:
 
 
 def _num_layers(sizes: ModelConfig, layers_after: int) -> int:
-    return sizes.base_num_decoder_layers - _num_dense(sizes) - layers_after
+    layers = sizes.base_num_decoder_layers - _num_dense(sizes)
+    return layers // sizes.layers_per_block - layers_after
 
 
 def _parse_sizes(block: str, values: ConfigValues) -> ModelConfig:

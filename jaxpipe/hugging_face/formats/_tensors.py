@@ -92,9 +92,8 @@ def stacked_entries(slices_by_entry: list[tuple[TensorSlice, ...]]) -> tuple[Ten
     )
 
 
-def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
-    """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
-    layer_ids = range(first, first + count)
+def stacked_layers(parts: LeafSlices, layer_ids: range) -> LeafSlices:
+    """Returns the slices of a stack of these layers of the model."""
     return {
         path: stacked_entries(
             [

@@ -31,6 +31,7 @@ class MoeSettings:
     load_balance_loss_weight: float  # factor of the load-balance loss
     router: RouterSettings
     adds_biases: bool = False  # whether the router and the experts add biases to their products
+    scales_inputs: bool = False  # whether experts are given inputs times shares, as in Llama 4
     gated: Gated = gated_silu  # what experts do between their first products and the last
 
 
@@ -84,7 +85,8 @@ def moe(
         x = constrain(x, ACTIVATION)
         bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
         routing = _route(settings.router, w["router"], bias, x, batch_inputs)
-        y = experts(w["experts"], x, routing.chosen, routing.shares, gated=settings.gated)
+        options = {"gated": settings.gated, "scales_inputs": settings.scales_inputs}
+        y = experts(w["experts"], x, routing.chosen, routing.shares, **options)
         y = constrain(y, ACTIVATION)
         if settings.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)

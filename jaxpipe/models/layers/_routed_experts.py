@@ -32,9 +32,10 @@ from ._grouped_matmul import GroupedMatmul, ragged_dot
 Gated = Callable[[Float[Array, "m F"], Float[Array, "m F"]], Float[Array, "m F"]]
 """`(gate [m, F], up [m, F]) -> [m, F]`: what a gated MLP multiplies by its last matrix."""
 Experts = Callable[..., Array]
-"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k], gated=...) -> [b, T, D]`. Weights are
+"""`(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k], **options) -> [b, T, D]`. Weights are
 `gate` and `up` [E, D, F] and `down` [E, F, D], and may be `gate_bias`, `up_bias` [E, F] and
-`down_bias` [E, D]."""
+`down_bias` [E, D]. Options are `gated`, and `scales_inputs`: whether shares are factors of what
+experts are given, and not of their results."""
 
 
 def gated_silu(gate: Float[Array, "m F"], up: Float[Array, "m F"]) -> Float[Array, "m F"]:
@@ -60,23 +61,22 @@ def routed_experts(
     expert has `chunk_rows` on average, and the backward computes them again; None: all at a time.
     """
 
-    def local(num_experts: int, gated: Gated, inputs, constants) -> Float[Array, "1 b T D"]:
+    def local(run: Callable, num_experts: int, inputs, constants) -> Float[Array, "1 b T D"]:
         (w, x, shares), (chosen, first_expert) = inputs, constants
         rows, flat = x.reshape(-1, x.shape[2]), (-1, chosen.shape[2])
         flat = rows, chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
         most = chosen.size // (num_experts * chunk_rows) if chunk_rows else 1
         count = num_chunks(rows.shape[0], most)
-        run = partial(sort_and_multiply, grouped_matmul, w, gated=gated)
-        return _in_chunks(run, flat, count).reshape(1, *x.shape)
+        return _in_chunks(partial(run, w), flat, count).reshape(1, *x.shape)
 
-    def experts(w, x, chosen, shares, gated=gated_silu):
+    def experts(w, x, chosen, shares, **options):
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         shares = shares.astype(x.dtype)
         last_bias = w.pop("down_bias", None)
         inputs = (w, x, shares)
         num_experts = w["gate"].shape[0]
         constants = (chosen, jnp.arange(num_experts, dtype=chosen.dtype))
-        shard = partial(local, num_experts, gated)
+        shard = partial(local, partial(sort_and_multiply, grouped_matmul, **options), num_experts)
         run = _on_all_shards(shard, rules, w) if automatic_axes() else shard
         # What a step's time is estimated by: kernels skip the rows of other devices.
         with jax.named_scope(f"rows_1_of_{_num_shards(rules)}"):
@@ -132,6 +132,7 @@ def sort_and_multiply(
     chosen: Int[Array, "n k"],
     shares: Float[Array, "n k"],
     gated: Gated = gated_silu,
+    scales_inputs: bool = False,
 ) -> Float[Array, "n D"]:
     """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
 
@@ -144,6 +145,8 @@ def sort_and_multiply(
     sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
     rows = _rows(x, order // k)
+    if scales_inputs:
+        rows *= shares.reshape(-1, 1).at[order].get()
 
     def project(name: str) -> Float[Array, "m F"]:
         y = grouped_matmul(rows, w[name], sizes)
@@ -157,7 +160,7 @@ def sort_and_multiply(
     up = checkpoint_name(project("up"), "moe_mlpwi_1")
     out = checkpoint_name(grouped_matmul(gated(gate, up), w["down"], sizes), "moe_mlpwo")
     by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
-    return jnp.sum(by_token * shares[..., None], axis=1)
+    return jnp.sum(by_token if scales_inputs else by_token * shares[..., None], axis=1)
 
 
 def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"]:

@@ -51,7 +51,17 @@ Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 DecoderBlock = Annotated[
-    Literal["llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek"],
+    Literal[
+        "llama",
+        "mistral",
+        "qwen3",
+        "gemma3",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "llama4",
+        "deepseek",
+    ],
     BeforeValidator(lambda value: "llama" if value == "llama2" else value),
 ]
 """A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""
@@ -124,6 +134,9 @@ class ConfigKeys(BaseModel):
     sliding_window_pattern: PositiveInt = 6
     local_rope_max_timescale: PositiveFloat = 10000.0
     rope_linear_scaling_factor: PositiveFloat = 1.0
+    chunk_attn_window_size: PositiveInt = 8192
+    nope_layer_interval: PositiveInt = 4
+    temperature_tuning: bool = False
     dropout_rate: FractionBelowOne = 0.0
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"
@@ -137,6 +150,7 @@ class ConfigKeys(BaseModel):
     num_experts_per_tok: PositiveInt = 1
     load_balance_loss_weight: NonNegativeFloat = 0.0
     norm_topk_prob: bool = False
+    interleave_moe_layer_step: PositiveInt = 1
     megablox: Literal["auto"] | bool = "auto"
 
     # Experts and latent attention of DeepSeek.

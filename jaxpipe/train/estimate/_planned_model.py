@@ -57,7 +57,7 @@ def planned_model(
         _groups(weights["embed"], rules),
         _groups(weights["head"], rules),
         _groups(outer, rules),
-        sizes.base_num_decoder_layers - num_pipelined,
+        _num_layers(sizes) - num_pipelined,
         num_pipelined,
         sizes.base_emb_dim,
         sizes.vocab_size,
@@ -76,6 +76,11 @@ def planned_model(
         hoists_casts=platform != "gpu",
         locations=tuple(model.remat.locations.items()),
     )
+
+
+def _num_layers(sizes: ModelConfig) -> int:
+    """Returns the number of all layers, as a pipeline has them."""
+    return sizes.base_num_decoder_layers // sizes.layers_per_block
 
 
 def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
@@ -112,15 +117,15 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
     def padded(channels: int) -> int:
         return -(-channels // lanes) * lanes
 
-    D, moe = sizes.base_emb_dim, sizes.moe
-    named, unnamed = {"out_proj": Tensor(D)}, [Tensor(4 * D)]
+    D, moe, count = sizes.base_emb_dim, sizes.moe, sizes.layers_per_block
+    named, unnamed = {"out_proj": Tensor(count * D)}, [Tensor(count * 4 * D)]
     match sizes:
         case LlamaConfig():
             _, H, K, C = sizes.attention
             C = padded(C)
-            named |= _heads(H * C, K * C, K * C, H * C)
+            named |= _heads(*(count * heads * C for heads in (H, K, K, H)))
             if sizes.use_qk_norm:
-                unnamed.append(Tensor((H + K) * C, _SPLIT))
+                unnamed.append(Tensor(count * (H + K) * C, _SPLIT))
             if sizes.has_post_norms:
                 unnamed.append(Tensor(2 * D))
         case DeepseekConfig():
@@ -129,11 +134,16 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
             keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
             named |= _heads(keys, keys, values, values)
             named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
+    num_mlps = count if moe is None else count - 1
+    width = num_mlps * sizes.base_mlp_dim
+    if num_mlps:
+        unnamed.append(Tensor(2 * width, _SPLIT))
     if moe is None:
-        F = sizes.base_mlp_dim
-        return named | _mlp(D, F), (*unnamed, Tensor(2 * F, _SPLIT))
+        return named | _mlp(num_mlps * D, width), tuple(unnamed)
     if moe.shared_experts:
-        named |= _mlp(D, moe.shared_experts * moe.expert_dim)
+        num_mlps, width = num_mlps + 1, width + moe.shared_experts * moe.expert_dim
+    if num_mlps:
+        named |= _mlp(num_mlps * D, width)
     k, F = moe.router.num_chosen, moe.expert_dim
     for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
         named[name] = Tensor(k * F, _SPLIT, all_rows=True)

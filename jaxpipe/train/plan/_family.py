@@ -92,6 +92,9 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         _mixture(use_qk_norm=False, norm_topk_prob=True, rope_type="yarn"),
         sizes=models.GptOssConfig,
     ),
+    "llama4": dataclasses.replace(
+        _mixture(norm_topk_prob=False, rope_type="default"), sizes=models.Llama4Config
+    ),
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,

@@ -299,7 +299,9 @@ def model_plan(
                 config.attention,
                 platform,
                 config.max_target_length,
-                packed=config.packing and config.dataset_type != "synthetic",
+                # Chunks are told apart as documents are.
+                packed=(config.packing and config.dataset_type != "synthetic")
+                or 0 < sizes.chunk < config.max_target_length,
                 dtype=config.dtype,
                 head_dim=sizes.attention.head_dim,
                 context_size=context_size,

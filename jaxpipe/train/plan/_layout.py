@@ -19,6 +19,8 @@ class LayerSettings:
     Attributes:
         base_num_decoder_layers: All layers of the model.
         first_num_dense_layers: Dense layers before MoE layers, which no stage has.
+        interleave_moe_layer_step: Layers of the model that are a layer of the pipeline: those with
+            an MLP and the one with experts behind them.
         pipeline_parallel_layers: Layers of the pipeline; -1 for as many as it may have.
         num_layers_per_pipeline_stage: Layers of a stage.
         num_pipeline_repeats: Stages per rank; -1 for as many as there are.
@@ -27,6 +29,7 @@ class LayerSettings:
 
     base_num_decoder_layers: int
     first_num_dense_layers: int
+    interleave_moe_layer_step: int
     pipeline_parallel_layers: int
     num_layers_per_pipeline_stage: int
     num_pipeline_repeats: int
@@ -35,7 +38,8 @@ class LayerSettings:
     @property
     def num_uniform_layers(self) -> int:
         """Returns how many layers a pipeline may have: all but dense ones before MoE layers."""
-        return self.base_num_decoder_layers - self.first_num_dense_layers
+        layers = self.base_num_decoder_layers - self.first_num_dense_layers
+        return layers // self.interleave_moe_layer_step
 
 
 def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
@@ -143,7 +147,8 @@ def _pipelined_layers(settings: LayerSettings) -> tuple[str, int]:
     if wanted != -1:
         return "`pipeline_parallel_layers`", wanted
     dense = " - `first_num_dense_layers`" if settings.first_num_dense_layers else ""
-    return f"`base_num_decoder_layers`{dense}", available
+    blocks = " / `interleave_moe_layer_step`" if settings.interleave_moe_layer_step > 1 else ""
+    return f"`base_num_decoder_layers`{dense}{blocks}", available
 
 
 def _divisibility_advice(available: int, layers_per_repeat: int) -> str:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ...autodiff.backward import TENSORS, saved_names
 from ...cost.work import FLOAT32_SCORE_BYTES, Experts, LatentAttention, ModelWork, transformer
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...models import PRESETS, DeepseekConfig, num_parameters
+from ...models.weights import is_weight
 from ...planner import (
     Devices,
     EngineOptions,
@@ -104,7 +106,7 @@ def make_request(
     }
     sizes = model_config(config)
     before = getattr(sizes, "first_num_dense_layers", 0)
-    uniform = sizes.base_num_decoder_layers - before
+    uniform = (sizes.base_num_decoder_layers - before) // sizes.layers_per_block
     pipelined = uniform
     if config.pipeline_parallel_layers != -1:
         pipelined = config.pipeline_parallel_layers
@@ -275,8 +277,13 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         )
     # Layers without a window cost more: the planner's are all the mean of local and global ones.
     windows = [sizes.attention_scores[kind].window or 0 for kind in sizes.layer_kinds]
+    if sizes.chunk:
+        last = [0 if kind else sizes.chunk for kind in sizes.layer_kinds]
+        windows = last + [sizes.chunk] * (sizes.base_num_decoder_layers - len(last))
     work = transformer(
-        layers=sizes.base_num_decoder_layers,
+        layers=sizes.base_num_decoder_layers // sizes.layers_per_block,
+        mlps_before_experts=sizes.layers_per_block - 1,
+        chunked=bool(sizes.chunk),
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
         vocab=sizes.vocab_size,
@@ -306,7 +313,8 @@ def _with_counts(work: ModelWork, weights: dict[str, Any]) -> ModelWork:
     boundary = num_parameters((weights["embed"], weights["head"])) - num_parameters(dense)
     head = num_parameters(weights["head"]) if work.head_parameters else 0
     *before, last = work.layers  # of one kind, or of dense layers and then of those with experts
-    experts = num_parameters(weights["layer"].get("moe", {}).get("experts", {}))
+    leaves = jax.tree_util.tree_leaves_with_path(weights["layer"], is_leaf=is_weight)
+    experts = num_parameters([w for path, w in leaves if jax.tree_util.DictKey("experts") in path])
     outside = num_parameters(weights["layer"]) - experts
     layers = (
         *(replace(la, dense_parameters=num_parameters(dense) // la.count) for la in before),

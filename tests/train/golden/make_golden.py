@@ -149,6 +149,23 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "max_position_embeddings": 128,
     },
+    # Layers with an MLP and with experts in turn; of a block of two the second has no rotary
+    # positions in every second block.
+    "llama4": {
+        "model_type": "llama4_text",
+        **SIZES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 20,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "rope_theta": 1_000.0,
+        "max_position_embeddings": 128,
+    },
     "deepseek_v2": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": 12, **IN_GROUPS},
     "deepseek_v2_lite": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {
