@@ -198,6 +198,19 @@ def test_an_equinox_module_is_the_plain_program(schedule: str, engine: str):
     close(run(model, params, schedule, engine), jax.value_and_grad(plain)(params))
 
 
+def test_an_equinox_module_may_have_shapes_for_parameters():
+    shapes = eqx.filter_eval_shape(EquinoxGPT)
+    said = []
+    for gpt in (shapes, EquinoxGPT()):
+        model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
+        pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(2), microbatches=4)
+        said.append(pipe.memory(params, batch()))
+        assert jax.tree.structure(params) == jax.tree.structure(
+            eqx.filter(EquinoxGPT(), eqx.is_inexact_array)
+        )
+    assert said[0] == said[1]
+
+
 def call_row(module: Any, row: Any) -> Any:
     return module(row["tokens"][:-1])
 
