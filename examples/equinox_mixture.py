@@ -207,8 +207,9 @@ def on_own_rows(run: Callable, module: Block | Head, *rows: Array, out_specs: An
     of_module = jax.tree.map(lambda leaf: expert_spec("", leaf) or P(), module)
     specs = of_module, *(ROWS for _ in rows)
     # JAX cannot differentiate a `jax.shard_map` inside of another, which a pipeline is. Of one that
-    # is given the pipeline's `mesh` jaxpipe makes the derivative.
-    return jax.shard_map(run, mesh=module.mesh, in_specs=specs, out_specs=out_specs)(module, *rows)
+    # is given the pipeline's `mesh` jaxpipe makes the derivative. Kernels want `check_vma=False`.
+    how = {"mesh": module.mesh, "in_specs": specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(run, **how)(module, *rows)
 
 
 def make_decoder(
@@ -235,16 +236,11 @@ def make_decoder(
     return Decoder(embedding, blocks, Head(jnp.ones(D, sizes.dtype), matrix(D, V), mesh))
 
 
-def make_pipeline(
-    decoder: Decoder, mesh: Mesh, *, schedule: str, microbatches: int, **options: Any
-) -> tuple[jp.PipelinedModel, PyTree]:
-    """Returns the pipeline of a decoder, and the decoder's parameters."""
-    model, params = jp.equinox.model(
+def make_model(decoder: Decoder) -> tuple[jp.Model, PyTree]:
+    """Returns the model of a decoder for `jaxpipe.pipeline`, and the decoder's parameters."""
+    return jp.equinox.model(
         decoder, layers="blocks", loss=loss, call=lambda decoder, batch: decoder(batch), vmap=False
     )
-    how = {"mesh": mesh, "schedule": schedule, "microbatches": microbatches} | options
-    pipe = jp.pipeline(model, param_specs=expert_spec, **how)
-    return pipe, params
 
 
 def muon(rate: float) -> optax.GradientTransformation:
@@ -293,8 +289,8 @@ def train_plain(sizes: Sizes) -> list[float]:
 
 def train_pipelined(sizes: Sizes, schedule: str) -> list[float]:
     mesh = jp.make_mesh({"stage": 2, "expert": 2})
-    decoder = make_decoder(sizes, mesh)
-    pipe, params = make_pipeline(decoder, mesh, schedule=schedule, microbatches=4)
+    model, params = make_model(make_decoder(sizes, mesh))
+    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=4, param_specs=expert_spec)
 
     def value_and_grad(params: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
         (value, _), grads = pipe.value_and_grad(params, batch)

@@ -68,8 +68,9 @@ def assert_close(tree: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "circular"])
 def test_loss_gradients_and_steps_of_muon_are_those_of_the_plain_module(schedule: str):
     mesh = jp.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
-    decoder = example.make_decoder(SIZES, mesh)
-    pipe, params = example.make_pipeline(decoder, mesh, schedule=schedule, microbatches=4)
+    model, params = example.make_model(example.make_decoder(SIZES, mesh))
+    specs = {"param_specs": example.expert_spec}
+    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=4, **specs)
 
     def value_and_grad(params: Any, batch: Any) -> Any:
         (value, _), grads = pipe.value_and_grad(params, batch)
