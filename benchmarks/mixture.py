@@ -38,6 +38,7 @@ import equinox_mixture as example  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
 from jaxpipe.models.layers import GroupedMatmul, megablox, pallas_gpu_grouped_matmul
@@ -112,26 +113,28 @@ def changed(row: Row, **changes: Any) -> Row:
     return Row(**(vars(row) | changes))
 
 
+ROW_WISE = {"row_wise": True}  # no token is dropped, so that rows do not affect each other
 GPUS = {
-    "67B dualpipev": changed(LARGE_ROWS, optimizer="adamw", options={"layers_per_stage": V_SHAPE}),
-    "67B dualpipev, muon": changed(LARGE_ROWS, options={"layers_per_stage": V_SHAPE}),
+    "67B dualpipev, adamw": changed(
+        LARGE_ROWS, optimizer="adamw", options={"layers_per_stage": V_SHAPE}
+    ),
     "67B zero bubble": changed(LARGE_ROWS, schedule="zero_bubble_h1"),
     "67B 1f1b": changed(LARGE_ROWS, schedule="1f1b"),
     "6.1B pp 8": SMALL_ROWS,
-    "6.1B pp 8, M 16": changed(SMALL_ROWS, microbatches=16),
     "6.1B pp 4, fsdp 2": changed(
-        SMALL_ROWS,
-        mesh={"stage": 4, "fsdp": 2},
-        options={"row_wise": True, "gather": "once"},
+        SMALL_ROWS, mesh={"stage": 4, "fsdp": 2}, options=ROW_WISE | {"gather": "once"}
     ),
     "6.1B pp 2, ep 4": changed(SMALL_ROWS, mesh={"stage": 2, "expert": 4}),
 }
 TPUS = {
-    "40B 1f1b": MIDDLE_ROWS,
-    "40B zero bubble": changed(MIDDLE_ROWS, schedule="zero_bubble_h1"),
-    "40B 1f1b, M 32": changed(MIDDLE_ROWS, rows=256, microbatches=32),
-    "40B fsdp": changed(
-        MIDDLE_ROWS, schedule=None, microbatches=1, dcn={"fsdp": 4}, options={"row_wise": True}
+    "40B pp 4, 1f1b": MIDDLE_ROWS,
+    "40B pp 4, zero bubble": changed(MIDDLE_ROWS, schedule="zero_bubble_h1"),
+    "40B fsdp 4": changed(
+        MIDDLE_ROWS,
+        schedule=None,
+        microbatches=1,
+        dcn={"fsdp": 4},
+        options=ROW_WISE | {"layer_remat": "full"},
     ),
 }
 MEASURED = {
@@ -155,49 +158,52 @@ def main() -> None:
 
 
 def of_gpus(names: list[str]) -> Iterator[str]:
-    yield "GB (1e9 bytes) of a GPU: peak, results of collectives of a step, those between hosts"
+    yield "GB (1e9 bytes) of a GPU: peak (by `memory`), results of collectives, those between hosts"
     yield (
-        f"{'row':<21}{'GPUs':>5} {'batch':<11}{'M':>3}{'peak':>7}  {'AG / RS / AR / CP':<25}"
+        f"{'row':<22}{'GPUs':>5} {'batch':<11}{'M':>3}{'peak':>7}{'':>8}  {'AG / RS / AR / CP':<25}"
         f"{'hosts':>7}{'hidden':>8}{'compiled':>10}"
     )
     for name in names or GPUS:
-        report, seconds = compiled(GPUS[name])
+        report, predicted = compiled(GPUS[name])
         moved = totals(report.audit)
         hidden = sum(report.hidden_bytes().values())
         hidden /= sum(total.result_bytes for total in moved.values())
         yield (
-            f"{start_of_line(name, GPUS[name], report)}  {gigabytes(moved):<25}"
-            f"{across(moved):>7.1f}{hidden:>8.0%}{seconds:>8.0f} s"
+            f"{start_of_line(name, GPUS[name], report, predicted)}  {gigabytes(moved):<25}"
+            f"{across(moved):>7.1f}{hidden:>8.0%}{report.compile_seconds:>8.0f} s"
         )
     yield from measured(names or GPUS)
 
 
 def of_tpus(names: list[str]) -> Iterator[str]:
-    yield "GB (1e9 bytes) of a chip, as for GPUs, and seconds of a step; dcn: between slices"
+    yield "GB (1e9 bytes) of a chip: peak (by `memory`), results of collectives, and those between"
+    yield "slices (dcn); seconds of a step"
     yield (
-        f"{'row':<21}{'chips':>5} {'batch':<11}{'M':>3}{'peak':>7}{'busy':>7}{'kernels':>8}"
+        f"{'row':<22}{'chips':>5} {'batch':<11}{'M':>3}{'peak':>7}{'':>8}{'busy':>7}{'kernels':>8}"
         f"{'exposed':>8}{'bubble':>7}{'step':>7}{'tokens/s':>10}  {'AG / RS / AR / CP':<25}"
         f"{'dcn':>6}{'hidden':>8}{'compiled':>10}"
     )
     for name in names or TPUS:
         row = TPUS[name]
-        report, seconds = compiled(row)
+        report, predicted = compiled(row)
         moved, time = totals(report.audit), report.step_time
         assert time is not None
         hidden = 1 - time.exposed / sum(time.transfer_seconds.values())
         kernels = time.busy_seconds["kernels"]
+        start = start_of_line(name, row, report, predicted)
         yield (
-            f"{start_of_line(name, row, report)}{time.busy - kernels:>7.2f}{kernels:>8.2f}"
+            f"{start}{time.busy - kernels:>7.2f}{kernels:>8.2f}"
             f"{time.exposed:>8.2f}{time.bubble_seconds:>7.2f}{time.seconds:>7.2f}"
             f"{row.rows * row.tokens / time.seconds:>10,.0f}  {gigabytes(moved):<25}"
-            f"{across(moved):>6.1f}{hidden:>8.0%}{seconds:>8.0f} s"
+            f"{across(moved):>6.1f}{hidden:>8.0%}{report.compile_seconds:>8.0f} s"
         )
     yield from measured(names or TPUS)
 
 
-def start_of_line(name: str, row: Row, report: CompileReport) -> str:
+def start_of_line(name: str, row: Row, report: CompileReport, predicted: int) -> str:
     batch, peak = f"{row.rows} x {row.tokens}", report.memory.peak_bytes / 1e9
-    return f"{name:<21}{report.num_devices:>5} {batch:<11}{row.microbatches:>3}{peak:>7.1f}"
+    start = f"{name:<22}{report.num_devices:>5} {batch:<11}{row.microbatches:>3}{peak:>7.1f}"
+    return f"{start}{f'({predicted / 1e9:.1f})':>8}"
 
 
 def gigabytes(moved: dict[str, Any]) -> str:
@@ -216,13 +222,13 @@ def measured(names: Iterable[str]) -> Iterator[str]:
         yield f"{model}, measured by Marin: {MEASURED[model]}"
 
 
-def compiled(row: Row) -> tuple[CompileReport, float]:
-    """Compiles the train step of a row. Returns the report, and the seconds that it took."""
+def compiled(row: Row) -> tuple[CompileReport, int]:
+    """Compiles the train step of a row. Returns the report, and bytes that `memory` predicts."""
     pipe, params = make(row)
-    tokens = jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)
+    batch = {"tokens": jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)}
     optimizer = optax.adamw(1e-3) if row.optimizer == "adamw" else example.muon(1e-3)
-    report = pipe.compile(params, {"tokens": tokens}, optimizer=optimizer)
-    return report, report.compile_seconds
+    said = pipe.memory(params, batch, row.devices.split(":")[0])
+    return pipe.compile(params, batch, optimizer=optimizer), max(said.totals)
 
 
 def make(row: Row) -> tuple[Any, Any]:
@@ -234,7 +240,12 @@ def make(row: Row) -> tuple[Any, Any]:
     decoder = eqx.filter_eval_shape(example.make_decoder, row.sizes, mesh, kernel)
     model, params = example.make_model(decoder)
     how = {"schedule": row.schedule, "microbatches": row.microbatches} | row.options
-    return jp.pipeline(model, mesh=mesh, param_specs=example.expert_spec, **how), params
+    return jp.pipeline(model, mesh=mesh, param_specs=expert_spec, **how), params
+
+
+def expert_spec(path: str, leaf: Any) -> P | None:
+    """As the example's, with `fsdp`: it gathers one dim of each expert where a layer reads it."""
+    return P("expert", "fsdp") if leaf.ndim == 3 else None
 
 
 def on_share(kernel: GroupedMatmul, shards: int) -> GroupedMatmul:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,28 @@ def assert_close(tree: Any, wanted: Any) -> None:
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "circular"])
-def test_loss_gradients_and_steps_of_muon_are_those_of_the_plain_module(schedule: str):
-    mesh = jp.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
+PP = {"stage": 2, "expert": 2}
+FSDP = {"fsdp": 2, "expert": 2}
+ROW_WISE = {"row_wise": True}  # no token is dropped, so that rows do not affect each other
+ROWS = {
+    "1f1b": ("1f1b", PP, {}),
+    "zero bubble": ("zero_bubble_h1", PP, {}),
+    "circular": ("circular", PP, {}),
+    "1f1b, fsdp": ("1f1b", PP | FSDP, ROW_WISE),
+    "no pipeline, fsdp": (None, FSDP, ROW_WISE),
+}
+SLOW = "1f1b, fsdp", "no pipeline, fsdp"
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
+)
+def test_loss_gradients_and_steps_of_muon_are_those_of_the_plain_module(row: str):
+    schedule, sizes, options = ROWS[row]
+    mesh = jp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     model, params = example.make_model(example.make_decoder(SIZES, mesh))
-    specs = {"param_specs": example.expert_spec}
-    pipe = jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=4, **specs)
+    options = options | {"mesh": mesh, "microbatches": 4, "param_specs": example.expert_spec}
+    pipe = jp.pipeline(model, schedule=schedule, **options)
 
     def value_and_grad(params: Any, batch: Any) -> Any:
         (value, _), grads = pipe.value_and_grad(params, batch)
