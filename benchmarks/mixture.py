@@ -129,13 +129,7 @@ GPUS = {
 TPUS = {
     "40B pp 4, 1f1b": MIDDLE_ROWS,
     "40B pp 4, zero bubble": changed(MIDDLE_ROWS, schedule="zero_bubble_h1"),
-    "40B fsdp 4": changed(
-        MIDDLE_ROWS,
-        schedule=None,
-        microbatches=1,
-        dcn={"fsdp": 4},
-        options=ROW_WISE | {"layer_remat": "full"},
-    ),
+    "40B pp 4, circular": changed(MIDDLE_ROWS, schedule="circular"),
 }
 MEASURED = {
     "67B": "JaxPP's DualPipeV on 64 H100: 59.2 GB, 3.48 s, 603,327 tokens/s, 19.46% MFU, AdamW",
