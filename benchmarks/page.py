@@ -152,7 +152,8 @@ in and gradients that ranks share weigh as much as layers.""",
 program, compiled by XLA:GPU for H100s, without one, with muon unless a row says adamw. `6.1B` and
 `40B` are their names. XLA:GPU has no estimates of time; without a GPU it does not know the memory
 that cuDNN works in, and `hidden` is an upper bound: the bytes of collectives beside which a product
-runs. In brackets is what `pipe.memory` says. Nothing ran on a device; what Marin measured did.""",
+runs. Devices have room for 1.25 times the mean of tokens but in the rows that drop none. Nothing
+ran on a device; what Marin measured did.""",
     ),
     "mixture-tpus": Benchmark(
         "A mixture of experts on TPUs",

@@ -13,6 +13,7 @@ b rows, T tokens of a row, n tokens, D width, H heads, K heads of keys and value
 head, E experts, e experts of a device, k experts of a token, F and S widths of experts, V words.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,7 @@ class Sizes:
     expert_width: int = 32  # F
     shared_width: int = 32  # S, of the expert that has every token
     window: int | None = None  # tokens that a query sees back to
+    room: float | None = None  # for how many times the mean of tokens of a device; None: for all
     dtype: Any = jnp.float32
 
 
@@ -89,6 +91,7 @@ class Mixture(eqx.Module):
     shared_up: Float[Array, "D S"]
     shared_down: Float[Array, "S D"]
     chosen: int = eqx.field(static=True)
+    room: float | None = eqx.field(static=True)
     grouped_matmul: GroupedMatmul = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "n D"]) -> tuple[Float[Array, "n D"], Float[Array, ""]]:
@@ -115,16 +118,19 @@ class Mixture(eqx.Module):
         self, x: Float[Array, "n D"], chosen: Int[Array, "n k"], shares: Float[Array, "n k"]
     ) -> Float[Array, "n D"]:
         """Runs this device's experts, 0 to e - 1, on the tokens that chose them."""
-        e, k = self.gate.shape[0], chosen.shape[1]
+        e, E, k = self.gate.shape[0], self.bias.shape[0], chosen.shape[1]
         group = jnp.where((chosen >= 0) & (chosen < e), chosen, e).reshape(-1)
         order = jnp.argsort(group)  # tokens of an expert are neighbours, and those of none last
-        sizes = jnp.sum(group[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
+        if self.room is not None:
+            order = order[: math.ceil(self.room * group.size * e / E)]  # the rest is dropped
+        ends = jnp.sum(group[:, None] <= jnp.arange(e), axis=0, dtype=jnp.int32)
+        sizes = jnp.diff(jnp.minimum(ends, order.size), prepend=0)
         rows = x[order // k]
         hidden = jax.nn.silu(self.grouped_matmul(rows, self.gate, sizes))
         hidden *= self.grouped_matmul(rows, self.up, sizes)
         out = self.grouped_matmul(hidden, self.down, sizes)  # zeros for tokens of no expert
-        by_token = out[jnp.argsort(order)].reshape(-1, k, x.shape[1])
-        return jnp.sum(by_token * shares[..., None], axis=1)
+        out *= shares.reshape(-1, 1)[order]
+        return jnp.zeros_like(x).at[order // k].add(out)
 
     def surplus(self, chosen: Int[Array, "n k"]) -> Float[Array, ""]:
         """Returns 0; the gradient of the bias is each expert's share of tokens minus 1 / E.
@@ -228,7 +234,7 @@ def make_decoder(
         attention = Attention(*weights, C, sizes.window)
         router = matrix(D, E, dtype=jnp.float32), jnp.zeros(E)
         experts = matrix(E, D, F), matrix(E, D, F), matrix(E, F, D), matrix(D, S), matrix(S, D)
-        mixture = Mixture(*router, *experts, sizes.chosen, grouped_matmul)
+        mixture = Mixture(*router, *experts, sizes.chosen, sizes.room, grouped_matmul)
         return Block(attention, mixture, jnp.ones(D, sizes.dtype), jnp.ones(D, sizes.dtype), mesh)
 
     embedding = jax.random.normal(next(keys), (V, D), sizes.dtype)
