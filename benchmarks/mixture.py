@@ -164,49 +164,60 @@ def main() -> None:
 def of_gpus(names: list[str]) -> Iterator[str]:
     yield "GB (1e9 bytes) of a GPU: peak, results of collectives, those between hosts"
     yield (
-        f"{'row':<22}{'GPUs':>5} {'batch':<11}{'M':>3}{'peak':>7}  {'AG / RS / AR / CP':<25}"
+        f"{'row':<23}{'GPUs':>5} {'batch':<11}{'M':>3}{'peak':>7}  {'AG / RS / AR / CP':<25}"
         f"{'hosts':>7}{'hidden':>8}{'compiled':>10}"
     )
     for name in names or GPUS:
-        report = compiled(GPUS[name])
-        moved = totals(report.audit)
-        hidden = sum(report.hidden_bytes().values())
-        hidden /= sum(total.result_bytes for total in moved.values())
-        yield (
-            f"{start_of_line(name, GPUS[name], report)}  {gigabytes(moved):<25}"
-            f"{across(moved):>7.1f}{hidden:>8.0%}{report.compile_seconds:>8.0f} s"
-        )
+        yield line(name, GPUS[name], gpu_figures)
     yield from measured(names or GPUS)
 
 
 def of_tpus(names: list[str]) -> Iterator[str]:
-    yield "GB (1e9 bytes) of a chip: peak, results of collectives, and those between"
-    yield "slices (dcn); seconds of a step"
+    yield "GB (1e9 bytes) of a chip: peak, results of collectives, and those between slices (dcn);"
+    yield "seconds of a step"
     yield (
-        f"{'row':<22}{'chips':>5} {'batch':<11}{'M':>3}{'peak':>7}{'busy':>7}{'kernels':>8}"
+        f"{'row':<23}{'chips':>5} {'batch':<11}{'M':>3}{'peak':>7}{'busy':>7}{'kernels':>8}"
         f"{'exposed':>8}{'bubble':>7}{'step':>7}{'tokens/s':>10}  {'AG / RS / AR / CP':<25}"
         f"{'dcn':>6}{'hidden':>8}{'compiled':>10}"
     )
     for name in names or TPUS:
-        row = TPUS[name]
-        report = compiled(row)
-        moved, time = totals(report.audit), report.step_time
-        assert time is not None
-        hidden = 1 - time.exposed / sum(time.transfer_seconds.values())
-        kernels = time.busy_seconds["kernels"]
-        start = start_of_line(name, row, report)
-        yield (
-            f"{start}{time.busy - kernels:>7.2f}{kernels:>8.2f}"
-            f"{time.exposed:>8.2f}{time.bubble_seconds:>7.2f}{time.seconds:>7.2f}"
-            f"{row.rows * row.tokens / time.seconds:>10,.0f}  {gigabytes(moved):<25}"
-            f"{across(moved):>6.1f}{hidden:>8.0%}{report.compile_seconds:>8.0f} s"
-        )
+        yield line(name, TPUS[name], tpu_figures)
     yield from measured(names or TPUS)
 
 
-def start_of_line(name: str, row: Row, report: CompileReport) -> str:
-    batch, peak = f"{row.rows} x {row.tokens}", report.memory.peak_bytes / 1e9
-    return f"{name:<22}{report.num_devices:>5} {batch:<11}{row.microbatches:>3}{peak:>7.1f}"
+def line(name: str, row: Row, figures: Callable[[Row, CompileReport], str]) -> str:
+    """Compiles the train step of a row. Returns its line."""
+    pipe, params = make(row)
+    batch = {"tokens": jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)}
+    optimizer = optax.adamw(1e-3) if row.optimizer == "adamw" else example.muon(1e-3)
+    start = f"{name:<23}{pipe.mesh.size:>5} {f'{row.rows} x {row.tokens}':<11}{row.microbatches:>3}"
+    try:
+        report = pipe.compile(params, batch, optimizer=optimizer)
+    except jax.errors.JaxRuntimeError as error:  # XLA:TPU refuses what does not fit
+        return f"{start}  {' '.join(str(error).split())[:120]}"
+    peak = f"{report.memory.peak_bytes / 1e9:>7.1f}"
+    return f"{start}{peak}{figures(row, report)}{report.compile_seconds:>8.0f} s"
+
+
+def gpu_figures(row: Row, report: CompileReport) -> str:
+    del row
+    moved = totals(report.audit)
+    hidden = sum(report.hidden_bytes().values())
+    hidden /= sum(total.result_bytes for total in moved.values())
+    return f"  {gigabytes(moved):<25}{across(moved):>7.1f}{hidden:>8.0%}"
+
+
+def tpu_figures(row: Row, report: CompileReport) -> str:
+    moved, time = totals(report.audit), report.step_time
+    assert time is not None
+    hidden = 1 - time.exposed / sum(time.transfer_seconds.values())
+    kernels = time.busy_seconds["kernels"]
+    return (
+        f"{time.busy - kernels:>7.2f}{kernels:>8.2f}{time.exposed:>8.2f}"
+        f"{time.bubble_seconds:>7.2f}{time.seconds:>7.2f}"
+        f"{row.rows * row.tokens / time.seconds:>10,.0f}  {gigabytes(moved):<25}"
+        f"{across(moved):>6.1f}{hidden:>8.0%}"
+    )
 
 
 def gigabytes(moved: dict[str, Any]) -> str:
@@ -223,14 +234,6 @@ def across(moved: dict[str, Any]) -> float:
 def measured(names: Iterable[str]) -> Iterator[str]:
     for model in dict.fromkeys(name.split()[0] for name in names):
         yield f"{model}, measured by Marin: {MEASURED[model]}"
-
-
-def compiled(row: Row) -> CompileReport:
-    """Compiles the train step of a row."""
-    pipe, params = make(row)
-    batch = {"tokens": jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)}
-    optimizer = optax.adamw(1e-3) if row.optimizer == "adamw" else example.muon(1e-3)
-    return pipe.compile(params, batch, optimizer=optimizer)
 
 
 def make(row: Row) -> tuple[Any, Any]:
