@@ -103,6 +103,8 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# A stage stores the inputs of its layers, and computes one of them at a time again.
+BY_LAYER = {"remat": "none", "layer_remat": "full"}
 V_SHAPE = 1, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 2, 2, 2, 1  # layers of stages, as Marin has them
 LARGE_ROWS = Row(LARGE, "h100:8x8", {"stage": 8, "expert": 8}, "dualpipev", 256, 8192, 32)
 SMALL_ROWS = Row(SMALL, "h100:8", {"stage": 8}, "1f1b", 64, 1024, 8)
@@ -115,12 +117,9 @@ MIDDLE_ROWS = Row(
     1024,
     8,
     dcn={"stage": 4},
-    options={"layer_remat": "full"},
+    options=BY_LAYER,
 )
-
-
 ROW_WISE = {"row_wise": True}  # the rows of a device do not affect those of others
-BY_LAYER = {"layer_remat": "full"}  # of a stage's layers the backward computes one at a time again
 # As Marin's buffers of tokens; theirs are for each expert, ours for all of a device.
 ROOM = replace(LARGE, room=1.25)
 GPUS = {
