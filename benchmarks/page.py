@@ -162,11 +162,11 @@ ran on a device; what Marin measured did.""",
         ("jax", "jaxlib", "equinox", "libtpu"),
         False,
         """\
-The same on four slices of eight v6e chips, each slice a rank with eight shards of the experts.
-`busy` adds the compiler's estimates of cycles, `kernels` the products of attention and experts at
-half of the peak, if experts have as many tokens each, and `bubble` is by the schedule's timeline.
-`hidden` is the share of the time of transfers beside which a chip computes. Nothing ran on a
-device.""",
+The same on four slices of eight v6e chips, each slice a rank with eight shards of the experts, with
+libtpu's own flags. `busy` adds the compiler's estimates of cycles, `kernels` the products of
+attention and experts at half of the peak, if experts have as many tokens each, and `bubble` is by
+the schedule's timeline. `hidden` is the share of the time of transfers beside which a chip
+computes. Nothing ran on a device.""",
     ),
     "mixture-plans": Benchmark(
         "Plans for a mixture of experts",
