@@ -141,6 +141,44 @@ the fullest rank, peaks what `pipe.memory` says; XLA's is that of the compiled p
 runs then. That is up to 1.85 times what is said: of models as small as these, what XLA:CPU computes
 in and gradients that ranks share weigh as much as layers.""",
     ),
+    "mixture": Benchmark(
+        "A mixture of experts on GPUs",
+        "mixture.py",
+        ("gpus",),
+        ("jax", "jaxlib", "equinox", "jax_cuda12_plugin"),
+        False,
+        """\
+[An Equinox mixture of experts](tutorials/equinox-mixture.md) at sizes that Marin publishes, as one
+program, compiled by XLA:GPU for H100s, without one, with muon unless a row says adamw. `6.1B` and
+`40B` are their names. XLA:GPU has no estimates of time; without a GPU it does not know the memory
+that cuDNN works in, and `hidden` is an upper bound: the bytes of collectives beside which a product
+runs. Devices have room for 1.25 times the mean of tokens but in the rows that drop none. Nothing
+ran on a device; what Marin measured did.""",
+    ),
+    "mixture-tpus": Benchmark(
+        "A mixture of experts on TPUs",
+        "mixture.py",
+        ("tpus",),
+        ("jax", "jaxlib", "equinox", "libtpu"),
+        False,
+        """\
+The same on four slices of eight v6e chips, each slice a rank with eight shards of the experts, with
+libtpu's own flags. `busy` adds the compiler's estimates of cycles, `kernels` the products of
+attention and experts at half of the peak, if experts have as many tokens each, and `bubble` is by
+the schedule's timeline. `hidden` is the share of the time of transfers beside which a chip
+computes. Nothing ran on a device.""",
+    ),
+    "mixture-plans": Benchmark(
+        "Plans for a mixture of experts",
+        "mixture.py",
+        ("plans",),
+        ("jax", "jaxlib", "equinox"),
+        False,
+        """\
+What `jaxpipe.plan` says of these models: as models of one's own, for which it knows no axis
+`expert`, and of the trainer's that is most like them, with any layout and with that of the rows
+above. Nothing ran on a device.""",
+    ),
     "dispatch": Benchmark(
         "Dispatch beside JaxPP's",
         "dispatch.py",

@@ -99,7 +99,8 @@ def trainable_leaves(rule: FrozenRule | None, params: PyTree) -> tuple[bool, ...
 
 def _flags(rule: FrozenRule, params: PyTree) -> PyTree:
     """Returns a tree of booleans like `params`."""
-    if callable(rule):
+    # A module of booleans may be callable too, if the parameters are such a module.
+    if callable(rule) and not isinstance(rule, type(params)):
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: bool(rule(_name(path), leaf)), params
         )

@@ -65,7 +65,8 @@ def param_specs(
 
 def _of_leaves(rule: Any, params: PyTree) -> list[PartitionSpec | None]:
     """Returns the spec of every leaf of `params`, None without one."""
-    if callable(rule) and not isinstance(rule, PartitionSpec):
+    # A module of specs may be callable too, if the parameters are such a module.
+    if callable(rule) and not isinstance(rule, PartitionSpec | type(params)):
         leaves = jax.tree_util.tree_leaves_with_path(params)
         found: list[Any] = [rule(_name(path), leaf) for path, leaf in leaves]
         if all(spec is None for spec in found):

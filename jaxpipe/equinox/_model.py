@@ -9,6 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..api import Model
@@ -35,7 +36,8 @@ def model(
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
     Args:
-        module: The module. Its call runs the layers in order, as `layer(x, ...)`.
+        module: The module. Its call runs the layers in order, as `layer(x, ...)`. Its parameters
+            may be shapes, as `eqx.filter_eval_shape` makes them.
         layers: The attribute with the list or tuple of layers, such as "blocks" or
             "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`. Or a stack
             of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`; or one
@@ -65,7 +67,7 @@ def model(
         ValueError: If layers have state; or without `batch` if they differ in more than parameters,
             or something runs between them.
     """
-    params = eqx.filter(module, eqx.is_inexact_array)
+    params = eqx.filter(module, _is_parameter)
     call = call or (lambda module, row: module(row))
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
     selectors = [_selector(name) for name in ([layers] if several is None else several)]
@@ -85,6 +87,12 @@ def model(
     if several is not None or not isinstance(selectors[0](module), eqx.Module):
         return of_calls(), params
     return cut_stack_or_calls(of_stack, of_calls, batch), params
+
+
+def _is_parameter(leaf: Any) -> bool:
+    """Returns whether a leaf of a module is an inexact array, or the shape of one."""
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) if is_shape else eqx.is_inexact_array(leaf)
 
 
 def _selector(layers: Any) -> Callable[[Any], Any]:
@@ -233,7 +241,7 @@ class _EquinoxHook:
         self._index, self._hook, self._layer, self._weights = index, hook, layer, weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        static = jax.tree.flatten(eqx.filter(self._layer, eqx.is_inexact_array, inverse=True))
+        static = jax.tree.flatten(eqx.filter(self._layer, _is_parameter, inverse=True))
         call = LayerCall(
             self._index,
             args,

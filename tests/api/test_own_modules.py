@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
 from jaxpipe.equinox import model as equinox_model
@@ -196,6 +197,43 @@ def test_an_equinox_module_is_the_plain_program(schedule: str, engine: str):
 
     assert not model.tied
     close(run(model, params, schedule, engine), jax.value_and_grad(plain)(params))
+
+
+def test_an_equinox_module_may_have_shapes_for_parameters():
+    shapes = eqx.filter_eval_shape(EquinoxGPT)
+    said = []
+    for gpt in (shapes, EquinoxGPT()):
+        model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
+        pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(2), microbatches=4)
+        said.append(pipe.memory(params, batch()))
+        assert jax.tree.structure(params) == jax.tree.structure(
+            eqx.filter(EquinoxGPT(), eqx.is_inexact_array)
+        )
+    assert said[0] == said[1]
+
+
+def test_specs_and_what_is_frozen_may_be_in_a_module_like_that_of_the_parameters():
+    model, params = equinox_model(EquinoxGPT(), loss=loss, call=call_row, batch=batch())
+    assert callable(params)
+    options: dict[str, Any] = {"schedule": "1f1b", "mesh": mesh(2), "microbatches": 4}
+    by_function = {
+        "param_specs": lambda path, leaf: P(None, "tensor") if leaf.ndim == 2 else None,
+        "frozen": lambda path, leaf: leaf.ndim == 1,
+    }
+    by_tree = {
+        "param_specs": jax.tree.map(
+            lambda leaf: P(None, "tensor") if leaf.ndim == 2 else P(), params
+        ),
+        "frozen": jax.tree.map(lambda leaf: leaf.ndim == 1, params),
+    }
+    for name in by_tree:
+        stored = [
+            jp.pipeline(model, **options, **{name: how[name]}).shard(params)
+            for how in (by_function, by_tree)
+        ]
+        assert len({len(jax.tree.leaves(tree)) for tree in stored}) == 1
+        shardings = [[x.sharding.spec for x in jax.tree.leaves(tree)] for tree in stored]
+        assert len(shardings[0]) > 4 and shardings[0] == shardings[1], name
 
 
 def call_row(module: Any, row: Any) -> Any:
