@@ -51,10 +51,26 @@ STAGES: Settings = {
 HALF: Settings = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}
 HALF |= {"num_pipeline_microbatches": 8, "pipeline_fsdp_ag_once": True}
 LLAMA, CHIPS = "llama2-7b", "v5p:2x2x1"
+# A mixture of 67 billion parameters, of which a token passes 6.
+MIXTURE, POD = "qwen3-30b-a3b", "v5p:4x4x4"
+EXPERTS: Settings = {
+    "base_emb_dim": 2560,
+    "base_num_decoder_layers": 64,
+    "base_mlp_dim": 1024,
+    "base_moe_mlp_dim": 1024,
+    "ici_expert_parallelism": 4,
+    "per_device_batch_size": 1.0,
+}
 ROWS = {
     "fsdp 4": Row(LLAMA, CHIPS, BY_LAYER | {"ici_fsdp_parallelism": 4}),
     "stage 2, fsdp 2": Row(LLAMA, CHIPS, STAGES | HALF),
     "stage 4": Row(LLAMA, CHIPS, STAGES),
+    "mixture, fsdp 16, expert 4": Row(
+        MIXTURE, POD, BY_LAYER | {"ici_fsdp_parallelism": 16} | EXPERTS
+    ),
+    "mixture, stage 16, expert 4": Row(
+        MIXTURE, POD, STAGES | {"ici_pipeline_parallelism": 16} | EXPERTS
+    ),
     "fsdp 4, adamw": Row(LLAMA, CHIPS, BY_LAYER | {"optimizer": "adamw"}),
 }
 

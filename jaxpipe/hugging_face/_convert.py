@@ -29,10 +29,12 @@ from ..train.plan import ModelConfig
 from ._carried import copy_from_hugging_face, files_to_hugging_face
 from .folders import (
     DTYPES,
+    NewTensor,
     StoredTensor,
     atomic_folder,
     create_files,
-    map_tensor,
+    map_new_tensor,
+    read_tensor,
     tensors_in_folder,
 )
 from .formats import (
@@ -186,8 +188,8 @@ def to_hugging_face(
             for path, slices in parts.items():
                 leaf = checkpoint.restore_leaf(checkpoints, step, f"weights/{path}")
                 for part in slices:
-                    part.tensor_view(map_tensor(tensors[part.tensor], writable=True))[...] = (
-                        part.leaf_view(leaf)
+                    part.tensor_view(map_new_tensor(tensors[part.tensor]))[...] = part.leaf_view(
+                        leaf
                     )
             fields = _NOT_IN_CHECKPOINTS | token_ids | {"torch_dtype": stored}
             write_file(new / "config.json", json.dumps(config | fields, indent=2) + "\n")
@@ -256,7 +258,7 @@ def _without_buffers(
     if not tied or head is None or table is None:
         return kept
     if head.dtype != table.dtype or not np.array_equal(
-        map_tensor(head).view(np.uint8), map_tensor(table).view(np.uint8)
+        read_tensor(head).view(np.uint8), read_tensor(table).view(np.uint8)
     ):
         raise ValueError(
             f"{head.file}: tensor lm_head.weight is not model.embed_tokens.weight, and "
@@ -310,7 +312,7 @@ def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredT
     def fill(path: Any, leaf: Any) -> np.ndarray:
         array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
         for part in parts[jax.tree_util.keystr(path, simple=True, separator="/")]:
-            part.leaf_view(array)[...] = part.tensor_view(map_tensor(tensors[part.tensor]))
+            part.leaf_view(array)[...] = part.tensor_view(read_tensor(tensors[part.tensor]))
         return array
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
@@ -332,7 +334,7 @@ def _check_saved_leaves(
 def _summarize(
     block: str,
     parts: LeafSlices,
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor | NewTensor],
     dtype: str,
     carried: Iterable[str],
 ) -> ConversionSummary:

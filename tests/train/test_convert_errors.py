@@ -200,52 +200,45 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    "entry",
     [
-        ({"dtype": "I8"}, "is stored as I8. Only F32, BF16, F16 are read"),
-        ({"shape": [31]}, "is BF16[31], which takes 62 bytes, and has 64"),
-        ({"shape": [-32]}, "has a corrupt entry in the header"),
-        ({"shape": "32"}, "has a corrupt entry in the header"),
-        ({"data_offsets": [0]}, "has a corrupt entry in the header"),
-        ({"data_offsets": [0, 64]}, "share bytes"),
-        ({"data_offsets": [2**40, 2**40 + 64]}, "It is cut off: copy it again."),
+        {"dtype": "I9"},
+        {"shape": [31]},
+        {"shape": [-32]},
+        {"shape": "32"},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 64]},
+        {"data_offsets": [2**40, 2**40 + 64]},
     ],
 )
-def test_a_corrupt_header_is_refused_with_file_and_tensor(
-    entry: dict[str, Any], message: str, tmp_path: Path
-):
+def test_a_corrupt_header_is_refused_with_its_file(entry: dict[str, Any], tmp_path: Path):
     file = copy("llama2", tmp_path) / FILE
     header, data = header_of(file)
     header[NORM] |= entry
     write(file, header, data)
     found = refusal(file.parent)
-    assert message in found
-    assert str(file) in found
-    assert NORM in found
+    assert f"{file} cannot be read: " in found and "copy it again" in found
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (0, "has 0 bytes"),
-        (5, "has 5 bytes"),
-        (100, "has 100 bytes, and its header says that it takes"),
-        (-1, "It is cut off: copy it again."),
-    ],
-)
-def test_a_file_that_is_cut_off_is_refused(size: int, message: str, tmp_path: Path):
+def test_tensors_of_other_dtypes_are_refused_by_name(tmp_path: Path):
+    file = copy("llama2", tmp_path) / FILE
+    save_file(load_file(file) | {NORM: np.zeros(32, np.int8)}, file)
+    assert f"{file}: tensor {NORM} is stored as I8. Only F32, BF16, F16" in refusal(file.parent)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_file_that_is_cut_off_is_refused(size: int, tmp_path: Path):
     file = copy("llama2", tmp_path) / FILE
     file.write_bytes(file.read_bytes()[:size])
     found = refusal(file.parent)
-    assert message in found
-    assert str(file) in found
+    assert f"{file} cannot be read: " in found and "It is cut off" in found
 
 
 @pytest.mark.parametrize("text", [b"{]", b"[]", b"\xff\xfe{}"])
 def test_a_header_that_is_no_object_is_refused(text: bytes, tmp_path: Path):
     file = copy("llama2", tmp_path) / FILE
     file.write_bytes(len(text).to_bytes(8, "little") + text)
-    assert f"{file} has a corrupt header" in refusal(file.parent)
+    assert f"{file} cannot be read: " in refusal(file.parent)
 
 
 def test_tensors_that_are_missing_or_too_many_or_of_other_shapes_are_all_named(tmp_path: Path):

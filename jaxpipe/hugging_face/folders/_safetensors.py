@@ -1,22 +1,23 @@
-"""Safetensors files: named tensors behind a JSON header, mapped into memory one at a time.
+"""Folders of safetensors files: one file, or several and an index.
 
-A file is 8 bytes with the length of the header, the header, and the tensors one after the other:
-https://huggingface.co/docs/safetensors. A folder has one file, or several and an index.
+The library reads them. It writes a file from arrays that are all in memory, so files are written
+here, one tensor after the other: 8 bytes with the length of a JSON header, the header, and the
+tensors (https://huggingface.co/docs/safetensors).
 """
 
 import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from ..._durable import write_file
-from ..._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
+from ..._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, shorten
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -30,11 +31,19 @@ TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """The location of a tensor in a file."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
 
     file: Path  # the file that has it
+    name: str  # its name there
+    dtype: str  # a key of `DTYPES`
+    shape: tuple[int, ...]
+
+
+class NewTensor(NamedTuple):
+    """Room for a tensor in a file that is being written."""
+
+    file: Path
     start: int  # its first byte there
     dtype: str  # a key of `DTYPES`
     shape: tuple[int, ...]  # its dims; the last one is contiguous
@@ -45,11 +54,16 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
-    """Maps a tensor into memory: its pages are read when they are used."""
+def read_tensor(tensor: StoredTensor) -> np.ndarray:
+    """Reads a tensor."""
+    with safe_open(tensor.file, "np") as opened:
+        return opened.get_tensor(tensor.name)
+
+
+def map_new_tensor(tensor: NewTensor) -> np.ndarray:
+    """Maps the room for a tensor into memory, to write into it."""
     size = num_bytes(tensor.dtype, tensor.shape)
-    mode = "r+" if writable else "r"
-    raw = np.memmap(tensor.file, np.uint8, mode, offset=tensor.start, shape=(size,))
+    raw = np.memmap(tensor.file, np.uint8, "r+", offset=tensor.start, shape=(size,))
     return np.asarray(raw).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
@@ -70,34 +84,31 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     """Returns every tensor of a file by its name."""
     if not is_file(file):
         raise ValueError(f"{file} is not a regular file. Copy it again.")
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size >= 8 and length > MAX_JSON_BYTES:
+    try:
+        with safe_open(file, "np") as opened:
+            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            stored = {
+                name: StoredTensor(file, name, view.get_dtype(), tuple(view.get_shape()))
+                for name, view in views.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} cannot be read: {shorten(str(error), 200)}. It is cut off, corrupt, or no "
+            "safetensors file: copy it again."
+        ) from None
+    for tensor in stored.values():
+        if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{file} says that its header has {length:,} bytes, and a header has at most "
-                f"{MAX_JSON_BYTES:,}. The file is no safetensors file, or corrupt: copy it again."
+                f"{file}: tensor {shorten(tensor.name, 200)} is stored as {tensor.dtype}. Only "
+                f"{', '.join(DTYPES)} are read: save the model in one of these first."
             )
-        if size < 8 or length > size - 8:
-            raise ValueError(
-                f"{file} has {size} bytes, and its header says that it takes {8 + length} alone. "
-                "The file is cut off, or is no safetensors file: copy it again."
-            )
-        header = _parsed(opened.read(length), file)
-    header.pop("__metadata__", None)
-    if any(len(name) > 500 for name in header):
-        raise ValueError(f"{file} has a corrupt header: a name is too long. Copy it again.")
-    stored = {
-        name: _parse_tensor(file, name, entry, 8 + length, size) for name, entry in header.items()
-    }
-    _check_apart(file, stored)
     return stored
 
 
-def create_files(folder: Path, specs: TensorSpecs, max_shard_bytes: int) -> dict[str, StoredTensor]:
-    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several."""
+def create_files(folder: Path, specs: TensorSpecs, max_shard_bytes: int) -> dict[str, NewTensor]:
+    """Makes files with room for tensors, to fill by `map_new_tensor`, and an index of several."""
     shards = _assign_shards(specs, max_shard_bytes)
-    created: dict[str, StoredTensor] = {}
+    created: dict[str, NewTensor] = {}
     for i, shard in enumerate(shards):
         several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         created |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
@@ -109,65 +120,13 @@ def create_files(folder: Path, specs: TensorSpecs, max_shard_bytes: int) -> dict
     return created
 
 
-def _parsed(text: bytes, file: Path) -> dict[str, Any]:
-    try:
-        header = parse_json(text.decode("utf-8"), "it")
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(
-            f"{file} has a corrupt header: {shorten(str(error), 200)} Copy it again."
-        ) from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} has a corrupt header: it is no JSON object. Copy it again.")
-    return header
-
-
-def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
-    """Parses an entry of a header. `data` is the offset of the first byte after the header."""
-    try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        start, end = entry["data_offsets"]
-        sound = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, end))
-        sound = sound and isinstance(dtype, str) and len(shape) <= 8
-    except (TypeError, KeyError, ValueError):
-        sound, dtype, shape, start, end = False, "", (), 0, 0
-    if not sound:
-        raise ValueError(
-            f"{file}: tensor {name} has a corrupt entry in the header: {short_repr(entry)}. Copy "
-            "it again."
-        )
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"{file}: tensor {name} is stored as {shorten(dtype, 40)}. Only {', '.join(DTYPES)} "
-            "are read: save the model in one of these first."
-        )
-    if end - start != num_bytes(dtype, shape):
-        raise ValueError(
-            f"{file}: tensor {name} is {dtype}{[*shape]}, which takes {num_bytes(dtype, shape)} "
-            f"bytes, and has {end - start}. The header is corrupt: copy the file again."
-        )
-    if data + end > size:
-        raise ValueError(
-            f"{file}: tensor {name} ends at byte {data + end}, and the file has {size}. It is cut "
-            "off: copy it again."
-        )
-    return StoredTensor(file, data + start, dtype, shape)
-
-
-def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Checks that no two tensors share bytes."""
-    previous, end = "", 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-        if tensor.start < end:
-            raise ValueError(
-                f"{file}: tensors {previous} and {name} share bytes. The header is corrupt: copy "
-                "the file again."
-            )
-        previous, end = name, tensor.start + num_bytes(tensor.dtype, tensor.shape)
-
-
 def _read_index(file: Path) -> dict[str, str]:
     """Returns the file name of every tensor from an index."""
-    weight_map = _parsed(read_bytes(file, most_bytes=MAX_JSON_BYTES), file).get("weight_map")
+    try:
+        index = parse_json(read_bytes(file, most_bytes=MAX_JSON_BYTES).decode("utf-8"), "it")
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{file} is corrupt: {shorten(str(error), 200)} Copy it again.") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in weight_map.values()
     ):
@@ -211,7 +170,7 @@ def _assign_shards(
     return shards
 
 
-def _create_file(file: Path, specs: TensorSpecs) -> dict[str, StoredTensor]:
+def _create_file(file: Path, specs: TensorSpecs) -> dict[str, NewTensor]:
     """Creates one file: its header, and room for its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0
@@ -229,6 +188,6 @@ def _create_file(file: Path, specs: TensorSpecs) -> dict[str, StoredTensor]:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(opened.fileno(), 0, 8 + len(text) + offset)
     return {
-        name: StoredTensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
+        name: NewTensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
         for name, (dtype, shape) in specs.items()
     }
