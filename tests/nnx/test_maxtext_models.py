@@ -184,7 +184,7 @@ def batch_of(config: Any) -> tuple[Any, ...]:
 
 
 def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool) -> Any:
-    """(loss, (gradients by path, gradients of x)) of a pipeline, theirs or ours."""
+    """(outputs, (gradients by path, gradients of x)) of a pipeline, theirs or ours."""
     x, *batch_inputs = batch_of(config)
     graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
     params = params if weights is None else replaced(params, weights)
@@ -192,10 +192,12 @@ def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool)
     def loss(params, x):
         module = nnx.merge(graph, params, rest, copy=True)
         more = (module.get_weight_sharding(),) if specs else ()
-        return frontends.scalar(module(x, *batch_inputs, True, "train", *more))
+        y = module(x, *batch_inputs, True, "train", *more)
+        return frontends.scalar(y), y
 
-    value, (dw, dx) = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
-    return value, (flat(dw), dx), jax.device_get(flat(params))
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, y), (dw, dx) = jax.device_get(run(params, x))
+    return y, (flat(dw), dx), jax.device_get(flat(params))
 
 
 def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
@@ -222,10 +224,13 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
             for m in range(count):
                 x_m, *sides = (a.reshape(count, -1, *a.shape[1:])[m] for a in (x, *batch_inputs))
                 outs.append(jax.lax.scan(lambda x, w, s=sides: step(x, w, s), x_m, layers)[0])
-            return frontends.scalar(jnp.concatenate(outs))
+            y = jnp.concatenate(outs)
+            return frontends.scalar(y), y
 
         arrays = {k: jnp.asarray(w) for k, w in weights.items()}
-        return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays, jnp.asarray(x)))
+        run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        (_, y), grads = jax.device_get(run(arrays, jnp.asarray(x)))
+        return y, grads
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=[" ".join(case) for case in CASES])
