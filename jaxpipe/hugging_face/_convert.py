@@ -157,7 +157,7 @@ def to_hugging_face(
         dtype: `float32` or `bfloat16`. Default: the dtype of the checkpoint.
         max_shard_bytes: The largest size of a file, if there are several.
         max_length: `max_position_embeddings`, in tokens. Default: what the rotary positions were
-            stretched to, or 4096.
+            stretched to, or 4096, or 131072 for Llama 4.
         allow_unverified: Whether a checkpoint without digests is accepted.
 
     Returns:

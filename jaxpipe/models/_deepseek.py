@@ -294,7 +294,8 @@ def deepseek(
     Args:
         config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
-        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it.
+        experts: What `routed_experts` returns: `(weights, x, chosen, shares, *, gated,
+            scales_inputs) -> y`.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
         dropout_rate: Dropped fraction of each residual branch in a layer that gets a key, else 0.

@@ -1,8 +1,9 @@
 """Counts the floating-point operations of a training step per token, as papers do.
 
 Every weight that a token is multiplied by counts 6 (2 forward, 4 backward). Attention counts the
-causal half of the T x T scores and of the sums of values, or what a window leaves of it. Embedding
-look-ups and rematerialization are not counted.
+causal half of the T x T scores and of the sums of values, or what a window leaves of it. Chunks of
+Llama 4 leave all of it, as kernels compute it. Embedding look-ups and rematerialization are not
+counted.
 
 D embed, F width of an MLP, H query heads, K key and value heads, C channels of a head, V vocab.
 """
@@ -48,8 +49,6 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
 
 def _positions(config: LlamaConfig | DeepseekConfig, kind: int, length: int) -> float:
     """Returns the positions that a token attends to, on average."""
-    if kind == 0 and 0 < config.chunk < length:
-        return config.chunk / 2
     window = config.attention_scores[kind].window
     if window is None or window >= length:
         return length / 2

@@ -42,7 +42,7 @@ class GptOssConfig(MixtureConfig):
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns how local layers attend, and how global ones do."""
+        """Returns the scores of local layers, with a window, and of global ones."""
         scale = self.head_dim**-0.5 * yarn_score_scale(self.rope_factor, 1.0)
         return Scores(window=self.sliding_window_size, scale=scale), Scores(scale=scale)
 

@@ -43,7 +43,7 @@ from .layers._router import RouterSettings
 from .weights._abstract import Weight, matrix, scale, stack_weights, zero_bias
 
 Kinds = tuple[Any, ...]
-"""The index of the kind of every layer of a block, an integer or an array of one."""
+"""The index of the kind of each layer of a block: a Python integer, or a traced scalar."""
 
 
 class AttentionSizes(NamedTuple):
@@ -68,13 +68,14 @@ class LlamaConfig:
         head_dim: C, an even number.
         vocab_size: V.
         rope_max_timescale: The base of the rotary angles.
-        rope_type: `default`, or `llama3.1` for its stretched wavelengths.
+        rope_type: One of `rope_types` of the class: `default`, or `llama3.1` for its stretched
+            wavelengths.
         llama31_rope_factor: The factor by which `llama3.1` stretches wavelengths: 8 in Llama 3.1,
             32 in 3.2.
         normalization_layer_epsilon: Added to the mean square in RMSNorm.
         logits_via_embedding: Whether the logits are computed with the embedding's table (tied).
-        use_qk_norm: Whether every head of queries and keys is normalized before it is rotated, as
-            in Qwen3.
+        use_qk_norm: Whether every head of queries and keys is normalized: before it is rotated, as
+            in Qwen3, or behind it and without scales, as in Llama 4.
     """
 
     base_emb_dim: int
@@ -118,12 +119,12 @@ class LlamaConfig:
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns how each kind of layers attends: all as a llama, causally."""
+        """Returns the scores of each kind of layers; here one kind, causal."""
         return (Scores(),)
 
     @property
     def layers_per_block(self) -> int:
-        """Returns how many layers of the model are one of the pipeline."""
+        """Returns the number of layers of a block, which the pipeline counts as one layer."""
         return 1
 
     @property
@@ -230,11 +231,12 @@ def llama_weights(
     Args:
         config: The sizes of the model. A `MixtureConfig` has experts.
         dtype: The dtype in which weights are stored.
-        layers_after: The number of last layers that run after the pipeline, with the loss. Their
-            weights are `["head"]["layers"]`, stacked.
+        layers_after: The number of last blocks, of `layers_per_block` layers each, that run after
+            the pipeline, with the loss. Their weights are `["head"]["layers"]`, stacked.
 
     Returns:
-        `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
+        `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one block, unstacked: the layer
+        itself, or `layer_0`, `layer_1`, ...
 
     Example:
         >>> config = LlamaConfig(64, 8, 4, 2, base_mlp_dim=192, head_dim=16, vocab_size=320)
@@ -256,7 +258,7 @@ def llama_weights(
 
 
 def _block_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
-    """Returns the weights of one layer of the pipeline, of which the last layer has the experts."""
+    """Returns the weights of one block. If the model has experts, its last layer has them."""
     count = config.layers_per_block
     layers = [_layer_weights(config, dtype, has_experts=i == count - 1) for i in range(count)]
     return {_name(i): layer for i, layer in enumerate(layers)} if count > 1 else layers[0]
@@ -334,8 +336,8 @@ def llama(
         attention: `(q, k, v, segment_ids) -> out`, or with sinks behind them for a config that has
             them; for several kinds of layers a function for each of `config.attention_scores`.
         constrain: Shards an activation by its logical axes.
-        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it. Only a
-            `MixtureConfig` needs it.
+        experts: What `routed_experts` returns: `(weights, x, chosen, shares, *, gated,
+            scales_inputs) -> y`. Only a `MixtureConfig` needs it.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
         dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a layer
             gets no key, and in the layers after the pipeline.
@@ -398,7 +400,7 @@ def llama(
 
 
 def _block(run_layer: Callable, count: int) -> Callable:
-    """Returns a layer of the pipeline that is `count` layers, of which the last has the experts."""
+    """Returns a block, which runs `count` layers in turn."""
 
     def run(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, kinds: Kinds, attends: Any
@@ -448,11 +450,14 @@ def _attention(
 def _in_chunks(
     segment_ids: Int[Array, "b T"], positions: Int[Array, "b T"], chunk: int
 ) -> Int[Array, "b T"]:
-    """Returns ids of documents in which every chunk of a document is one of its own."""
+    """Returns ids of documents in which every chunk of a document is one of its own.
+
+    A slice is checked by its own length.
+    """
     if positions.shape[1] > _MOST_CHUNKS * chunk:
         raise ValueError(
-            f"Sequences have {positions.shape[1]} tokens, and {_MOST_CHUNKS} chunks of {chunk} are "
-            "fewer. Give shorter sequences or longer chunks."
+            f"{positions.shape[1]} tokens have more than {_MOST_CHUNKS} chunks of {chunk}. Give "
+            "shorter sequences or longer chunks."
         )
     return segment_ids * _MOST_CHUNKS + positions // chunk
 
@@ -484,11 +489,14 @@ def _of_slices_too(
     Of its layers the last is of the kind that the block is given, and all others of kind 0.
     """
 
+    def choose(kind: Any) -> Any:  # kinds of Llama 4 attend alike: their documents differ
+        return kind if len({*scores}) > 1 else 0
+
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
         key, kind = key if len(scores) > 1 else (key, 0)
         kinds = (*(0,) * (count - 1), kind)
         if not isinstance(batch_inputs, tuple):
-            attends = [partial(_run_kind, kind, attentions) for kind in kinds]
+            attends = [partial(_run_kind, choose(kind), attentions) for kind in kinds]
             return run(w, x, batch_inputs, key, kinds, attends)
         inputs, past = batch_inputs
         carried = []
@@ -504,7 +512,7 @@ def _of_slices_too(
                 of_keys = key_segment_ids, segment_ids, mask, scores.scale
                 return attend_to_past(q, k, v, *of_keys, *sinks)
 
-            return _run_kind(kind, [partial(of_kind, each) for each in scores], q, k, v)
+            return _run_kind(choose(kind), [partial(of_kind, each) for each in scores], q, k, v)
 
         attends = [
             partial(attend, part, kind) for part, kind in zip(past.split(count), kinds, strict=True)
@@ -521,7 +529,7 @@ def _run_kind(kind: Any, functions: Sequence[Callable], *arguments: Any) -> Any:
     What differs between kinds is static, so that each has a kernel of its own. The condition is
     around attention alone: it would return copies of weights for the backward.
     """
-    if len(functions) == 1 or isinstance(kind, int):
+    if isinstance(kind, int):
         return functions[kind](*arguments)
     return jax.lax.switch(kind, functions, *arguments)
 

@@ -32,6 +32,7 @@ class Llama4Config(MixtureConfig):
         temperature_tuning: Whether scores of these layers grow with the logarithm of the position.
     """
 
+    norm_topk_prob: bool = False
     interleave_moe_layer_step: int
     chunk_attn_window_size: int
     nope_layer_interval: int = 4
@@ -47,6 +48,8 @@ class Llama4Config(MixtureConfig):
                 f"`base_num_decoder_layers` is {self.base_num_decoder_layers}, not a multiple of "
                 f"`interleave_moe_layer_step` = {step}. The last layer of every block has experts."
             )
+        if self.norm_topk_prob:
+            raise ValueError("`norm_topk_prob` is True. A Llama 4 takes shares as they are.")
         if interval % step:
             raise ValueError(
                 f"`nope_layer_interval` is {interval}, not a multiple of "
@@ -61,7 +64,7 @@ class Llama4Config(MixtureConfig):
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns how layers with rotary positions attend, in a chunk, and how the others do."""
+        """Returns the scores of both kinds of layers: the same, as chunks are documents."""
         return Scores(), Scores()
 
     @property
@@ -103,7 +106,7 @@ class Llama4Config(MixtureConfig):
     def moe(self) -> MoeSettings:
         """Returns the settings of the experts of a layer."""
         settings = super().moe
-        router = replace(settings.router, score_func="sigmoid", normalized=False)
+        router = replace(settings.router, score_func="sigmoid")
         return replace(settings, router=router, shared_experts=1, scales_inputs=True)
 
 

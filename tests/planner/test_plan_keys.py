@@ -102,6 +102,10 @@ UNCOUNTED = {
     **dict.fromkeys(("rope_factor", "original_max_position_embeddings"), "other angles"),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale"), "other angles"),
     "temperature_tuning": "a factor of queries",
+    **dict.fromkeys(
+        ("chunk_attn_window_size", "nope_layer_interval"),
+        "chunks are documents, for which kernels skip nothing",
+    ),
     "z_loss_multiplier": "one more number of each token",
     **dict.fromkeys(("dropout_rate", "enable_dropout"), "masks of 1 byte, which are drawn again"),
     **dict.fromkeys(("scan_pipeline_iterations", "scan_pipeline_repeats"), "the same ticks"),
@@ -162,7 +166,6 @@ _LLAMA4 = {
     "model_name": "llama4-maverick",
     "base_num_decoder_layers": 16,
     "num_experts": 4,
-    "chunk_attn_window_size": 256,
 }
 WITH: dict[str, dict[str, Any]] = {
     **{name: {"remat_policy": "custom"} for name in TENSORS},
@@ -174,9 +177,7 @@ WITH: dict[str, dict[str, Any]] = {
     "num_vocab_tiling": {"num_vocab_tiling": 2},
     "optimizer_arguments": {"optimizer": "sgd"},
     **{f"sliding_window_{name}": {"model_name": "gemma3-1b"} for name in ("size", "pattern")},
-    **dict.fromkeys(
-        ("interleave_moe_layer_step", "chunk_attn_window_size", "nope_layer_interval"), _LLAMA4
-    ),
+    "interleave_moe_layer_step": _LLAMA4,
     "topk_routing_group": {"n_routing_groups": 4},
     "num_pipeline_slices": {
         "pipeline_engine": "scheduled",

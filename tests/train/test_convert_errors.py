@@ -118,6 +118,17 @@ def refusal(folder: Path) -> str:
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             ("`rope_parameters.truncate` is True: only False is supported",),
         ),
+        (
+            "gpt_oss",
+            {"rope_parameters": {"type": "yarn", "factor": 4.0}},
+            ("`rope_parameters.truncate` is True: only False is supported",),
+        ),
+        ("gpt_oss", {"layer_types": 5}, ("`layer_types` is 5: only sliding_attention and",)),
+        (
+            "llama4",
+            {"attn_temperature_tuning": "false"},
+            ("`temperature_tuning` would be",),
+        ),
         ("gpt_oss", {"rope_parameters": {"rope_type": "default"}}, ("only yarn are supported",)),
         ("llama4", {"moe_layers": [0, 2]}, ("`moe_layers` is [0, 2]: only what `interleave_moe",)),
         ("llama4", {"no_rope_layers": [1] * 4}, ("`no_rope_layers` is [1, 1, 1, 1]: only what",)),

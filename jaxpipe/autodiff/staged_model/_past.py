@@ -71,14 +71,14 @@ class Past:
         return jax.tree.map(write, self.earlier, new), replace(self, earlier=None, new=new)
 
     def split(self, count: int) -> "list[Past]":
-        """Returns what every part of a layer is given, if each appends something; see `joined`."""
+        """Returns a `Past` for each part of a layer that appends; `joined` reverses it."""
         if count == 1:
             return [self]
         earlier = (None,) * count if self.earlier is None else self.earlier
         return [replace(self, earlier=part) for part in earlier]
 
     def joined(self, parts: "Sequence[Past]") -> "Past":
-        """Returns what a layer returns whose parts return these."""
+        """Returns the `Past` of a layer from those that its parts returned."""
         if len(parts) == 1:
             return parts[0]
         earlier = tuple(part.earlier for part in parts)

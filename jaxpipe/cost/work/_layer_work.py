@@ -34,7 +34,6 @@ class Attention:
     # Channels of keys and values of all heads together, which context parallelism moves.
     kv_channels: int
     window: int = 0  # the positions that a token attends to at most; 0 for all before it
-    chunked: bool = False  # whether windows are chunks of a sequence, which all of their tokens see
     # The share of layers with the window, if one description is the mean of several layers.
     windowed: float = 1.0
     fused: bool = True  # whether scores stay on the chip, as in flash attention
@@ -50,7 +49,6 @@ class Attention:
         """Returns the positions that a token attends to, on average."""
         if self.window and self.window < length:
             inside = self.window - self.window**2 / (2 * length)
-            inside = self.window / 2 if self.chunked else inside
             return self.windowed * inside + (1 - self.windowed) * length / 2
         return length / 2
 

@@ -55,7 +55,6 @@ def transformer(
     backward_products: int = 5,
     window: int = 0,
     windowed: float = 1.0,
-    chunked: bool = False,
     mlps_before_experts: int = 0,
     latent: LatentAttention | None = None,
     experts: Experts | None = None,
@@ -75,7 +74,7 @@ def transformer(
     channels = head_channels or hidden // heads
     if latent is None:
         attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels)
-        attention = replace(attention, window=window, windowed=windowed, chunked=chunked)
+        attention = replace(attention, window=window, windowed=windowed)
     else:
         attention, products = _latent_attention(hidden, heads, latent)
     attention = replace(
@@ -112,7 +111,8 @@ def _block(first: LayerWork, second: LayerWork) -> LayerWork:
         attention=replace(
             other, heads=one.heads + other.heads, kv_channels=one.kv_channels + other.kv_channels
         ),
-        activations=ActivationBytes(*map(sum, kept)),
+        # Of both, only the input of the first is kept if all is computed again.
+        activations=replace(ActivationBytes(*map(sum, kept)), full=first.activations.full),
         **{name: getattr(first, name) + getattr(second, name) for name in _SUMS},
     )
 

@@ -1,8 +1,8 @@
 """Folders of safetensors files: one file, or several and an index.
 
-The library reads them. It writes a file from arrays that are all in memory, so files are written
-here, one tensor after the other: 8 bytes with the length of a JSON header, the header, and the
-tensors (https://huggingface.co/docs/safetensors).
+The library `safetensors` reads them. It writes a file only from arrays that are all in memory, so
+files are written here, one tensor after the other: 8 bytes with the length of a JSON header, the
+header, and the tensors (https://huggingface.co/docs/safetensors).
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..._durable import write_file
-from ..._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, shorten
+from ..._input import MAX_JSON_BYTES, clause, is_file, parse_json, read_bytes, shorten
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -93,7 +93,7 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
             }
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} cannot be read: {shorten(str(error), 200)}. It is cut off, corrupt, or no "
+            f"{file} cannot be read: {shorten(clause(error), 200)}. It is cut off, corrupt, or no "
             "safetensors file: copy it again."
         ) from None
     for tensor in stored.values():
@@ -142,15 +142,21 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
         file = folder / name
         if not file.is_file():
             first = next(tensor for tensor, file_name in weight_map.items() if file_name == name)
-            raise ValueError(f"{folder / INDEX} has tensor {first} in {name}, which is missing.")
+            raise ValueError(
+                f"{folder / INDEX} has tensor {shorten(first, 200)} in {name}, which is missing."
+            )
         tensors = tensors_in_file(file)
         for tensor in tensors:
             if weight_map.get(tensor) != name:
-                raise ValueError(f"{file}: tensor {tensor} is not there in the index.")
+                raise ValueError(
+                    f"{file}: tensor {shorten(tensor, 200)} is not there in the index."
+                )
         all_tensors |= tensors
     for tensor, name in weight_map.items():
         if tensor not in all_tensors:
-            raise ValueError(f"{folder / name}: tensor {tensor} is missing, and in the index.")
+            raise ValueError(
+                f"{folder / name}: tensor {shorten(tensor, 200)} is missing, and in the index."
+            )
     return all_tensors
 
 

@@ -68,7 +68,8 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ConfigValues:
     others = {name: value for name, value in config.items() if name != "layer_types"}
     values = read_fields(others, _FIELDS)
     count, types = values["base_num_decoder_layers"], config.get("layer_types")
-    if types is not None and types != [_TYPES[i % 2] for i in range(len(types))]:
+    is_in_turn = isinstance(types, list) and types == [_TYPES[i % 2] for i in range(len(types))]
+    if types is not None and not is_in_turn:
         check_no_problems(
             [
                 f"`layer_types` is {short_repr(types)}: only {_TYPES[0]} and {_TYPES[1]} in turn "
@@ -91,7 +92,8 @@ def _read_yarn(config: Mapping[str, Any]) -> ConfigValues:
     if isinstance(rope, Mapping):
         rope = dict(rope)
         truncate = rope.pop("truncate", True)
-        if rope.get("rope_type") == "yarn" and truncate is not False:
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind == "yarn" and truncate is not False:
             check_no_problems([f"`{name}.truncate` is {truncate!r}: only False is supported"])
     return read_rope(
         {"rope_theta": config.get("rope_theta"), name: rope},

@@ -70,7 +70,8 @@ def read_llama4(config: Mapping[str, Any]) -> ConfigValues:
     """Returns the config keys of jaxpipe for a config.json."""
     others = {name: value for name, value in config.items() if name not in _LISTS}
     values = read_fields(others, _FIELDS)
-    values["temperature_tuning"] = bool(values["temperature_tuning"])  # a number in some files
+    if type(values["temperature_tuning"]) is int:  # 4 in published files
+        values["temperature_tuning"] = values["temperature_tuning"] > 0
     if values["interleave_moe_layer_step"] == 1:
         values["base_mlp_dim"] = values["base_moe_mlp_dim"]  # no layer has an MLP
     rope = read_rope(config, defaults={"rope_theta": 500_000.0}, types={"default": ()})
@@ -83,7 +84,7 @@ def _check_lists(config: Mapping[str, Any], values: ConfigValues) -> None:
     names = ("base_num_decoder_layers", "interleave_moe_layer_step", "nope_layer_interval")
     numbers = [values[name] for name in names]
     if not all(type(number) is int and number > 0 for number in numbers):
-        return  # which is refused with the types of all sizes
+        return  # `_parse_sizes` refuses such values, with their types
     count, step, interval = numbers
     has_rope = [int((i + 1) % interval != 0) for i in range(count)]
     expected = {
@@ -104,7 +105,7 @@ def _check_lists(config: Mapping[str, Any], values: ConfigValues) -> None:
 def write_llama4(sizes: models.Llama4Config, max_length: int | None) -> ConfigValues:
     """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
     fields = write_fields(dataclasses.asdict(sizes), _FIELDS)
-    del fields["for_llm_compression"]
+    del fields["for_llm_compression"]  # only files before transformers 5 have it
     return {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",

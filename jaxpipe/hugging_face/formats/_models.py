@@ -37,8 +37,8 @@ class ModelFormat:
 
 
 def _llama(block: str) -> ModelFormat:
-    functions = (read_llama, write_llama, llama_slices)
-    return ModelFormat(*(partial(function, block=block) for function in functions))
+    read, write, layer = (partial(f, block=block) for f in (read_llama, write_llama, llama_slices))
+    return ModelFormat(read, write, layer)
 
 
 _OWN_FORMATS = {

@@ -32,7 +32,7 @@ class MoeSettings:
     router: RouterSettings
     adds_biases: bool = False  # whether the router and the experts add biases to their products
     scales_inputs: bool = False  # whether experts are given inputs times shares, as in Llama 4
-    gated: Gated = gated_silu  # what experts do between their first products and the last
+    gated: Gated = gated_silu  # the activation between the first two products and the last
 
 
 def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:

@@ -73,6 +73,7 @@ def routed_experts(
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         shares = shares.astype(x.dtype)
         last_bias = w.pop("down_bias", None)
+        assert last_bias is None or not options.get("scales_inputs"), "shares would scale it"
         inputs = (w, x, shares)
         num_experts = w["gate"].shape[0]
         constants = (chosen, jnp.arange(num_experts, dtype=chosen.dtype))
@@ -84,15 +85,15 @@ def routed_experts(
         # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
         y = lax.reduce_sum(parts, axes=(0,))
         # Not on the shards: those of an expert's width would add it once each.
-        return y if last_bias is None else y + _mean_bias(last_bias, chosen, shares)
+        return y if last_bias is None else y + _weighted_bias(last_bias, chosen, shares)
 
     return experts
 
 
-def _mean_bias(
+def _weighted_bias(
     bias: Float[Array, "E D"], chosen: Int[Array, "b T k"], shares: Float[Array, "b T k"]
 ) -> Float[Array, "b T D"]:
-    """Returns what the biases of its experts add to a token, each by its share."""
+    """Returns the sum of the biases of each token's experts, weighted by its shares."""
     is_chosen = chosen[..., None] == jnp.arange(bias.shape[0])
     return jnp.sum(jnp.where(is_chosen, shares[..., None], 0), axis=-2) @ bias
 

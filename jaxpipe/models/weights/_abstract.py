@@ -29,8 +29,8 @@ class Weight:
         dtype: The dtype in which it is stored.
         exact: Whether the model computes with it in the dtype in which it is stored, as norms and
             routers do. Other leaves may be cast to the dtype of the computation beforehand.
-        is_bias: Whether it is added, and nothing is multiplied by it. Whatever its shape, it is no
-            matrix: it does not decay.
+        is_bias: Whether it is a bias or a sink, and so no matrix, whatever its shape: it does not
+            decay, and muon leaves it to AdamW.
 
     Example:
         >>> Weight((4,), ("norm",), jax.nn.initializers.ones).exact

@@ -14,9 +14,11 @@ def describe(setup: Setup, done: int) -> str:
     config, batch, weights = setup.config, setup.batch, setup.state.weights
     millions, calls = weights.num_parameters / 1e6, batch.gradient_accumulation_steps
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
+    size = weights.sizes.layers_per_block
     outside = _layers_outside_stages(config.first_num_dense_layers, weights.num_layers_after)
     lines = [
-        f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
+        f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers"
+        + (f" in blocks of {size}" if size > 1 else ""),
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(weights)} x "
         f"{_layers_per_stage(weights.layout)} layer(s){outside}, "
         f"{batch.num_microbatches} microbatches of {batch.microbatch_size} x "

@@ -139,15 +139,17 @@ def _layer_counts(
 def _pipelined_layers(settings: LayerSettings) -> tuple[str, int]:
     """Returns the key or keys that determine the number of pipelined layers, and that number."""
     wanted, available = settings.pipeline_parallel_layers, settings.num_uniform_layers
+    step = settings.interleave_moe_layer_step
+    of_blocks = f", each a block of `interleave_moe_layer_step` = {step}" if step > 1 else ""
     if wanted > available:
         raise ValueError(
             f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
-            f"pipeline. Give 1 to {available}, or -1 for all of them."
+            f"pipeline{of_blocks}. Give 1 to {available}, or -1 for all of them."
         )
     if wanted != -1:
         return "`pipeline_parallel_layers`", wanted
     dense = " - `first_num_dense_layers`" if settings.first_num_dense_layers else ""
-    blocks = " / `interleave_moe_layer_step`" if settings.interleave_moe_layer_step > 1 else ""
+    blocks = " / `interleave_moe_layer_step`" if step > 1 else ""
     return f"`base_num_decoder_layers`{dense}{blocks}", available
 
 

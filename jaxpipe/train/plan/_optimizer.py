@@ -56,7 +56,7 @@ def make_optimizer(plan: StatePlan) -> optax.GradientTransformation:
 def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientTransformation:
     """Builds an optimizer for the abstract weights that it sees.
 
-    Scales of norms and biases do not decay, nor do weights that the plan excludes.
+    Biases and scales of norms do not decay, nor do weights that the plan excludes.
     """
     # Weights are named by their groups: `stages.attention.query`.
     groups = {name: tree[name] for name in ("embed", "head")} | {"stages": layer_of(tree)}

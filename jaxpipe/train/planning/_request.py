@@ -277,13 +277,9 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         )
     # Layers without a window cost more: the planner's are all the mean of local and global ones.
     windows = [sizes.attention_scores[kind].window or 0 for kind in sizes.layer_kinds]
-    if sizes.chunk:
-        last = [0 if kind else sizes.chunk for kind in sizes.layer_kinds]
-        windows = last + [sizes.chunk] * (sizes.base_num_decoder_layers - len(last))
     work = transformer(
         layers=sizes.base_num_decoder_layers // sizes.layers_per_block,
         mlps_before_experts=sizes.layers_per_block - 1,
-        chunked=bool(sizes.chunk),
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
         vocab=sizes.vocab_size,
