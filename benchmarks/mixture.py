@@ -153,8 +153,10 @@ def main() -> None:
     parser.add_argument("what", choices=("gpus", "tpus", "plans"))
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(GPUS | TPUS)}")
     args = parser.parse_args()
-    if unknown := [name for name in args.rows if name not in GPUS | TPUS]:
-        parser.error(f"{unknown} are no rows. Rows are {', '.join(GPUS | TPUS)}.")
+    known = {"gpus": GPUS, "tpus": TPUS, "plans": {}}[args.what]
+    if unknown := [name for name in args.rows if name not in known]:
+        rows = ", ".join(known) or "none"
+        parser.error(f"{unknown} are no rows of {args.what}. Its rows are {rows}.")
     lines = {"gpus": of_gpus, "tpus": of_tpus, "plans": plans}[args.what]
     for line in lines(args.rows):
         print(line, flush=True)
