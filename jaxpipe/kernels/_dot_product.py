@@ -63,7 +63,7 @@ def attend_to_past(
         What each query reads.
     """
     same_segment = segment_ids[:, :, None] == key_segment_ids[:, None, :]
-    return _with_sinks(Scores(scale=scale), q, k, v, sinks, (same_segment & mask)[:, None])
+    return _attend(Scores(scale=scale), q, k, v, sinks, (same_segment & mask)[:, None])
 
 
 def dot_product_kernel(
@@ -76,10 +76,10 @@ def dot_product_kernel(
     where: Placement,
 ) -> Float[Array, "b t H V"]:
     """Runs attention of one device by `jax.nn.dot_product_attention`, or as written."""
-    return _with_sinks(scores, q, k, v, sinks, dense_mask(scores, segments, where))
+    return _attend(scores, q, k, v, sinks, dense_mask(scores, segments, where))
 
 
-def _with_sinks(
+def _attend(
     scores: Scores,
     q: Float[Array, "b t H C"],
     k: Float[Array, "b u K C"],
@@ -87,6 +87,7 @@ def _with_sinks(
     sinks: Float[Array, " H"] | None,
     mask: Bool[Array, "b 1 t u"],
 ) -> Float[Array, "b t H V"]:
+    """Runs attention to the keys of a mask, whatever window the scores have."""
     if scores.soft_cap is None and sinks is None:
         return _masked_attention(q, k, v, mask, scores.scale)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

@@ -10,13 +10,13 @@ that grow with positions: Nakanishi, 2025, arXiv 2501.19399.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..kernels import Scores
 from ._llama import MixtureConfig
+from .layers._common import rms_norm
 from .layers._moe import MoeSettings
 
 
@@ -95,7 +95,8 @@ class Llama4Config(MixtureConfig):
         is_rotated = jnp.equal(kind, 0)
         if self.use_qk_norm:
             epsilon = self.normalization_layer_epsilon
-            q, k = (jnp.where(is_rotated, _normalized(x, epsilon), x) for x in (q, k))
+            ones = jnp.ones(self.head_dim)
+            q, k = (jnp.where(is_rotated, rms_norm(x, ones, epsilon), x) for x in (q, k))
         if self.temperature_tuning:
             floors = jnp.floor((positions.astype(jnp.float32) + 1) / _TOKENS_OF_A_STEP)
             grown = (q * (1 + _GROWTH * jnp.log1p(floors))[..., None, None]).astype(q.dtype)
@@ -111,9 +112,3 @@ class Llama4Config(MixtureConfig):
 
 
 _GROWTH, _TOKENS_OF_A_STEP = 0.1, 8192.0
-
-
-def _normalized(x: Float[Array, "... C"], epsilon: float) -> Float[Array, "... C"]:
-    x32 = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)

@@ -55,11 +55,11 @@ def yarn(config: Any) -> np.ndarray:
     return 1 / (1 - slowed + slowed / config.rope_factor)
 
 
-def turned(head: Any, timescale: float, stretch: Any) -> Any:
-    """Rotates the halves of the channels of a head [T, C] by their positions."""
+def turned(head: Any, timescale: float, stretch: Any, start: int = 0) -> Any:
+    """Rotates the halves of the channels of a head [T, C] by their positions, from `start` on."""
     half = head.shape[-1] // 2
-    angles = np.outer(np.arange(len(head)), timescale ** -(np.arange(half) / half) / stretch)
-    angles = angles.astype(np.float32)
+    frequencies = timescale ** -(np.arange(half) / half) / stretch
+    angles = np.outer(start + np.arange(len(head)), frequencies).astype(np.float32)
     first, second = head[:, :half], head[:, half:]
     return jnp.concatenate(
         [
@@ -173,7 +173,8 @@ def llama4_attention(config: Any, w: Any, x: Any, first: int, is_local: bool) ->
     for h in range(config.base_num_query_heads):
         query, key = x @ w["query"][:, h], x @ w["key"][:, h // shared_by]
         if is_local:
-            query, key = (at(head, config.rope_max_timescale, positions) for head in (query, key))
+            timescale = config.rope_max_timescale
+            query, key = (turned(head, timescale, 1.0, first) for head in (query, key))
             if config.use_qk_norm:
                 query, key = (norm(p, 1, config.normalization_layer_epsilon) for p in (query, key))
         else:
@@ -182,15 +183,6 @@ def llama4_attention(config: Any, w: Any, x: Any, first: int, is_local: bool) ->
         shares = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
         y += shares @ (x @ w["value"][:, h // shared_by]) @ w["out"][h]
     return y
-
-
-def at(head: Any, timescale: float, positions: np.ndarray) -> Any:
-    """Rotates the pairs of halves as complex numbers, by angles in float32."""
-    half = head.shape[-1] // 2
-    frequencies = (timescale ** -(np.arange(half) / half)).astype(np.float32)
-    turn = np.exp(1j * np.outer(positions.astype(np.float32), frequencies)).astype(np.complex64)
-    z = jax.lax.complex(head[:, :half], head[:, half:]) * turn
-    return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
 def llama4(config: Any, w: Any, x: Any, first: int, is_local: bool) -> tuple[Any, Any]:

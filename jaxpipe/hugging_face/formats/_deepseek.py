@@ -17,12 +17,14 @@ import numpy as np
 from ... import models
 from ...models.layers import LatentAttentionSettings
 from ._fields import (
+    YARN,
     ConfigFields,
     ConfigValues,
     check_no_problems,
     read_fields,
     read_rope,
     write_fields,
+    yarn_values,
 )
 from ._tensors import (
     LeafSlices,
@@ -88,13 +90,7 @@ _V3_ROUTER: ConfigValues = {
     "routed_bias": True,
     "group_score_experts": 2,
 }
-_YARN = {
-    "factor": "rope_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-}
+_YARN = YARN | {"mscale": "mscale"}
 
 
 def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
@@ -135,9 +131,7 @@ def _rope_values(rope: ConfigValues) -> ConfigValues:
                 f"{rope['mscale_all_dim']!r}: only equal ones are supported"
             ]
         )
-    yarn = {key: float(rope[name]) for name, key in _YARN.items()}
-    length = int(rope["original_max_position_embeddings"])
-    return base | yarn | {"original_max_position_embeddings": length, "rope_type": "yarn"}
+    return base | yarn_values(rope, _YARN)
 
 
 def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> ConfigValues:

@@ -19,6 +19,14 @@ ALWAYS_IGNORED = frozenset(
 )
 """Fields that do not change what a model computes from weights and tokens."""
 
+YARN = {
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+"""Fields of YaRN, and the keys that they give."""
+
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -86,6 +94,13 @@ def read_rope(
     ]
     check_no_problems(problems)
     return {"rope_type": kind, **{key: settings[key] for key in takes}}
+
+
+def yarn_values(rope: Mapping[str, Any], fields: Mapping[str, str] = YARN) -> ConfigValues:
+    """Returns the config keys of rotary positions by YaRN, but for the base of their angles."""
+    values: ConfigValues = {key: float(rope[name]) for name, key in fields.items()}
+    length = int(rope["original_max_position_embeddings"])
+    return values | {"original_max_position_embeddings": length, "rope_type": "yarn"}
 
 
 def check_no_problems(problems: list[str]) -> None:

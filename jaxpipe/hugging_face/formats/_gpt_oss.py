@@ -11,12 +11,14 @@ from typing import Any
 from ... import models
 from ..._input import short_repr
 from ._fields import (
+    YARN,
     ConfigFields,
     ConfigValues,
     check_no_problems,
     read_fields,
     read_rope,
     write_fields,
+    yarn_values,
 )
 from ._llama import ATTENTION_SIZES, attention_slices
 from ._tensors import LeafSlices, TensorSlice, linear_weight, same_tensor, with_prefix
@@ -47,17 +49,9 @@ _FIELDS = ConfigFields(
     ignored=("experts_per_token", "initial_context_length", "router_aux_loss_coef"),
 )
 _TYPES = ("sliding_attention", "full_attention")
-_YARN = {
-    "factor": "rope_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}
 _ROPE_DEFAULT = {
     "rope_type": "yarn",
     "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
@@ -79,10 +73,8 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ConfigValues:
     if types is not None and len(types) != count:
         check_no_problems([f"`layer_types` has {len(types)} entries for {count} layers"])
     rope = _read_yarn(config)
-    yarn = {key: float(rope[name]) for name, key in _YARN.items()}
-    yarn["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    base = {"base_mlp_dim": values["base_moe_mlp_dim"], "rope_type": "yarn"}
-    return values | base | yarn | {"rope_max_timescale": float(rope["rope_theta"])}
+    base = {"base_mlp_dim": values["base_moe_mlp_dim"]}
+    return values | base | yarn_values(rope) | {"rope_max_timescale": float(rope["rope_theta"])}
 
 
 def _read_yarn(config: Mapping[str, Any]) -> ConfigValues:
@@ -98,7 +90,7 @@ def _read_yarn(config: Mapping[str, Any]) -> ConfigValues:
     return read_rope(
         {"rope_theta": config.get("rope_theta"), name: rope},
         defaults={"rope_theta": 150_000.0, "beta_fast": 32.0, "beta_slow": 1.0},
-        types={"yarn": tuple(_YARN)},
+        types={"yarn": tuple(YARN)},
     )
 
 
@@ -114,7 +106,7 @@ def write_gpt_oss(sizes: models.GptOssConfig, max_length: int | None) -> ConfigV
         "rope_scaling": {
             "rope_type": "yarn",
             "truncate": False,
-            **{name: getattr(sizes, key) for name, key in _YARN.items()},
+            **{name: getattr(sizes, key) for name, key in YARN.items()},
         },
         "max_position_embeddings": max_length or int(trained * sizes.rope_factor),
     }

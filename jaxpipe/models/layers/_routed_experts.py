@@ -147,14 +147,14 @@ def sort_and_multiply(
 
     rows = _rows(x, order // k)
     if scales_inputs:
-        rows *= shares.reshape(-1, 1).at[order].get()
+        rows *= _rows(shares.reshape(-1, 1), order)
 
     def project(name: str) -> Float[Array, "m F"]:
         y = grouped_matmul(rows, w[name], sizes)
         if f"{name}_bias" not in w:
             return y
         # A product, not a look-up: its gradient would add rows one by one.
-        is_of_expert = group.at[order].get()[:, None] == jnp.arange(num_experts)
+        is_of_expert = group[order][:, None] == jnp.arange(num_experts)
         return y + is_of_expert.astype(x.dtype) @ w[f"{name}_bias"]
 
     gate = checkpoint_name(project("gate"), "moe_mlpwi_0")
