@@ -4,7 +4,7 @@ PYTHONS ?= $(PYTHON)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api docs package extras benchmarks clean
+.PHONY: demo quick test test-ci test-slow test-product test-gpu lint api docs package extras benchmarks clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,10 @@ test-slow: $(VENV)/dev
 
 test-product: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m product
+
+# On a machine with a GPU and jaxpipe[cuda].
+test-gpu: $(VENV)/dev
+	JAX_PLATFORMS=cuda $(BIN)/pytest tests/gpu
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check jaxpipe tests examples benchmarks

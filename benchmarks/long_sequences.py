@@ -3,7 +3,7 @@
     pip install "jaxpipe[train,aot]"
     python benchmarks/long_sequences.py [--dump-hlo DIR] [row ...]
 
-    pip install "jaxpipe[train,aot-gpu]" nvidia-cudnn-cu12
+    pip install "jaxpipe[train,aot-gpu]"
     JAX_PLATFORMS=cpu python benchmarks/long_sequences.py --gpus [--dump-hlo DIR]
 
     python benchmarks/long_sequences.py --beside-maxtext [--dump-hlo DIR]

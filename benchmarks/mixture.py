@@ -3,7 +3,7 @@
     pip install "jaxpipe[train,equinox,aot]"
     python benchmarks/mixture.py tpus [row ...]
 
-    pip install "jaxpipe[train,equinox,aot-gpu]" nvidia-cudnn-cu12
+    pip install "jaxpipe[train,equinox,aot-gpu]"
     JAX_PLATFORMS=cpu python benchmarks/mixture.py gpus [row ...]
 
     python benchmarks/mixture.py plans

@@ -27,6 +27,7 @@ from jax._src import (
     sharding_impls,
     xla_bridge,
 )
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -68,6 +69,30 @@ def import_pallas_triton() -> Any:
     from jax.experimental.pallas import triton
 
     return triton
+
+
+def widest_cudnn_head() -> int:
+    """Returns the most channels of a head that JAX gives cuDNN's attention.
+
+    JAX asks the GPU of this process, not the one that is compiled for: 256 on Hopper and newer.
+    """
+    is_new = devices_are_known() and fused_attention_stablehlo.check_compute_capability("9.0")
+    return 256 if is_new else 128
+
+
+def check_cudnn() -> None:
+    """Checks that JAX finds the library cuDNN, whose version its attention asks for.
+
+    Raises:
+        ValueError: If it does not; to compile for GPUs that are not there XLA does not need it.
+    """
+    try:
+        fused_attention_stablehlo.check_cudnn_version()
+    except RuntimeError as error:
+        raise ValueError(
+            f"JAX's attention by cuDNN asks for its version, and {error} Install the library "
+            '(`pip install "jaxpipe[aot-gpu]"`; no GPU is needed), or give `attention=pallas`.'
+        ) from error
 
 
 def empty(shape: Sequence[int], dtype: Any) -> jax.Array:

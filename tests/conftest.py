@@ -1,4 +1,7 @@
-"""Eight emulated CPU devices, strict dtypes, and the package under jaxtyping and beartype."""
+"""Eight emulated CPU devices, strict dtypes, and the package under jaxtyping and beartype.
+
+With `JAX_PLATFORMS=cuda` the devices are the GPUs that are there: `make test-gpu`.
+"""
 
 import gc
 import os
@@ -7,12 +10,15 @@ from pathlib import Path
 
 from quick import ENVIRONMENT
 
+ON_GPU = os.environ.get("JAX_PLATFORMS") == "cuda"
 flags = f"{os.environ.get('XLA_FLAGS', '')} {ENVIRONMENT['XLA_FLAGS']}".strip()
-os.environ |= ENVIRONMENT | {"XLA_FLAGS": flags}
+if not ON_GPU:
+    os.environ |= ENVIRONMENT | {"XLA_FLAGS": flags}
 
 from jaxpipe.cli import emulate_devices
 
-emulate_devices(8)
+if not ON_GPU:
+    emulate_devices(8)
 
 import jax
 import pytest

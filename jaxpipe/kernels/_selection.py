@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .._compat import check_cudnn, widest_cudnn_head
 from ..sharding import Rules
 from ._dot_product import dot_product_attention
 from ._on_mesh import (
@@ -98,6 +99,15 @@ class AttentionPlan:
             return f"attention {what}: {self.platform}s have no kernel"
         return "; ".join([f"attention {what}", *(f"not {n}: {text}" for n, text in why.items())])
 
+    def check_compiles(self) -> None:
+        """Checks that this process has what compiling the kernel needs.
+
+        Raises:
+            ValueError: If it is cuDNN's and JAX finds no cuDNN.
+        """
+        if self.kernel == "cudnn":
+            check_cudnn()
+
     def function(self, rules: Rules) -> Attention:
         """Returns the attention that the kernel computes.
 
@@ -156,13 +166,13 @@ def _splash_problems(plan: AttentionPlan) -> dict[str, bool]:
 
 
 def _cudnn_problems(plan: AttentionPlan) -> dict[str, bool]:
-    length = plan.length // plan.context_size
+    length, widest = plan.length // plan.context_size, widest_cudnn_head()
     return {
         f"the devices are {plan.platform}s, not GPUs": plan.platform != "gpu",
         f"`dtype` is {plan.dtype}, not bfloat16 or float16": plan.dtype not in _HALF,
-        # Of up to 256 channels on Hopper and newer, which JAX does not know without a GPU.
-        f"heads have {plan.head_dim} channels, not a multiple of 8 up to 128": plan.head_dim > 128
-        or plan.head_dim % 8 != 0,
+        f"heads have {plan.head_dim} channels, not a multiple of 8 up to {widest}": (
+            plan.head_dim > widest or plan.head_dim % 8 != 0
+        ),
         f"a device has {length} tokens of a sequence, an odd number": length % 2 != 0,
         "it has no soft cap": plan.scores.soft_cap is not None,
         "it has no sinks": plan.has_sinks,

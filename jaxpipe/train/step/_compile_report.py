@@ -17,11 +17,14 @@ def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
     """Compiles the step that `train` runs.
 
     Raises:
-        ValueError: If the step is not one program, or XLA:TPU finds that it does not fit.
+        ValueError: If the step is not one program, XLA:TPU finds that it does not fit, or a
+            library is missing that its kernels need.
         RuntimeError: If it cannot be compiled.
         JaxRuntimeError: If XLA refuses it for another reason.
     """
     work = step_work(plan.state.weights.sizes, plan.batch)
+    for attention in plan.model.attentions:
+        attention.check_compiles()
     started = time.perf_counter()
     try:
         compiled = compile_train_step(plan)

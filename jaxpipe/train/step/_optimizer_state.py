@@ -58,7 +58,9 @@ def init_optimizer_state(
         user = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), weight_shapes(tree))
 
     def stack(x: jax.Array, layer_ids: np.ndarray) -> jax.Array:
-        flat = mask_padding_layers(x[layer_ids.ravel()], layer_ids)
+        # Not a gather: of zeros XLA computes one while it compiles, number by number.
+        rows = [x[max(i, 0)] for i in layer_ids.ravel().tolist()]
+        flat = mask_padding_layers(jnp.stack(rows), layer_ids)
         return flat.reshape(*layer_ids.shape, *x.shape[1:])
 
     return in_groups(tree, _layer_ids(plan.weights), optimizer.init(user), stack)

@@ -1,0 +1,12 @@
+"""Tests that need a GPU: `make test-gpu`. Elsewhere they are skipped."""
+
+import jax
+import pytest
+
+NEEDED = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: make test-gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(__file__.removesuffix("/conftest.py")):
+            item.add_marker(NEEDED)
