@@ -413,8 +413,8 @@ def contributing_model(
         return run
 
     def of_sliced_layer(function: Any) -> Callable:
-        def run(weights: Any, x: PyTree, given: tuple[PyTree, Past], constants: Any) -> Any:
-            (inputs, past), (key, frozen) = given, constants
+        def run(weights: Any, x: PyTree, inputs: PyTree, constants: Any, past: Past) -> Any:
+            key, frozen = constants
             returned, past = function(join(weights, frozen), x, inputs, key, past)
             y, aux = x_and_aux(returned, x)
             return y, (aux, past)
@@ -479,8 +479,9 @@ def _sliced_layer(
         y, aux = x_and_aux(returned, x)
         return divide(y, inputs.batch), _shares(aux, mean), made.earlier, made.new
 
-    def layer_of_pieces(weights: Any, x: PyTree, given: Any, constants: Any) -> Any:
-        inputs, past = given
+    def layer_of_pieces(
+        weights: Any, x: PyTree, inputs: PieceInputs, constants: Any, past: Past
+    ) -> Any:
         one = partial(layer, weights, constants, past.offset, past.num_slices)
         x, aux, earlier, new = on_pieces(one, 0, x, inputs, past.earlier)
         return x, (sum_pieces(aux), replace(past, earlier=earlier, new=new))

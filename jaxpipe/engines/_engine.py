@@ -184,8 +184,8 @@ class Engine:
             of all ranks wait.
         sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
-            (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
-            then [M * s, D, ...] for s slices. None: the engine runs no schedule with slices.
+            inputs_m, key, past) -> (x, (aux, past))`. Leaves of `batch_inputs` are then [M * s, D,
+            ...] for s slices. None: the engine runs no schedule with slices.
         own_schedule: The schedule that it runs, if it runs one and no other.
     """
 

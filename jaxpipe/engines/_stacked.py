@@ -165,7 +165,7 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
     """Returns a stage that runs its layers on one slice of each sequence.
 
     Args:
-        layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))` of one layer.
+        layer: `(weights, x, inputs_m, key, past) -> (x, (aux, past))` of one layer.
 
     Returns:
         `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.

@@ -265,11 +265,6 @@ def _half_weights(
     }
 
 
-def _inputs_and_past(batch_inputs: PyTree) -> tuple[PyTree, Past | None]:
-    """Returns the inputs of a slice and what is before it; None for a whole sequence."""
-    return batch_inputs if isinstance(batch_inputs, tuple) else (batch_inputs, None)
-
-
 def deepseek(
     config: DeepseekConfig,
     *,
@@ -287,9 +282,9 @@ def deepseek(
     """Returns `(embed, layer, loss)` of a DeepSeek model, pure functions of one microbatch.
 
     `batch_inputs` has what that of `llama` has. `layer` returns load-balance losses, which engines
-    add to the loss; `loss` adds those of layers after the pipeline. If `batch_inputs` is a pair
-    with the `Past` of earlier slices, `layer` returns `(y, (aux, past))` as that of `llama` does,
-    and `embed` returns `(x, past)` with the state of the dense layers.
+    add to the loss; `loss` adds those of layers after the pipeline. Given the `Past` of earlier
+    slices, `layer` returns `(y, (aux, past))` as that of `llama` does, and `embed` returns `(x,
+    past)` with the state of the dense layers.
 
     Args:
         config: The sizes of the model.
@@ -324,21 +319,20 @@ def deepseek(
         y, past = attend(w["attention"], h, inputs, past)
         return add(x, y, key), past
 
-    def dense_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, _):
-        inputs, past = _inputs_and_past(batch_inputs)
+    def dense_layer(
+        w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, _, past: Past | None = None
+    ):
         x, past = add_attention(w, x, inputs, past, ())
         y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return add(x, y, ()), {} if past is None else ({}, past)
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
-        inputs, past = _inputs_and_past(batch_inputs)
+    def layer(w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, key, past: Past | None = None):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x, past = add_attention(w, x, inputs, past, first)
         y, aux = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), inputs)
         return add(x, y, second), aux if past is None else (aux, past)
 
-    def embed(weights: PyTree, batch_inputs: PyTree) -> Any:
-        inputs, past = _inputs_and_past(batch_inputs)
+    def embed(weights: PyTree, inputs: PyTree, past: Past | None = None) -> Any:
         x = embed_tokens(weights["table"], inputs["tokens"], constrain=constrain, dtype=dtype)
         if past is not None:
             if "layers" in weights:

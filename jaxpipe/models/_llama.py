@@ -325,8 +325,8 @@ def llama(
     If layers are of several kinds, `layer` is given the pair of its key and the index of its kind
     in place of its key.
 
-    If `batch_inputs` is a pair with the `Past` of earlier slices, `layer` runs a slice of each
-    sequence, and returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
+    Given the `Past` of earlier slices behind the key, `layer` runs a slice of each sequence, and
+    returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
 
     `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights`
     [b, T], the weight of each token in the loss of the batch.
@@ -386,7 +386,7 @@ def llama(
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
 
     count = config.layers_per_block
-    layer = _of_slices_too(_block(run_layer, count), count, config.attention_scores, attentions)
+    layer = _block_of_kinds(_block(run_layer, count), count, config.attention_scores, attentions)
     token_loss = partial(
         next_token_loss,
         epsilon=epsilon,
@@ -481,10 +481,10 @@ def _feed_forward(
     return run
 
 
-def _of_slices_too(
+def _block_of_kinds(
     run: Callable, count: int, scores: tuple[Scores, ...], attentions: tuple[Attention, ...]
 ) -> Callable:
-    """Returns a block of whole sequences, which also takes `(batch_inputs, past)` of a slice.
+    """Returns a block that is given its kind with its key, and `past` if it runs a slice.
 
     Of its layers the last is of the kind that the block is given, and all others of kind 0.
     """
@@ -492,13 +492,18 @@ def _of_slices_too(
     def choose(kind: Any) -> Any:  # kinds of Llama 4 attend alike: their documents differ
         return kind if len({*scores}) > 1 else 0
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
+    def layer(
+        w: PyTree,
+        x: Float[Array, "b T D"],
+        batch_inputs: PyTree,
+        key: Any,
+        past: Past | None = None,
+    ) -> Any:
         key, kind = key if len(scores) > 1 else (key, 0)
         kinds = (*(0,) * (count - 1), kind)
-        if not isinstance(batch_inputs, tuple):
+        if past is None:
             attends = [partial(_run_kind, choose(kind), attentions) for kind in kinds]
             return run(w, x, batch_inputs, key, kinds, attends)
-        inputs, past = batch_inputs
         carried = []
 
         def attend(
@@ -517,7 +522,7 @@ def _of_slices_too(
         attends = [
             partial(attend, part, kind) for part, kind in zip(past.split(count), kinds, strict=True)
         ]
-        y, aux = run(w, x, inputs, key, kinds, attends)
+        y, aux = run(w, x, batch_inputs, key, kinds, attends)
         return y, (aux, past.joined(carried))
 
     return layer

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...autodiff import recompute
+from ...autodiff.staged_model import Past
 from ...sharding.specs import axes_of, only_axes
 from ...spmd.weight_gather import gathering_layer, layer_gather
 from .._engine import PipelinePlan
@@ -54,21 +55,26 @@ def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
     Args:
-        layer: `(weights, x, inputs, (dropout key, frozen parameters)) -> result`.
+        layer: `(weights, x, inputs, (dropout key, frozen parameters), past if it runs a slice) ->
+            result`.
 
     Returns:
         The same, for frozen parameters that may be `FrozenShards`.
     """
 
-    def of_gathered(frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any) -> Any:
-        return layer(weights, x, inputs, (key, frozen))
+    def of_gathered(
+        frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any, *past: Past
+    ) -> Any:
+        return layer(weights, x, inputs, (key, frozen), *past)
 
     of_shards = gathering_layer(of_gathered, partial(_gathered, plan))
 
-    def run(weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any]) -> Any:
+    def run(
+        weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any], *past: Past
+    ) -> Any:
         key, frozen = constants
         f = of_shards if isinstance(frozen, FrozenShards) else of_gathered
-        return f(frozen, x, weights, inputs, key)
+        return f(frozen, x, weights, inputs, key, *past)
 
     return run
 

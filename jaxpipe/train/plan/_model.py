@@ -116,7 +116,7 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
     def run(weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
         if past is None:
             return layer(weights, x, batch, key)
-        y, (aux, past) = layer(weights, x, (batch, past), key)
+        y, (aux, past) = layer(weights, x, batch, key, past)
         return (y, aux), past
 
     return Model(

@@ -29,9 +29,9 @@ class Decoder:
     """The functions of a model that decoding runs.
 
     Attributes:
-        embed: `(weights, batch_inputs) -> x`; if it has layers, also `(weights, (batch_inputs,
-            past)) -> (x, past)`.
-        layer: `(weights, x, (batch_inputs, past), key) -> (y, (aux, past))`.
+        embed: `(weights, batch_inputs) -> x`; if it has layers, also `(weights, batch_inputs, past)
+            -> (x, past)`.
+        layer: `(weights, x, batch_inputs, key, past) -> (y, (aux, past))`.
         logits: `(boundary, x [b, t, D]) -> [b, t, V]`.
         tied: Whether the logits are computed with the embedding's table.
         layer_kinds: [L] the kind of every layer, which `layer` is given with its key; None if
@@ -175,7 +175,7 @@ def _run(
     }
     carried: Carried = {"embed": ()}
     if "layers" in weights["embed"]:
-        x, written = decoder.embed(weights["embed"], (batch_inputs, past("embed")))
+        x, written = decoder.embed(weights["embed"], batch_inputs, past("embed"))
         carried["embed"] = written.new
     else:
         x = decoder.embed(weights["embed"], batch_inputs)
