@@ -223,7 +223,7 @@ def _check_count(
 ) -> None:
     """Refuses sizes that need far more tensors than the folder has, before allocating anything."""
     num_experts = 0 if sizes.moe is None or stacks_experts else sizes.moe.num_experts
-    num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    num_sparse = sizes.base_num_decoder_layers - sizes.num_dense_layers
     least = sizes.base_num_decoder_layers + num_sparse * num_experts
     if least > num_tensors:
         raise ValueError(

@@ -10,7 +10,7 @@ DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..autodiff.staged_model import Past, run_layers, run_sliced_layers
-from ..kernels import Attention, Scores
+from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
+from ._sizes import DecoderSizes
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
 from .layers._latent_attention import (
     LatentAttentionSettings,
@@ -38,7 +39,7 @@ Remat = Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
-class DeepseekConfig:
+class DeepseekConfig(DecoderSizes):
     """Sizes and choices of a model with latent attention and routed experts.
 
     Attributes:
@@ -112,17 +113,15 @@ class DeepseekConfig:
     mscale: float = 1.0
     normalization_layer_epsilon: float = 1e-6
 
-    norm_offset: ClassVar[float] = 0.0
-    attention_scores: ClassVar[tuple[Scores, ...]] = (Scores(),)
-    layer_kinds: ClassVar[tuple[int, ...]] = ()
-    has_biases_and_sinks: ClassVar[bool] = False
-    layers_per_block: ClassVar[int] = 1
-    chunk: ClassVar[int] = 0
-
     def __post_init__(self):
         self._check_choices()
         self._check_experts()
         self._check_heads()
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Returns how many of the first layers have one MLP, and run before the pipeline."""
+        return self.first_num_dense_layers
 
     @property
     def attention(self) -> LatentAttentionSettings:

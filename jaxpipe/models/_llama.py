@@ -23,6 +23,7 @@ from ..autodiff.staged_model import Past
 from ..kernels import Attention, Scores, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
+from ._sizes import DecoderSizes
 from .layers._common import (
     ACTIVATION,
     HEADS,
@@ -56,7 +57,7 @@ class AttentionSizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(DecoderSizes):
     """Sizes of a llama, with MaxText's names.
 
     Attributes:
@@ -93,14 +94,11 @@ class LlamaConfig:
     use_qk_norm: bool = False
 
     # What all models of a family have, and no key says.
-    norm_offset: ClassVar[float] = 0.0  # what is added to stored scales of norms
     mlp_activation: ClassVar[str] = "silu"
     has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
     scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3.1")
     qk_norm_has_scales: ClassVar[bool] = True
-    # Whether the products of attention add biases, and heads have sinks: scores without a value.
-    has_biases_and_sinks: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.base_num_query_heads % self.base_num_kv_heads:
@@ -116,26 +114,6 @@ class LlamaConfig:
         if self.rope_type not in self.rope_types:
             types = " or ".join(map(repr, self.rope_types))
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give {types}.")
-
-    @property
-    def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns the scores of each kind of layers; here one kind, causal."""
-        return (Scores(),)
-
-    @property
-    def layers_per_block(self) -> int:
-        """Returns the number of layers of a block, which the pipeline counts as one layer."""
-        return 1
-
-    @property
-    def chunk(self) -> int:
-        """Returns the tokens of a chunk, which layers of kind 0 do not see beyond; 0: no chunks."""
-        return 0
-
-    @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """Returns the index of the kind of every layer of the pipeline; () if there is one kind."""
-        return ()
 
     @property
     def frequencies(self) -> Frequencies:

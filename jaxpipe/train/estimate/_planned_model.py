@@ -57,7 +57,7 @@ def planned_model(
         _groups(weights["embed"], rules),
         _groups(weights["head"], rules),
         _groups(outer, rules),
-        _num_layers(sizes) - num_pipelined,
+        sizes.num_blocks - num_pipelined,
         num_pipelined,
         sizes.base_emb_dim,
         sizes.vocab_size,
@@ -76,11 +76,6 @@ def planned_model(
         hoists_casts=platform != "gpu",
         locations=tuple(model.remat.locations.items()),
     )
-
-
-def _num_layers(sizes: ModelConfig) -> int:
-    """Returns the number of all layers, as a pipeline has them."""
-    return sizes.base_num_decoder_layers // sizes.layers_per_block
 
 
 def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
