@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import HandOver
-from ..engines import Engine, PipelinePlan
+from ..engines import Engine, PipelineSpec
 from ..schedules import language
 from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
@@ -105,7 +105,7 @@ def _filled(parts: list[Any], rows: int, width: int, dtype: str) -> Any:
 def packed_x(
     model: Model,
     engine: Engine,
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     weights: dict[str, Any],
     rows: PyTree,
     key: Any,
@@ -229,7 +229,7 @@ def _check_kinds(kinds: Sequence[str], entering: Sequence[XType]) -> None:
             )
 
 
-def _check_whole(plan: PipelinePlan) -> None:
+def _check_whole(plan: PipelineSpec) -> None:
     if plan.schedule is not None and language.num_slices(plan.schedule) > 1:
         raise ValueError(
             "`schedule` cuts sequences into slices, and layers return another x than they are "

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine, PipelinePlan, When, usual_engine
+from ..engines import ENGINES, Engine, PipelineSpec, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
@@ -178,7 +178,7 @@ def pipeline(
     check_sliced(model, num_slices)
     check_sequences(model, mesh, num_slices, has_specs=param_specs is not None)
     counts, num_mtp = _layer_counts(layers_per_stage)
-    told = PipelinePlan(
+    told = PipelineSpec(
         mesh=mesh,
         layout=selected.layout(as_run, num_ranks, (1,) * (as_run.num_stages if as_run else 1)),
         num_microbatches=microbatches,

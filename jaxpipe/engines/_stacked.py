@@ -23,7 +23,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import (
     gathering_layer,
 )
-from ._engine import PipelinePlan
+from ._engine import PipelineSpec
 from .fsdp import (
     gather_of_layer,
     param_spec_tree,
@@ -69,7 +69,7 @@ def layout_of_schedule(
     return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
+def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
     """Stacks layers as ranks hold them.
 
     Args:
@@ -90,7 +90,7 @@ def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
     return jax.tree.map(stack_leaf, layers)
 
 
-def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
+def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
     """Returns layers in forward order: the inverse of `stack`.
 
     Args:
@@ -106,7 +106,7 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 
-def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
+def share(plan: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
     """Gives every stage a copy of what all layers share.
 
     Args:
@@ -125,14 +125,14 @@ def own_copy(stage: dict[str, PyTree]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
 
 
-def sum_shared(plan: PipelinePlan, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+def sum_shared(plan: PipelineSpec, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
     """Returns the gradients of layers, and those of what they share, summed over stages."""
     del plan
     sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1, 2)), stages["shared"])
     return stages["layers"], sums
 
 
-def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
+def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
     """Returns the keys of layers: dropout, frozen parameters and, if needed, the layer mask.
 
     Args:
@@ -149,7 +149,7 @@ def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
     return {"dropout": keys, "layer_mask": jnp.asarray(mask)}
 
 
-def stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers one after the other, and skips padding layers.
 
     Args:
@@ -161,7 +161,7 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
     return partial(run_layers, _wrapped(plan, layer), **_loop(plan))
 
 
-def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers on one slice of each sequence.
 
     Args:
@@ -173,11 +173,11 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
     return partial(run_sliced_layers, _wrapped(plan, layer), **_loop(plan))
 
 
-def _loop(plan: PipelinePlan) -> dict[str, Any]:
+def _loop(plan: PipelineSpec) -> dict[str, Any]:
     return {"num_layers": plan.layout.layers_per_stage, "scan": plan.scan_layers}
 
 
-def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
+def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer, from outside in: rematerialised, masked if it is padding, and gathering.
 
     The condition of a mask would return the weights that its backward reads, a copy of those of all
@@ -191,7 +191,7 @@ def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
 
 
 def put(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
     """Moves weights to the devices that hold them."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
@@ -206,7 +206,7 @@ def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def init(
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     make: Callable[[], dict[str, PyTree]],
     tied: bool,
     *,
@@ -222,7 +222,7 @@ def init(
 
 
 def put_like(
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     weights: dict[str, PyTree],
     like: dict[str, PyTree],
     tied: bool,
@@ -235,7 +235,7 @@ def put_like(
 
 
 def shardings(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
     """Returns where stored weights are."""
     del tied
@@ -250,7 +250,7 @@ def shardings(
 
 
 def rank_bytes(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank.
 
@@ -275,6 +275,6 @@ def may_divide_rows(mesh: Mesh) -> bool:
     return all(axis in ROW_AXES and types[axis] == AxisType.Auto for axis in others)
 
 
-def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
+def gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
 from ..._input import clause
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from ...engines.fsdp import over_data
 from .._frozen import partition
 from .._kinds import unstack_all
@@ -50,7 +50,7 @@ class StoredTree:
     """
 
     params: dict[str, Any]
-    plan: PipelinePlan
+    plan: PipelineSpec
     groups: dict[str, PyTree]
     slots: list[Slot]
     tree: UserTree
@@ -81,7 +81,7 @@ class LiftedOptimizer:
     tx: Any
     model: Model
     engine: Engine
-    plan_of: Callable[[dict[str, Any]], PipelinePlan]
+    plan_of: Callable[[dict[str, Any]], PipelineSpec]
 
     def init(self, params: dict[str, Any]) -> PyTree:
         """Returns the first state for stored parameters. It is called in a traced function."""
@@ -184,13 +184,13 @@ class LiftedOptimizer:
         return updates, _stored_state(stored, form, rest)
 
 
-def _plan_of(stored: StoredTree, node: StoredState) -> PipelinePlan:
+def _plan_of(stored: StoredTree, node: StoredState) -> PipelineSpec:
     """Returns the plan for arrays of a state."""
     return over_data(replace(stored.plan, param_specs=node.specs), node.groups)
 
 
 def stored_tree(
-    model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
+    model: Model, engine: Engine, plan: PipelineSpec, params: dict[str, Any]
 ) -> StoredTree:
     """Returns stored parameters, arrays or shapes, with the user's tree that they are of."""
     params = partition(params)[0]

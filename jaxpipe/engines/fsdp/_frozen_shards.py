@@ -13,7 +13,7 @@ from ...autodiff import recompute
 from ...autodiff.staged_model import Past
 from ...sharding.specs import axes_of, only_axes
 from ...spmd.weight_gather import gathering_layer, layer_gather
-from .._engine import PipelinePlan
+from .._engine import PipelineSpec
 from ._params import cast_params, manual_row_axes, param_spec_tree, read_spec_tree
 
 
@@ -31,7 +31,7 @@ class FrozenShards:
     specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
 
 
-def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
+def to_shards(plan: PipelineSpec, frozen: PyTree) -> PyTree:
     """Returns frozen parameters as `FrozenShards`, if every layer is to gather its own.
 
     Stages that store more than their input would store gathered parameters for each microbatch.
@@ -51,7 +51,7 @@ def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
     return FrozenShards(frozen, tuple(PartitionSpec(*spec[3:]) for spec in leaves))
 
 
-def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
+def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
     Args:
@@ -79,7 +79,7 @@ def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
     return run
 
 
-def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
+def _gathered(plan: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
@@ -97,7 +97,7 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     return tree.unflatten([next(whole) if gathered else leaf for leaf, gathered in pairs])
 
 
-def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
+def key_specs(plan: PipelineSpec, keys: PyTree) -> PyTree:
     """Returns the specs of the keys of a stage over manual axes, None if they are whole."""
 
     def is_shards(x: Any) -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ...sharding import ROW_AXES
 from ...sharding.specs import axes_of_dim
 from ...spmd.ranks import is_spec
-from .._engine import ParamSpecs, PipelinePlan
+from .._engine import ParamSpecs, PipelineSpec
 
 
 def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def manual_row_axes(plan: PipelinePlan) -> tuple[str, ...]:
+def manual_row_axes(plan: PipelineSpec) -> tuple[str, ...]:
     """Returns the axes along which each device calls functions with its own rows.
 
     Axes of size 1 too: where they are explicit, JAX before 0.12 types arrays by them.
@@ -113,7 +113,7 @@ def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
     """Returns the parameters of a group in the dtype in which functions read them.
 
     Args:
-        dtype: A dtype; or `path -> dtype or None`, as of `PipelinePlan.compute_dtype`.
+        dtype: A dtype; or `path -> dtype or None`, as of `PipelineSpec.compute_dtype`.
         group: The path of the group, such as `['layers']`.
     """
 
@@ -128,11 +128,11 @@ def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
 
 
 def is_rule(dtype: Any) -> bool:
-    """Returns whether `PipelinePlan.compute_dtype` is a rule by path, not a dtype."""
+    """Returns whether `PipelineSpec.compute_dtype` is a rule by path, not a dtype."""
     return callable(dtype) and not hasattr(dtype, "dtype") and not isinstance(dtype, type)
 
 
-def cast_params(plan: PipelinePlan, group: str, params: PyTree) -> PyTree:
+def cast_params(plan: PipelineSpec, group: str, params: PyTree) -> PyTree:
     """Returns parameters of a group of engines in the dtype in which functions read them."""
     if group in ("stages", "frozen"):
         if isinstance(params, dict) and params.keys() == {"layers", "shared"}:
@@ -152,7 +152,7 @@ def _map_named(
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
-def with_layer_specs(plan: PipelinePlan, stages: PyTree) -> PipelinePlan:
+def with_layer_specs(plan: PipelineSpec, stages: PyTree) -> PipelineSpec:
     """Returns the plan with the spec of every parameter of one layer, if layers gather their own.
 
     Args:
@@ -165,7 +165,7 @@ def with_layer_specs(plan: PipelinePlan, stages: PyTree) -> PipelinePlan:
     return replace(plan, layer_specs=jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs))
 
 
-def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     """Returns the plan of gradients and state, which ZeRO-1 divides over `data` too.
 
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
@@ -180,14 +180,14 @@ def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
     return _with_specs(plan, weights, _over_data) if plan.zero1 else plan
 
 
-def gathered_plan(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+def gathered_plan(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     """Returns the plan of weights that are gathered over `fsdp`, with a spec for every leaf."""
     return _with_specs(plan, weights, lambda spec, shape, mesh: read_spec_tree(spec))
 
 
 def _with_specs(
-    plan: PipelinePlan, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
-) -> PipelinePlan:
+    plan: PipelineSpec, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
+) -> PipelineSpec:
     num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ...api import PipelinedModel
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from ..config._config import Config
 from ._devices import BatchPlan
 from ._model import ModelPlan
@@ -51,7 +51,7 @@ class StepPlan:
         return {"embed": stored["embed"], "stages": stored["layers"].stages, "head": stored["head"]}
 
     @cached_property
-    def pipeline(self) -> PipelinePlan:
+    def pipeline(self) -> PipelineSpec:
         """Returns what the engine is told about the pipeline."""
         layers = self.stored["layers"]
         return self.pipe.plan(layers.num_layers, layers.specs)
@@ -78,7 +78,7 @@ class Setup:
         return self.step.pipeline.mesh
 
     @property
-    def pipeline(self) -> PipelinePlan:
+    def pipeline(self) -> PipelineSpec:
         """Returns what the engine is told about the pipeline."""
         return self.step.pipeline
 
