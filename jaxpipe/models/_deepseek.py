@@ -157,7 +157,7 @@ class DeepseekConfig(DecoderSizes):
             num_experts=self.num_experts,
             expert_dim=self.base_moe_mlp_dim,
             shared_experts=self.shared_experts,
-            has_bias=self.routed_bias,
+            has_choice_bias=self.routed_bias,
             load_balance_loss_weight=self.load_balance_loss_weight,
             router=RouterSettings(
                 score_func=self.routed_score_func,

@@ -188,7 +188,7 @@ class MixtureConfig(LlamaConfig):
             num_experts=self.num_experts,
             expert_dim=self.base_moe_mlp_dim,
             shared_experts=0,
-            has_bias=False,
+            has_choice_bias=False,
             load_balance_loss_weight=self.load_balance_loss_weight,
             router=RouterSettings(
                 score_func="softmax",
