@@ -148,25 +148,7 @@ def _put(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> dict[str, A
 def _init(plan: PipelineSpec, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
     """Makes the weights of every rank by a program of its own."""
     shapes = jax.eval_shape(make)
-    leaves, tree = jax.tree.flatten(_shardings(plan, shapes, tied))
-    arrays_by_rank: list[dict[int, jax.Array]] = [{} for _ in leaves]
-    for rank in leaves[0].mpmd_mesh.local_ranks:
-        held = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
-
-        def make_held(held: list[int] = held) -> list[jax.Array]:
-            values = jax.tree.leaves(make())
-            return [values[i] for i in held]
-
-        arrays = jax.jit(make_held, out_shardings=[leaves[i].of_rank(rank) for i in held])()
-        for i, array in zip(held, arrays, strict=True):
-            arrays_by_rank[i][rank] = array
-    mpmd_arrays = [
-        mpmd.MpmdArray.of_ranks(arrays, sharding, shape.shape, shape.dtype)
-        for arrays, sharding, shape in zip(
-            arrays_by_rank, leaves, jax.tree.leaves(shapes), strict=True
-        )
-    ]
-    return tree.unflatten(mpmd_arrays)
+    return mpmd_api.init_on_ranks(lambda rank: make(), shapes, _shardings(plan, shapes, tied))
 
 
 def _shardings(
