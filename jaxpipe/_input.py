@@ -66,9 +66,6 @@ def import_function(key: str, name: str, arguments: str) -> Callable[..., Any]:
 
     Returns:
         The function.
-
-    Raises:
-        ValueError: If it cannot be imported or is no function.
     """
     module_name, _, function_name = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:

@@ -62,9 +62,6 @@ def one_of_each_kind(model: Model, params: PyTree) -> tuple[tuple[str, ...], dic
     Returns:
         The kind of every layer, in the order in which they run; and shapes of the parameters in
         groups, where "layers" has those of one layer of each kind.
-
-    Raises:
-        ValueError: If layers of a kind are not alike.
     """
     groups = jax.eval_shape(model.to_groups, jax.tree.map(shape_of, params))
     num_layers, _ = check_all(model.layer, groups["layers"])

@@ -49,12 +49,7 @@ def mark_frozen(
     to_groups: Callable[[PyTree], dict[str, PyTree]],
     has_kinds: bool = False,
 ) -> dict[str, PyTree]:
-    """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf.
-
-    Raises:
-        ValueError: If all leaves are frozen or none is, if layers differ in what is frozen, or if a
-            leaf of a group is computed from frozen and other leaves.
-    """
+    """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf."""
     flags = _flags(rule, params)
     found = jax.tree.leaves(flags)
     if all(found) or not any(found):
@@ -74,11 +69,7 @@ def mark_frozen(
 
 
 def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
-    """Checks that trainable parameters are numbers by which a loss can be differentiated.
-
-    Raises:
-        ValueError: If one is an integer, a boolean or a random key. It names the leaf.
-    """
+    """Checks that trainable parameters are numbers by which a loss can be differentiated."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), is_trained in zip(leaves, trainable_leaves(rule, params), strict=True):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype

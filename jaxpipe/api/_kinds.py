@@ -73,9 +73,6 @@ def check_all(layer: Any, layers: PyTree) -> tuple[NumLayers, InList]:
 
     Returns:
         (L, whether `layers` is a list); or these for each kind.
-
-    Raises:
-        ValueError: If kinds are not those of `layer`, or layers of a kind are not alike.
     """
     if not isinstance(layer, Mapping):
         return check_layers(layers)
@@ -112,11 +109,7 @@ def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTre
 
 
 def check_mtp(num_layers: NumLayers, num_mtp: int) -> None:
-    """Checks that the letters m of a layout string are the layers of the last kind.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Checks that the letters m of a layout string are the layers of the last kind."""
     kinds = () if isinstance(num_layers, int) else num_layers
     found = kinds[-1][1] if kinds and kinds[-1][0] == MTP else 0
     if found != num_mtp:

@@ -19,9 +19,6 @@ def x_and_aux(
         returned: x; or a pair of x and a mapping of scalars, or None.
         x: What the layer was given. A pair of its structure is x.
         may_change_x: Whether the layer may return an x of another structure.
-
-    Raises:
-        ValueError: If it returned something else.
     """
     is_like_x = jax.tree.structure(returned) == jax.tree.structure(x)
     is_pair = isinstance(returned, tuple) and len(returned) == 2

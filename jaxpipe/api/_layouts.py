@@ -23,10 +23,6 @@ def layer_counts(
         num_stages: The number of stages.
         given: `layers_per_stage` of the pipeline.
         costs: What each layer costs, in forward order. None: all cost the same.
-
-    Raises:
-        ValueError: If `layers_per_stage` has other layers or stages, or there are fewer layers than
-            stages.
     """
     if given is None:
         is_even = costs is None
@@ -45,9 +41,6 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     Returns:
         Layers of every stage. If they do not divide, the stages after the first have one more, and
         the last ones have it last: the first and the last also run embedding and loss.
-
-    Raises:
-        ValueError: If there are fewer layers than stages.
     """
     if num_layers < num_stages:
         raise ValueError(
@@ -71,9 +64,6 @@ def counts_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     Returns:
         Layers of every stage, at least one.
-
-    Raises:
-        ValueError: If there are fewer layers than stages.
 
     Example:
         >>> counts_by_cost([1, 1, 1, 1, 1, 1, 3, 3], num_stages=4)

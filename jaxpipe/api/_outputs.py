@@ -65,9 +65,6 @@ def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, m
 
     Args:
         shape: The shape of a whole piece, [rows, ...].
-
-    Raises:
-        ValueError: If slices have other entries than those of their positions.
     """
     if num_slices > 1:
         rows, *positions = x.shape[2:]
@@ -91,9 +88,6 @@ def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> P
 
     Args:
         has_stages: Whether an array may be divided over `stage`.
-
-    Raises:
-        ValueError: If a spec names an axis that is none of the mesh, or divides ranks.
     """
 
     def shard(spec: Any, tree: PyTree) -> PyTree:

@@ -116,10 +116,6 @@ def packed_x(
         weights: Stored parameters in the groups of engines, or their shapes.
         rows: Shapes of a piece of the batch, [b, ...] leaves.
         key: A dropout key or its shape, or ().
-
-    Raises:
-        ValueError: If layers change x, and a leaf of an x has no dim of rows, layers of one kind
-            are given different x, or the schedule has slices of sequences.
     """
     if not plan.kinds:
         return None

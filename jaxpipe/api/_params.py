@@ -69,11 +69,7 @@ def is_stored(params: PyTree) -> bool:
 
 
 def check_stored(params: PyTree) -> None:
-    """Checks that parameters are as `shard` returns them.
-
-    Raises:
-        ValueError: If they are not, such as those in the user's own tree.
-    """
+    """Checks that parameters are as `shard` returns them."""
     if not (isinstance(params, dict) and isinstance(params.get("layers"), StoredLayers)):
         raise ValueError(
             "`params` is not as the pipeline stores parameters. Give what `pipe.shard(params)` or "
@@ -92,9 +88,6 @@ def check_groups(groups: Any, shared: bool, *, needs_arrays: bool = False) -> No
 
     Args:
         needs_arrays: Whether layers must have some, where they share none.
-
-    Raises:
-        ValueError: If a group is missing, there is another one, or layers have no arrays.
     """
     found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
     wanted = (*(("shared",) if shared else ()), *GROUPS)
@@ -119,9 +112,6 @@ def check_layers(layers: PyTree, name: str = "params['layers']") -> tuple[int, b
 
     Returns:
         (L, whether `layers` is a list).
-
-    Raises:
-        ValueError: If there are no layers, or they differ in structure, shapes or dtypes.
     """
     if isinstance(layers, list | tuple):
         _check_alike(layers, name)

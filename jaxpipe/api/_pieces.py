@@ -29,9 +29,6 @@ def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
 
     Returns:
         [M, D, B / (M * D), ...] leaves.
-
-    Raises:
-        ValueError: If leaves have different numbers of rows, or these do not divide.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -102,9 +99,6 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
     Returns:
         [M * s, D, rows, ...] leaves, the slices of a microbatch in order. Leaves without a sequence
         are repeated for every slice.
-
-    Raises:
-        ValueError: If leaves have different lengths, or these do not divide.
     """
     if num_slices == 1:
         return pieces
@@ -149,9 +143,6 @@ def check_appended(new: PyTree, piece: PyTree, sliced_leaves: PyTree) -> None:
     Args:
         new: [rows, t, ...] leaves, what the layer has given to `past.append`.
         piece: [rows, ...] leaves of the batch that the layer was given.
-
-    Raises:
-        ValueError: If a leaf has another number of positions.
     """
     chosen = zip(jax.tree.leaves(piece), _chosen(piece, sliced_leaves, 1), strict=True)
     length = next(leaf.shape[1] for leaf, is_sliced in chosen if is_sliced)

@@ -20,11 +20,7 @@ CONTEXT = "context"
 
 
 def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: bool) -> None:
-    """Checks that something is divided over the axis `context`, if the mesh has it.
-
-    Raises:
-        ValueError: If all its devices would compute the same, or the schedule cuts sequences too.
-    """
+    """Checks that something is divided over the axis `context`, if the mesh has it."""
     size = mesh.shape.get(CONTEXT, 1)
     if size == 1 or model.contributions:
         return
@@ -63,9 +59,6 @@ def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) 
     Args:
         tree: [..., b, T, ...] leaves, with `lead` dims before b.
         dim: The dim of T, without `lead`. None: they stay as they are.
-
-    Raises:
-        ValueError: If no leaf can be divided.
     """
     size = mesh.shape.get(CONTEXT, 1)
     if dim is None or size == 1:

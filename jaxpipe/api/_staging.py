@@ -62,10 +62,6 @@ def make_inputs(
 
     Args:
         batch: [B, ...] leaves.
-
-    Raises:
-        ValueError: If rows or sequences do not divide, or the loss has another form than `Model`
-            says.
     """
     num_shards = 1 if whole_microbatches else num_row_shards(mesh)
     pieces = to_pieces(batch, num_microbatches, num_shards)

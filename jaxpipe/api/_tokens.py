@@ -41,9 +41,6 @@ def check_token_wise(
     Returns:
         Whether a slice of x is what the embedding makes of a slice of its inputs. More is allowed:
         positions and random bits of a slice are not those of the first tokens.
-
-    Raises:
-        ValueError: If one does not, or is not known to.
     """
     size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
     if dim is None or size == 1:

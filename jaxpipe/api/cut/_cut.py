@@ -49,10 +49,6 @@ def cut_model(
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
         stacked: Whether `cut` is that of a scan over a stack of layers.
-
-    Raises:
-        ValueError: If a layer is not called exactly once and in order; or without `batch` if layers
-            do not form a chain.
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)
@@ -141,9 +137,6 @@ def cut_stack_or_calls(
 
     Returns:
         What `stack` returns, or else what `calls` returns.
-
-    Raises:
-        ValueError: If the module is neither.
     """
     try:
         return stack()

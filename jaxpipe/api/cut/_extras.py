@@ -28,11 +28,6 @@ def weights_of_extras(
         parts: `(extras, *others) -> ({"loss": scalar, name of a metric: scalar}, whether the loss
             is a mean)`.
         extras: Shapes of what layers return besides x, with the layers in dim `axis`.
-
-    Raises:
-        ValueError: If a scalar depends on extras by other means than a sum of them times constants
-            that are equal for all layers; if a metric depends on more than extras; or if the loss
-            is a total with a weight and depends on them.
     """
     is_mean = True
 

@@ -19,9 +19,6 @@ def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str
     Returns:
         "loss", the sum of all collections times their factors, and the sum of each collection;
         nothing of empty ones.
-
-    Raises:
-        ValueError: If a value is no scalar, or the collection has the name "loss".
     """
     if "loss" in factors:
         raise ValueError(

@@ -171,11 +171,7 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
 def compared(
     got: Result, reference: Reference, tolerance: float | None, is_plain: bool = False
 ) -> Comparison:
-    """Compares results with a reference.
-
-    Raises:
-        AssertionError: If the results differ in structure or shape.
-    """
+    """Compares results with a reference."""
     wanted = reference.result
     rounding, why_so = default_tolerance(reference.dtype, reference.num_layers)
     if tolerance is not None:
@@ -205,10 +201,6 @@ def require(
 
     Args:
         batch: [B, ...] leaves.
-
-    Raises:
-        AssertionError: If an error is larger than the tolerance, or NaN; or if masks of dropout
-            or 16 bits have kept numbers from showing that a function mixes rows.
     """
     worse = found.worse
     is_masked = pipe.takes_key and pipe.num_pieces > 1
@@ -242,9 +234,6 @@ def check_steps(
 
     Args:
         batch: [B, ...] leaves.
-
-    Raises:
-        AssertionError: If an error is larger than the tolerance.
     """
     stored, whole = stored_and_whole(pipe, params)
     program, _ = _program(pipe, whole, plain)

@@ -18,9 +18,6 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
 
     Args:
         topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
-
-    Raises:
-        ValueError: If the topology is unknown or has another number of devices.
     """
     devices = compile_only_devices(topology)
     if len(devices) != mesh.size:

@@ -45,11 +45,7 @@ def shard_state(
     like: PyTree,
     tied: bool,
 ) -> PyTree:
-    """Stores the state that an optimizer has for the user's tree.
-
-    Raises:
-        ValueError: If `state` has another structure than `unshard` gives `like`.
-    """
+    """Stores the state that an optimizer has for the user's tree."""
     nodes, outer = jax.tree.flatten(like, is_leaf=is_tree_of_state)
 
     def stored(node: Any, part: Any) -> Any:

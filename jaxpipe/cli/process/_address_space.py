@@ -19,9 +19,6 @@ def check_address_space(num_emulated: int = 0) -> None:
 
     Args:
         num_emulated: The number of devices that will be emulated; 0 for none.
-
-    Raises:
-        ValueError: If `ulimit -v` leaves too little; it says how much is needed.
     """
     # Where a thread or its stack cannot be made, XLA and LLVM abort without a word of the limit.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -28,9 +28,6 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
     """Checks that every regular expression finds the name of a leaf of `weights`.
 
     The leaves are `models.Weight`.
-
-    Raises:
-        ValueError: If an expression finds none, or is no regular expression.
     """
     leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
     names = sorted({weight_name(path) for path, _ in leaves})

@@ -33,11 +33,7 @@ class LayerSettings:
 
 
 def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
-    """Assigns stages to ranks round-robin.
-
-    Raises:
-        ValueError: If the layers do not divide into the stages.
-    """
+    """Assigns stages to ranks round-robin."""
     layers_per_repeat = num_ranks * settings.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(settings)
     divide_exactly(
@@ -58,11 +54,7 @@ def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
 def scheduled_layout(
     settings: LayerSettings, request: ScheduleRequest
 ) -> tuple[ScheduleSelection, LayerLayout]:
-    """Selects the schedule, and assigns layers to the ranks that run their stages.
-
-    Raises:
-        ValueError: If the schedule does not fit the ranks, microbatches or layers.
-    """
+    """Selects the schedule, and assigns layers to the ranks that run their stages."""
     name, num_layers = _pipelined_layers(settings)
     counts = _layer_counts(settings, request, name, num_layers)
     selection = select_schedule(request, num_layers, counts)

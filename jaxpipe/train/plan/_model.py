@@ -138,11 +138,7 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
 
 
 def import_flax_layer() -> Any:
-    """Imports the module `_flax_layer`, which needs Flax.
-
-    Raises:
-        ValueError: If Flax is not installed.
-    """
+    """Imports the module `_flax_layer`, which needs Flax."""
     try:
         from . import _flax_layer
     except ImportError as error:
@@ -181,11 +177,7 @@ CHUNK_ROWS = 512
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
-    """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless a run refuses.
-
-    Raises:
-        ValueError: If a kernel is wanted and the devices are neither TPUs nor GPUs.
-    """
+    """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless refused."""
     if wanted is True and platform not in _KERNELS:
         raise ValueError(
             f"`megablox` is true, but the devices are {platform}s, neither TPUs nor GPUs. Give "

@@ -70,10 +70,6 @@ def select_schedule(
 
     Args:
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Raises:
-        ValueError: If no schedule has the name, or it is for other ranks, or no engine can run it.
-        FileNotFoundError: If it is a CSV file that does not exist.
     """
     name, num_ranks, num_microbatches = request.name, request.num_ranks, request.num_microbatches
     chunks = len(counts) // num_ranks if counts else _configured_chunks(request, num_layers)
@@ -236,9 +232,6 @@ def _select_auto(
     Args:
         fitting: Numbers of stages per rank to try, in ascending order.
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Raises:
-        ValueError: If the run demands interleaving and the groups of microbatches are unequal.
     """
     num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     costs = stage_costs(counts, recomputes=request.recomputes)

@@ -74,11 +74,7 @@ class SamplingOptions:
 def sampler(
     plan: DecodingPlan, tokenizer: Tokenizer, prompts: Sequence[str], options: SamplingOptions
 ) -> Callable[[PyTree], list[Sample]]:
-    """Returns the samples of prompts as a function of weights, which compiles at its first call.
-
-    Raises:
-        ValueError: If there is no prompt, or one that has no token, or `bos` is no id of the model.
-    """
+    """Returns the samples of prompts as a function of weights, which compiles at its first call."""
     vocab_size = plan.weights.sizes.vocab_size
     if not prompts:
         raise ValueError("`prompts` is empty. Give at least one.")

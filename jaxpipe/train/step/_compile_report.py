@@ -14,13 +14,7 @@ from ._aot import compile_train_step
 
 
 def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
-    """Compiles the step that `train` runs.
-
-    Raises:
-        ValueError: If the step is not one program, or XLA:TPU finds that it does not fit.
-        RuntimeError: If it cannot be compiled.
-        JaxRuntimeError: If XLA refuses it for another reason.
-    """
+    """Compiles the step that `train` runs."""
     work = step_work(plan.state.weights.sizes, plan.batch)
     started = time.perf_counter()
     try:
