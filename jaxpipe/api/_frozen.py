@@ -171,11 +171,7 @@ def join(trainable: PyTree, frozen: PyTree) -> PyTree:
 
 
 def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
-    """Returns a model whose embedding and loss are given trainable parameters only.
-
-    Returns:
-        A model of which `embed` and `loss` read `frozen` as well.
-    """
+    """Returns a model whose embedding and loss take trainable parameters, and read `frozen` too."""
     if not jax.tree.leaves((frozen["embed"], frozen["head"])):
         return model
     of_loss = {name: frozen[name] for name in ("head", "embed")} if model.tied else frozen["head"]

@@ -142,15 +142,9 @@ def batch_divisor(
     x: PyTree,
     batch_inputs: PyTree,
 ) -> Scalar:
-    """Computes what the sum of losses of microbatches is divided by, from the batch alone.
+    """Returns what the sum of losses of microbatches is divided by, from the batch alone.
 
-    Args:
-        loss: `(boundary, x, inputs of a microbatch) -> LossParts`.
-        batch_inputs: [M, ...] leaves.
-
-    Returns:
-        The sum of weights; M if the loss is a mean. Its dtype is that of the loss, at least
-        float32.
+    It is the sum of weights, or M if the loss is a mean; its dtype is the loss's, at least float32.
     """
     shapes = _shapes_of_microbatch(batch_inputs)
     parts = jax.eval_shape(loss, boundary, x, shapes)

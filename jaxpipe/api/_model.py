@@ -318,12 +318,7 @@ def check_model(model: Any) -> None:
 
 
 def check_contributions(model: Model, **unread: Any) -> None:
-    """Checks that a model whose functions return contributions is given no option that it ignores.
-
-    Args:
-        **unread: Arguments of `pipeline` that such a model does not read; None if they are not
-            given.
-    """
+    """Checks that a model of contributions is given none of the options that it does not read."""
     if not model.contributions:
         if model.layer_constants is not None:
             raise ValueError(

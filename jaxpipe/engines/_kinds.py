@@ -180,11 +180,7 @@ StageOfRun = Callable[[str, int, bool], Callable]
 
 
 def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
-    """Returns a stage that runs its layers in order.
-
-    Args:
-        common: The runs of all stages; None if they are in the keys of each.
-    """
+    """Returns a stage that runs its layers in order; without common runs they are in its keys."""
 
     def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
         sums: Aux = {}

@@ -45,11 +45,7 @@ def check_call(name: str) -> None:
 def round_robin_layout(
     schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
 ) -> LayerLayout:
-    """Assigns stage `repeat * num_ranks + rank` to each rank.
-
-    Args:
-        counts: [v * S] layers of every stage.
-    """
+    """Assigns stage `repeat * num_ranks + rank`, of `counts` layers, to each rank."""
     del schedule
     uneven = counts if len(set(counts)) > 1 else None
     return LayerLayout(len(counts) // num_ranks, num_ranks, max(counts), None, uneven)
@@ -58,11 +54,7 @@ def round_robin_layout(
 def layout_of_schedule(
     schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
 ) -> LayerLayout:
-    """Assigns stages to the ranks that run them by the schedule.
-
-    Args:
-        counts: [num_stages] layers of every stage.
-    """
+    """Assigns stages, of `counts` layers, to the ranks that run them by the schedule."""
     assert schedule is not None
     stages = stages_on_ranks(schedule)
     uneven = counts if len(set(counts)) > 1 else None
@@ -70,14 +62,7 @@ def layout_of_schedule(
 
 
 def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
-    """Stacks layers as ranks hold them.
-
-    Args:
-        layers: [L, ...] leaves.
-
-    Returns:
-        [v, S, n, ...] leaves, with zeros where a stage has fewer than n layers.
-    """
+    """Stacks layers [L, ...] as ranks hold them, [v, S, n, ...], with zeros for padding."""
     ids = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims)
 
     def stack_leaf(leaf: Any) -> Any:
@@ -91,14 +76,7 @@ def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
 
 
 def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
-    """Returns layers in forward order: the inverse of `stack`.
-
-    Args:
-        stages: [v, S, n, ...] leaves.
-
-    Returns:
-        [L, ...] leaves.
-    """
+    """Returns layers [L, ...] in forward order from [v, S, n, ...]: the inverse of `stack`."""
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
@@ -107,14 +85,7 @@ def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
 
 
 def share(plan: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
-    """Gives every stage a copy of what all layers share.
-
-    Args:
-        stages: [v, S, n, ...] leaves.
-
-    Returns:
-        "layers", the stages; and "shared", copies [v, S, 1, ...], of which a rank has its own.
-    """
+    """Returns "layers", the stages, and "shared", a copy [v, S, 1, ...] for each of them."""
     dims = *plan.layout.dims[:2], 1
     copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*dims, *leaf.shape)), shared)
     return {"layers": stages, "shared": copies}
@@ -133,14 +104,9 @@ def sum_shared(plan: PipelineSpec, stages: dict[str, PyTree]) -> tuple[PyTree, P
 
 
 def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the keys of layers: dropout, frozen parameters and, if needed, the layer mask.
+    """Returns [v, S, n, ...] keys of layers: dropout, frozen parameters and, if needed, a mask.
 
-    Args:
-        dropout: [L, ...] dropout keys, or ().
-        frozen: [v, S, n, ...] leaves of frozen parameters.
-
-    Returns:
-        [v, S, n, ...] leaves.
+    Dropout keys are given as [L, ...], or (); frozen parameters as [v, S, n, ...].
     """
     keys = stack(plan, dropout), to_shards(plan, frozen)
     if not plan.layout.counts:
@@ -152,11 +118,7 @@ def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
 def stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers one after the other, and skips padding layers.
 
-    Args:
-        layer: `(weights, x, inputs_m, key) -> (x, aux)` of one layer.
-
-    Returns:
-        `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
+    A layer is `(weights, x, inputs_m, key) -> (x, aux)`; for a stage weights and keys are [n, ...].
     """
     return partial(run_layers, _wrapped(plan, layer), **_loop(plan))
 
@@ -164,11 +126,8 @@ def stage(plan: PipelineSpec, layer: Callable) -> Callable:
 def sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers on one slice of each sequence.
 
-    Args:
-        layer: `(weights, x, inputs_m, key, past) -> (x, (aux, past))` of one layer.
-
-    Returns:
-        `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
+    A layer is `(weights, x, inputs_m, key, past) -> (x, (aux, past))`, the stage `(weights, x,
+    inputs_m, keys, past) -> (x, aux, past)`, where weights, keys and state are [n, ...].
     """
     return partial(run_sliced_layers, _wrapped(plan, layer), **_loop(plan))
 
@@ -212,11 +171,7 @@ def init(
     *,
     stage_axis: str | None = "stage",
 ) -> dict[str, PyTree]:
-    """Makes weights on the devices that hold them; no device has more than its own shards.
-
-    Args:
-        tied: Not read: every rank has the weights of embedding and head.
-    """
+    """Makes weights on the devices that hold them; no device has more than its own shards."""
     where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
     return jax.jit(make, out_shardings=where)()
 
@@ -252,11 +207,7 @@ def shardings(
 def rank_bytes(
     plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> tuple[int, ...]:
-    """Returns the bytes of weights on a device of every rank.
-
-    Returns:
-        [S] the same number for all.
-    """
+    """Returns [S] the bytes of weights on a device of every rank, which are the same for all."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(where), strict=True)
     size = sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)

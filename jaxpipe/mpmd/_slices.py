@@ -55,10 +55,8 @@ def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[i
 def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
     """Returns the stage as a function of what the slices before have appended to the state.
 
-    The last slice appends nothing, as no slice would read it.
-
-    Returns:
-        `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.
+    It is `(weights, x, inputs, (keys, a tree for each slice before)) -> (y, aux, tree)`. The last
+    slice appends nothing, as no slice would read it.
     """
 
     def run(

@@ -128,15 +128,8 @@ def cut_stack_or_calls(
 ) -> Model:
     """Returns the model of a module whose layers are in one submodule.
 
-    It is a stack that the call scans over, or else one layer, which is called several times.
-
-    Args:
-        stack: Makes the model of a stack; it raises a `ValueError` if the module is none.
-        calls: Makes the model of a module that is called several times.
-        batch: An example of a batch, by which calls are found, or None.
-
-    Returns:
-        What `stack` returns, or else what `calls` returns.
+    It is a stack that the call scans over, or else, if `stack` raises a `ValueError`, one layer
+    that is called several times.
     """
     try:
         return stack()

@@ -131,12 +131,9 @@ def run(pipe: Any, stored: Any, batch: PyTree, key: Array | None) -> Result:
 def reference_result(
     pipe: Any, whole: PyTree, batch: PyTree, key: Array | None, *, plain: Callable | None = None
 ) -> Reference:
-    """Runs the user's program on one device.
+    """Runs the user's program, or the functions of the model, on one device.
 
-    Args:
-        batch: [B, ...] leaves.
-        plain: The user's program. None: the functions of the model, on the whole batch; with
-            dropout on microbatches, each of which has masks of its own.
+    These run on the whole batch; with dropout on microbatches, each of which has masks of its own.
     """
     program, text = _program(pipe, whole, plain)
     function, num = program.value_and_grad, pipe.num_pieces
@@ -197,11 +194,7 @@ def require(
     plain: Callable | None = None,
     what: str = "The pipeline",
 ) -> None:
-    """Raises an error if a result is not close enough, which says why.
-
-    Args:
-        batch: [B, ...] leaves.
-    """
+    """Raises an error if a result is not close enough, which says why."""
     worse = found.worse
     is_masked = pipe.takes_key and pipe.num_pieces > 1
     reason = ""
@@ -230,11 +223,7 @@ def check_steps(
     *,
     plain: Callable | None = None,
 ) -> Comparison:
-    """Runs steps of an optimizer on both sides, and compares the parameters after them.
-
-    Args:
-        batch: [B, ...] leaves.
-    """
+    """Runs steps of an optimizer on both sides, and compares the parameters after them."""
     stored, whole = stored_and_whole(pipe, params)
     program, _ = _program(pipe, whole, plain)
     keys = (key,) if pipe.takes_key else ()

@@ -97,9 +97,6 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
 
     The user's program misses the tolerance itself, and the pipeline by four times as much, or four
     roundings of the largest gradient, at most.
-
-    Returns:
-        The names, those of `compare`.
     """
     ours, theirs, true = map(_by_name, (got, wanted, exact))
     largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)

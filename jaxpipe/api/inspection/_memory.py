@@ -196,10 +196,7 @@ def _traced_sizes(
 ) -> dict[str, Any]:
     """Returns the bytes of a microbatch on a device, by the fields of `StepSizes`.
 
-    Of stages that differ, those of the largest one.
-
-    Args:
-        splits: Whether the backward runs in two halves.
+    Of stages that differ, those of the largest one. `splits` says that the backward has two halves.
     """
     traced = _trace(pipe, stored, batch, key, splits=splits)
     plan = traced.pop("plan")

@@ -16,11 +16,7 @@ from ._state import StoredState, from_stored, is_tree_of_state
 
 
 def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelineSpec], state: PyTree) -> PyTree:
-    """Returns a stored state as the optimizer has it for the user's tree.
-
-    Returns:
-        The state, whole on every device; for `mpmd` on the first device.
-    """
+    """Returns a stored state, whole on every device, as it is for the user's tree."""
 
     def gather(node: Any) -> Any:
         if not is_tree_of_state(node):

@@ -32,15 +32,9 @@ class FrozenShards:
 
 
 def to_shards(plan: PipelineSpec, frozen: PyTree) -> PyTree:
-    """Returns frozen parameters as `FrozenShards`, if every layer is to gather its own.
+    """Returns frozen parameters [v, S, n, ...] as `FrozenShards`, if every layer gathers its own.
 
     Stages that store more than their input would store gathered parameters for each microbatch.
-
-    Args:
-        frozen: [v, S, n, ...] leaves.
-
-    Returns:
-        `FrozenShards`; or `frozen`, which are then gathered whole.
     """
     by_layer = plan.gather == "layer" or (plan.gather == "tick" and plan.remat is recompute)
     if not by_layer or not jax.tree.leaves(frozen):
@@ -54,12 +48,8 @@ def to_shards(plan: PipelineSpec, frozen: PyTree) -> PyTree:
 def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
-    Args:
-        layer: `(weights, x, inputs, (dropout key, frozen parameters), past if it runs a slice) ->
-            result`.
-
-    Returns:
-        The same, for frozen parameters that may be `FrozenShards`.
+    A layer is `(weights, x, inputs, (dropout key, frozen parameters)) -> result`, with `past`
+    behind that if it runs a slice.
     """
 
     def of_gathered(

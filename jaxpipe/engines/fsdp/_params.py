@@ -37,11 +37,7 @@ def num_row_shards(mesh: Mesh) -> int:
 
 
 def fsdp_axes(shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
-    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides.
-
-    Returns:
-        [dims] "fsdp" or None.
-    """
+    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides."""
     size = mesh.shape.get("fsdp", 1)
     sizes = [n if size > 1 and n % size == 0 else 0 for n in shape]
     if not any(sizes):
@@ -57,10 +53,9 @@ def param_spec(
     specs: ParamSpecs = (),
     lead: tuple[str | None, ...] = (),
 ) -> PartitionSpec:
-    """Returns the spec of a stored parameter: the user's, or one over `fsdp`.
+    """Returns the spec of a stored parameter: the user's by its path, or one over `fsdp`.
 
-    Args:
-        name: The path of the parameter, from its group on. A frozen one may have `.value` behind.
+    The path of a frozen one may have `.value` behind.
     """
     shape, table = jnp.shape(leaf)[len(lead) :], dict(specs)
     spec = table.get(name, table.get(name.removesuffix(".value")))
@@ -78,11 +73,7 @@ def param_spec_tree(
     specs: ParamSpecs = (),
     lead: tuple[str | None, ...] = (),
 ) -> PyTree:
-    """Returns the specs of a tree of stored parameters; None where it has None.
-
-    Returns:
-        A tree of `PartitionSpec`.
-    """
+    """Returns the specs of a tree of stored parameters; None where it has None."""
 
     def spec(name: str, leaf: Any) -> PartitionSpec | None:
         return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
@@ -110,11 +101,9 @@ def read_spec_tree(stored: PyTree) -> PyTree:
 
 
 def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
-    """Returns the parameters of a group in the dtype in which functions read them.
+    """Returns the parameters of a group, such as `['layers']`, in the dtype in which they are read.
 
-    Args:
-        dtype: A dtype; or `path -> dtype or None`, as of `PipelineSpec.compute_dtype`.
-        group: The path of the group, such as `['layers']`.
+    That may be a rule, `path -> dtype or None`.
     """
 
     def cast(path: Any, leaf: Any) -> Any:
@@ -153,11 +142,7 @@ def _map_named(
 
 
 def with_layer_specs(plan: PipelineSpec, stages: PyTree) -> PipelineSpec:
-    """Returns the plan with the spec of every parameter of one layer, if layers gather their own.
-
-    Args:
-        stages: Leaves [v, S, n, ...] of stages.
-    """
+    """Returns the plan with the specs of one layer's parameters, if layers gather their own."""
     if plan.gather != "layer":
         return plan
     lead = (None,) * 3
@@ -170,12 +155,6 @@ def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
 
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
-
-    Args:
-        weights: Groups of engines that are like parameters, or their shapes.
-
-    Returns:
-        The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
     return _with_specs(plan, weights, _over_data) if plan.zero1 else plan
 

@@ -253,11 +253,7 @@ def init_on_ranks(
 ) -> PyTree[MpmdArray]:
     """Makes arrays by a program of every rank; no device ever holds more than its own part.
 
-    Args:
-        make: From a rank to the values. It is traced, and leaves that are on other ranks alone may
-            be anything.
-        shapes: Shapes and dtypes of the arrays.
-        shardings: The ranks that hold each array, and how it is sharded on them.
+    `make` returns the values for a rank. It is traced, and leaves on other ranks may be anything.
     """
     leaves, tree = jax.tree.flatten(shardings)
     arrays_by_rank: list[dict[int, jax.Array]] = [{} for _ in leaves]

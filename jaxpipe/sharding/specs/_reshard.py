@@ -39,14 +39,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
 
 
 def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
-    """Returns `x` split over `mesh` as `spec` says, inside or outside `jax.jit`.
-
-    Args:
-        spec: How its leading dims are split. The dims that it does not reach stay as they are.
-
-    Returns:
-        [...] the array.
-    """
+    """Returns `x` whose leading dims are split as `spec` says, inside or outside `jax.jit`."""
     if mesh is None or not len(spec):
         return x
     return reshard(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))

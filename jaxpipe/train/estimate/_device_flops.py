@@ -10,11 +10,7 @@ from ..plan._family import ModelConfig
 
 
 def peak_tflops(device: Any, given: float) -> float | None:
-    """Returns the peak of a device, in 1e12 floating-point operations a second.
-
-    Returns:
-        `given` if it is not 0; else the published peak, or None if the device is not in the table.
-    """
+    """Returns `given` or else the published peak of a device in 1e12 FLOPs a second, if known."""
     return given or find_peak_tflops(device.device_kind)
 
 
@@ -45,13 +41,9 @@ def step_work(sizes: ModelConfig, batch: BatchPlan, given_tflops: float = 0.0) -
 
 
 def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
-    """Returns the metrics of the speed of a step.
+    """Returns a step's seconds, tokens per second, model FLOPs per second and device, and MFU.
 
-    Recomputed operations are not counted: FLOPs are those of the model, not of the program.
-
-    Returns:
-        The step time in seconds, tokens per second, and model FLOPs per second and device (1e12);
-        and `mfu`, their fraction of the peak of the device, if that is known.
+    Recomputed operations are not counted. `mfu` is there if the peak of the device is known.
     """
     tflops = work.flops / seconds / work.num_devices / 1e12
     found = {

@@ -38,11 +38,7 @@ def planned_model(
     weight_dtype: str,
     rules: Rules,
 ) -> PlannedModel:
-    """Returns a model of the trainer as a planner sees it.
-
-    Args:
-        weights: Abstract weights of `embed`, of one `layer` and of `head`.
-    """
+    """Returns a model of the trainer, with its abstract weights, as a planner sees it."""
     platform = model.attention.platform
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]

@@ -6,11 +6,7 @@ from ..plan._setup import StepPlan
 
 
 def predicted_timeline(plan: StepPlan) -> Timeline | None:
-    """Predicts the timeline of a step as the engine runs its schedule; an F of a layer costs 10.
-
-    Returns:
-        The timeline; None without a pipeline.
-    """
+    """Predicts the timeline of a step, if it has a pipeline; an F of a layer costs 10."""
     if not plan.engine.pipelines:
         return None
     counts = tuple(map(len, plan.pipeline.layout.stage_layer_ids))

@@ -155,8 +155,7 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer of a run for the tree of weights that `traits` are of.
 
-    Args:
-        schedule_of: From a peak to the learning rate of every step; None: the peak of the run.
+    `schedule_of` returns the learning rate of every step from a peak; None is the peak of the run.
     """
     factory = _named(keys.name)
     arguments = dict(keys.arguments)

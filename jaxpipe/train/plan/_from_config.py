@@ -162,11 +162,7 @@ def _divided_layers(
 
 
 def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
-    """Returns the schedule that a config asks for.
-
-    Returns:
-        The argument of `select_schedule`.
-    """
+    """Returns the schedule that a config asks for, as `select_schedule` takes it."""
     return ScheduleRequest(
         config.engine,
         config.pipeline_schedule,
@@ -365,14 +361,7 @@ def learning_rate(config: Config) -> LearningRate:
 
 
 def compiler_options(config: Config, device: Any) -> dict[str, str]:
-    """Returns XLA's options for every program that a run computes with.
-
-    Args:
-        config: The config of the run, whose `compile_xla_flags` win over the defaults.
-
-    Returns:
-        Options by name, as `jax.jit` takes them as `compiler_options`.
-    """
+    """Returns XLA's options for every program of a run, whose own flags win over the defaults."""
     defaults = default_options(FLAGS, step_traits(config, device), device)
     return defaults | parse_xla_flags(config.compile_xla_flags)
 

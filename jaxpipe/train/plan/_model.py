@@ -104,8 +104,7 @@ class ModelPlan:
 def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -> Model:
     """Builds the model of a run for the front door, of functions that return contributions.
 
-    Args:
-        enable_nnx: Whether a layer is a module of NNX, or of Linen; None for a plain function.
+    By `enable_nnx` a layer is a module of NNX, or of Linen; None is for a plain function.
     """
     embed, layer, loss = build_functions(plan, weights)
     if enable_nnx is not None:

@@ -66,11 +66,7 @@ def make_request(
     max_stages: int | None = None,
     schedule: str | None = None,
 ) -> Request:
-    """Reads what a plan is for.
-
-    Raises:
-        ValueError: If a value is wrong.
-    """
+    """Reads what a plan is for."""
     settings = dict(settings)
     if schedule and not usual_engine(schedule).runs_schedules:
         settings["pipeline_engine"] = usual_engine(schedule).config_name

@@ -32,20 +32,12 @@ from ._state import TrainState, state_shapes, state_shardings
 def make_mpmd_train_step(
     plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
-    """Builds the step; its programs are compiled at its first call.
-
-    Returns:
-        `(state, batch from shard_batch) -> (state, metrics)`.
-    """
+    """Builds the step; its programs are compiled at its first call."""
     return lambda state, batch: compiled_mpmd_train_step(plan)(state, batch)
 
 
 def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
-    """Builds the evaluation of one batch; its programs are compiled at its first call.
-
-    Returns:
-        `(weights, batch) -> loss and metrics`.
-    """
+    """Builds the evaluation of one batch; its programs are compiled at its first call."""
     value = make_value(plan)
     weights_plan = plan.state.weights
 
@@ -70,11 +62,9 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
 def trace_mpmd_train_step(
     plan: StepPlan, state: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, Any]], str]:
-    """Runs a step and traces it beside the timeline that its schedule predicts.
+    """Runs a step, and returns its trace, beside what its schedule predicts, as Perfetto's JSON.
 
-    Returns:
-        `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
-        the loop; and the trace as JSON for Perfetto.
+    The metrics also have the bubbles of both timelines as shares of the loop.
     """
     (state, metrics), found = profiling.trace_step(compiled_mpmd_train_step(plan), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
@@ -82,11 +72,7 @@ def trace_mpmd_train_step(
 
 
 def init_mpmd_state(plan: StepPlan) -> TrainState:
-    """Initializes weights, optimizer state and step 0; no device ever holds more than its own part.
-
-    Returns:
-        The train state, with leaves of `mpmd.MpmdArray`.
-    """
+    """Initializes weights, optimizer state and step 0; no device holds more than its own part."""
     shardings, shapes = mpmd_state_shardings(plan), state_shapes(plan.state)
     make = partial(_init_state_of_rank, plan.state, shardings["weights"]["stages"])
     return mpmd_api.init_on_ranks(make, shapes, shardings)

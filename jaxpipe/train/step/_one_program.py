@@ -43,11 +43,7 @@ def _init_weights(weights: WeightPlan, seed: int) -> PyTree:
 def make_stacked_train_step(
     plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """Builds the train step; it compiles at its first call.
-
-    Returns:
-        `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
-    """
+    """Builds the train step; it compiles at its first call, and donates the state."""
     shardings = state_shardings(plan)
     weight_shardings, update_shardings = map(
         drop_router_biases, (shardings["weights"], gradient_shardings(plan))
@@ -67,11 +63,7 @@ def make_stacked_train_step(
 
 
 def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping[str, Array]]:
-    """Builds the evaluation of one batch; it compiles at its first call.
-
-    Returns:
-        `(weights, batch from shard_batch) -> loss and metrics`.
-    """
+    """Builds the evaluation of one batch; it compiles at its first call."""
     value = make_value(plan)
 
     def step(weights: PyTree, batch: PyTree) -> Mapping[str, Array]:
@@ -86,11 +78,7 @@ def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping
 
 
 def make_value(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the forwards of a run's pipeline.
-
-    Returns:
-        `(weights, batch) -> (loss, metrics)`.
-    """
+    """Returns `(weights, batch) -> (loss, metrics)`, the forwards of a run's pipeline."""
 
     def value(weights: PyTree, batch: PyTree) -> Any:
         return plan.pipe.value(as_stored(plan, weights), batch)
@@ -99,11 +87,7 @@ def make_value(plan: StepPlan) -> Callable[..., Any]:
 
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the gradients of a run's pipeline.
-
-    Returns:
-        `(weights, batch, step) -> ((loss, metrics), gradients)`.
-    """
+    """Returns `(weights, batch, step) -> ((loss, metrics), gradients)` of a run's pipeline."""
 
     def value_and_grad(weights: PyTree, batch: PyTree, step: Any = 0) -> Any:
         params, seed = as_stored(plan, weights), plan.dropout_seed
