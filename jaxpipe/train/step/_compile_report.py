@@ -6,8 +6,7 @@ import jax
 
 from ... import schedules
 from ...xla.compile_report import CompileReport, report_compiled
-from ..estimate._device_flops import step_work
-from ..estimate._timeline import predicted_timeline
+from ..estimate._step_metrics import step_work
 from ..optim._factories import treats_arrays_as_wholes
 from ..plan._setup import StepPlan
 from ._aot import compile_train_step
@@ -49,7 +48,7 @@ def does_not_fit(reason: str) -> str:
 
 def _bubble(plan: StepPlan) -> float:
     """Returns the share of the pipeline's time in which a device waits, by the schedule."""
-    timeline = predicted_timeline(plan)
+    timeline = plan.predicted_timeline
     return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
 
 

@@ -1,5 +1,6 @@
-"""Compares the speed of a run with the peak of its devices."""
+"""The speed of a step beside the peak of its devices, and the memory that they report."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +53,18 @@ def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
         "tflops_per_second_per_device": tflops,
     }
     return found | ({"mfu": tflops / work.peak_tflops} if work.peak_tflops else {})
+
+
+def memory_metrics(devices: Iterable[Any]) -> dict[str, float]:
+    """Returns the most memory that any of some devices has had in use, as a metric.
+
+    `peak_memory_gb` is in 1e9 bytes, since the process began; CPUs do not report it.
+
+    Example:
+        >>> import jax
+        >>> memory_metrics(jax.devices("cpu"))
+        {}
+    """
+    reported = [device.memory_stats() or {} for device in devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in reported if "peak_bytes_in_use" in stats]
+    return {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
