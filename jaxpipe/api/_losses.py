@@ -142,7 +142,7 @@ def batch_divisor(
     x: PyTree,
     batch_inputs: PyTree,
 ) -> Scalar:
-    """Returns what the sum of losses of microbatches is divided by, from the batch alone.
+    """Returns the divisor of the sum of losses of microbatches, from the batch alone.
 
     It is the sum of weights, or M if the loss is a mean; its dtype is the loss's, at least float32.
     """

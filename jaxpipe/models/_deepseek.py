@@ -120,7 +120,7 @@ class DeepseekConfig(DecoderSizes):
 
     @property
     def num_dense_layers(self) -> int:
-        """Returns how many of the first layers have one MLP, and run before the pipeline."""
+        """Returns the number of first layers with one MLP, which run before the pipeline."""
         return self.first_num_dense_layers
 
     @property

@@ -26,7 +26,7 @@ class DecoderSizes:
 
     @property
     def num_dense_layers(self) -> int:
-        """Returns how many of the first layers run before the pipeline."""
+        """Returns the number of first layers that run before the pipeline."""
         return 0
 
     @property
@@ -36,7 +36,7 @@ class DecoderSizes:
 
     @property
     def num_pipeline_layers(self) -> int:
-        """Returns how many layers a pipeline may have."""
+        """Returns the number of layers that a pipeline may have."""
         return self.num_blocks - self.num_dense_layers
 
     @property

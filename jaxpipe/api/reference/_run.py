@@ -15,7 +15,7 @@ from ..._compat import jaxprs_in_params, translated_shardings
 
 
 def on_one_device(mesh: Mesh, function: Callable, *arguments: PyTree) -> tuple[Any, Any]:
-    """Returns what a function returns on the first device, and its narrowest floating dtype.
+    """Runs a function on the first device; returns its results and its narrowest floating dtype.
 
     Sharding constraints of the function are those of a mesh with the same axes and one device.
     """
