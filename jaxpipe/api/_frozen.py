@@ -24,11 +24,7 @@ FrozenRule = Callable[[str, Any], bool] | PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Frozen(SameForAllMicrobatches):
-    """A frozen leaf of stored parameters.
-
-    Attributes:
-        value: The array.
-    """
+    """A frozen leaf of stored parameters."""
 
     value: Any
 

@@ -242,7 +242,6 @@ class _Layer(NamedTuple):
     """A layer in its parts.
 
     Attributes:
-        module: The layer.
         graph: With `state` what `nnx.split` returned of it.
         constants: Variables that are only read, by their paths in the layer.
         shared: Parameters that other layers have too: their names in the layer, and outer names.

@@ -61,8 +61,6 @@ class Parts:
     """The embedding, a layer and the loss of a cut module.
 
     Attributes:
-        cut: The module.
-        loss: The user's loss.
         output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
         has_output: Whether `output` is the user's.
         forms: What was found out about batches of every form that were seen.

@@ -41,11 +41,9 @@ class StoredTree:
     """Stored trainable parameters, and the user's tree that they are of.
 
     Attributes:
-        params: The parameters.
         plan: What the engine is told.
         groups: The groups of the user's tree, as shapes.
         slots: The slot of each leaf of `groups`.
-        tree: The user's tree.
         in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
     """
 
@@ -72,9 +70,6 @@ class LiftedOptimizer:
     """An optimizer of the user's tree for stored parameters.
 
     Attributes:
-        tx: The optimizer.
-        model: The model.
-        engine: The engine.
         plan_of: From stored parameters to what the engine is told.
     """
 

@@ -25,7 +25,6 @@ class Sample:
     """A prompt and what follows it.
 
     Attributes:
-        prompt: The prompt.
         text: The prompt and the new tokens, decoded together.
         token_ids: The new tokens, without the one that ends a document.
         has_ended: Whether the document has ended; else there were as many tokens as were asked for.
