@@ -129,7 +129,17 @@ def _check_count(within: list[int], across: list[int], num_devices: int) -> None
 
 
 def num_ranks_of(mesh: Mesh) -> int:
-    """Returns the size of the axis `stage` of a mesh, which a pipeline needs."""
+    """Returns the number of ranks of a mesh.
+
+    Args:
+        mesh: A mesh with an axis `stage`.
+
+    Returns:
+        S, the size of that axis.
+
+    Raises:
+        ValueError: If the mesh has no such axis.
+    """
     if "stage" not in mesh.shape:
         raise ValueError(
             f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
