@@ -22,7 +22,7 @@ from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
-from ._one_program import make_value, make_value_and_grad
+from ._one_program import make_eval, make_value_and_grad
 from ._optimizer_state import init_optimizer_state, reads_weights
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
@@ -38,17 +38,12 @@ def make_mpmd_train_step(
 
 def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
     """Builds the evaluation of one batch; its programs are compiled at its first call."""
-    value = make_value(plan)
     weights_plan = plan.state.weights
-
-    def step(weights: Any, batch: Any) -> dict[str, Any]:
-        loss, metrics = value(weights, batch)
-        return {"loss": loss, **metrics}
 
     @cache
     def compiled() -> mpmd.Compiled:
         return mpmd.mpmd_jit_with_loop(
-            step,
+            make_eval(plan),
             mpmd_mesh(weights_plan),
             in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
             out_shardings=_replicated_sharding(weights_plan),

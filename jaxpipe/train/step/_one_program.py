@@ -3,7 +3,7 @@
 R repeats, S ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,28 +62,14 @@ def make_stacked_train_step(
     )
 
 
-def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping[str, Array]]:
-    """Builds the evaluation of one batch; it compiles at its first call."""
-    value = make_value(plan)
+def make_eval(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Array]]:
+    """Returns `(weights, batch) -> loss and metrics`, forward only; the caller compiles it."""
 
-    def step(weights: PyTree, batch: PyTree) -> Mapping[str, Array]:
-        loss, metrics = value(weights, batch)
+    def step(weights: PyTree, batch: PyTree) -> dict[str, Array]:
+        loss, metrics = plan.pipe.value(as_stored(plan, weights), batch)
         return {"loss": loss, **metrics}
 
-    return jax.jit(
-        step,
-        in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
-        compiler_options=dict(plan.pipeline.compiler_options or ()),
-    )
-
-
-def make_value(plan: StepPlan) -> Callable[..., Any]:
-    """Returns `(weights, batch) -> (loss, metrics)`, the forwards of a run's pipeline."""
-
-    def value(weights: PyTree, batch: PyTree) -> Any:
-        return plan.pipe.value(as_stored(plan, weights), batch)
-
-    return value
+    return step
 
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:

@@ -21,11 +21,7 @@ from ._mpmd import (
     make_mpmd_train_step,
     mpmd_state_shardings,
 )
-from ._one_program import (
-    init_stacked_state,
-    make_stacked_eval_step,
-    make_stacked_train_step,
-)
+from ._one_program import init_stacked_state, make_eval, make_stacked_train_step
 from ._state import TrainState, state_shardings
 
 StepMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
@@ -61,7 +57,7 @@ _ONE = _Programs(
     make_stacked_train_step,
     # JAX keeps the program for the calls with such arguments.
     lambda plan, step, state, batch: step.lower(state, batch).compile(),
-    make_stacked_eval_step,
+    lambda plan: plan.pipe.jit(make_eval(plan)),
     lambda plan: jax.set_mesh(plan.pipeline.mesh),
 )
 _BY_RANK = _Programs(
