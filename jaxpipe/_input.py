@@ -57,18 +57,9 @@ def plain_text(value: str) -> str:
 
 
 def import_function(key: str, name: str, arguments: str) -> Callable[..., Any]:
-    """Imports a user's function, whose module may be in the current folder.
+    """Imports a user's function `module:function`, whose module may be in the current folder.
 
-    Args:
-        key: The config key that names it.
-        name: Its name, `module:function`.
-        arguments: What it takes, for an error.
-
-    Returns:
-        The function.
-
-    Raises:
-        ValueError: If it cannot be imported or is no function.
+    Errors name the config key, and what arguments the function takes.
     """
     module_name, _, function_name = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:

@@ -12,14 +12,9 @@ from .._compat import ClosedJaxpr
 
 
 def dependent_inputs(function: Callable, *arguments: PyTree) -> tuple[list[PyTree], Any]:
-    """Finds the inputs that each output of a function depends on.
+    """Returns the inputs that each leaf of the output depends on, and the structure of the output.
 
-    Args:
-        *arguments: Its arguments; arrays may be given as shapes and dtypes.
-
-    Returns:
-        For every leaf of the output, in order, a tree like `arguments` of booleans; and the
-        structure of the output.
+    For a leaf it is a tree like `arguments` of booleans. Arrays may be given as shapes.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return used_inputs(closed, arguments), jax.tree.structure(out)
@@ -36,14 +31,9 @@ def used_inputs(closed: ClosedJaxpr, arguments: PyTree) -> list[PyTree]:
 
 
 def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) -> Callable:
-    """Returns the part of a function that computes some leaves of its output.
+    """Returns the part of a function that computes the list of some leaves of its output.
 
-    Args:
-        *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
-
-    Returns:
-        A function of the same arguments, which returns the list of these leaves. It does not read
-        leaves that they do not depend on: such a leaf may be anything.
+    It does not read leaves that these do not depend on: such a leaf may be anything.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     count = len(closed.jaxpr.outvars)
@@ -58,14 +48,9 @@ def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) ->
 
 
 def pruned(function: Callable, *arguments: PyTree) -> tuple[Callable, PyTree]:
-    """Returns a function without the equations that its output does not depend on.
+    """Returns a function without equations that its output does not depend on, and what it reads.
 
-    Args:
-        *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
-
-    Returns:
-        A function of the same arguments, and a tree like `arguments` of booleans: which leaves it
-        reads. All others may be anything.
+    That is a tree like `arguments` of booleans; all other leaves may be anything.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))

@@ -53,19 +53,7 @@ def layer_flops(model: Model, params: PyTree, batch: PyTree) -> dict[str, float]
 
 
 def one_of_each_kind(model: Model, params: PyTree) -> tuple[tuple[str, ...], dict[str, PyTree]]:
-    """Takes one layer of each kind.
-
-    Args:
-        model: A model with several kinds of layers.
-        params: Parameters in the user's tree, or their shapes.
-
-    Returns:
-        The kind of every layer, in the order in which they run; and shapes of the parameters in
-        groups, where "layers" has those of one layer of each kind.
-
-    Raises:
-        ValueError: If layers of a kind are not alike.
-    """
+    """Returns the kind of every layer in order, and groups with the layers of one of each kind."""
     groups = jax.eval_shape(model.to_groups, jax.tree.map(shape_of, params))
     num_layers, _ = check_all(model.layer, groups["layers"])
     stacked = jax.eval_shape(lambda layers: stack_all(model.layer, layers), groups["layers"])

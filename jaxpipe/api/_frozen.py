@@ -24,11 +24,7 @@ FrozenRule = Callable[[str, Any], bool] | PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Frozen(SameForAllMicrobatches):
-    """A frozen leaf of stored parameters.
-
-    Attributes:
-        value: The array.
-    """
+    """A frozen leaf of stored parameters."""
 
     value: Any
 
@@ -49,12 +45,7 @@ def mark_frozen(
     to_groups: Callable[[PyTree], dict[str, PyTree]],
     has_kinds: bool = False,
 ) -> dict[str, PyTree]:
-    """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf.
-
-    Raises:
-        ValueError: If all leaves are frozen or none is, if layers differ in what is frozen, or if a
-            leaf of a group is computed from frozen and other leaves.
-    """
+    """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf."""
     flags = _flags(rule, params)
     found = jax.tree.leaves(flags)
     if all(found) or not any(found):
@@ -74,11 +65,7 @@ def mark_frozen(
 
 
 def check_trainable(rule: FrozenRule | None, params: PyTree) -> None:
-    """Checks that trainable parameters are numbers by which a loss can be differentiated.
-
-    Raises:
-        ValueError: If one is an integer, a boolean or a random key. It names the leaf.
-    """
+    """Checks that trainable parameters are numbers by which a loss can be differentiated."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), is_trained in zip(leaves, trainable_leaves(rule, params), strict=True):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
@@ -180,11 +167,7 @@ def join(trainable: PyTree, frozen: PyTree) -> PyTree:
 
 
 def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
-    """Returns a model whose embedding and loss are given trainable parameters only.
-
-    Returns:
-        A model of which `embed` and `loss` read `frozen` as well.
-    """
+    """Returns a model whose embedding and loss take trainable parameters, and read `frozen` too."""
     if not jax.tree.leaves((frozen["embed"], frozen["head"])):
         return model
     of_loss = {name: frozen[name] for name in ("head", "embed")} if model.tied else frozen["head"]

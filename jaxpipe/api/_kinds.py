@@ -66,16 +66,9 @@ def total_layers(num_layers: NumLayers) -> int:
 
 
 def check_all(layer: Any, layers: PyTree) -> tuple[NumLayers, InList]:
-    """Checks that the layers of each kind of the user's tree are alike.
+    """Checks that layers of each kind are alike, and returns L and whether they are in a list.
 
-    Args:
-        layers: A list of L trees or one tree of leaves [L, ...]; a dict of them if there are kinds.
-
-    Returns:
-        (L, whether `layers` is a list); or these for each kind.
-
-    Raises:
-        ValueError: If kinds are not those of `layer`, or layers of a kind are not alike.
+    If there are kinds, it returns these for each of them.
     """
     if not isinstance(layer, Mapping):
         return check_layers(layers)
@@ -98,11 +91,7 @@ def stack_all(layer: Any, layers: PyTree) -> PyTree:
 
 
 def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTree:
-    """Returns the layers of the user's tree: the inverse of `stack_all`.
-
-    Args:
-        layers: [L, ...] leaves, or these by kind.
-    """
+    """Returns the layers of the user's tree from [L, ...] leaves: the inverse of `stack_all`."""
     if isinstance(num_layers, int) or isinstance(in_list, bool):
         return unstack_layers(layers, total_layers(num_layers)) if in_list else layers
     return {
@@ -112,11 +101,7 @@ def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTre
 
 
 def check_mtp(num_layers: NumLayers, num_mtp: int) -> None:
-    """Checks that the letters m of a layout string are the layers of the last kind.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Checks that the letters m of a layout string are the layers of the last kind."""
     kinds = () if isinstance(num_layers, int) else num_layers
     found = kinds[-1][1] if kinds and kinds[-1][0] == MTP else 0
     if found != num_mtp:

@@ -15,13 +15,7 @@ def x_and_aux(
 ) -> tuple[PyTree, dict[str, Any]]:
     """Returns what a layer returned as (x, auxiliary scalars), given the x before it.
 
-    Args:
-        returned: x; or a pair of x and a mapping of scalars, or None.
-        x: What the layer was given. A pair of its structure is x.
-        may_change_x: Whether the layer may return an x of another structure.
-
-    Raises:
-        ValueError: If it returned something else.
+    A pair that has the structure of that x is x. `may_change_x` allows an x of another structure.
     """
     is_like_x = jax.tree.structure(returned) == jax.tree.structure(x)
     is_pair = isinstance(returned, tuple) and len(returned) == 2

@@ -16,18 +16,7 @@ def layer_counts(
     given: tuple[int, ...] | None,
     costs: Sequence[float] | None,
 ) -> tuple[int, ...]:
-    """Returns the layers of every stage: those that are given, or as even as possible.
-
-    Args:
-        num_layers: L.
-        num_stages: The number of stages.
-        given: `layers_per_stage` of the pipeline.
-        costs: What each layer costs, in forward order. None: all cost the same.
-
-    Raises:
-        ValueError: If `layers_per_stage` has other layers or stages, or there are fewer layers than
-            stages.
-    """
+    """Returns the layers of every stage: those that are given, or as even as possible by costs."""
     if given is None:
         is_even = costs is None
         return even_counts(num_layers, num_stages) if is_even else counts_by_cost(costs, num_stages)
@@ -40,14 +29,10 @@ def layer_counts(
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Spreads layers over stages as evenly as possible.
+    """Returns the layers of every stage, as even as possible.
 
-    Returns:
-        Layers of every stage. If they do not divide, the stages after the first have one more, and
-        the last ones have it last: the first and the last also run embedding and loss.
-
-    Raises:
-        ValueError: If there are fewer layers than stages.
+    If they do not divide, the stages after the first have one more, and the last ones have it last:
+    the first and the last also run embedding and loss.
     """
     if num_layers < num_stages:
         raise ValueError(
@@ -71,9 +56,6 @@ def counts_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     Returns:
         Layers of every stage, at least one.
-
-    Raises:
-        ValueError: If there are fewer layers than stages.
 
     Example:
         >>> counts_by_cost([1, 1, 1, 1, 1, 1, 3, 3], num_stages=4)

@@ -66,11 +66,7 @@ _FORMS = (
 
 
 def loss_parts(returned: Any) -> LossParts:
-    """Takes apart what a loss function returned.
-
-    Raises:
-        ValueError: If it has another form, or a part is not a scalar.
-    """
+    """Takes apart what a loss function returned."""
     loss, metrics = returned, {}
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
         loss, metrics = loss
@@ -95,11 +91,7 @@ def loss_parts(returned: Any) -> LossParts:
 
 
 def check_metrics(metrics: dict[str, Any], function: str, *, may_have_rows: bool = False) -> None:
-    """Checks that metrics are scalars, or arrays if a function may return one entry for each row.
-
-    Raises:
-        ValueError: If one is a tree, an array that may not be one, or no number. It names it.
-    """
+    """Checks that metrics are scalars, or arrays [b, ...] if a function may return those."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             flat = ", ".join(f"'{name}/{key}': ..." for key in list(value)[:3])
@@ -115,11 +107,7 @@ def check_metrics(metrics: dict[str, Any], function: str, *, may_have_rows: bool
 
 
 def check_has_rows(metrics: dict[str, Any], num_rows: int) -> None:
-    """Checks that metrics of the loss that are arrays have an entry for each row of a microbatch.
-
-    Raises:
-        ValueError: If one has none. It names the metric.
-    """
+    """Checks that arrays among metrics of the loss have an entry for each row of a microbatch."""
     for name, value in metrics.items():
         if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
             raise ValueError(
@@ -154,18 +142,9 @@ def batch_divisor(
     x: PyTree,
     batch_inputs: PyTree,
 ) -> Scalar:
-    """Computes what the sum of losses of microbatches is divided by, from the batch alone.
+    """Returns the divisor of the sum of losses of microbatches, from the batch alone.
 
-    Args:
-        loss: `(boundary, x, inputs of a microbatch) -> LossParts`.
-        batch_inputs: [M, ...] leaves.
-
-    Returns:
-        The sum of weights; M if the loss is a mean. Its dtype is that of the loss, at least
-        float32.
-
-    Raises:
-        ValueError: If the weight depends on more than the batch.
+    It is the sum of weights, or M if the loss is a mean; its dtype is the loss's, at least float32.
     """
     shapes = _shapes_of_microbatch(batch_inputs)
     parts = jax.eval_shape(loss, boundary, x, shapes)

@@ -308,11 +308,7 @@ def _takes_one_more(function: Callable, name: str, count: int) -> bool:
 
 
 def check_model(model: Any) -> None:
-    """Checks that a model is one.
-
-    Raises:
-        ValueError: If it is another object, such as a module of Flax.
-    """
+    """Checks that a model is one."""
     if not isinstance(model, Model):
         raise ValueError(
             f"`model` is {type(model).__name__}. Give a `jaxpipe.Model`: one of your own "
@@ -322,16 +318,7 @@ def check_model(model: Any) -> None:
 
 
 def check_contributions(model: Model, **unread: Any) -> None:
-    """Checks that a model whose functions return contributions is given no option that it ignores.
-
-    Args:
-        **unread: Arguments of `pipeline` that such a model does not read; None if they are not
-            given.
-
-    Raises:
-        ValueError: If one is given, layers share parameters, or another function than a layer takes
-            a key; or if one that only such a model reads is given to another.
-    """
+    """Checks that a model of contributions is given none of the options that it does not read."""
     if not model.contributions:
         if model.layer_constants is not None:
             raise ValueError(
@@ -359,11 +346,7 @@ def check_contributions(model: Model, **unread: Any) -> None:
 
 
 def with_constants(model: Model, keys: PyTree, num_layers: int) -> PyTree:
-    """Returns [L, ...] keys of layers, in a pair with the constants of layers if there are any.
-
-    Raises:
-        ValueError: If constants are those of another number of layers.
-    """
+    """Returns [L, ...] keys of layers, in a pair with the constants of layers if there are any."""
     if model.layer_constants is None:
         return keys
     for leaf in jax.tree.leaves(model.layer_constants):
@@ -376,11 +359,7 @@ def with_constants(model: Model, keys: PyTree, num_layers: int) -> PyTree:
 
 
 def check_means(model: Model, method: str) -> None:
-    """Checks that functions return means, which a method of a pipeline needs.
-
-    Raises:
-        ValueError: If they return contributions.
-    """
+    """Checks that functions return means, which a method of a pipeline needs."""
     if model.contributions:
         raise ValueError(
             f"`{method}` is for functions that return means, and `Model.contributions` is True: it "
@@ -390,11 +369,7 @@ def check_means(model: Model, method: str) -> None:
 
 
 def check_sliced(model: Model, num_slices: int) -> None:
-    """Checks that a model can run slices of sequences.
-
-    Raises:
-        ValueError: If a layer takes no `past`, or a function takes a dropout key.
-    """
+    """Checks that a model can run slices of sequences."""
     if num_slices == 1:
         return
     if not all(function.takes_past for function in model.layer_functions):

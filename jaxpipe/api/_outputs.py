@@ -52,23 +52,12 @@ def _check_has_rows(returned: PyTree, count: int) -> None:
 
 
 def from_metrics(metrics: dict[str, Array], model: Model, *shapes: PyTree) -> PyTree:
-    """Returns the output of a model from the metrics of `returning_outputs`.
-
-    Args:
-        *shapes: The shapes of the arguments of `output`, in their order.
-    """
+    """Returns the output of a model of `returning_outputs`, given the shapes of its arguments."""
     return from_leaves_by_path(metrics, jax.eval_shape(_output_function(model), *shapes))
 
 
 def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, mesh: Mesh) -> Array:
-    """Returns [B, ...], the rows of a batch in their order, from [M * s, D, rows, ...].
-
-    Args:
-        shape: The shape of a whole piece, [rows, ...].
-
-    Raises:
-        ValueError: If slices have other entries than those of their positions.
-    """
+    """Returns [B, ...] rows in their order from [M * s, D, rows, ...]; a whole piece is `shape`."""
     if num_slices > 1:
         rows, *positions = x.shape[2:]
         joined = rows, *(num_slices * n for n in positions[:1]), *positions[1:]
@@ -87,14 +76,7 @@ def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, m
 
 
 def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> PyTree:
-    """Returns outputs that are sharded as a spec says, or a tree of specs that is a prefix.
-
-    Args:
-        has_stages: Whether an array may be divided over `stage`.
-
-    Raises:
-        ValueError: If a spec names an axis that is none of the mesh, or divides ranks.
-    """
+    """Returns outputs that are sharded as a spec says, or a tree of specs that is a prefix."""
 
     def shard(spec: Any, tree: PyTree) -> PyTree:
         if not isinstance(spec, PartitionSpec):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import HandOver
-from ..engines import Engine, PipelinePlan
+from ..engines import Engine, PipelineSpec
 from ..schedules import language
 from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
@@ -105,21 +105,14 @@ def _filled(parts: list[Any], rows: int, width: int, dtype: str) -> Any:
 def packed_x(
     model: Model,
     engine: Engine,
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     weights: dict[str, Any],
     rows: PyTree,
     key: Any,
 ) -> PackedX | None:
     """Returns the types of x if layers of several kinds change it; None if they do not.
 
-    Args:
-        weights: Stored parameters in the groups of engines, or their shapes.
-        rows: Shapes of a piece of the batch, [b, ...] leaves.
-        key: A dropout key or its shape, or ().
-
-    Raises:
-        ValueError: If layers change x, and a leaf of an x has no dim of rows, layers of one kind
-            are given different x, or the schedule has slices of sequences.
+    `rows` are shapes of a piece of the batch; weights and keys may be shapes too.
     """
     if not plan.kinds:
         return None
@@ -149,17 +142,9 @@ def packed_x(
 def x_of_layers(
     model: Model, kinds: Sequence[str], groups: dict[str, Any], rows: PyTree, key: Any
 ) -> Iterator[PyTree]:
-    """Computes the shapes of x between layers.
+    """Yields the shapes of x that enters every layer, in forward order, and that of the loss.
 
-    Args:
-        model: The model.
-        kinds: The kind of every layer.
-        groups: Shapes of parameters in groups; "layers" has those of one layer of each kind.
-        rows: Shapes of rows of a batch, [b, ...] leaves.
-        key: The shape of a dropout key, or ().
-
-    Yields:
-        The shapes of x that enters every layer, in forward order, and the loss.
+    All arguments but the kind of every layer are shapes; "layers" has one layer of each kind.
     """
     x, behind = jax.eval_shape(model.embed, groups["embed"], rows, key), dict[Any, Any]()
     yield x
@@ -179,16 +164,7 @@ def x_of_layers(
 def layer_with_weights(
     model: Model, kind: str, groups: dict[str, Any]
 ) -> tuple[ModelFunction, PyTree]:
-    """Returns the function of a kind of layers, and its first argument.
-
-    Args:
-        model: A model with several kinds of layers.
-        kind: The name of the kind.
-        groups: Parameters in groups; "layers" has those of one layer of each kind.
-
-    Returns:
-        The function, and the parameters that it is given.
-    """
+    """Returns the function of a kind of layers, and the parameters of one that it is given."""
     layers: Any = model.layer
     weights = groups["layers"][kind]
     return layers[kind], {"layer": weights, "shared": groups["shared"]} if model.shared else weights
@@ -229,7 +205,7 @@ def _check_kinds(kinds: Sequence[str], entering: Sequence[XType]) -> None:
             )
 
 
-def _check_whole(plan: PipelinePlan) -> None:
+def _check_whole(plan: PipelineSpec) -> None:
     if plan.schedule is not None and language.num_slices(plan.schedule) > 1:
         raise ValueError(
             "`schedule` cuts sequences into slices, and layers return another x than they are "

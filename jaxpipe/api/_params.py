@@ -69,11 +69,7 @@ def is_stored(params: PyTree) -> bool:
 
 
 def check_stored(params: PyTree) -> None:
-    """Checks that parameters are as `shard` returns them.
-
-    Raises:
-        ValueError: If they are not, such as those in the user's own tree.
-    """
+    """Checks that parameters are as `shard` returns them."""
     if not (isinstance(params, dict) and isinstance(params.get("layers"), StoredLayers)):
         raise ValueError(
             "`params` is not as the pipeline stores parameters. Give what `pipe.shard(params)` or "
@@ -88,14 +84,7 @@ def weights_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_groups(groups: Any, shared: bool, *, needs_arrays: bool = False) -> None:
-    """Checks that parameters are in the groups of a model.
-
-    Args:
-        needs_arrays: Whether layers must have some, where they share none.
-
-    Raises:
-        ValueError: If a group is missing, there is another one, or layers have no arrays.
-    """
+    """Checks that parameters are in the groups of a model."""
     found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
     wanted = (*(("shared",) if shared else ()), *GROUPS)
     if found != sorted(wanted):
@@ -112,17 +101,7 @@ def check_groups(groups: Any, shared: bool, *, needs_arrays: bool = False) -> No
 
 
 def check_layers(layers: PyTree, name: str = "params['layers']") -> tuple[int, bool]:
-    """Checks that the layers of the user's tree are alike.
-
-    Args:
-        layers: A list or tuple of L trees, or one tree of leaves [L, ...]; or shapes of these.
-
-    Returns:
-        (L, whether `layers` is a list).
-
-    Raises:
-        ValueError: If there are no layers, or they differ in structure, shapes or dtypes.
-    """
+    """Checks that layers are alike, and returns L and whether they are in a list."""
     if isinstance(layers, list | tuple):
         _check_alike(layers, name)
         return len(layers), True

@@ -22,17 +22,7 @@ _LENGTH_DIM = 3
 
 
 def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
-    """Splits a batch into pieces of consecutive rows.
-
-    Args:
-        batch: [B, ...] leaves.
-
-    Returns:
-        [M, D, B / (M * D), ...] leaves.
-
-    Raises:
-        ValueError: If leaves have different numbers of rows, or these do not divide.
-    """
+    """Splits a batch [B, ...] into pieces of consecutive rows, [M, D, B / (M * D), ...]."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError("`batch` has no arrays. Give a pytree of arrays [rows, ...].")
@@ -69,14 +59,7 @@ def _name(path: Any) -> str:
 
 
 def on_pieces(function: Callable, num_shared: int, *arguments: PyTree) -> PyTree:
-    """Runs a function on each of d pieces.
-
-    Args:
-        *arguments: The arguments; leaves of those behind the shared ones are [d, ...].
-
-    Returns:
-        The results, with leaves [d, ...].
-    """
+    """Runs a function on each of d pieces; arguments behind the shared ones are [d, ...]."""
     shared, pieces = arguments[:num_shared], arguments[num_shared:]
     if jax.tree.leaves(pieces)[0].shape[0] == 1:
         result = function(*shared, *jax.tree.map(lambda x: x[0], pieces))
@@ -94,17 +77,9 @@ def sum_pieces(tree: PyTree) -> PyTree:
 
 
 def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
-    """Cuts the sequences of pieces into slices.
+    """Cuts sequences of pieces [M, D, rows, ...] into slices, [M * s, D, rows, ...] in order.
 
-    Args:
-        pieces: [M, D, rows, ...] leaves.
-
-    Returns:
-        [M * s, D, rows, ...] leaves, the slices of a microbatch in order. Leaves without a sequence
-        are repeated for every slice.
-
-    Raises:
-        ValueError: If leaves have different lengths, or these do not divide.
+    Leaves without a sequence are repeated for every slice.
     """
     if num_slices == 1:
         return pieces
@@ -144,15 +119,7 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
 
 
 def check_appended(new: PyTree, piece: PyTree, sliced_leaves: PyTree) -> None:
-    """Checks that a layer has appended all positions of its slice.
-
-    Args:
-        new: [rows, t, ...] leaves, what the layer has given to `past.append`.
-        piece: [rows, ...] leaves of the batch that the layer was given.
-
-    Raises:
-        ValueError: If a leaf has another number of positions.
-    """
+    """Checks that a layer has appended all positions of its slice, as leaves [rows, t, ...]."""
     chosen = zip(jax.tree.leaves(piece), _chosen(piece, sliced_leaves, 1), strict=True)
     length = next(leaf.shape[1] for leaf, is_sliced in chosen if is_sliced)
     for leaf in jax.tree.leaves(new):

@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
-from ..engines import ENGINES, Engine, PipelinePlan, When, usual_engine
+from ..engines import ENGINES, Engine, PipelineSpec, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
+from ..sharding import num_ranks_of
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, cast_model, check_contributions, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
@@ -149,7 +150,7 @@ def pipeline(
     """
     check_model(model)
     model = model if sequence_dim is None else replace(model, sequence_dim=sequence_dim)
-    num_ranks = _num_ranks(mesh)
+    num_ranks = num_ranks_of(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, schedule)
@@ -178,7 +179,7 @@ def pipeline(
     check_sliced(model, num_slices)
     check_sequences(model, mesh, num_slices, has_specs=param_specs is not None)
     counts, num_mtp = _layer_counts(layers_per_stage)
-    told = PipelinePlan(
+    told = PipelineSpec(
         mesh=mesh,
         layout=selected.layout(as_run, num_ranks, (1,) * (as_run.num_stages if as_run else 1)),
         num_microbatches=microbatches,
@@ -244,15 +245,6 @@ def _layer_counts(
     if given is not None and not all(hasattr(n, "__index__") and n >= 0 for n in given):
         raise ValueError(f"`layers_per_stage` is {given}. Give the number of layers of each stage.")
     return None if given is None else tuple(given), None
-
-
-def _num_ranks(mesh: Mesh) -> int:
-    if "stage" not in mesh.shape:
-        raise ValueError(
-            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
-            "'stage'."
-        )
-    return mesh.shape["stage"]
 
 
 def _schedule(

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import slice_sequences, split_metrics
-from ..engines import Engine, PipelinePlan
+from ..engines import Engine, PipelineSpec
 from ..engines.fsdp import gathered_size, num_row_shards, with_layer_specs
 from ..schedules import language
 from ._frozen import (
@@ -93,7 +93,7 @@ class PipelinedModel(InspectedModel):
 
     model: Model
     engine: Engine
-    told: PipelinePlan
+    told: PipelineSpec
     layers_per_stage: tuple[int, ...] | None = None
     frozen: FrozenRule | None = None
     num_mtp_layers: int | None = None
@@ -158,7 +158,7 @@ class PipelinedModel(InspectedModel):
         )
         return num_layers, in_list, specs
 
-    def _weights(self, plan: PipelinePlan, params: PyTree) -> dict[str, PyTree]:
+    def _weights(self, plan: PipelineSpec, params: PyTree) -> dict[str, PyTree]:
         """Returns the parameters in the groups of engines."""
         groups = self.model.to_groups(params)
         if self.frozen is not None:
@@ -187,17 +187,17 @@ class PipelinedModel(InspectedModel):
         return self._stored(plan, weights, num_layers, in_list)
 
     def _stored(
-        self, plan: PipelinePlan, weights: dict[str, Any], num_layers: NumLayers, in_list: InList
+        self, plan: PipelineSpec, weights: dict[str, Any], num_layers: NumLayers, in_list: InList
     ) -> StoredParams:
         specs, layer_ids = plan.param_specs, self._layer_ids(plan)
         layers = StoredLayers(weights["stages"], num_layers, in_list, specs, layer_ids)
         return {name: weights[name] for name in weights if name != "stages"} | {"layers": layers}
 
-    def _layer_ids(self, plan: PipelinePlan) -> tuple[Any, ...]:
+    def _layer_ids(self, plan: PipelineSpec) -> tuple[Any, ...]:
         """Returns which layer is where in stored parameters."""
         return self.engine.layer_ids(plan.layout)
 
-    def _plan_of(self, params: StoredParams) -> PipelinePlan:
+    def _plan_of(self, params: StoredParams) -> PipelineSpec:
         """Returns the plan for stored parameters, and checks that they suit this pipeline."""
         check_stored(params)
         layers = params["layers"]
@@ -205,7 +205,7 @@ class PipelinedModel(InspectedModel):
         self._check_layer_ids(plan, layers.layer_ids)
         return plan
 
-    def _check_layer_ids(self, plan: PipelinePlan, layer_ids: tuple[Any, ...]) -> None:
+    def _check_layer_ids(self, plan: PipelineSpec, layer_ids: tuple[Any, ...]) -> None:
         if layer_ids != self._layer_ids(plan):
             raise ValueError(
                 "`params` is stored by a pipeline that has other layers in its stages, or its "
@@ -245,7 +245,7 @@ class PipelinedModel(InspectedModel):
             return False
         return True
 
-    def _plan_of_state(self, node: Any) -> PipelinePlan:
+    def _plan_of_state(self, node: Any) -> PipelineSpec:
         """Returns the plan for a part of an optimizer's state, and checks that it suits."""
         if not isinstance(node, StoredState):
             return self.plan(self._any_num_layers)
@@ -467,7 +467,7 @@ class PipelinedModel(InspectedModel):
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         return self.engine.jit(self.plan(self._any_num_layers), function, donated)
 
-    def plan(self, num_layers: NumLayers, specs: ParamSpecs = ()) -> PipelinePlan:
+    def plan(self, num_layers: NumLayers, specs: ParamSpecs = ()) -> PipelineSpec:
         """Returns what the engine is told about a model of so many layers.
 
         Args:
@@ -521,7 +521,7 @@ class PipelinedModel(InspectedModel):
 
     def _arguments(
         self, params: StoredParams, batch: PyTree, key: Array | None
-    ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PieceInputs, Any]:
+    ) -> tuple[PipelineSpec, StagedModel, dict[str, Any], PieceInputs, Any]:
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         plan, num_layers = self._plan_of(params), params["layers"].num_layers
         weights = weights_of(params)
@@ -583,12 +583,12 @@ class PipelinedModel(InspectedModel):
 
     def _arguments_of_contributions(
         self,
-        plan: PipelinePlan,
+        plan: PipelineSpec,
         weights: dict[str, Any],
         num_layers: int,
         batch: PyTree,
         key: Array | None,
-    ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PyTree, Any]:
+    ) -> tuple[PipelineSpec, StagedModel, dict[str, Any], PyTree, Any]:
         """Returns the arguments of an engine for functions that return contributions."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if jnp.shape(leaf)[:1] != (self.num_pieces,):
@@ -609,7 +609,7 @@ class PipelinedModel(InspectedModel):
         layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, nothing))
         return plan, model, weights, inputs, layer_keys
 
-    def _stages_of(self, plan: PipelinePlan) -> list[Callable]:
+    def _stages_of(self, plan: PipelineSpec) -> list[Callable]:
         """Returns functions from a layer to the stage that runs layers, and to that of a slice."""
         if self.num_slices == 1:
             return [partial(self.engine.stage, plan)]
@@ -641,7 +641,7 @@ class PipelinedModel(InspectedModel):
         return self._row_report(model, plan, weights, batch, key_or_none)
 
     def _packed(
-        self, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+        self, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> tuple[Model, PackedX | None]:
         """Returns the model whose layers all return one x, and what takes its place, if needed."""
         shards = num_row_shards(self.mesh)
@@ -650,13 +650,13 @@ class PipelinedModel(InspectedModel):
             packed = packed_x(self.model, self.engine, plan, weights, rows, key)
         return (self.model if packed is None else on_packed(self.model, packed)), packed
 
-    def _shapes_by_kind(self, plan: PipelinePlan, weights: dict[str, Any]) -> dict[str, Any]:
+    def _shapes_by_kind(self, plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns shapes of the groups, of layers those of one of each kind."""
         groups = jax.tree.map(shape_of, weights)
         return groups | {"layers": self.engine.layers_by_kind(plan, groups.pop("stages"))}
 
     def _row_report(
-        self, model: Model, plan: PipelinePlan, weights: dict[str, Any], batch: PyTree, key: Any
+        self, model: Model, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> RowReport:
         groups = self._shapes_by_kind(plan, weights)
         shapes_of = partial(piece_shapes, model, batch, self.num_pieces)
@@ -678,7 +678,7 @@ class PipelinedModel(InspectedModel):
         return report
 
     def _staged_model(
-        self, of_user: Model, plan: PipelinePlan, packed: PackedX | None, by_tokens: bool
+        self, of_user: Model, plan: PipelineSpec, packed: PackedX | None, by_tokens: bool
     ) -> StagedModel:
         num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards

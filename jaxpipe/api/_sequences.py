@@ -20,11 +20,7 @@ CONTEXT = "context"
 
 
 def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: bool) -> None:
-    """Checks that something is divided over the axis `context`, if the mesh has it.
-
-    Raises:
-        ValueError: If all its devices would compute the same, or the schedule cuts sequences too.
-    """
+    """Checks that something is divided over the axis `context`, if the mesh has it."""
     size = mesh.shape.get(CONTEXT, 1)
     if size == 1 or model.contributions:
         return
@@ -44,13 +40,7 @@ def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: boo
 def boundary_of_slices(
     embed: Callable, mesh: Mesh, dim: int | None, loss: Callable | None = None
 ) -> BoundaryOfSlices | None:
-    """Returns how functions that treat tokens one by one run on slices of sequences.
-
-    Args:
-        embed: `StagedModel.embed` without constraints on what it returns.
-        dim: The dim of T in what `embed` is given and returns. None: sequences are whole.
-        loss: `StagedModel.loss`, if it is a sum over tokens.
-    """
+    """Returns how functions that treat tokens one by one run on slices along a dim, if known."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if dim is None or mesh.shape.get(CONTEXT, 1) == 1 or types[CONTEXT] != AxisType.Auto:
         return None
@@ -58,14 +48,9 @@ def boundary_of_slices(
 
 
 def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) -> PyTree:
-    """Returns a tree whose leaves are divided over `context` along a dim, if they have it.
+    """Returns a tree whose leaves [..., b, T, ...] are divided over `context`, if they have T.
 
-    Args:
-        tree: [..., b, T, ...] leaves, with `lead` dims before b.
-        dim: The dim of T, without `lead`. None: they stay as they are.
-
-    Raises:
-        ValueError: If no leaf can be divided.
+    `dim` is that of T behind `lead` dims; None leaves them as they are.
     """
     size = mesh.shape.get(CONTEXT, 1)
     if dim is None or size == 1:

@@ -29,12 +29,7 @@ def param_specs(
     has_kinds: bool = False,
     shared: bool = False,
 ) -> ParamSpecs:
-    """Returns the specs of the parameters that have one.
-
-    Raises:
-        ValueError: If a spec names an axis that is not in the mesh or is not for parameters, or
-            dims do not divide; if layers differ in their specs.
-    """
+    """Returns the specs of the parameters that have one."""
     if rule is None:
         return ()
     specs = _of_leaves(rule, params)

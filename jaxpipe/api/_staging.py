@@ -58,15 +58,7 @@ def make_inputs(
     same_draws: bool = False,
     loss_of_all_rows: bool = False,
 ) -> PieceInputs:
-    """Cuts a batch into pieces, and adds keys and the scale of losses.
-
-    Args:
-        batch: [B, ...] leaves.
-
-    Raises:
-        ValueError: If rows or sequences do not divide, or the loss has another form than `Model`
-            says.
-    """
+    """Cuts a batch [B, ...] into pieces, and adds keys and the scale of losses."""
     num_shards = 1 if whole_microbatches else num_row_shards(mesh)
     pieces = to_pieces(batch, num_microbatches, num_shards)
     inputs = PieceInputs(to_slices(pieces, num_slices, model.sliced_leaves))
@@ -145,13 +137,9 @@ Divide = Callable[[PyTree, PyTree], PyTree]
 
 
 def divided(mesh: Mesh, sequence_dim: int | None, whole_microbatches: bool) -> Divide:
-    """Returns a function that divides sequences over devices, and rows of whole microbatches.
+    """Returns `(x, batch) -> x` that divides sequences over devices, and rows of microbatches.
 
-    Left to itself, XLA may copy activations whole to every device, or divide another dim. Otherwise
-    a piece has the rows of one device.
-
-    Returns:
-        `(x, batch) -> x`, where leaves of x with as many rows as those of the batch are divided.
+    Left to itself, XLA may copy activations whole to every device, or divide another dim.
     """
     spec = PartitionSpec(row_axes(mesh) if whole_microbatches else ())
 
@@ -282,11 +270,7 @@ def _own_rows(axes: tuple[str, ...], num_shards: int, leaf: Any, dim: int | None
 
 
 def boundary_model(model: Model, num_pieces: int, divide: Divide = undivided) -> StagedModel:
-    """Returns the model as engines run it, without its layers.
-
-    Returns:
-        Functions of leaves [d, ...], for d pieces of a microbatch.
-    """
+    """Returns the model as engines run it on [d, ...] pieces, without its layers."""
     mean = 1 / num_pieces
 
     def loss(parts: Callable, boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
@@ -392,11 +376,7 @@ def contributing_model(
     stage_of: Callable[[Any], Callable],
     sliced_stage_of: Callable[[Any], Callable] | None = None,
 ) -> StagedModel:
-    """Returns a model whose functions return contributions, as engines run it.
-
-    Args:
-        stage_of: From a layer, or layers by kind, to the stage that runs layers.
-    """
+    """Returns a model whose functions return contributions, as engines run it."""
 
     def loss(boundary: dict[str, Any], x: PyTree, inputs: PyTree) -> Any:
         head = boundary if model.tied else boundary["head"]
@@ -413,8 +393,8 @@ def contributing_model(
         return run
 
     def of_sliced_layer(function: Any) -> Callable:
-        def run(weights: Any, x: PyTree, given: tuple[PyTree, Past], constants: Any) -> Any:
-            (inputs, past), (key, frozen) = given, constants
+        def run(weights: Any, x: PyTree, inputs: PyTree, constants: Any, past: Past) -> Any:
+            key, frozen = constants
             returned, past = function(join(weights, frozen), x, inputs, key, past)
             y, aux = x_and_aux(returned, x)
             return y, (aux, past)
@@ -479,8 +459,9 @@ def _sliced_layer(
         y, aux = x_and_aux(returned, x)
         return divide(y, inputs.batch), _shares(aux, mean), made.earlier, made.new
 
-    def layer_of_pieces(weights: Any, x: PyTree, given: Any, constants: Any) -> Any:
-        inputs, past = given
+    def layer_of_pieces(
+        weights: Any, x: PyTree, inputs: PieceInputs, constants: Any, past: Past
+    ) -> Any:
         one = partial(layer, weights, constants, past.offset, past.num_slices)
         x, aux, earlier, new = on_pieces(one, 0, x, inputs, past.earlier)
         return x, (sum_pieces(aux), replace(past, earlier=earlier, new=new))

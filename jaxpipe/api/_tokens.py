@@ -33,17 +33,8 @@ def check_token_wise(
 ) -> bool:
     """Checks that functions treat tokens one by one, apart from `jaxpipe.attention`.
 
-    Args:
-        weights: Shapes of the groups, those of layers of one layer; or a dict with one of each
-            kind.
-        rows: Shapes of what functions are given of a batch.
-
-    Returns:
-        Whether a slice of x is what the embedding makes of a slice of its inputs. More is allowed:
-        positions and random bits of a slice are not those of the first tokens.
-
-    Raises:
-        ValueError: If one does not, or is not known to.
+    It returns whether a slice of x is what the embedding makes of a slice of its inputs. More is
+    allowed: positions and random bits of a slice are not those of the first tokens.
     """
     size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
     if dim is None or size == 1:

@@ -7,7 +7,7 @@ from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine
 from ._engine import OwnSchedule as OwnSchedule
 from ._engine import ParamSpecs as ParamSpecs
-from ._engine import PipelinePlan as PipelinePlan
+from ._engine import PipelineSpec as PipelineSpec
 from ._engine import When as When
 from ._kinds import with_kinds as _with_kinds
 from ._layer_order import common_sequence as common_sequence

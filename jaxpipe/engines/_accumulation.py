@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import accum_dtype, fold_in_microbatch, merge_leading, split_metrics
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, PipelineSpec
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from .fsdp import over_data
 
@@ -95,7 +95,7 @@ def with_calls(engine: Engine) -> Engine:
 
     def of_calls(run: Callable, *, has_grads: bool) -> Callable:
         def run_calls(
-            plan: PipelinePlan, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
+            plan: PipelineSpec, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
             def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
                 result = run(plan, model, weights, inputs, keys)

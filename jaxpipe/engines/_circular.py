@@ -12,7 +12,7 @@ from ..schedules.builders import circular_ticks
 from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
-from ._engine import Engine, OwnSchedule, PipelinePlan
+from ._engine import Engine, OwnSchedule, PipelineSpec
 from ._jit import jit
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes, boundary_memory
 from ._memory_cap import check_cap
@@ -52,7 +52,7 @@ def _prepare(
     return circular, None
 
 
-def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
+def _options(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
     """Returns the options of the circular pipeline; raises a `ValueError` if it cannot run."""
     layout = plan.layout
     circular_engine.check_circular(
@@ -75,14 +75,14 @@ def _options(plan: PipelinePlan, weights: dict[str, Any], keys: Any) -> dict[str
 
 
 def _value(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     options = _options(plan, weights, keys)
     return circular_engine.circular_value(model, weights, batch_inputs, keys, **options)
 
 
 def _value_and_grad(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     options = _options(plan, weights, keys)
     return circular_engine.circular_value_and_grad(
@@ -90,7 +90,7 @@ def _value_and_grad(
     )
 
 
-def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
     """Returns the timeline of a loop of ticks and its transpose, which all ranks run together."""
     assert plan.schedule is not None
     last, num_forwards = plan.layout.num_ranks - 1, plan.num_microbatches * plan.layout.num_repeats
@@ -119,17 +119,17 @@ def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     return Timeline(plan.schedule, tuple(rows))
 
 
-def _handover(plan: PipelinePlan) -> int:
+def _handover(plan: PipelineSpec) -> int:
     """Returns the ticks after which the next rank has what a rank computes."""
     return 2 if plan.forwarding_delay else 1
 
 
-def _num_ticks(plan: PipelinePlan) -> int:
+def _num_ticks(plan: PipelineSpec) -> int:
     counts = plan.layout.num_ranks, plan.layout.num_repeats, plan.num_microbatches
     return circular_ticks(*counts, _handover(plan))
 
 
-def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     S = plan.layout.num_ranks
     counts = StepCounts(S, plan.layout.num_repeats, plan.num_microbatches, None)
     counts = counts._replace(forwarding_delay=plan.forwarding_delay)
@@ -190,12 +190,12 @@ def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
             return sizes.casts.stored + 2 * sizes.layer_read
 
 
-def _has_branches(plan: PipelinePlan) -> bool:
+def _has_branches(plan: PipelineSpec) -> bool:
     """Returns whether some ranks skip layers."""
     return bool(plan.layout.counts or plan.kinds)
 
 
-def _may_divide(plan: PipelinePlan) -> bool:
+def _may_divide(plan: PipelineSpec) -> bool:
     return not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh)
 
 

@@ -1,4 +1,4 @@
-"""Defines what every engine is given and what it can do: the records `PipelinePlan` and `Engine`.
+"""Defines what every engine is given and what it can do: the records `PipelineSpec` and `Engine`.
 
 The front door knows engines by these records only. S ranks, v stages on each, L layers, M
 microbatches.
@@ -28,7 +28,7 @@ ParamSpecs = tuple[tuple[str, PartitionSpec], ...]
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelineSpec:
     """One pipeline, whatever its model.
 
     Attributes:
@@ -184,8 +184,8 @@ class Engine:
             of all ranks wait.
         sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
-            (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
-            then [M * s, D, ...] for s slices. None: the engine runs no schedule with slices.
+            inputs_m, key, past) -> (x, (aux, past))`. Leaves of `batch_inputs` are then [M * s, D,
+            ...] for s slices. None: the engine runs no schedule with slices.
         own_schedule: The schedule that it runs, if it runs one and no other.
     """
 
@@ -204,31 +204,31 @@ class Engine:
     ]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
     layer_ids: Callable[[LayerLayout], tuple[Any, ...]]
-    stack: Callable[[PipelinePlan, Any], PyTree]
-    unstack: Callable[[PipelinePlan, PyTree], Any]
-    share: Callable[[PipelinePlan, PyTree, PyTree], PyTree]
+    stack: Callable[[PipelineSpec, Any], PyTree]
+    unstack: Callable[[PipelineSpec, PyTree], Any]
+    share: Callable[[PipelineSpec, PyTree, PyTree], PyTree]
     own_copy: Callable[[dict[str, PyTree]], PyTree]
-    sum_shared: Callable[[PipelinePlan, PyTree], tuple[PyTree, PyTree]]
-    layer_keys: Callable[[PipelinePlan, Any, PyTree], Any]
+    sum_shared: Callable[[PipelineSpec, PyTree], tuple[PyTree, PyTree]]
+    layer_keys: Callable[[PipelineSpec, Any, PyTree], Any]
     layer_shapes: Callable[[PyTree, str | None], PyTree]
-    stage: Callable[[PipelinePlan, Any], Callable]
-    value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
-    value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
-    put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
-    shardings: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
-    rank_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
-    step_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
-    init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
-    put_like: Callable[[PipelinePlan, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
-    gather: Callable[[PipelinePlan, Any], Any]
-    jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
-    timeline: Callable[[PipelinePlan, Costs], Timeline]
-    buffers: Callable[[PipelinePlan], tuple[Buffers, ...]]
+    stage: Callable[[PipelineSpec, Any], Callable]
+    value: Callable[[PipelineSpec, StagedModel, dict[str, Any], Any, Any], Any]
+    value_and_grad: Callable[[PipelineSpec, StagedModel, dict[str, Any], Any, Any], Any]
+    put: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
+    shardings: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
+    rank_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
+    step_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
+    init: Callable[[PipelineSpec, Callable[[], dict[str, Any]], bool], dict[str, Any]]
+    put_like: Callable[[PipelineSpec, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
+    gather: Callable[[PipelineSpec, Any], Any]
+    jit: Callable[[PipelineSpec, Callable, tuple[int, ...]], Callable]
+    timeline: Callable[[PipelineSpec, Costs], Timeline]
+    buffers: Callable[[PipelineSpec], tuple[Buffers, ...]]
     expected_buffers: Callable[[str | None, StepCounts], Buffers]
     memory: Callable[[StepCounts, Buffers, StepSizes], PeakMemory]
-    may_divide: Callable[[PipelinePlan], bool]
-    has_branches: Callable[[PipelinePlan], bool]
-    sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None
+    may_divide: Callable[[PipelineSpec], bool]
+    has_branches: Callable[[PipelineSpec], bool]
+    sliced_stage: Callable[[PipelineSpec, Any], Callable] | None = None
     own_schedule: OwnSchedule | None = None
 
     @property
@@ -236,7 +236,7 @@ class Engine:
         """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""
         return self.runs_schedules and not self.program_per_rank
 
-    def layers_by_kind(self, plan: PipelinePlan, stages: PyTree) -> PyTree:
+    def layers_by_kind(self, plan: PipelineSpec, stages: PyTree) -> PyTree:
         """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
         if not plan.kinds:
             return self.layer_shapes(stages, None)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..xla.compiler_flags import FLAGS, StepTraits, default_options
-from ._engine import PipelinePlan
+from ._engine import PipelineSpec
 
 
 class OneProgram:
@@ -42,7 +42,7 @@ class OneProgram:
         return getattr(self._program, name)
 
 
-def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
+def jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
     """Compiles a function to one program."""
     options = plan.compiler_options
     options = _default_options(plan) if options is None else dict(options)
@@ -50,7 +50,7 @@ def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...])
     return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
 
 
-def _default_options(plan: PipelinePlan) -> dict[str, str]:
+def _default_options(plan: PipelineSpec) -> dict[str, str]:
     """Returns XLA's options for the devices of a pipeline by the table of flags."""
     device, is_pipeline = plan.mesh.devices.flat[0], plan.schedule is not None
     traits = StepTraits(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Aux, Past, with_aux
-from ._engine import Engine, ParamSpecs, PipelinePlan
+from ._engine import Engine, ParamSpecs, PipelineSpec
 from ._layer_order import OrderedKeys, Runs, common_sequence, layer_runs, slots_by_kind
 from .fsdp import is_rule
 
@@ -31,19 +31,19 @@ def with_kinds(engine: Engine) -> Engine:
         are those of all layers, in the order in which they run.
     """
 
-    def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
+    def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.stack(plan, layers)
         plans = _plans(engine, plan)
         return _stages(plans, {k: engine.stack(plans[k], layers[k]) for k in plans})
 
-    def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
+    def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.unstack(plan, stages)
         plans = _plans(engine, plan)
         return {kind: engine.unstack(plans[kind], _of_kind(stages, kind)) for kind in plans}
 
-    def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
+    def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
         if not plan.kinds:
             return engine.layer_keys(plan, dropout, frozen)
         plans, order, keys_by_kind = _plans(engine, plan), np.array(plan.kinds_of_layers), {}
@@ -59,7 +59,7 @@ def with_kinds(engine: Engine) -> Engine:
         runs = map(layer_runs, _patterns(plan))
         return [OrderedKeys(*pair) for pair in zip(stages, runs, strict=True)]
 
-    def stage(plan: PipelinePlan, layers: Any) -> Callable:
+    def stage(plan: PipelineSpec, layers: Any) -> Callable:
         if not plan.kinds:
             return engine.stage(plan, layers)
         plans = _plans(engine, plan)
@@ -71,7 +71,7 @@ def with_kinds(engine: Engine) -> Engine:
 
         return _in_order(_common_runs(engine, plan), of_run)
 
-    def sliced_stage(plan: PipelinePlan, layers: Any) -> Callable:
+    def sliced_stage(plan: PipelineSpec, layers: Any) -> Callable:
         sliced = engine.sliced_stage
         assert sliced is not None
         if not plan.kinds:
@@ -93,23 +93,23 @@ def with_kinds(engine: Engine) -> Engine:
     )
 
 
-def _patterns(plan: PipelinePlan) -> list[tuple[str, ...]]:
+def _patterns(plan: PipelineSpec) -> list[tuple[str, ...]]:
     """Returns the kinds of the layers of every stage, in forward order."""
     order = plan.kinds_of_layers
     return [order[ids.start : ids.stop] for ids in plan.layout.stage_layer_ids]
 
 
-def _common_sequence(plan: PipelinePlan) -> tuple[str, ...]:
+def _common_sequence(plan: PipelineSpec) -> tuple[str, ...]:
     """Returns the kinds of the slots that every stage of one program has."""
     return common_sequence(_patterns(plan))
 
 
-def _common_runs(engine: Engine, plan: PipelinePlan) -> Runs | None:
+def _common_runs(engine: Engine, plan: PipelineSpec) -> Runs | None:
     """Returns the runs that every stage of one program has; None if each has runs of its own."""
     return None if engine.per_stage_state else layer_runs(_common_sequence(plan))
 
 
-def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
+def _plans(engine: Engine, plan: PipelineSpec) -> dict[str, PipelineSpec]:
     """Returns the plan of each kind: with a layout of the layers of this kind alone."""
     patterns, num_ranks = _patterns(plan), plan.mesh.shape["stage"]
     sequence = () if engine.per_stage_state else _common_sequence(plan)
@@ -131,7 +131,7 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
     return plans
 
 
-def _plan_of_run(engine: Engine, plan: PipelinePlan, num_layers: int, is_all: bool) -> PipelinePlan:
+def _plan_of_run(engine: Engine, plan: PipelineSpec, num_layers: int, is_all: bool) -> PipelineSpec:
     """Returns the plan of some layers of a kind, which are written out unless they are all."""
     scan = plan.scan_layers
     # In one program `counts` says that some slots are skipped.
@@ -158,7 +158,7 @@ def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:
     )
 
 
-def _stages(plans: dict[str, PipelinePlan], by_kind: dict[str, Any]) -> Any:
+def _stages(plans: dict[str, PipelineSpec], by_kind: dict[str, Any]) -> Any:
     """Returns stages by kind; or a list of stages, each with the kinds of which it has layers."""
     if not isinstance(next(iter(by_kind.values())), list):
         return by_kind
@@ -180,11 +180,7 @@ StageOfRun = Callable[[str, int, bool], Callable]
 
 
 def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
-    """Returns a stage that runs its layers in order.
-
-    Args:
-        common: The runs of all stages; None if they are in the keys of each.
-    """
+    """Returns a stage that runs its layers in order; without common runs they are in its keys."""
 
     def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
         sums: Aux = {}

@@ -14,11 +14,7 @@ _ROUNDING = 1e-9
 
 
 def activation_cap(schedule: Schedule, memory_cap: float | None) -> int | None:
-    """Returns the most activations that a rank may store.
-
-    Raises:
-        ValueError: If the order of the schedule stores more on a rank.
-    """
+    """Returns the most activations that a rank may store."""
     if memory_cap is None:
         return None
     per_microbatch = _activations_per_microbatch(schedule)
@@ -34,14 +30,7 @@ def activation_cap(schedule: Schedule, memory_cap: float | None) -> int | None:
 
 
 def check_cap(memory_cap: float | None, least: float, reason: str, instead: str) -> None:
-    """Checks that an engine can keep a cap.
-
-    Args:
-        least: The microbatches of a whole rank that the engine stores at least.
-
-    Raises:
-        ValueError: If the cap is below `least`.
-    """
+    """Checks that an engine, which stores `least` microbatches of a whole rank, can keep a cap."""
     if memory_cap is not None and memory_cap < least - _ROUNDING:
         raise ValueError(
             f"`memory_cap` is {memory_cap:g} microbatches, and {reason.format(f'{least:g}')}. Give "

@@ -18,7 +18,7 @@ from ..mpmd import api as mpmd_api
 from ..schedules import Costs, Op, Schedule, Timeline, check, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, PipelineSpec
 from ._memory import Buffers
 from ._memory_cap import activation_cap
 from ._scheduled import expected_buffers, memory
@@ -47,18 +47,18 @@ def _layout(schedule: Schedule | None, ranks: int, counts: tuple[int, ...]) -> L
     return LayerLayout(max(stages), ranks, max(counts), None, None if alike else counts)
 
 
-def _stack(plan: PipelinePlan, layers: PyTree) -> list[PyTree]:
+def _stack(plan: PipelineSpec, layers: PyTree) -> list[PyTree]:
     """Cuts [L, ...] leaves into a tree of [layers, ...] leaves for every stage."""
     ids = plan.layout.stage_layer_ids
     return [jax.tree.map(lambda leaf: leaf[r.start : r.stop], layers) for r in ids]  # noqa: B023
 
 
-def _unstack(plan: PipelinePlan, stages: Sequence[PyTree]) -> PyTree:
+def _unstack(plan: PipelineSpec, stages: Sequence[PyTree]) -> PyTree:
     del plan
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
 
 
-def _layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
+def _layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
     return list(zip(_stack(plan, dropout), frozen, strict=True))
 
 
@@ -68,7 +68,7 @@ def _layer_shapes(stages: list[PyTree], kind: str | None) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
 
 
-def _share(plan: PipelinePlan, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
+def _share(plan: PipelineSpec, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
     """Gives every stage what all layers share; and as keys [layers, 0] leaves if it has none."""
 
     def counted(stage: Any, num_layers: int) -> Any:
@@ -79,22 +79,22 @@ def _share(plan: PipelinePlan, stages: list[Any], shared: PyTree) -> list[dict[s
     return [{"layers": counted(stage, len(ids)), "shared": shared} for ids, stage in pairs]
 
 
-def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[Any], PyTree]:
+def _sum_shared(plan: PipelineSpec, stages: list[dict[str, Any]]) -> tuple[list[Any], PyTree]:
     """Returns the gradients of layers, and on all ranks those of what they share."""
     del plan
     sums = jax.tree.map(mpmd.cross_mpmd_all_reduce, *(stage["shared"] for stage in stages))
     return [stage["layers"] for stage in stages], sums
 
 
-def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
     return partial(run_layers, plan.layer_remat(layer), **_loop(plan))
 
 
-def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def _sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
     return partial(run_sliced_layers, plan.layer_remat(layer), **_loop(plan))
 
 
-def _loop(plan: PipelinePlan) -> dict[str, Any]:
+def _loop(plan: PipelineSpec) -> dict[str, Any]:
     """Returns the layers of a stage, which may have no arrays that say so, and how they run."""
     num_layers = None if plan.layout.counts else plan.layout.layers_per_stage
     return {"num_layers": num_layers, "scan": plan.scan_layers}
@@ -117,14 +117,14 @@ def _bound(model: StagedModel, weights: dict[str, Any]) -> tuple[StagedModel, di
 
 
 def _value(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
     return mpmd_api.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
 
 
 def _value_and_grad(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
     return mpmd_api.mpmd_value_and_grad(
@@ -132,7 +132,7 @@ def _value_and_grad(
     )
 
 
-def _put(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
+def _put(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
     """Moves stages to their ranks; embedding and head to those of the first and last stage."""
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
 
@@ -145,32 +145,14 @@ def _put(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, A
     return jax.tree.map(put, weights, _shardings(plan, weights, tied))
 
 
-def _init(plan: PipelinePlan, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
+def _init(plan: PipelineSpec, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
     """Makes the weights of every rank by a program of its own."""
     shapes = jax.eval_shape(make)
-    leaves, tree = jax.tree.flatten(_shardings(plan, shapes, tied))
-    arrays_by_rank: list[dict[int, jax.Array]] = [{} for _ in leaves]
-    for rank in leaves[0].mpmd_mesh.local_ranks:
-        held = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
-
-        def make_held(held: list[int] = held) -> list[jax.Array]:
-            values = jax.tree.leaves(make())
-            return [values[i] for i in held]
-
-        arrays = jax.jit(make_held, out_shardings=[leaves[i].of_rank(rank) for i in held])()
-        for i, array in zip(held, arrays, strict=True):
-            arrays_by_rank[i][rank] = array
-    mpmd_arrays = [
-        mpmd.MpmdArray.of_ranks(arrays, sharding, shape.shape, shape.dtype)
-        for arrays, sharding, shape in zip(
-            arrays_by_rank, leaves, jax.tree.leaves(shapes), strict=True
-        )
-    ]
-    return tree.unflatten(mpmd_arrays)
+    return mpmd_api.init_on_ranks(lambda rank: make(), shapes, _shardings(plan, shapes, tied))
 
 
 def _shardings(
-    plan: PipelinePlan, weights: dict[str, Any], tied: bool, *, copies: bool = False
+    plan: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
 ) -> dict[str, Any]:
     """Returns the ranks of every leaf, and its sharding over `fsdp` on them.
 
@@ -201,7 +183,7 @@ def _shardings(
 
 
 def _rank_bytes(
-    plan: PipelinePlan, weights: dict[str, Any], tied: bool, *, copies: bool = False
+    plan: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
 ) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, as stored or with `copies`."""
     bytes_by_rank = [0] * plan.mesh.shape["stage"]
@@ -214,7 +196,7 @@ def _rank_bytes(
 
 
 def _put_like(
-    plan: PipelinePlan, weights: dict[str, Any], like: dict[str, Any], tied: bool
+    plan: PipelineSpec, weights: dict[str, Any], like: dict[str, Any], tied: bool
 ) -> dict[str, Any]:
     """Puts new arrays of every stage, and of embedding and head, on the ranks of their weights."""
     del plan, tied
@@ -229,7 +211,7 @@ def _put_like(
     return placed | {"stages": [with_leaf(*pair) for pair in pairs]}
 
 
-def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
+def _gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
     """Copies arrays to the first device; all ranks must belong to this process."""
 
     def gather_leaf(leaf: Any) -> jax.Array:
@@ -246,7 +228,7 @@ def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
     return jax.tree.map(gather_leaf, tree)
 
 
-def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
+def _jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
     options = None if plan.compiler_options is None else dict(plan.compiler_options)
     return mpmd.mpmd_jit_with_loop(
@@ -254,12 +236,12 @@ def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]
     )
 
 
-def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
     assert plan.schedule is not None
     return schedules.simulate(plan.schedule, costs)
 
 
-def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers of every rank by the order of its actions; of slices as in ticks."""
     assert plan.schedule is not None
     past, num_slices = {}, language.num_slices(plan.schedule)

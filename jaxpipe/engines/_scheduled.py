@@ -12,7 +12,7 @@ from ..schedules import FAMILIES, Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, PipelineSpec
 from ._jit import jit
 from ._memory import (
     Buffers,
@@ -43,7 +43,7 @@ def _prepare(
 
 
 def _value(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.schedule is not None
     weights, batch_inputs = _undifferentiated((weights, batch_inputs))
@@ -64,7 +64,7 @@ def _value(
 
 
 def _value_and_grad(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.ticks is not None
     weights, batch_inputs = _undifferentiated((weights, batch_inputs))
@@ -84,7 +84,7 @@ def _value_and_grad(
     return _undifferentiated(result)
 
 
-def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
+def _step_bytes(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, with copies of others' stages."""
     assert plan.schedule is not None
     stages = _stacked.rank_bytes(plan, {"stages": weights["stages"]}, tied)
@@ -94,12 +94,12 @@ def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tupl
     )
 
 
-def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
     assert plan.ticks is not None
     return lock_step.simulate_ticks(plan.ticks, costs)
 
 
-def _buffers(plan: PipelinePlan) -> tuple[Buffers, ...]:
+def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
     assert plan.ticks is not None
     tables = lock_step.tick_tables(plan.ticks)

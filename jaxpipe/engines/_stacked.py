@@ -23,7 +23,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import (
     gathering_layer,
 )
-from ._engine import PipelinePlan
+from ._engine import PipelineSpec
 from .fsdp import (
     gather_of_layer,
     param_spec_tree,
@@ -45,11 +45,7 @@ def check_call(name: str) -> None:
 def round_robin_layout(
     schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
 ) -> LayerLayout:
-    """Assigns stage `repeat * num_ranks + rank` to each rank.
-
-    Args:
-        counts: [v * S] layers of every stage.
-    """
+    """Assigns stage `repeat * num_ranks + rank`, of `counts` layers, to each rank."""
     del schedule
     uneven = counts if len(set(counts)) > 1 else None
     return LayerLayout(len(counts) // num_ranks, num_ranks, max(counts), None, uneven)
@@ -58,26 +54,15 @@ def round_robin_layout(
 def layout_of_schedule(
     schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
 ) -> LayerLayout:
-    """Assigns stages to the ranks that run them by the schedule.
-
-    Args:
-        counts: [num_stages] layers of every stage.
-    """
+    """Assigns stages, of `counts` layers, to the ranks that run them by the schedule."""
     assert schedule is not None
     stages = stages_on_ranks(schedule)
     uneven = counts if len(set(counts)) > 1 else None
     return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
-    """Stacks layers as ranks hold them.
-
-    Args:
-        layers: [L, ...] leaves.
-
-    Returns:
-        [v, S, n, ...] leaves, with zeros where a stage has fewer than n layers.
-    """
+def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
+    """Stacks layers [L, ...] as ranks hold them, [v, S, n, ...], with zeros for padding."""
     ids = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims)
 
     def stack_leaf(leaf: Any) -> Any:
@@ -90,15 +75,8 @@ def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
     return jax.tree.map(stack_leaf, layers)
 
 
-def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
-    """Returns layers in forward order: the inverse of `stack`.
-
-    Args:
-        stages: [v, S, n, ...] leaves.
-
-    Returns:
-        [L, ...] leaves.
-    """
+def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
+    """Returns layers [L, ...] in forward order from [v, S, n, ...]: the inverse of `stack`."""
     ids = np.asarray(plan.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: plan.layout.num_layers]
@@ -106,15 +84,8 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 
-def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
-    """Gives every stage a copy of what all layers share.
-
-    Args:
-        stages: [v, S, n, ...] leaves.
-
-    Returns:
-        "layers", the stages; and "shared", copies [v, S, 1, ...], of which a rank has its own.
-    """
+def share(plan: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
+    """Returns "layers", the stages, and "shared", a copy [v, S, 1, ...] for each of them."""
     dims = *plan.layout.dims[:2], 1
     copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*dims, *leaf.shape)), shared)
     return {"layers": stages, "shared": copies}
@@ -125,22 +96,17 @@ def own_copy(stage: dict[str, PyTree]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
 
 
-def sum_shared(plan: PipelinePlan, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+def sum_shared(plan: PipelineSpec, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
     """Returns the gradients of layers, and those of what they share, summed over stages."""
     del plan
     sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1, 2)), stages["shared"])
     return stages["layers"], sums
 
 
-def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the keys of layers: dropout, frozen parameters and, if needed, the layer mask.
+def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
+    """Returns [v, S, n, ...] keys of layers: dropout, frozen parameters and, if needed, a mask.
 
-    Args:
-        dropout: [L, ...] dropout keys, or ().
-        frozen: [v, S, n, ...] leaves of frozen parameters.
-
-    Returns:
-        [v, S, n, ...] leaves.
+    Dropout keys are given as [L, ...], or (); frozen parameters as [v, S, n, ...].
     """
     keys = stack(plan, dropout), to_shards(plan, frozen)
     if not plan.layout.counts:
@@ -149,35 +115,28 @@ def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
     return {"dropout": keys, "layer_mask": jnp.asarray(mask)}
 
 
-def stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers one after the other, and skips padding layers.
 
-    Args:
-        layer: `(weights, x, inputs_m, key) -> (x, aux)` of one layer.
-
-    Returns:
-        `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
+    A layer is `(weights, x, inputs_m, key) -> (x, aux)`; for a stage weights and keys are [n, ...].
     """
     return partial(run_layers, _wrapped(plan, layer), **_loop(plan))
 
 
-def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers on one slice of each sequence.
 
-    Args:
-        layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))` of one layer.
-
-    Returns:
-        `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
+    A layer is `(weights, x, inputs_m, key, past) -> (x, (aux, past))`, the stage `(weights, x,
+    inputs_m, keys, past) -> (x, aux, past)`, where weights, keys and state are [n, ...].
     """
     return partial(run_sliced_layers, _wrapped(plan, layer), **_loop(plan))
 
 
-def _loop(plan: PipelinePlan) -> dict[str, Any]:
+def _loop(plan: PipelineSpec) -> dict[str, Any]:
     return {"num_layers": plan.layout.layers_per_stage, "scan": plan.scan_layers}
 
 
-def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
+def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer, from outside in: rematerialised, masked if it is padding, and gathering.
 
     The condition of a mask would return the weights that its backward reads, a copy of those of all
@@ -191,7 +150,7 @@ def _wrapped(plan: PipelinePlan, layer: Callable) -> Callable:
 
 
 def put(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
     """Moves weights to the devices that hold them."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
@@ -206,23 +165,19 @@ def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def init(
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     make: Callable[[], dict[str, PyTree]],
     tied: bool,
     *,
     stage_axis: str | None = "stage",
 ) -> dict[str, PyTree]:
-    """Makes weights on the devices that hold them; no device has more than its own shards.
-
-    Args:
-        tied: Not read: every rank has the weights of embedding and head.
-    """
+    """Makes weights on the devices that hold them; no device has more than its own shards."""
     where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
     return jax.jit(make, out_shardings=where)()
 
 
 def put_like(
-    plan: PipelinePlan,
+    plan: PipelineSpec,
     weights: dict[str, PyTree],
     like: dict[str, PyTree],
     tied: bool,
@@ -235,7 +190,7 @@ def put_like(
 
 
 def shardings(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
     """Returns where stored weights are."""
     del tied
@@ -250,13 +205,9 @@ def shardings(
 
 
 def rank_bytes(
-    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> tuple[int, ...]:
-    """Returns the bytes of weights on a device of every rank.
-
-    Returns:
-        [S] the same number for all.
-    """
+    """Returns [S] the bytes of weights on a device of every rank, which are the same for all."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(where), strict=True)
     size = sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
@@ -275,6 +226,6 @@ def may_divide_rows(mesh: Mesh) -> bool:
     return all(axis in ROW_AXES and types[axis] == AxisType.Auto for axis in others)
 
 
-def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
+def gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)

@@ -18,7 +18,7 @@ from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import as_stored_on_gpus, constrain_by
 from . import _stacked
-from ._engine import Engine, PipelinePlan
+from ._engine import Engine, PipelineSpec
 from ._jit import jit
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from ._memory_cap import check_cap
@@ -54,7 +54,7 @@ def _layout(schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]) 
 
 
 def _value(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
     with _mesh_in_context(plan):
@@ -62,7 +62,7 @@ def _value(
 
 
 def _value_and_grad(
-    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     arguments = _without_repeats(weights, keys, batch_inputs)
     model = _gathering(plan, model.with_constants(weights.get("constants", ())))
@@ -76,7 +76,7 @@ def _value_and_grad(
     return value, grads
 
 
-def _mesh_in_context(plan: PipelinePlan) -> AbstractContextManager[Any]:
+def _mesh_in_context(plan: PipelineSpec) -> AbstractContextManager[Any]:
     """Shows the mesh to functions of the model, as the engines do that pipeline.
 
     Explicit axes are the user's to show: outside of `jax.jit` arrays would be typed by them.
@@ -86,7 +86,7 @@ def _mesh_in_context(plan: PipelinePlan) -> AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh)
 
 
-def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
+def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage whose layers gather their weights one after the other."""
 
     def gathered(weights: PyTree, *arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
     return _stacked.stage(plan, gathered)
 
 
-def _gathering(plan: PipelinePlan, model: StagedModel) -> StagedModel:
+def _gathering(plan: PipelineSpec, model: StagedModel) -> StagedModel:
     """Returns the model whose embedding and loss gather their weights."""
 
     def embed(weights: PyTree, inputs_m: PyTree) -> Any:
@@ -108,7 +108,7 @@ def _gathering(plan: PipelinePlan, model: StagedModel) -> StagedModel:
     return replace(model, embed=embed, loss=loss)
 
 
-def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
+def _unsharded(plan: PipelineSpec, group: str, weights: PyTree) -> PyTree:
     """Returns weights that are no longer sharded over `fsdp`; their gradients are.
 
     Left to itself, XLA's partitioner may shard activations like the weights, over a dim other than
@@ -133,7 +133,7 @@ def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> t
     return groups, batch_inputs, keys
 
 
-def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
     """Returns one row, of the program that every rank runs."""
     one = builders.one_f_one_b(1, plan.num_microbatches)
     return schedules.simulate(one, costs)

@@ -19,7 +19,9 @@ from ..api.cut import (
     cut_model,
     cut_stack_or_calls,
     is_setting,
+    num_stacked,
     read_setting,
+    refuse_state,
 )
 
 
@@ -105,13 +107,7 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
     _check_no_state(module)
     takes_key = len(inspect.signature(call).parameters) == 3
     stack = _by_name(where(params))
-    sizes = {leaf.shape[:1] for leaf in stack.values()}
-    if len(sizes) != 1 or () in sizes:
-        shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
-        raise ValueError(
-            f"`layers` names a module with the arrays {shapes or 'none'}. Give the attribute with "
-            "a list of layers, or with a stack of them: arrays [layers, ...]."
-        )
+    names = [f"layers[{i}]" for i in range(num_stacked(stack))]
 
     def split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return _by_name(tree, [where(tree)]), _by_name(where(tree))
@@ -127,8 +123,6 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
     def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
         return with_values(params, outer, stack)
 
-    ((count,),) = sizes
-    names = [f"layers[{i}]" for i in range(count)]
     outer = _shapes_of(_by_name(params, [where(params)]))
     return CutModule(run, split, join, outer, _shapes_of(stack), names, takes_key, vmap)
 
@@ -303,9 +297,4 @@ def _check_no_state(module: Any) -> None:
 
     flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_state)
     stateful = [jax.tree_util.keystr(path) for path, node in flat if is_state(node)]
-    if stateful:
-        raise ValueError(
-            f"The module has the state {', '.join(stateful[:8])}. A pipeline has several "
-            "microbatches in different layers at the same time, so layers have no state: normalize "
-            "without batch statistics, and run without caches."
-        )
+    refuse_state(stateful)

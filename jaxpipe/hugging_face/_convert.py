@@ -41,6 +41,7 @@ from .formats import (
     MODEL_FORMATS,
     ConfigValues,
     LeafSlices,
+    TensorSlice,
     canonical_weights,
     leaf_slices,
     read_model,
@@ -223,7 +224,7 @@ def _check_count(
 ) -> None:
     """Refuses sizes that need far more tensors than the folder has, before allocating anything."""
     num_experts = 0 if sizes.moe is None or stacks_experts else sizes.moe.num_experts
-    num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    num_sparse = sizes.base_num_decoder_layers - sizes.num_dense_layers
     least = sizes.base_num_decoder_layers + num_sparse * num_experts
     if least > num_tensors:
         raise ValueError(
@@ -305,17 +306,19 @@ class _NotCopied(np.ndarray):
 
 
 def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredTensor]) -> PyTree:
-    """Loads the weights of an abstract tree into arrays in host memory."""
+    """Loads the weights of an abstract tree into arrays in host memory, each tensor once."""
     shapes = weight_shapes(tree)
     assert checkpoint.leaf_specs(shapes).keys() == parts.keys()
-
-    def fill(path: Any, leaf: Any) -> np.ndarray:
-        array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
+    arrays = jax.tree.map(lambda x: np.empty(x.shape, x.dtype).view(_NotCopied), shapes)
+    read_by: dict[str, list[tuple[TensorSlice, np.ndarray]]] = {}
+    for path, array in jax.tree_util.tree_leaves_with_path(arrays):
         for part in parts[jax.tree_util.keystr(path, simple=True, separator="/")]:
-            part.leaf_view(array)[...] = part.tensor_view(read_tensor(tensors[part.tensor]))
-        return array
-
-    return jax.tree_util.tree_map_with_path(fill, shapes)
+            read_by.setdefault(part.tensor, []).append((part, array))
+    for name, slices in read_by.items():
+        tensor = read_tensor(tensors[name])
+        for part, array in slices:
+            part.leaf_view(array)[...] = part.tensor_view(tensor)
+    return arrays
 
 
 def _check_saved_leaves(

@@ -118,13 +118,8 @@ def loss_after_layers(
 ) -> Callable:
     """Returns `(boundary, x, batch_inputs) -> (loss, metrics)` with the layers after the pipeline.
 
-    These are `boundary["head"]["layers"]`. Their load-balance losses are part of the loss.
-
-    Args:
-        layer: `(weights, x, batch_inputs, key) -> (x, aux)`.
-        token_loss: The loss behind the last layer.
-        kinds: The kind of every layer of the model, which `layer` is given with its key; () if
-            layers differ in nothing but weights.
+    These are `boundary["head"]["layers"]`. Their load-balance losses are part of the loss. If
+    layers are of several kinds, `layer` is given the kind with its key.
     """
 
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):

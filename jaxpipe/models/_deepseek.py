@@ -10,7 +10,7 @@ DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..autodiff.staged_model import Past, run_layers, run_sliced_layers
-from ..kernels import Attention, Scores
+from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
+from ._sizes import DecoderSizes
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
 from .layers._latent_attention import (
     LatentAttentionSettings,
@@ -38,7 +39,7 @@ Remat = Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
-class DeepseekConfig:
+class DeepseekConfig(DecoderSizes):
     """Sizes and choices of a model with latent attention and routed experts.
 
     Attributes:
@@ -112,17 +113,15 @@ class DeepseekConfig:
     mscale: float = 1.0
     normalization_layer_epsilon: float = 1e-6
 
-    norm_offset: ClassVar[float] = 0.0
-    attention_scores: ClassVar[tuple[Scores, ...]] = (Scores(),)
-    layer_kinds: ClassVar[tuple[int, ...]] = ()
-    has_biases_and_sinks: ClassVar[bool] = False
-    layers_per_block: ClassVar[int] = 1
-    chunk: ClassVar[int] = 0
-
     def __post_init__(self):
         self._check_choices()
         self._check_experts()
         self._check_heads()
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Returns the number of first layers with one MLP, which run before the pipeline."""
+        return self.first_num_dense_layers
 
     @property
     def attention(self) -> LatentAttentionSettings:
@@ -158,7 +157,7 @@ class DeepseekConfig:
             num_experts=self.num_experts,
             expert_dim=self.base_moe_mlp_dim,
             shared_experts=self.shared_experts,
-            has_bias=self.routed_bias,
+            has_choice_bias=self.routed_bias,
             load_balance_loss_weight=self.load_balance_loss_weight,
             router=RouterSettings(
                 score_func=self.routed_score_func,
@@ -265,11 +264,6 @@ def _half_weights(
     }
 
 
-def _inputs_and_past(batch_inputs: PyTree) -> tuple[PyTree, Past | None]:
-    """Returns the inputs of a slice and what is before it; None for a whole sequence."""
-    return batch_inputs if isinstance(batch_inputs, tuple) else (batch_inputs, None)
-
-
 def deepseek(
     config: DeepseekConfig,
     *,
@@ -287,9 +281,9 @@ def deepseek(
     """Returns `(embed, layer, loss)` of a DeepSeek model, pure functions of one microbatch.
 
     `batch_inputs` has what that of `llama` has. `layer` returns load-balance losses, which engines
-    add to the loss; `loss` adds those of layers after the pipeline. If `batch_inputs` is a pair
-    with the `Past` of earlier slices, `layer` returns `(y, (aux, past))` as that of `llama` does,
-    and `embed` returns `(x, past)` with the state of the dense layers.
+    add to the loss; `loss` adds those of layers after the pipeline. Given the `Past` of earlier
+    slices, `layer` returns `(y, (aux, past))` as that of `llama` does, and `embed` returns `(x,
+    past)` with the state of the dense layers.
 
     Args:
         config: The sizes of the model.
@@ -324,21 +318,20 @@ def deepseek(
         y, past = attend(w["attention"], h, inputs, past)
         return add(x, y, key), past
 
-    def dense_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, _):
-        inputs, past = _inputs_and_past(batch_inputs)
+    def dense_layer(
+        w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, _, past: Past | None = None
+    ):
         x, past = add_attention(w, x, inputs, past, ())
         y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return add(x, y, ()), {} if past is None else ({}, past)
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
-        inputs, past = _inputs_and_past(batch_inputs)
+    def layer(w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, key, past: Past | None = None):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x, past = add_attention(w, x, inputs, past, first)
         y, aux = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), inputs)
         return add(x, y, second), aux if past is None else (aux, past)
 
-    def embed(weights: PyTree, batch_inputs: PyTree) -> Any:
-        inputs, past = _inputs_and_past(batch_inputs)
+    def embed(weights: PyTree, inputs: PyTree, past: Past | None = None) -> Any:
         x = embed_tokens(weights["table"], inputs["tokens"], constrain=constrain, dtype=dtype)
         if past is not None:
             if "layers" in weights:

@@ -30,14 +30,13 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
         >>> matmul_flops_per_token(sizes, length=128)
         2875392.0
     """
-    D, num_layers = config.base_emb_dim, config.base_num_decoder_layers
-    num_blocks = num_layers // config.layers_per_block
+    D, num_blocks = config.base_emb_dim, config.num_blocks
+    num_layers = config.base_num_decoder_layers
     # All layers of a block but the last are of kind 0.
     kinds = (config.layer_kinds or (0,) * num_blocks) + (0,) * (num_layers - num_blocks)
     mean_positions = sum(_positions(config, kind, length) for kind in kinds) / num_layers
-    num_dense = num_layers if config.moe is None else num_layers - num_blocks
+    num_dense = num_layers if config.moe is None else num_layers - config.num_pipeline_layers
     if isinstance(config, DeepseekConfig):
-        num_dense = config.first_num_dense_layers
         attention = _latent_attention(config.attention, mean_positions)
     else:
         attention = _grouped_attention(config.attention, mean_positions)

@@ -68,4 +68,4 @@ class GptOssConfig(MixtureConfig):
     @property
     def moe(self) -> MoeSettings:
         """Returns the settings of the experts of a layer."""
-        return replace(super().moe, adds_biases=True, gated=clamped_swiglu)
+        return replace(super().moe, has_product_biases=True, gated=clamped_swiglu)

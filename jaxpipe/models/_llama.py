@@ -23,6 +23,7 @@ from ..autodiff.staged_model import Past
 from ..kernels import Attention, Scores, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
+from ._sizes import DecoderSizes
 from .layers._common import (
     ACTIVATION,
     HEADS,
@@ -56,7 +57,7 @@ class AttentionSizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(DecoderSizes):
     """Sizes of a llama, with MaxText's names.
 
     Attributes:
@@ -93,14 +94,11 @@ class LlamaConfig:
     use_qk_norm: bool = False
 
     # What all models of a family have, and no key says.
-    norm_offset: ClassVar[float] = 0.0  # what is added to stored scales of norms
     mlp_activation: ClassVar[str] = "silu"
     has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
     scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3.1")
     qk_norm_has_scales: ClassVar[bool] = True
-    # Whether the products of attention add biases, and heads have sinks: scores without a value.
-    has_biases_and_sinks: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.base_num_query_heads % self.base_num_kv_heads:
@@ -116,26 +114,6 @@ class LlamaConfig:
         if self.rope_type not in self.rope_types:
             types = " or ".join(map(repr, self.rope_types))
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give {types}.")
-
-    @property
-    def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns the scores of each kind of layers; here one kind, causal."""
-        return (Scores(),)
-
-    @property
-    def layers_per_block(self) -> int:
-        """Returns the number of layers of a block, which the pipeline counts as one layer."""
-        return 1
-
-    @property
-    def chunk(self) -> int:
-        """Returns the tokens of a chunk, which layers of kind 0 do not see beyond; 0: no chunks."""
-        return 0
-
-    @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """Returns the index of the kind of every layer of the pipeline; () if there is one kind."""
-        return ()
 
     @property
     def frequencies(self) -> Frequencies:
@@ -210,7 +188,7 @@ class MixtureConfig(LlamaConfig):
             num_experts=self.num_experts,
             expert_dim=self.base_moe_mlp_dim,
             shared_experts=0,
-            has_bias=False,
+            has_choice_bias=False,
             load_balance_loss_weight=self.load_balance_loss_weight,
             router=RouterSettings(
                 score_func="softmax",
@@ -325,8 +303,8 @@ def llama(
     If layers are of several kinds, `layer` is given the pair of its key and the index of its kind
     in place of its key.
 
-    If `batch_inputs` is a pair with the `Past` of earlier slices, `layer` runs a slice of each
-    sequence, and returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
+    Given the `Past` of earlier slices behind the key, `layer` runs a slice of each sequence, and
+    returns `(y, (aux, past))`. Slices attend by `attend_to_past`, not by `attention`.
 
     `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights`
     [b, T], the weight of each token in the loss of the batch.
@@ -386,7 +364,7 @@ def llama(
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), aux
 
     count = config.layers_per_block
-    layer = _of_slices_too(_block(run_layer, count), count, config.attention_scores, attentions)
+    layer = _block_of_kinds(_block(run_layer, count), count, config.attention_scores, attentions)
     token_loss = partial(
         next_token_loss,
         epsilon=epsilon,
@@ -481,10 +459,10 @@ def _feed_forward(
     return run
 
 
-def _of_slices_too(
+def _block_of_kinds(
     run: Callable, count: int, scores: tuple[Scores, ...], attentions: tuple[Attention, ...]
 ) -> Callable:
-    """Returns a block of whole sequences, which also takes `(batch_inputs, past)` of a slice.
+    """Returns a block that is given its kind with its key, and `past` if it runs a slice.
 
     Of its layers the last is of the kind that the block is given, and all others of kind 0.
     """
@@ -492,13 +470,18 @@ def _of_slices_too(
     def choose(kind: Any) -> Any:  # kinds of Llama 4 attend alike: their documents differ
         return kind if len({*scores}) > 1 else 0
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
+    def layer(
+        w: PyTree,
+        x: Float[Array, "b T D"],
+        batch_inputs: PyTree,
+        key: Any,
+        past: Past | None = None,
+    ) -> Any:
         key, kind = key if len(scores) > 1 else (key, 0)
         kinds = (*(0,) * (count - 1), kind)
-        if not isinstance(batch_inputs, tuple):
+        if past is None:
             attends = [partial(_run_kind, choose(kind), attentions) for kind in kinds]
             return run(w, x, batch_inputs, key, kinds, attends)
-        inputs, past = batch_inputs
         carried = []
 
         def attend(
@@ -517,7 +500,7 @@ def _of_slices_too(
         attends = [
             partial(attend, part, kind) for part, kind in zip(past.split(count), kinds, strict=True)
         ]
-        y, aux = run(w, x, inputs, key, kinds, attends)
+        y, aux = run(w, x, batch_inputs, key, kinds, attends)
         return y, (aux, past.joined(carried))
 
     return layer

@@ -19,7 +19,7 @@ from ..autodiff.staged_model import (
 )
 from ..schedules import Schedule
 from ..schedules.language import num_slices
-from ._slices import is_sliced, past_dims, stage_of_slices
+from ._slices import is_sliced, stage_of_slices
 from .ir._loop import SlicedSchedule
 from .ir._marks import mark_part, mark_stage_end
 from .ir._reduce import Add, Concat, treduce_with_shapes
@@ -156,7 +156,7 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
         stage_keys = keys if len(keys) else [()] * len(weights["stages"])
         for i, (w, key) in enumerate(zip(weights["stages"], stage_keys, strict=True)):
             key = fold_in_microbatch(key, index)
-            dims = past_dims(model, len(xs), w, xs[0], inputs[0], key)
+            _, dims, _ = model.past_of_slices(len(xs), w, xs[0], inputs[0], key)
             run, earlier_slices = remat(stage_of_slices(model, len(xs), dims)), []
             for part, inputs_s in enumerate(inputs):
                 x, earlier = mark_part((xs[part], earlier_slices), i * len(xs) + part)

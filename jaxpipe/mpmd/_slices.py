@@ -24,48 +24,18 @@ def is_sliced(schedule: Any) -> bool:
     return isinstance(schedule, Schedule) and num_slices(schedule) > 1
 
 
-def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[int, ...]:
-    """Returns the dim of positions in every leaf of the state that slices carry.
-
-    Only the types of `examples` (weights, activation, inputs and keys of one slice) are read.
-    """
-    if model.sliced_stage is None:
-        raise ValueError(
-            "`schedule` has slices of sequences and `model.sliced_stage` is None: the layers do "
-            "not say what they carry from slice to slice. Give one, or a schedule of whole "
-            "microbatches."
-        )
-    _, _, past = jax.eval_shape(model.sliced_stage, *examples, Past(num_slices=num_slices))
-    pairs = zip(jax.tree.leaves(past.earlier), jax.tree.leaves(past.new), strict=True)
-    lengths_and_dims = [
-        (part.shape[i], i)
-        for whole, part in pairs
-        for i, (n, t) in enumerate(zip(whole.shape, part.shape, strict=True))
-        if n != t
-    ]
-    lengths = {length for length, _ in lengths_and_dims}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
-            "slice. `past.append` takes leaves [b, t, ...] with the t positions of the slice."
-        )
-    return tuple(dim for _, dim in lengths_and_dims)
-
-
 def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
     """Returns the stage as a function of what the slices before have appended to the state.
 
-    The last slice appends nothing, as no slice would read it.
-
-    Returns:
-        `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.
+    It is `(weights, x, inputs, (keys, a tree for each slice before)) -> (y, aux, tree)`. The last
+    slice appends nothing, as no slice would read it.
     """
 
     def run(
         weights: Any, x: Any, inputs: Any, keys_and_past: tuple[Any, list[Any]]
     ) -> tuple[Any, ...]:
         keys, earlier = keys_and_past
-        assert model.sliced_stage is not None, "checked by `past_dims`"
+        assert model.sliced_stage is not None, "checked by `past_of_slices`"
         y, aux, past = model.sliced_stage(weights, x, inputs, keys, _past_of(earlier, dims))
         is_last = len(earlier) == num_slices - 1
         return y, aux, () if is_last else past.new

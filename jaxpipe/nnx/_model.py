@@ -221,8 +221,7 @@ def _names_of_shared(
 ) -> list[dict[str, str]]:
     """Returns for every layer its parameters that are elsewhere too, with their outer names.
 
-    Args:
-        outside: The paths of variables that modules other than layers have.
+    `outside` are the paths of variables that modules other than layers have.
     """
     params_by_layer = [
         {id(v): tuple(path) for path, v in nnx.iter_graph(layer) if isinstance(v, nnx.Param)}
@@ -243,7 +242,6 @@ class _Layer(NamedTuple):
     """A layer in its parts.
 
     Attributes:
-        module: The layer.
         graph: With `state` what `nnx.split` returned of it.
         constants: Variables that are only read, by their paths in the layer.
         shared: Parameters that other layers have too: their names in the layer, and outer names.

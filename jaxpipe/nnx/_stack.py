@@ -7,13 +7,12 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from ..api.cut import CutModule
+from ..api.cut import CutModule, num_stacked, refuse_state
 from ..compat.maxtext.nnx import check_unchanged
 from ._variables import (
     Path,
     flat_params,
     name_of,
-    refuse_state,
     shape_of,
     values_by_name,
     with_values,
@@ -35,7 +34,7 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     }
     split, join = _groups(params, prefix)
     outer, stack = split(params)
-    count = _num_layers(stack, layers)
+    count = num_stacked(stack)
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
         values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
@@ -57,18 +56,6 @@ def _check_unchanged(before: dict[str, Any], after: dict[str, Any], stack: str) 
     old = {name: leaf for name, leaf in before.items() if not name.startswith(stack)}
     new = {n: leaf for n, leaf in after.items() if n in old or n not in before}
     check_unchanged(old, new)
-
-
-def _num_layers(stack: dict[str, Any], layers: str) -> int:
-    sizes = {leaf.shape[:1] for leaf in stack.values()}
-    if len(sizes) != 1 or () in sizes:
-        shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
-        raise ValueError(
-            f"`layers` is {layers!r}, a module with the parameters {shapes or 'none'}. Give the "
-            "attribute with a list of layers, or with a stack of them, as `nnx.vmap` makes it: "
-            "parameters [layers, ...]."
-        )
-    return sizes.pop()[0]
 
 
 def _check_variables(state: dict[Path, Any], prefix: Path) -> None:

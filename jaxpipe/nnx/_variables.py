@@ -55,16 +55,6 @@ def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
     return flat
 
 
-def refuse_state(names: list[str]) -> None:
-    """Raises a `ValueError` if there are variables that are no parameters."""
-    if names:
-        raise ValueError(
-            f"The module has the variables {', '.join(names[:8])}, which are no parameters. A "
-            "pipeline has several microbatches in different layers at the same time, so layers "
-            "have no state: normalize without batch statistics, and run without caches."
-        )
-
-
 def name_of(path: Path) -> str:
     """Returns the path of a variable as text."""
     return ".".join(map(str, path))

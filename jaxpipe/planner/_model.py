@@ -4,8 +4,8 @@ D embed, F width of an expert, V vocab.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..autodiff.backward import saved_names
@@ -191,6 +191,20 @@ class PlannedModel:
     def dense(self) -> tuple[WeightGroup, ...]:
         """Returns the other weights of one layer."""
         return tuple(group for group in self.layer if "expert" not in group.gathered)
+
+    def with_means(self, stages: Sequence[Sequence[LayerSizes]], most: int) -> "PlannedModel":
+        """Returns a model whose equal layers, `most` in each stage, are as large as `stages`."""
+        every = [layer for stage in stages for layer in stage]
+        group = replace(
+            self.layer[0],
+            parameters=sum(layer.parameters for layer in every) / (len(stages) * most),
+            largest=max((layer.largest for layer in every), default=0),
+        )
+        kept, wgrad = (
+            max(sum(getattr(layer, name) for layer in stage) for stage in stages) / most
+            for name in ("kept", "wgrad")
+        )
+        return replace(self, layer=(group,), unnamed=(Tensor(kept),), wgrad=Tensor(wgrad))
 
     def own_rows(self, policy: str) -> tuple[Tensor, ...]:
         """Returns those of `saved` that a device has of its own tokens alone."""

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, cast
 
 import jax
@@ -30,7 +29,7 @@ from ..engines import engine_of_any_schedule
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
-from ._model import LayerSizes, PlannedModel, StateBytes, Tensor, WeightBytes, WeightGroup
+from ._model import LayerSizes, PlannedModel, StateBytes, WeightBytes, WeightGroup
 from ._request import PreparedPipeline, Request, Values
 from ._trace import bytes_as_read, trace
 
@@ -231,7 +230,6 @@ def _planned(
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     shared = groups.get("shared", ())
     layers = [traced[kind] for kind in kinds]
-    kept, wgrad = (fmean(getattr(layer, name) for layer in layers) for name in ("kept", "wgrad"))
     sizes_of_layers = tuple(layer.sizes(itemsize) for layer in layers)
     parameters = [_size(layer.weights) for layer in layers]
     read = sum(n * layer.work.weight_bytes for n, layer in zip(parameters, layers, strict=True))
@@ -239,7 +237,7 @@ def _planned(
     of_boundary = _weight_bytes((groups["embed"], groups["head"], shared))
     planned = PlannedModel(
         name="own model",
-        layer=(_mean_group([layer.weights for layer in layers]),),
+        layer=(_group(layers[0].weights),),
         embed=(_group((groups["embed"], shared)),),
         head=(_group(groups["head"]),),
         outer=(),
@@ -248,7 +246,7 @@ def _planned(
         hidden=hidden,
         vocab=vocab,
         tensors=(),
-        unnamed=(Tensor(kept / itemsize),),
+        unnamed=(),
         scores=(),
         routed=None,
         expanded=(),
@@ -261,9 +259,8 @@ def _planned(
         on_cpu=devices.generation == "cpu",
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
-        wgrad=Tensor(wgrad / itemsize),
         layer_sizes=sizes_of_layers if differ else (),
-    )
+    ).with_means([sizes_of_layers], len(kinds))
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
     works = (
         replace(traced[kind].work, count=len([*run])) for kind, run in itertools.groupby(kinds)
@@ -320,13 +317,6 @@ def _with_kinds(model: Model) -> Model:
         return groups | {"layers": {_ONLY_KIND: groups["layers"]}}
 
     return replace(model, layer={_ONLY_KIND: model.layer}, to_groups=by_kind)
-
-
-def _mean_group(layers: Sequence[PyTree]) -> WeightGroup:
-    """Returns the mean over layers, with the largest parameter of any."""
-    groups = [_group(layer) for layer in layers]
-    parameters = round(fmean(group.parameters for group in groups))
-    return replace(groups[0], parameters=parameters, largest=max(g.largest for g in groups))
 
 
 def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:

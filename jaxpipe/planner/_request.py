@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from ..api import PipelinedModel
 from ..cost.work import ModelWork
-from ..engines import Engine, PipelinePlan
+from ..engines import Engine, PipelineSpec
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
@@ -27,7 +27,7 @@ class PreparedPipeline(NamedTuple):
     """
 
     engine: Engine
-    pipeline: PipelinePlan
+    pipeline: PipelineSpec
 
 
 class ModelSource(Protocol):

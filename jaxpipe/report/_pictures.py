@@ -7,7 +7,6 @@ from .. import schedules
 from .._input import MAX_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import Timeline, analysis, language
 from ..schedules.analysis import TimedStep
-from ..train.estimate import predicted_timeline
 from ..train.plan import StepPlan
 
 MAX_ACTIONS = 20_000
@@ -25,13 +24,13 @@ class Picture:
 
 def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
     """Draws the schedule of a run with its predicted costs."""
-    timeline = predicted_timeline(plan)
+    timeline = plan.predicted_timeline
     return None if timeline is None else _drawn("Predicted", name, timeline)
 
 
 def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
     """Returns the figures of a run's schedule."""
-    timeline = predicted_timeline(plan)
+    timeline = plan.predicted_timeline
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)

@@ -3,6 +3,7 @@
 from ._mesh import AXES as AXES
 from ._mesh import ROW_AXES as ROW_AXES
 from ._mesh import make_mesh as make_mesh
+from ._mesh import num_ranks_of as num_ranks_of
 from ._on_shards import automatic_axes as automatic_axes
 from ._on_shards import match_varying_axes as match_varying_axes
 from ._on_shards import on_shards as on_shards

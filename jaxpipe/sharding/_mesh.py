@@ -126,3 +126,23 @@ def _check_count(within: list[int], across: list[int], num_devices: int) -> None
         f"{wanted} and there are {num_devices}: some would idle. Make an axis larger (-1 takes "
         "what is left), or use fewer devices."
     )
+
+
+def num_ranks_of(mesh: Mesh) -> int:
+    """Returns the number of ranks of a mesh.
+
+    Args:
+        mesh: A mesh with an axis `stage`.
+
+    Returns:
+        S, the size of that axis.
+
+    Raises:
+        ValueError: If the mesh has no such axis.
+    """
+    if "stage" not in mesh.shape:
+        raise ValueError(
+            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
+            "'stage'."
+        )
+    return mesh.shape["stage"]

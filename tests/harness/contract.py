@@ -530,7 +530,7 @@ def _with_kinds(row: Row):
         z_loss_multiplier=row.z_loss,
     )
     num_stacked = row.repeats * row.ranks * row.layers_per_stage
-    num_layers = config.base_num_decoder_layers // config.layers_per_block
+    num_layers = config.num_blocks
     tree = models.llama_weights(config, layers_after=num_layers - num_stacked)
     # Branches as large as the stream, as at the start of a run, make so narrow a model so steep
     # that another last bit of the weights changes gradients by 5e-5. These are a quarter of it.

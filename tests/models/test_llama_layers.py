@@ -70,10 +70,28 @@ def turned(head: Any, timescale: float, stretch: Any, start: int = 0) -> Any:
     )
 
 
+def over_heads(config: Any, w: Any, x: Any, sees: Any, prepare: Any, scalar: float) -> Any:
+    """[T, D] of one row, head by head, of queries and keys as `prepare` returns them."""
+    y, shared_by = jnp.zeros_like(x), config.base_num_query_heads // config.base_num_kv_heads
+    has_biases = "out_bias" in w
+    for h in range(config.base_num_query_heads):
+        query, key, value = (
+            x @ w[name][:, i] + (w[f"{name}_bias"][i] if has_biases else 0)
+            for name, i in (("query", h), ("key", h // shared_by), ("value", h // shared_by))
+        )
+        query, key = prepare(query, key)
+        scores = query @ key.T / np.sqrt(scalar).astype(np.float32)
+        parts = jnp.where(sees, jnp.exp(scores), 0)
+        total = jnp.sum(parts, axis=-1, keepdims=True)
+        total += jnp.exp(w["sinks"][h]) if has_biases else 0
+        y += parts / total @ value @ w["out"][h]
+    return y + (w["out_bias"] if has_biases else 0)
+
+
 def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
-    """[T, D] of one row, head by head; of Gemma 3 and gpt-oss a local layer or a global one."""
+    """[T, D] of one row; of Gemma 3 and gpt-oss a local layer or a global one."""
     is_gpt_oss = isinstance(config, models.GptOssConfig)
-    y, epsilon = jnp.zeros_like(x), config.normalization_layer_epsilon
+    epsilon = config.normalization_layer_epsilon
     timescale, window, stretch, scalar = config.rope_max_timescale, len(x), 1.0, config.head_dim
     if isinstance(config, models.GemmaConfig):
         scalar, stretch = config.query_pre_attn_scalar, config.rope_linear_scaling_factor
@@ -85,22 +103,14 @@ def attention(config: Any, w: Any, x: Any, is_local: bool) -> Any:
         scalar /= (0.1 * np.log(config.rope_factor) + 1) ** 4
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     sees = (distance >= 0) & (distance < window)
-    shared_by = config.base_num_query_heads // config.base_num_kv_heads
-    for h in range(config.base_num_query_heads):
-        query, key, value = (
-            x @ w[name][:, i] + (w[f"{name}_bias"][i] if is_gpt_oss else 0)
-            for name, i in (("query", h), ("key", h // shared_by), ("value", h // shared_by))
-        )
+
+    def prepare(query: Any, key: Any) -> tuple[Any, Any]:
         if config.use_qk_norm:
             query = norm(query, w["query_norm"], epsilon)
             key = norm(key, w["key_norm"], epsilon)
-        query, key = (turned(head, timescale, stretch) for head in (query, key))
-        scores = query @ key.T / np.sqrt(scalar).astype(np.float32)
-        parts = jnp.where(sees, jnp.exp(scores), 0)
-        total = jnp.sum(parts, axis=-1, keepdims=True)
-        total += jnp.exp(w["sinks"][h]) if is_gpt_oss else 0
-        y += parts / total @ value @ w["out"][h]
-    return y + (w["out_bias"] if is_gpt_oss else 0)
+        return turned(query, timescale, stretch), turned(key, timescale, stretch)
+
+    return over_heads(config, w, x, sees, prepare, scalar)
 
 
 def swiglu(gate: Any, up: Any, down: Any, x: Any) -> Any:
@@ -163,26 +173,23 @@ def gemma(config: Any, w: Any, x: Any, is_local: bool) -> tuple[Any, Any]:
 
 def llama4_attention(config: Any, w: Any, x: Any, first: int, is_local: bool) -> Any:
     """[T, D] of one row, whose first token is at a position of its document."""
-    y, positions = jnp.zeros_like(x), first + np.arange(len(x))
+    positions = first + np.arange(len(x))
     chunk = positions // config.chunk_attn_window_size
     sees = positions[:, None] >= positions
     if is_local:
         sees &= chunk[:, None] == chunk
     tuned = 1 + 0.1 * np.log(np.floor((positions + 1) / 8192) + 1).astype(np.float32)
-    shared_by = config.base_num_query_heads // config.base_num_kv_heads
-    for h in range(config.base_num_query_heads):
-        query, key = x @ w["query"][:, h], x @ w["key"][:, h // shared_by]
-        if is_local:
-            timescale = config.rope_max_timescale
-            query, key = (turned(head, timescale, 1.0, first) for head in (query, key))
-            if config.use_qk_norm:
-                query, key = (norm(p, 1, config.normalization_layer_epsilon) for p in (query, key))
-        else:
-            query = query * tuned[:, None]
-        scores = query @ key.T / np.sqrt(config.head_dim).astype(np.float32)
-        shares = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
-        y += shares @ (x @ w["value"][:, h // shared_by]) @ w["out"][h]
-    return y
+
+    def prepare(query: Any, key: Any) -> tuple[Any, Any]:
+        if not is_local:
+            return query * tuned[:, None], key
+        heads = (turned(head, config.rope_max_timescale, 1.0, first) for head in (query, key))
+        if config.use_qk_norm:
+            heads = (norm(head, 1, config.normalization_layer_epsilon) for head in heads)
+        query, key = heads
+        return query, key
+
+    return over_heads(config, w, x, sees, prepare, config.head_dim)
 
 
 def llama4(config: Any, w: Any, x: Any, first: int, is_local: bool) -> tuple[Any, Any]:

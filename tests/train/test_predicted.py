@@ -5,7 +5,6 @@ import pytest
 from jaxpipe import schedules
 from jaxpipe.schedules import Costs, Timeline, analysis
 from jaxpipe.schedules.language import actions_of, dependencies, outputs
-from jaxpipe.train.estimate import predicted_timeline
 from jaxpipe.train.plan import Setup
 
 from .runs import NONE, Settings, setup_of
@@ -30,8 +29,7 @@ RUNS: dict[str, tuple[int, Settings]] = {
 
 
 def timeline_of(setup: Setup) -> Timeline | None:
-    step = setup.step
-    return predicted_timeline(step)
+    return setup.step.predicted_timeline
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -28,9 +28,6 @@ def check_effects(
     In one program, ticks of the bubble run on data that is dropped, and what they print would be
     noise; JAX runs no callback where some axes of the mesh are automatic. A program for each rank
     prints.
-
-    Raises:
-        ValueError: If one has. It names the function and the effect.
     """
     if not engine.pipelines:
         return

@@ -11,12 +11,7 @@ _MESH_DEPENDENT = ("key<rbg>", "key<urbg>")
 
 
 def check_key(key: Any) -> Array:
-    """Checks the dropout key of a step.
-
-    Raises:
-        ValueError: If it is None, no typed key, several keys, or of an implementation whose draws
-            depend on the mesh.
-    """
+    """Checks the dropout key of a step."""
     if key is None:
         raise ValueError(
             "A function of the model takes a dropout key, and `key` is None. Give the key "

@@ -9,5 +9,7 @@ from ._layer_calls import layer_of as layer_of
 from ._layer_calls import named_value as named_value
 from ._layer_calls import read_setting as read_setting
 from ._parts import CutModule as CutModule
+from ._parts import num_stacked as num_stacked
+from ._parts import refuse_state as refuse_state
 from ._sown import sown_losses as sown_losses
 from ._sown import with_sown_losses as with_sown_losses

@@ -49,10 +49,6 @@ def cut_model(
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
         stacked: Whether `cut` is that of a scan over a stack of layers.
-
-    Raises:
-        ValueError: If a layer is not called exactly once and in order; or without `batch` if layers
-            do not form a chain.
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)
@@ -132,18 +128,8 @@ def cut_stack_or_calls(
 ) -> Model:
     """Returns the model of a module whose layers are in one submodule.
 
-    It is a stack that the call scans over, or else one layer, which is called several times.
-
-    Args:
-        stack: Makes the model of a stack; it raises a `ValueError` if the module is none.
-        calls: Makes the model of a module that is called several times.
-        batch: An example of a batch, by which calls are found, or None.
-
-    Returns:
-        What `stack` returns, or else what `calls` returns.
-
-    Raises:
-        ValueError: If the module is neither.
+    It is a stack that the call scans over, or else, if `stack` raises a `ValueError`, one layer
+    that is called several times.
     """
     try:
         return stack()

@@ -22,17 +22,10 @@ _ADVICE = (
 def weights_of_extras(
     parts: Callable, extras: Sequence[jax.ShapeDtypeStruct], others: tuple, axis: int
 ) -> Weights:
-    """Finds the constants by which a loss and its metrics depend on extras.
+    """Finds the constants by which a loss and its metrics depend on extras of layers.
 
-    Args:
-        parts: `(extras, *others) -> ({"loss": scalar, name of a metric: scalar}, whether the loss
-            is a mean)`.
-        extras: Shapes of what layers return besides x, with the layers in dim `axis`.
-
-    Raises:
-        ValueError: If a scalar depends on extras by other means than a sum of them times constants
-            that are equal for all layers; if a metric depends on more than extras; or if the loss
-            is a total with a weight and depends on them.
+    `parts` is `(extras, *others) -> (scalars by name, whether the loss is a mean)`; `axis` is the
+    dim of layers in extras.
     """
     is_mean = True
 

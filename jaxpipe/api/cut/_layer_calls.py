@@ -87,11 +87,7 @@ class LayerArguments:
 
 
 def arguments_of(call: LayerCall) -> LayerArguments:
-    """Takes the arguments of a layer apart.
-
-    Raises:
-        ValueError: If the layer has no arguments.
-    """
+    """Takes the arguments of a layer apart."""
     kwargs = dict(call.kwargs)
     if not call.args and not kwargs:
         raise ValueError("A layer is called without arguments. The first one must be x.")
@@ -120,12 +116,7 @@ def is_setting(value: Any) -> bool:
 
 
 def read_setting(layer: Any, name: str) -> Any:
-    """Returns a setting of a layer that the call of its module reads.
-
-    Raises:
-        AttributeError: If the layer has none of that name.
-        ValueError: If it is no setting: `hasattr` must not say that a parameter is not there.
-    """
+    """Returns a setting of a layer that the call of its module reads."""
     value = getattr(layer, name)
     if is_setting(value):
         return value
@@ -183,12 +174,7 @@ def check_order(order: Sequence[int], names: Sequence[str]) -> None:
 def check_chain(
     calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
 ) -> None:
-    """Checks that layers run one after the other.
-
-    Raises:
-        ValueError: If a layer is not called exactly once and in order.
-        NoChainError: If something runs between two layers.
-    """
+    """Checks that layers run one after the other."""
     check_order([call.index for call, _, _ in calls], names)
     for (_, _, y), (call, now, _), name in zip(calls, calls[1:], names, strict=False):
         if not _same_leaves(y, now.x):

@@ -61,8 +61,6 @@ class Parts:
     """The embedding, a layer and the loss of a cut module.
 
     Attributes:
-        cut: The module.
-        loss: The user's loss.
         output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
         has_output: Whether `output` is the user's.
         forms: What was found out about batches of every form that were seen.
@@ -294,3 +292,25 @@ def or_none(key: Any) -> Any:
 def shape_of_key(takes_key: bool) -> Any:
     """Returns the shape of a random key, or None."""
     return jax.eval_shape(partial(jax.random.key, 0)) if takes_key else None
+
+
+def num_stacked(stack: Mapping[str, Any]) -> int:
+    """Returns the number of layers in a stack of their parameters."""
+    sizes = {leaf.shape[:1] for leaf in stack.values()}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
+        raise ValueError(
+            f"`layers` names a module with the arrays {shapes or 'none'}. Give the attribute with "
+            "a list of layers, or with a stack of them, as `vmap` makes it: arrays [layers, ...]."
+        )
+    return sizes.pop()[0]
+
+
+def refuse_state(names: Sequence[str]) -> None:
+    """Raises a `ValueError` if a module has state besides parameters."""
+    if names:
+        raise ValueError(
+            f"The module has the state {', '.join(names[:8])}. A pipeline has several "
+            "microbatches in different layers at the same time, so layers have no state: normalize "
+            "without batch statistics, and run without caches."
+        )

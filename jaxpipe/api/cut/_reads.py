@@ -56,10 +56,8 @@ def array_arguments(at: LayerArguments) -> list[Any]:
 def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results: Any) -> Reads:
     """Traces the call of a module once.
 
-    Args:
-        call: `(outer, row, key, results, order, leaves) -> output`, which appends to `order` and
-            `leaves` of `Reads`.
-        results: [L] pairs of the shapes of x that a layer returns, and of what it returns besides.
+    It is `(outer, row, key, results, order, leaves) -> output` and appends to `order` and `leaves`
+    of `Reads`; `results` are [L] pairs of the shapes of x and of what a layer returns besides.
     """
     order: list[int] = []
     leaves: list[list[Any]] = []
@@ -89,10 +87,8 @@ def _read(outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> R
 def _draws_twice(closed: ClosedJaxpr, keys: tuple[int, int], num_arguments: int) -> bool:
     """Returns whether arguments of layers and the output depend on the same drawn numbers.
 
-    Args:
-        closed: A program of the arguments of layers, and of the output behind them.
-        keys: The index of the first leaf of the key among its inputs, and their number.
-        num_arguments: How many of its outputs are arguments of layers.
+    They are the first outputs of the program and the others; `keys` is where leaves of the key
+    begin among its inputs, and their number.
     """
     jaxpr = closed.jaxpr
     drawn = set(jaxpr.invars[keys[0] : sum(keys)])

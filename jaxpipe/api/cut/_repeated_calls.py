@@ -17,11 +17,7 @@ from ._parts import CutModule, Outer, shape_of_key
 
 
 def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
-    """Returns the cut of a module whose layers are all calls of the modules that `cut` names.
-
-    Raises:
-        ValueError: If there is no batch by which calls are found, or a numbered layer has none.
-    """
+    """Returns the cut of a module whose layers are all calls of the modules that `cut` names."""
     if not cut.names:
         raise ValueError("`layers` names no modules. Name those whose calls are layers.")
     if batch is None:

@@ -14,15 +14,7 @@ Factors = Mapping[str, float | None]
 
 
 def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
-    """Adds up what layers have sown.
-
-    Returns:
-        "loss", the sum of all collections times their factors, and the sum of each collection;
-        nothing of empty ones.
-
-    Raises:
-        ValueError: If a value is no scalar, or the collection has the name "loss".
-    """
+    """Returns the sum of what layers have sown by collection; "loss" is that times factors."""
     if "loss" in factors:
         raise ValueError(
             "`sown` has the collection 'loss', whose metric would have the name of the loss. Sow "
@@ -53,14 +45,7 @@ def _add_up(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, An
 
 
 def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
-    """Returns a loss that is also given what all layers have sown.
-
-    Args:
-        loss: `(output, batch) -> loss` of the user.
-
-    Returns:
-        `((output, trees of [L] values by collection), batch) -> loss`.
-    """
+    """Returns a loss of `((output, trees of [L] values by collection), batch)`."""
 
     def run(given: tuple[Any, dict[str, PyTree]], batch: PyTree) -> Any:
         parts = loss_parts(loss(given[0], batch))

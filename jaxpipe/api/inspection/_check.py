@@ -131,12 +131,9 @@ def run(pipe: Any, stored: Any, batch: PyTree, key: Array | None) -> Result:
 def reference_result(
     pipe: Any, whole: PyTree, batch: PyTree, key: Array | None, *, plain: Callable | None = None
 ) -> Reference:
-    """Runs the user's program on one device.
+    """Runs the user's program, or the functions of the model, on one device.
 
-    Args:
-        batch: [B, ...] leaves.
-        plain: The user's program. None: the functions of the model, on the whole batch; with
-            dropout on microbatches, each of which has masks of its own.
+    These run on the whole batch; with dropout on microbatches, each of which has masks of its own.
     """
     program, text = _program(pipe, whole, plain)
     function, num = program.value_and_grad, pipe.num_pieces
@@ -171,11 +168,7 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
 def compared(
     got: Result, reference: Reference, tolerance: float | None, is_plain: bool = False
 ) -> Comparison:
-    """Compares results with a reference.
-
-    Raises:
-        AssertionError: If the results differ in structure or shape.
-    """
+    """Compares results with a reference."""
     wanted = reference.result
     rounding, why_so = default_tolerance(reference.dtype, reference.num_layers)
     if tolerance is not None:
@@ -201,15 +194,7 @@ def require(
     plain: Callable | None = None,
     what: str = "The pipeline",
 ) -> None:
-    """Raises an error if a result is not close enough, which says why.
-
-    Args:
-        batch: [B, ...] leaves.
-
-    Raises:
-        AssertionError: If an error is larger than the tolerance, or NaN; or if masks of dropout
-            or 16 bits have kept numbers from showing that a function mixes rows.
-    """
+    """Raises an error if a result is not close enough, which says why."""
     worse = found.worse
     is_masked = pipe.takes_key and pipe.num_pieces > 1
     reason = ""
@@ -238,14 +223,7 @@ def check_steps(
     *,
     plain: Callable | None = None,
 ) -> Comparison:
-    """Runs steps of an optimizer on both sides, and compares the parameters after them.
-
-    Args:
-        batch: [B, ...] leaves.
-
-    Raises:
-        AssertionError: If an error is larger than the tolerance.
-    """
+    """Runs steps of an optimizer on both sides, and compares the parameters after them."""
     stored, whole = stored_and_whole(pipe, params)
     program, _ = _program(pipe, whole, plain)
     keys = (key,) if pipe.takes_key else ()

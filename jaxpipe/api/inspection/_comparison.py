@@ -74,11 +74,7 @@ def largest_error(errors: dict[str, float]) -> str:
 
 
 def compare(got: Result, wanted: Result) -> dict[str, float]:
-    """Compares two results of a program.
-
-    Raises:
-        AssertionError: If the results differ in metrics, in leaves with gradients, or in shape.
-    """
+    """Compares two results of a program."""
     errors = {"loss": _relative_error("loss", got.loss, wanted.loss)}
     for start, ours, theirs in (
         ("metrics", got.metrics, wanted.metrics),
@@ -101,9 +97,6 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
 
     The user's program misses the tolerance itself, and the pipeline by four times as much, or four
     roundings of the largest gradient, at most.
-
-    Returns:
-        The names, those of `compare`.
     """
     ours, theirs, true = map(_by_name, (got, wanted, exact))
     largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)

@@ -14,14 +14,7 @@ from ...xla.compile_report import CompileReport, report_compiled
 
 
 def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
-    """Returns a mesh of the same sizes over the devices of a topology.
-
-    Args:
-        topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
-
-    Raises:
-        ValueError: If the topology is unknown or has another number of devices.
-    """
+    """Returns a mesh of the same sizes over the devices of a topology, such as "v5p:2x2x1"."""
     devices = compile_only_devices(topology)
     if len(devices) != mesh.size:
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
@@ -33,11 +26,7 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
 
 
 def train_step(pipe: Any, optimizer: Any) -> Callable:
-    """Returns the function that trains a pipeline for one step.
-
-    Returns:
-        `(params, state, batch, *key) -> (params, state, loss)`, not compiled.
-    """
+    """Returns `(params, state, batch, *key) -> (params, state, loss)`, one step of training."""
 
     def step(params: PyTree, state: PyTree, batch: PyTree, *key: Any) -> tuple[Any, Any, Any]:
         (value, _), grads = pipe.value_and_grad(params, batch, *key)
@@ -50,11 +39,7 @@ def train_step(pipe: Any, optimizer: Any) -> Callable:
 
 
 def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: Any) -> CompileReport:
-    """Compiles a function and reports what the program needs.
-
-    Args:
-        bubble: The share of the pipeline's time in which a device waits, by the schedule.
-    """
+    """Compiles a function and reports what the program needs; `bubble` is that of the schedule."""
     started = time.perf_counter()
     compiled = function.lower(*arguments).compile()
     seconds = time.perf_counter() - started

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ...engines import Engine, PipelinePlan, engine_of_any_schedule
+from ...engines import Engine, PipelineSpec, engine_of_any_schedule
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from ...schedules.lock_step import Ticks
@@ -28,7 +28,7 @@ class InspectedModel:
 
     engine: Engine
     model: Any
-    told: PipelinePlan
+    told: PipelineSpec
     layers_per_stage: tuple[int, ...] | None
     row_wise: tuple[tuple[str, bool], ...]
     last_rows: list[Any]
@@ -38,7 +38,7 @@ class InspectedModel:
     optimizer: Callable[..., Any]
     value_and_grad: Callable[..., Any]
     jit: Callable[..., Callable]
-    plan: Callable[..., PipelinePlan]
+    plan: Callable[..., PipelineSpec]
     _arguments: Callable[..., Any]
     shapes: Callable[[PyTree], Any]
     _any_num_layers: Any

@@ -18,7 +18,7 @@ from ...autodiff import keep
 from ...autodiff.backward import floating, pullback, split_backward
 from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
-from ...engines import LIVE, LOGITS, PeakMemory, PipelinePlan, Sharded, StepCounts, StepSizes
+from ...engines import LIVE, LOGITS, PeakMemory, PipelineSpec, Sharded, StepCounts, StepSizes
 from ...engines.fsdp import (
     cast_params,
     gathered_plan,
@@ -106,7 +106,7 @@ def memory_table(
 
 
 def _step_sizes(
-    pipe: Any, plan: PipelinePlan, weights: dict[str, Any], row: dict[str, Any], gathers_once: bool
+    pipe: Any, plan: PipelineSpec, weights: dict[str, Any], row: dict[str, Any], gathers_once: bool
 ) -> StepSizes:
     """Returns the sizes of a rank, from those of its weights and of a microbatch."""
     layers = plan.layout.layers_per_stage * _num_stages(plan)
@@ -121,14 +121,14 @@ def _step_sizes(
     )
 
 
-def _num_stages(plan: PipelinePlan) -> int:
+def _num_stages(plan: PipelineSpec) -> int:
     """Returns the stages that each rank runs."""
     copies = language.num_copies(plan.schedule) if plan.schedule else 0
     return plan.layout.num_repeats + copies
 
 
 def _weight_sizes(
-    pipe: Any, plan: PipelinePlan, stored: dict[str, Any], num_moments: int
+    pipe: Any, plan: PipelineSpec, stored: dict[str, Any], num_moments: int
 ) -> list[dict[str, Any]]:
     """Returns the bytes of weights and gradients on every rank, by the fields of `StepSizes`."""
     engine, tied = pipe.engine, pipe.model.tied
@@ -137,10 +137,10 @@ def _weight_sizes(
     grads, reads = jax.tree.map(_in_accum_dtype, trainable), _as_read(plan, weights)
     casts = jax.tree.map(lambda x, y: y if x.dtype != y.dtype else None, weights, reads)
 
-    def of(plan: PipelinePlan, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
+    def of(plan: PipelineSpec, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
         return count(plan, tree, tied)
 
-    def shards(plan: PipelinePlan, tree: dict[str, Any]) -> list[Sharded]:
+    def shards(plan: PipelineSpec, tree: dict[str, Any]) -> list[Sharded]:
         return [Sharded(*pair) for pair in zip(of(plan, tree), of(whole, tree), strict=True)]
 
     stages, boundary = partial(_part, of_stages=True), partial(_part, of_stages=False)
@@ -172,7 +172,7 @@ def _part(weights: dict[str, Any], *, of_stages: bool) -> dict[str, Any]:
     }
 
 
-def _as_read(plan: PipelinePlan, weights: dict[str, Any]) -> dict[str, Any]:
+def _as_read(plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
     """Returns the shapes of weights in the dtypes to which the engine casts them."""
 
     def cast(group: str, tree: PyTree) -> PyTree:
@@ -196,10 +196,7 @@ def _traced_sizes(
 ) -> dict[str, Any]:
     """Returns the bytes of a microbatch on a device, by the fields of `StepSizes`.
 
-    Of stages that differ, those of the largest one.
-
-    Args:
-        splits: Whether the backward runs in two halves.
+    Of stages that differ, those of the largest one. `splits` says that the backward has two halves.
     """
     traced = _trace(pipe, stored, batch, key, splits=splits)
     plan = traced.pop("plan")
@@ -275,7 +272,7 @@ def _stages(stages: Any, keys: Any) -> list[tuple[Any, Any]]:
 
 
 def _past_bytes(
-    model: Any, plan: PipelinePlan, w: PyTree, x: PyTree, row: PyTree, key: PyTree
+    model: Any, plan: PipelineSpec, w: PyTree, x: PyTree, row: PyTree, key: PyTree
 ) -> dict[str, int]:
     """Returns the bytes of the state that the slices of a sequence carry, and of its cotangent."""
     assert plan.schedule is not None

@@ -34,16 +34,10 @@ def why(
     key: Any,
     plain: Callable | None,
 ) -> str:
-    """Finds out why results differ.
+    """Returns sentences that name the cause of a difference and what to write; "" for none.
 
     The user's program is run again: cut into M microbatches, and cut into the rows of devices. And
     every function is run on all rows and on pieces of them.
-
-    Args:
-        batch: [B, ...] leaves.
-
-    Returns:
-        Sentences that name the cause and what to write; "" if nothing was found.
     """
     trainable = trainable_leaves(pipe.frozen, whole)
     own = program_of(pipe.model, trainable)

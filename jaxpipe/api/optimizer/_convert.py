@@ -9,18 +9,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from .._params import NumLayers
 from ._slots import Slot
 from ._state import StoredState, from_stored, is_tree_of_state
 
 
-def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelinePlan], state: PyTree) -> PyTree:
-    """Returns a stored state as the optimizer has it for the user's tree.
-
-    Returns:
-        The state, whole on every device; for `mpmd` on the first device.
-    """
+def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelineSpec], state: PyTree) -> PyTree:
+    """Returns a stored state, whole on every device, as it is for the user's tree."""
 
     def gather(node: Any) -> Any:
         if not is_tree_of_state(node):
@@ -40,16 +36,12 @@ def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelinePlan], state:
 
 def shard_state(
     engine: Engine,
-    plan_of: Callable[[Any], PipelinePlan],
+    plan_of: Callable[[Any], PipelineSpec],
     state: PyTree,
     like: PyTree,
     tied: bool,
 ) -> PyTree:
-    """Stores the state that an optimizer has for the user's tree.
-
-    Raises:
-        ValueError: If `state` has another structure than `unshard` gives `like`.
-    """
+    """Stores the state that an optimizer has for the user's tree."""
     nodes, outer = jax.tree.flatten(like, is_leaf=is_tree_of_state)
 
     def stored(node: Any, part: Any) -> Any:
@@ -65,7 +57,7 @@ def _has_values(x: Any) -> bool:
 
 
 def _stored_node(
-    engine: Engine, plan: PipelinePlan, node: StoredState, leaves: list[Any], tied: bool
+    engine: Engine, plan: PipelineSpec, node: StoredState, leaves: list[Any], tied: bool
 ) -> StoredState:
     groups: dict[str, Any] = {name: {} for name in node.groups}
     layers: dict[str, dict[str, list[Any]]] = {}
@@ -84,7 +76,7 @@ def _stored_node(
 
 
 def _stages(
-    engine: Engine, plan: PipelinePlan, num_layers: NumLayers, stacks: dict[str, dict[str, Any]]
+    engine: Engine, plan: PipelineSpec, num_layers: NumLayers, stacks: dict[str, dict[str, Any]]
 ) -> Any:
     """Returns leaves [L, ...] of dicts by name, by kind, as the engine stores them."""
     if isinstance(num_layers, int):

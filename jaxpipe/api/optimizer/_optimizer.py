@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
 from ..._input import clause
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from ...engines.fsdp import over_data
 from .._frozen import partition
 from .._kinds import unstack_all
@@ -41,16 +41,14 @@ class StoredTree:
     """Stored trainable parameters, and the user's tree that they are of.
 
     Attributes:
-        params: The parameters.
         plan: What the engine is told.
         groups: The groups of the user's tree, as shapes.
         slots: The slot of each leaf of `groups`.
-        tree: The user's tree.
         in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
     """
 
     params: dict[str, Any]
-    plan: PipelinePlan
+    plan: PipelineSpec
     groups: dict[str, PyTree]
     slots: list[Slot]
     tree: UserTree
@@ -72,16 +70,13 @@ class LiftedOptimizer:
     """An optimizer of the user's tree for stored parameters.
 
     Attributes:
-        tx: The optimizer.
-        model: The model.
-        engine: The engine.
         plan_of: From stored parameters to what the engine is told.
     """
 
     tx: Any
     model: Model
     engine: Engine
-    plan_of: Callable[[dict[str, Any]], PipelinePlan]
+    plan_of: Callable[[dict[str, Any]], PipelineSpec]
 
     def init(self, params: dict[str, Any]) -> PyTree:
         """Returns the first state for stored parameters. It is called in a traced function."""
@@ -184,13 +179,13 @@ class LiftedOptimizer:
         return updates, _stored_state(stored, form, rest)
 
 
-def _plan_of(stored: StoredTree, node: StoredState) -> PipelinePlan:
+def _plan_of(stored: StoredTree, node: StoredState) -> PipelineSpec:
     """Returns the plan for arrays of a state."""
     return over_data(replace(stored.plan, param_specs=node.specs), node.groups)
 
 
 def stored_tree(
-    model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
+    model: Model, engine: Engine, plan: PipelineSpec, params: dict[str, Any]
 ) -> StoredTree:
     """Returns stored parameters, arrays or shapes, with the user's tree that they are of."""
     params = partition(params)[0]

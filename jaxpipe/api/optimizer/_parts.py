@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from ...ir.symmetry import LayerIds
 from .._params import NumLayers
 
@@ -88,7 +88,7 @@ def stages_of_names(stages: Any, num_layers: NumLayers, parts: PartsByName) -> A
     return replace_trees(stages, num_layers, new)
 
 
-def layer_ids(engine: Engine, plan: PipelinePlan, num_layers: NumLayers) -> LayerIds:
+def layer_ids(engine: Engine, plan: PipelineSpec, num_layers: NumLayers) -> LayerIds:
     """Returns where an engine stores which layer."""
     layout = plan.layout
     if isinstance(num_layers, int):  # without a device, which programs compiled ahead do not have

@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
 from .._model import Model
 from ._optimizer import LiftedOptimizer
 
@@ -37,7 +37,7 @@ def transformation(
     tx: Optimizer,
     model: Model,
     engine: Engine,
-    plan_of: Callable[[dict[str, Any]], PipelinePlan],
+    plan_of: Callable[[dict[str, Any]], PipelineSpec],
     jit: Callable[[Callable], Callable],
 ) -> Any:
     """Returns an optimizer for stored parameters, of the class of the user's optimizer."""
@@ -76,7 +76,7 @@ def traced(jit: Callable[[Callable], Callable], function: Callable) -> Callable:
 
 
 def state_shapes(
-    tx: Optimizer, model: Model, engine: Engine, plan: PipelinePlan, params: dict[str, Any]
+    tx: Optimizer, model: Model, engine: Engine, plan: PipelineSpec, params: dict[str, Any]
 ) -> PyTree:
     """Returns the shapes of the first state for stored parameters, with shardings."""
     return LiftedOptimizer(tx, model, engine, lambda params: plan).shapes(params)

@@ -143,9 +143,7 @@ def program_of(
 ) -> UserProgram:
     """Returns the program of a model: its functions one after the other.
 
-    Args:
-        pieces_per_call: M, if the pieces of a batch are run in several calls, whose numbers are
-            folded into the keys of layers; None for one call.
+    `pieces_per_call` is M if pieces run in several calls, whose numbers are folded into keys.
     """
 
     def pieces_of_call(piece: Any) -> tuple[Any, ...]:
@@ -167,10 +165,9 @@ _MAX_UNROLLED = 12
 def run_layers(
     model: Model, groups: dict[str, Any], x: PyTree, rows: PyTree, pieces: tuple[Any, ...], key: Any
 ) -> tuple[PyTree, dict[str, Any]]:
-    """Runs all layers; returns what leaves the last one, and the sums of what they return besides.
+    """Runs all layers on a piece; returns what leaves the last one, and sums of what is besides.
 
-    Args:
-        pieces: The index of the microbatch, with that of its call in front if there are several.
+    `pieces` is the index of the microbatch, with that of its call in front if there are several.
     """
     sums: dict[str, Any] = {}
     first = 0

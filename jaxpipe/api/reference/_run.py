@@ -15,12 +15,9 @@ from ..._compat import jaxprs_in_params, translated_shardings
 
 
 def on_one_device(mesh: Mesh, function: Callable, *arguments: PyTree) -> tuple[Any, Any]:
-    """Runs a function on the first device of this process.
+    """Runs a function on the first device; returns its results and its narrowest floating dtype.
 
     Sharding constraints of the function are those of a mesh with the same axes and one device.
-
-    Returns:
-        (the result, the narrowest dtype of floating-point numbers that it computes with).
     """
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     alone = Mesh(np.array(own[:1]).reshape([1] * len(mesh.axis_names)), mesh.axis_names)

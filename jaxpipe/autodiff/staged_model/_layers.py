@@ -48,14 +48,14 @@ def run_sliced_layers(
     num_layers: int | None = None,
     scan: bool | None = None,
 ) -> tuple[PyTree, Aux, Past]:
-    """Runs layers `(weights, x, (inputs, past), key) -> (x, (aux, past))` on a slice of sequences.
+    """Runs layers `(weights, x, inputs_m, key, past) -> (x, (aux, past))` on a slice of sequences.
 
     As `run_layers`; the leaves of `past`, the state of all layers, are [n, ...] too.
     """
 
     def step(x: PyTree, stacked: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
         weights, key, earlier = stacked
-        y, (aux, written) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
+        y, (aux, written) = layer(weights, x, inputs_m, key, replace(past, earlier=earlier))
         return like_input(y, x), (aux, written.earlier, written.new)
 
     stacked = weights, keys, past.earlier

@@ -148,6 +148,41 @@ class StagedModel:
 
         return stage
 
+    def past_of_slices(self, num_slices: int, *examples: Any) -> tuple[Past, tuple[int, ...], int]:
+        """Traces `sliced_stage` for what slices of a sequence carry.
+
+        Args:
+            num_slices: The number of slices of a sequence.
+            *examples: Weights, an activation, inputs and keys of one slice, or shapes of them.
+
+        Returns:
+            (shapes of the state, the dim of positions in every leaf, the positions of a slice).
+
+        Raises:
+            ValueError: If the model has no such stage, or leaves have parts of other lengths.
+        """
+        if self.sliced_stage is None:
+            raise ValueError(
+                "`schedule` has slices of sequences and `model.sliced_stage` is None: the layers "
+                "do not say what they carry from slice to slice. Give one, or a schedule of whole "
+                "microbatches."
+            )
+        _, _, past = jax.eval_shape(self.sliced_stage, *examples, Past(num_slices=num_slices))
+        pairs = zip(jax.tree.leaves(past.earlier), jax.tree.leaves(past.new), strict=True)
+        lengths_and_dims = [
+            (part.shape[i], i)
+            for whole, part in pairs
+            for i, (n, t) in enumerate(zip(whole.shape, part.shape, strict=True))
+            if n != t
+        ]
+        lengths = {length for length, _ in lengths_and_dims}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
+                "slice. `past.append` takes leaves [b, t, ...] with the t positions of the slice."
+            )
+        return past, tuple(dim for _, dim in lengths_and_dims), lengths.pop()
+
     def with_constants(self, constants: Any) -> "StagedModel":
         """Returns the model whose embedding and loss read `constants`."""
         return self if self.bind is None else self.bind(constants)

@@ -44,9 +44,6 @@ def cluster_job(
 
     Compiled programs are kept beside the runs, where a restart finds them on every host, unless the
     settings name a folder.
-
-    Raises:
-        ValueError: If they do not suit, or `output_dir` is a folder that other hosts do not see.
     """
     from ...train import set_up
 
@@ -68,11 +65,7 @@ def cluster_job(
 
 
 def check_has_volume(job: ClusterJob, printed: str, storage: str) -> None:
-    """Checks that a job of containers has an image, and a volume, which `storage` describes.
-
-    Raises:
-        ValueError: If one of them is missing.
-    """
+    """Checks that a job of containers has an image, and a volume, which `storage` describes."""
     for option, what in {"image": "a container image with jaxpipe", "storage": storage}.items():
         if not getattr(job, option):
             raise ValueError(f"`--print {printed}` needs `--{option}`, {what}.")

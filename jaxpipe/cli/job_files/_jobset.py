@@ -35,11 +35,7 @@ def kubernetes_name(job: ClusterJob) -> str:
 
 
 def jobset_file(job: ClusterJob) -> str:
-    """Returns a JobSet for `kubectl apply`, which starts again from the newest checkpoint.
-
-    Raises:
-        ValueError: If Kubernetes does not take the name of the run, or image or volume is missing.
-    """
+    """Returns a JobSet for `kubectl apply`, which starts again from the newest checkpoint."""
     name, devices = kubernetes_name(job), job.devices
     check_has_volume(job, "jobset", _CLAIM)
     container: dict[str, Any] = {"name": "train", "image": job.image}

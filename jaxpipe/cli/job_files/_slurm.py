@@ -32,11 +32,7 @@ exit "$code"
 
 
 def slurm_file(job: ClusterJob) -> str:
-    """Returns a script for `sbatch`, which starts again from the newest checkpoint.
-
-    Raises:
-        ValueError: If the devices are TPUs, or the job has an image or a volume.
-    """
+    """Returns a script for `sbatch`, which starts again from the newest checkpoint."""
     devices = job.devices
     if not devices.is_gpu:
         raise ValueError(

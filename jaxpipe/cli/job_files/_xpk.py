@@ -22,12 +22,7 @@ xpk workload create --cluster "${{CLUSTER:?Set CLUSTER to the name of the cluste
 
 
 def xpk_file(job: ClusterJob) -> str:
-    """Returns a shell script, which starts again from the newest checkpoint.
-
-    Raises:
-        ValueError: If the devices are GPUs, Kubernetes does not take the name of the run, or image
-            or storage is missing.
-    """
+    """Returns a shell script, which starts again from the newest checkpoint."""
     devices = job.devices
     if devices.is_gpu:
         raise ValueError(

@@ -15,14 +15,7 @@ _USUAL_STACK_BYTES = 8 << 20
 
 
 def check_address_space(num_emulated: int = 0) -> None:
-    """Checks that libraries and XLA's threads fit into the address space of this process.
-
-    Args:
-        num_emulated: The number of devices that will be emulated; 0 for none.
-
-    Raises:
-        ValueError: If `ulimit -v` leaves too little; it says how much is needed.
-    """
+    """Checks that libraries and XLA's threads fit into the address space of this process."""
     # Where a thread or its stack cannot be made, XLA and LLVM abort without a word of the limit.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:

@@ -64,18 +64,12 @@ def run_batch(
     options: tuple[Any, Any],
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Runs a batch through all stages.
+    """Runs a batch through all stages; returns outputs and records, with M behind the stage.
 
-    If a documented method of the module is overridden, the methods run the iterations.
-
-    Args:
-        overwritten: Names of `weights` that a step overwrites with their gradient, as of FP8.
-        options: (deterministic, model_mode) for overridden methods.
-        microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
-            Outputs then are too.
-
-    Returns:
-        (outputs like `inputs`, records as the module stores them, and with M behind the stage).
+    If a documented method of the module is overridden, the methods run the iterations, and are
+    given the options (deterministic, model_mode). A step overwrites the weights of the names
+    `overwritten` with their gradient, as of FP8. If `microbatched`, leaves are [M, rows, ...]
+    already.
     """
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)

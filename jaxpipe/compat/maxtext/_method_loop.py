@@ -74,11 +74,7 @@ def _kind_of(pipeline: PipelineMethods) -> type:
 
 
 def overridden_methods(pipeline: PipelineMethods) -> tuple[str, ...]:
-    """Returns the names of the documented methods that a subclass or an assignment replaces.
-
-    Raises:
-        ValueError: If one of them, or an attribute, is replaced and the call would not notice.
-    """
+    """Returns the names of the documented methods that a subclass or an assignment replaces."""
     kind, name = _kind_of(pipeline), type(pipeline).__name__
     called = _SHARED | (_LOOP if kind is LoopMethods else _WINDOW)
     called -= _UNCALLED[kind]

@@ -315,10 +315,7 @@ class PipelineMethods(PipelineAttributes):
     ) -> stepwise.LoopState:
         """Runs all ranks once, on `batch`: [M, ...] segment ids and positions.
 
-        Args:
-            call: A `StageCall` without keys.
-            take: The method that takes the ranks' entries of an array of `batch`.
-            advance: The method that makes the new loop state from the outputs.
+        `take` takes the ranks' entries of an array of it, and `advance` makes the new loop state.
         """
         t, keys = loop_state["loop_iteration"], loop_state["keys"]
         microbatches, repeats = self.get_microbatch_and_repeat_ids(t)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from ...autodiff import Remat, keep, remat_by_name
 from ...autodiff.backward import TENSORS, check_offload
-from ...sharding import DEFAULT_RULES
+from ...sharding import DEFAULT_RULES, num_ranks_of
 from ...sharding.layout import even_layout
 from ...spmd.circular_engine import PipelineShape, check_circular
 from ...spmd.ranks import AXIS
@@ -248,12 +248,7 @@ def _shape(keys: PipelineKeys, mesh: Mesh | None) -> PipelineShape:
 
 def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
     """Returns the number of ranks, those within a slice times the slices, as `mesh` has it."""
-    of_mesh = 1 if mesh is None else mesh.shape.get(AXIS, 1)
-    if mesh is not None and AXIS not in mesh.shape:
-        raise ValueError(
-            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
-            f"{AXIS!r}."
-        )
+    of_mesh = 1 if mesh is None else num_ranks_of(mesh)
     size = max(of_mesh // across, 1) if within is None else within
     if mesh is not None and size * across != of_mesh:
         raise ValueError(

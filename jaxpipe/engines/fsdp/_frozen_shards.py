@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...autodiff import recompute
+from ...autodiff.staged_model import Past
 from ...sharding.specs import axes_of, only_axes
 from ...spmd.weight_gather import gathering_layer, layer_gather
-from .._engine import PipelinePlan
+from .._engine import PipelineSpec
 from ._params import cast_params, manual_row_axes, param_spec_tree, read_spec_tree
 
 
@@ -30,16 +31,10 @@ class FrozenShards:
     specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
 
 
-def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
-    """Returns frozen parameters as `FrozenShards`, if every layer is to gather its own.
+def to_shards(plan: PipelineSpec, frozen: PyTree) -> PyTree:
+    """Returns frozen parameters [v, S, n, ...] as `FrozenShards`, if every layer gathers its own.
 
     Stages that store more than their input would store gathered parameters for each microbatch.
-
-    Args:
-        frozen: [v, S, n, ...] leaves.
-
-    Returns:
-        `FrozenShards`; or `frozen`, which are then gathered whole.
     """
     by_layer = plan.gather == "layer" or (plan.gather == "tick" and plan.remat is recompute)
     if not by_layer or not jax.tree.leaves(frozen):
@@ -50,30 +45,31 @@ def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
     return FrozenShards(frozen, tuple(PartitionSpec(*spec[3:]) for spec in leaves))
 
 
-def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
+def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
-    Args:
-        layer: `(weights, x, inputs, (dropout key, frozen parameters)) -> result`.
-
-    Returns:
-        The same, for frozen parameters that may be `FrozenShards`.
+    A layer is `(weights, x, inputs, (dropout key, frozen parameters)) -> result`, with `past`
+    behind that if it runs a slice.
     """
 
-    def of_gathered(frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any) -> Any:
-        return layer(weights, x, inputs, (key, frozen))
+    def of_gathered(
+        frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any, *past: Past
+    ) -> Any:
+        return layer(weights, x, inputs, (key, frozen), *past)
 
     of_shards = gathering_layer(of_gathered, partial(_gathered, plan))
 
-    def run(weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any]) -> Any:
+    def run(
+        weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any], *past: Past
+    ) -> Any:
         key, frozen = constants
         f = of_shards if isinstance(frozen, FrozenShards) else of_gathered
-        return f(frozen, x, weights, inputs, key)
+        return f(frozen, x, weights, inputs, key, *past)
 
     return run
 
 
-def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
+def _gathered(plan: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
@@ -91,7 +87,7 @@ def _gathered(plan: PipelinePlan, shards: FrozenShards, x: PyTree) -> PyTree:
     return tree.unflatten([next(whole) if gathered else leaf for leaf, gathered in pairs])
 
 
-def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
+def key_specs(plan: PipelineSpec, keys: PyTree) -> PyTree:
     """Returns the specs of the keys of a stage over manual axes, None if they are whole."""
 
     def is_shards(x: Any) -> bool:

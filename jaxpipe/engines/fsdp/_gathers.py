@@ -16,20 +16,20 @@ from ...spmd.weight_gather import (
     join_gathers,
     layer_gather,
 )
-from .._engine import PipelinePlan
+from .._engine import PipelineSpec
 from ._frozen_shards import key_specs
 from ._params import cast_params, manual_row_axes, over_data, param_spec_tree, read_spec_tree
 
 
 def weight_gathers(
-    plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
+    plan: PipelineSpec, weights: dict[str, PyTree], keys: PyTree = ()
 ) -> tuple[Gather, Gather]:
     """Returns the gather of the weights of a stage, and that of `{"embed": ..., "head": ...}`."""
     boundary = {name: weights[name] for name in ("embed", "head")}
     return _stage_gather(plan, weights["stages"], keys), boundary_gather(plan, boundary)
 
 
-def boundary_gather(plan: PipelinePlan, boundary: dict[str, PyTree]) -> Gather:
+def boundary_gather(plan: PipelineSpec, boundary: dict[str, PyTree]) -> Gather:
     """Returns the gather of the weights of embedding and head, or of one of them."""
     of_groups = {name: _specs(plan, name, tree) for name, tree in boundary.items()}
     stored, read, gradients = (
@@ -42,7 +42,7 @@ def boundary_gather(plan: PipelinePlan, boundary: dict[str, PyTree]) -> Gather:
     return _whole_gather(plan, cast, stored, read, gradients)
 
 
-def _stage_gather(plan: PipelinePlan, stages: PyTree, keys: PyTree) -> Gather:
+def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
     specs = _specs(plan, "stages", stages)
     of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
     of_layers = partial(gather_in_layers, batch_axes=manual_row_axes(plan))
@@ -56,17 +56,17 @@ def _stage_gather(plan: PipelinePlan, stages: PyTree, keys: PyTree) -> Gather:
     return replace(gather, key_specs=key_specs(plan, keys))
 
 
-def _whole_gather(plan: PipelinePlan, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
+def _whole_gather(plan: PipelineSpec, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
     when = "once" if plan.gather == "layer" else plan.gather
     return gather_by_specs(*specs, when=when, cast=cast, batch_axes=manual_row_axes(plan))
 
 
-def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+def _specs(plan: PipelineSpec, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns specs of stored and of gathered weights, and of stored gradients: of one stage."""
     lead = (None,) * 3 if group == "stages" else ()
     dropped = max(0, len(lead) - 1)  # the dims of chunks and ranks
 
-    def specs(plan: PipelinePlan) -> PyTree:
+    def specs(plan: PipelineSpec) -> PyTree:
         tree = param_spec_tree(group, weights, plan.mesh, plan.param_specs, lead)
         return jax.tree.map(lambda spec: PartitionSpec(*spec[dropped:]), tree)
 
@@ -74,7 +74,7 @@ def _specs(plan: PipelinePlan, group: str, weights: PyTree) -> tuple[PyTree, PyT
     return stored, read_spec_tree(stored), gradients
 
 
-def gather_of_layer(plan: PipelinePlan) -> Callable[[PyTree, PyTree], PyTree]:
+def gather_of_layer(plan: PipelineSpec) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer over `fsdp`."""
     stored, rows = plan.layer_specs, manual_row_axes(plan)
     unsharded, cast = read_spec_tree(stored), partial(cast_params, plan, "stages")

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ...sharding import ROW_AXES
 from ...sharding.specs import axes_of_dim
 from ...spmd.ranks import is_spec
-from .._engine import ParamSpecs, PipelinePlan
+from .._engine import ParamSpecs, PipelineSpec
 
 
 def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def manual_row_axes(plan: PipelinePlan) -> tuple[str, ...]:
+def manual_row_axes(plan: PipelineSpec) -> tuple[str, ...]:
     """Returns the axes along which each device calls functions with its own rows.
 
     Axes of size 1 too: where they are explicit, JAX before 0.12 types arrays by them.
@@ -37,11 +37,7 @@ def num_row_shards(mesh: Mesh) -> int:
 
 
 def fsdp_axes(shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
-    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides.
-
-    Returns:
-        [dims] "fsdp" or None.
-    """
+    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides."""
     size = mesh.shape.get("fsdp", 1)
     sizes = [n if size > 1 and n % size == 0 else 0 for n in shape]
     if not any(sizes):
@@ -57,10 +53,9 @@ def param_spec(
     specs: ParamSpecs = (),
     lead: tuple[str | None, ...] = (),
 ) -> PartitionSpec:
-    """Returns the spec of a stored parameter: the user's, or one over `fsdp`.
+    """Returns the spec of a stored parameter: the user's by its path, or one over `fsdp`.
 
-    Args:
-        name: The path of the parameter, from its group on. A frozen one may have `.value` behind.
+    The path of a frozen one may have `.value` behind.
     """
     shape, table = jnp.shape(leaf)[len(lead) :], dict(specs)
     spec = table.get(name, table.get(name.removesuffix(".value")))
@@ -78,11 +73,7 @@ def param_spec_tree(
     specs: ParamSpecs = (),
     lead: tuple[str | None, ...] = (),
 ) -> PyTree:
-    """Returns the specs of a tree of stored parameters; None where it has None.
-
-    Returns:
-        A tree of `PartitionSpec`.
-    """
+    """Returns the specs of a tree of stored parameters; None where it has None."""
 
     def spec(name: str, leaf: Any) -> PartitionSpec | None:
         return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
@@ -110,11 +101,9 @@ def read_spec_tree(stored: PyTree) -> PyTree:
 
 
 def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
-    """Returns the parameters of a group in the dtype in which functions read them.
+    """Returns the parameters of a group, such as `['layers']`, in the dtype in which they are read.
 
-    Args:
-        dtype: A dtype; or `path -> dtype or None`, as of `PipelinePlan.compute_dtype`.
-        group: The path of the group, such as `['layers']`.
+    That may be a rule, `path -> dtype or None`.
     """
 
     def cast(path: Any, leaf: Any) -> Any:
@@ -128,11 +117,11 @@ def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:
 
 
 def is_rule(dtype: Any) -> bool:
-    """Returns whether `PipelinePlan.compute_dtype` is a rule by path, not a dtype."""
+    """Returns whether `PipelineSpec.compute_dtype` is a rule by path, not a dtype."""
     return callable(dtype) and not hasattr(dtype, "dtype") and not isinstance(dtype, type)
 
 
-def cast_params(plan: PipelinePlan, group: str, params: PyTree) -> PyTree:
+def cast_params(plan: PipelineSpec, group: str, params: PyTree) -> PyTree:
     """Returns parameters of a group of engines in the dtype in which functions read them."""
     if group in ("stages", "frozen"):
         if isinstance(params, dict) and params.keys() == {"layers", "shared"}:
@@ -152,12 +141,8 @@ def _map_named(
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
-def with_layer_specs(plan: PipelinePlan, stages: PyTree) -> PipelinePlan:
-    """Returns the plan with the spec of every parameter of one layer, if layers gather their own.
-
-    Args:
-        stages: Leaves [v, S, n, ...] of stages.
-    """
+def with_layer_specs(plan: PipelineSpec, stages: PyTree) -> PipelineSpec:
+    """Returns the plan with the specs of one layer's parameters, if layers gather their own."""
     if plan.gather != "layer":
         return plan
     lead = (None,) * 3
@@ -165,29 +150,23 @@ def with_layer_specs(plan: PipelinePlan, stages: PyTree) -> PipelinePlan:
     return replace(plan, layer_specs=jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs))
 
 
-def over_data(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     """Returns the plan of gradients and state, which ZeRO-1 divides over `data` too.
 
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
-
-    Args:
-        weights: Groups of engines that are like parameters, or their shapes.
-
-    Returns:
-        The plan with a spec for every leaf of `weights`; `plan` itself without ZeRO-1.
     """
     return _with_specs(plan, weights, _over_data) if plan.zero1 else plan
 
 
-def gathered_plan(plan: PipelinePlan, weights: dict[str, PyTree]) -> PipelinePlan:
+def gathered_plan(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     """Returns the plan of weights that are gathered over `fsdp`, with a spec for every leaf."""
     return _with_specs(plan, weights, lambda spec, shape, mesh: read_spec_tree(spec))
 
 
 def _with_specs(
-    plan: PipelinePlan, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
-) -> PipelinePlan:
+    plan: PipelineSpec, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
+) -> PipelineSpec:
     num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)

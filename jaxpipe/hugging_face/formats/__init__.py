@@ -7,3 +7,4 @@ from ._models import leaf_slices as leaf_slices
 from ._models import read_model as read_model
 from ._models import read_sizes as read_sizes
 from ._tensors import LeafSlices as LeafSlices
+from ._tensors import TensorSlice as TensorSlice

@@ -95,7 +95,7 @@ def canonical_weights(
 ) -> dict[str, PyTree]:
     """Returns the abstract weights of a checkpoint: layers in forward order, [L, ...]."""
     tree = MODEL_FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
-    count = (_num_layers(sizes, layers_after),)
+    count = (sizes.num_pipeline_layers - layers_after,)
     stages = stack_weights(tree["layer"], count, ("layers",))
     return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
@@ -104,7 +104,7 @@ def leaf_slices(block: str, sizes: ModelConfig, layers_after: int = 0) -> LeafSl
     """Returns the slices of every leaf of a checkpoint's weights."""
     kind = MODEL_FORMATS[block]
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
-    num_dense, num_layers = _num_dense(sizes), _num_layers(sizes, layers_after)
+    num_dense, num_layers = sizes.num_dense_layers, sizes.num_pipeline_layers - layers_after
     dense = stacked_layers(kind.dense(sizes), range(num_dense)) if num_dense else {}
     first_after = num_dense + num_layers * sizes.layers_per_block
     after = _layers(kind, sizes, first_after, layers_after) if layers_after else {}
@@ -126,15 +126,6 @@ def _layers(kind: ModelFormat, sizes: ModelConfig, first: int, count: int) -> Le
         ids = range(first + i, first + count * size, size)
         slices |= with_prefix(f"layer_{i}", stacked_layers(kind.layer(sizes, i), ids))
     return slices
-
-
-def _num_dense(sizes: ModelConfig) -> int:
-    return sizes.first_num_dense_layers if isinstance(sizes, models.DeepseekConfig) else 0
-
-
-def _num_layers(sizes: ModelConfig, layers_after: int) -> int:
-    layers = sizes.base_num_decoder_layers - _num_dense(sizes)
-    return layers // sizes.layers_per_block - layers_after
 
 
 def _parse_sizes(block: str, values: ConfigValues) -> ModelConfig:

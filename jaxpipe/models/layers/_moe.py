@@ -27,10 +27,10 @@ class MoeSettings:
     num_experts: int  # E, the number of routed experts
     expert_dim: int  # F
     shared_experts: int  # the number of shared experts. They are one wide MLP.
-    has_bias: bool  # whether a bias per expert affects the choice
+    has_choice_bias: bool  # whether a bias per expert affects the choice
     load_balance_loss_weight: float  # factor of the load-balance loss
     router: RouterSettings
-    adds_biases: bool = False  # whether the router and the experts add biases to their products
+    has_product_biases: bool = False  # whether router and experts add biases to their products
     scales_inputs: bool = False  # whether experts are given inputs times shares, as in Llama 4
     gated: Gated = gated_silu  # the activation between the first two products and the last
 
@@ -39,14 +39,14 @@ def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     """Returns abstract weights `{"router", "experts"}`, and "shared" if there are such experts."""
     D, E, F = settings.embed_dim, settings.num_experts, settings.expert_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
-    if settings.has_bias:
+    if settings.has_choice_bias:
         router["bias"] = zero_bias((E,), ("norm",), dtype, exact=True)
     experts = {
         "gate": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
         "up": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
         "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
     }
-    if settings.adds_biases:
+    if settings.has_product_biases:
         router["logits_bias"] = zero_bias((E,), (None,), dtype, exact=True)
         for name in ("gate_bias", "up_bias"):
             experts[name] = zero_bias((E, F), ("exp", "mlp"), dtype)
@@ -83,7 +83,7 @@ def moe(
     ) -> tuple[Array, dict[str, Float[Array, ""]]]:
         # Experts gather tokens. Without this, gradients of the rest gather the whole batch.
         x = constrain(x, ACTIVATION)
-        bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
+        bias = w["router"]["bias"].astype(jnp.float32) if settings.has_choice_bias else None
         routing = _route(settings.router, w["router"], bias, x, batch_inputs)
         options = {"gated": settings.gated, "scales_inputs": settings.scales_inputs}
         y = experts(w["experts"], x, routing.chosen, routing.shares, **options)

@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from ._across import place_with as place_with
     from ._across import place_with_p as place_with_p
     from ._array import MpmdArray as MpmdArray
+    from ._array import init_on_ranks as init_on_ranks
     from ._base_schedule import BaseSchedule as BaseSchedule
     from ._base_schedule import as_schedule as as_schedule
     from ._base_schedule import require_positive as require_positive

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from ._mesh import MpmdSharding
 
@@ -245,6 +246,35 @@ class MpmdArray:
             f"MpmdArray(shape={self.shape}, dtype={self.dtype}, "
             f"mpmd_idxs={self.mpmd_idxs}, sharding={self.sharding})"
         )
+
+
+def init_on_ranks(
+    make: Callable[[int], PyTree], shapes: PyTree, shardings: PyTree[MpmdSharding]
+) -> PyTree[MpmdArray]:
+    """Makes arrays by a program of every rank; no device ever holds more than its own part.
+
+    `make` returns the values for a rank. It is traced, and leaves on other ranks may be anything.
+    """
+    leaves, tree = jax.tree.flatten(shardings)
+    arrays_by_rank: list[dict[int, jax.Array]] = [{} for _ in leaves]
+    mesh = leaves[0].mpmd_mesh
+    for rank in mesh.local_ranks:
+        held = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
+
+        def make_held(rank: int = rank, held: list[int] = held) -> list[jax.Array]:
+            values = jax.tree.leaves(make(rank))
+            return [values[i] for i in held]
+
+        where = [leaves[i].of_rank(rank) for i in held]
+        with jax.set_mesh(mesh.unstack[rank]):
+            arrays = jax.jit(make_held, out_shardings=where)()
+        for i, array in zip(held, arrays, strict=True):
+            arrays_by_rank[i][rank] = array
+    parts = zip(arrays_by_rank, leaves, jax.tree.leaves(shapes), strict=True)
+    return tree.unflatten(
+        MpmdArray.of_ranks(arrays, where, shape.shape, shape.dtype)
+        for arrays, where, shape in parts
+    )
 
 
 def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]:

@@ -66,7 +66,6 @@ class Traced:
 
     Attributes:
         settings: The arguments of `mpmd_jit_with_loop`.
-        graph: The traced function.
         in_tree: The structure of `(args, kwargs)` without static arguments.
         out_tree: The structure of the result.
         in_specs: The spec of each leaf of the arguments, or None if the compiler chooses.
@@ -110,7 +109,6 @@ class Lowered:
     """A lowered function: the instructions of every rank, which `str` shows.
 
     Attributes:
-        traced: The traced function.
         program: The instructions of all ranks.
     """
 

@@ -33,12 +33,7 @@ class TaskTime(NamedTuple):
 
 
 def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, list[TaskTime]]:
-    """Runs a step, and measures the start and end of each program of this process.
-
-    Returns:
-        The result of the function; and the programs in the order in which they ran, each with its
-        start and end in seconds of `time.perf_counter`.
-    """
+    """Runs a step; returns its results, and when each program of this process ran, in seconds."""
     times: list[TaskTime] = []
     slot_of = compiled.slot_of
     timed = compiled.with_thunks(
@@ -132,11 +127,7 @@ def _name(run: RunTask, compiled: Compiled) -> str:
 
 
 def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) -> Timeline:
-    """Returns one loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`.
-
-    Args:
-        times: The programs with their start and end in seconds, as `timed_step` returns them.
-    """
+    """Returns one loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`."""
     schedules = compiled.lowered.schedules
     if not 0 <= loop < len(schedules):
         raise ValueError(

@@ -42,9 +42,6 @@ def check_threads(mesh: MpmdMesh) -> None:
     """Checks that XLA has more threads than CPU devices that wait for each other.
 
     Importing `jaxpipe.mpmd` sets `NPROC` accordingly, unless JAX has used its devices before.
-
-    Raises:
-        ValueError: If the threads may all be occupied.
     """
     devices = [device for rank in mesh.local_ranks for device in mesh.unstack[rank].devices.flat]
     if len(devices) == len(mesh.local_ranks) or devices[0].platform != "cpu":

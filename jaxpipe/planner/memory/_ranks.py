@@ -4,7 +4,6 @@ In one program each stage has room for the slots of a sequence of kinds that all
 Programs of ranks have the layers of their own stages.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -13,7 +12,7 @@ from ...engines import common_sequence
 from ...schedules import FAMILIES
 from ...schedules.language import rank_of_each_stage
 from .._candidates import StepLayout
-from .._model import LayerSizes, PlannedModel, Tensor
+from .._model import PlannedModel
 
 OfRank = tuple[PlannedModel, StepLayout]
 """The model and the layout as a rank has them."""
@@ -48,26 +47,10 @@ def _ranks(
         slots = [sizes[kind] for kind in common_sequence([[x.kind for x in s] for s in stages])]
         longest = counts.index(max(counts))
         with_slots = (*counts[:longest], len(slots), *counts[longest + 1 :])
-        return with_slots, (_mean(model, [slots], len(slots)),)
+        return with_slots, (model.with_means([slots], len(slots)),)
     if placement == "both_ways":
         own = [[stages[rank], stages[S - 1 - rank]] for rank in range(S)]
     else:
         on_ranks = rank_of_each_stage(placement, S, len(counts) // S)
         own = [[s for s, at in zip(stages, on_ranks, strict=True) if at == r] for r in range(S)]
-    return counts, tuple(_mean(model, of_rank, max(counts)) for of_rank in own)
-
-
-def _mean(model: PlannedModel, stages: Sequence[Sequence[LayerSizes]], most: int) -> PlannedModel:
-    """Returns a model whose equal layers, `most` in each stage, are as large as those of stages."""
-    every = [layer for stage in stages for layer in stage]
-    parameters = sum(layer.parameters for layer in every) / (len(stages) * most)
-    group = replace(
-        model.layer[0],
-        parameters=parameters,
-        largest=max((layer.largest for layer in every), default=0),
-    )
-    kept, wgrad = (
-        max(sum(getattr(layer, name) for layer in stage) for stage in stages) / most
-        for name in ("kept", "wgrad")
-    )
-    return replace(model, layer=(group,), unnamed=(Tensor(kept),), wgrad=Tensor(wgrad))
+    return counts, tuple(model.with_means(of_rank, max(counts)) for of_rank in own)

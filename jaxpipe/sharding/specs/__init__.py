@@ -1,6 +1,5 @@
 """Partition specs: the mesh axes they name, and arrays that are resharded by them."""
 
-from ._auto_axes import with_auto_axes as with_auto_axes
 from ._axes import axes_of as axes_of
 from ._axes import axes_of_dim as axes_of_dim
 from ._axes import check_divisible as check_divisible
@@ -11,3 +10,4 @@ from ._reshard import padded_spec as padded_spec
 from ._reshard import reshard as reshard
 from ._reshard import reshard_to_spec as reshard_to_spec
 from ._reshard import typed_by_specs as typed_by_specs
+from ._reshard import with_auto_axes as with_auto_axes

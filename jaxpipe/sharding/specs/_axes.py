@@ -19,12 +19,7 @@ def axes_of(spec: PartitionSpec) -> frozenset[str]:
 
 
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Returns a spec without some mesh axes.
-
-    Args:
-        axes: The axes. Dims that were split over these alone become unsplit, and the axes leave
-            the sets `unreduced` and `reduced`.
-    """
+    """Returns a spec without some mesh axes: dims that these alone split become unsplit."""
 
     def rest(dim: Any) -> Any:
         if dim is PartitionSpec.UNCONSTRAINED:
@@ -60,11 +55,7 @@ def axes_of_dim(dim: Any) -> tuple[str, ...]:
 def check_divisible(
     shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], name: str
 ) -> None:
-    """Checks that every dim of `shape` splits evenly over its mesh axes.
-
-    Raises:
-        ValueError: If a dim does not.
-    """
+    """Checks that every dim of `shape` splits evenly over its mesh axes."""
     for dim, names in enumerate(spec):
         axes = axes_of_dim(names)
         parts = math.prod(sizes[axis] for axis in axes)

@@ -1,12 +1,14 @@
 """Reshards arrays by specs, and writes specs into the types of arrays on explicit axes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from ._axes import with_axis_type
+from ._axes import with_axis_type, without_axes
 
 
 def reshard(tree: Any, shardings: Any) -> Any:
@@ -39,14 +41,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
 
 
 def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
-    """Returns `x` split over `mesh` as `spec` says, inside or outside `jax.jit`.
-
-    Args:
-        spec: How its leading dims are split. The dims that it does not reach stay as they are.
-
-    Returns:
-        [...] the array.
-    """
+    """Returns `x` whose leading dims are split as `spec` says, inside or outside `jax.jit`."""
     if mesh is None or not len(spec):
         return x
     return reshard(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
@@ -73,3 +68,19 @@ def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
     else:
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
     return spec.update(partitions=(*spec.partitions, *rest))
+
+
+def with_auto_axes(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
+    """Returns `f` with all axes of a mesh automatic inside, whose results are sharded by `where`.
+
+    If no axis of the mesh is explicit, that is `f` itself.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return f
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    implicit = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
+
+    def explicit_only(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, without_axes(sharding.spec, implicit))
+
+    return jax.sharding.auto_axes(f, out_sharding=jax.tree.map(explicit_only, where))

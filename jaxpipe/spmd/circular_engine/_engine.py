@@ -15,6 +15,7 @@ from jaxtyping import PyTree, Scalar
 from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, with_aux
+from ...sharding import num_ranks_of
 from ...sharding.specs import typed_by_specs
 from .._boundary import check_vocab_parallel
 from .._whole_arrays import (
@@ -253,12 +254,7 @@ def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
     """Checks that the axis `stage` of `mesh` has `num_ranks` devices; errors name `stacked`."""
     if mesh is None:
         return
-    ranks = mesh.shape.get(AXIS)
-    if ranks is None:
-        raise ValueError(
-            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
-            f"{AXIS!r}."
-        )
+    ranks = num_ranks_of(mesh)
     if ranks == num_ranks:
         return
     path, leaf = jax.tree_util.tree_leaves_with_path(stacked)[0]

@@ -120,12 +120,15 @@ def masked_layer(layer: Callable) -> Callable:
         and zeros for aux.
     """
 
-    def masked(weights: PyTree, x: PyTree, batch_inputs: PyTree, key: dict[str, PyTree]):
-        _, aux_shapes = jax.eval_shape(layer, weights, x, batch_inputs, key["dropout"])
+    def masked(
+        weights: PyTree, x: PyTree, batch_inputs: PyTree, key: dict[str, PyTree], *past: PyTree
+    ):
+        arguments = weights, x, batch_inputs, key["dropout"], *past
+        _, aux_shapes = jax.eval_shape(layer, *arguments)
         zero_aux = zeros_like(aux_shapes)
         return cond(
             key["layer_mask"],
-            lambda: layer(weights, x, batch_inputs, key["dropout"]),
+            lambda: layer(*arguments),
             lambda: (x, zero_aux),
             like=(x, zero_aux),
         )

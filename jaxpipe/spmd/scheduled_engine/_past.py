@@ -66,24 +66,10 @@ def past_layout(model: StagedModel, num_slices: int, *examples: PyTree) -> PastL
     """Returns the state that slices carry, by tracing the stage with `examples`."""
     if num_slices == 1:
         return PastLayout()
-    assert model.sliced_stage is not None, "checked at the entry"
-    _, _, past = jax.eval_shape(model.sliced_stage, *examples, Past(num_slices=num_slices))
+    past, dims, length = model.past_of_slices(num_slices, *examples)
     whole, structure = jax.tree.flatten(past.earlier)
-    parts = jax.tree.leaves(past.new)
-    dims = [
-        [i for i, (n, t) in enumerate(zip(a.shape, b.shape, strict=True)) if n != t]
-        for a, b in zip(whole, parts, strict=True)
-    ]
-    lengths = {part.shape[differing[0]] for part, differing in zip(parts, dims, strict=True)}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
-            "slice. `past.append` takes leaves [b, t, ...] with the t positions of the slice."
-        )
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole)
-    return PastLayout(
-        num_slices, structure, shapes, tuple(differing[0] for differing in dims), lengths.pop()
-    )
+    return PastLayout(num_slices, structure, shapes, dims, length)
 
 
 def stage_of_pieces(

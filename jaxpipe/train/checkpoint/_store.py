@@ -42,12 +42,8 @@ def open_checkpoints(
     What a killed run left of a step is ignored: a step is written under another name and gets its
     own when it is complete, has its digests and is on the disk; and it loses that name before it is
     removed. A step's folder that is incomplete all the same (a copy that broke off) is renamed to
-    `<step>.incomplete`.
-
-    Args:
-        keep_best: How many steps with the least loss stay beside them, of those that have one.
-        on_saved: Called by the first process with every step that has become complete, maybe from
-            another thread.
+    `<step>.incomplete`. The first process calls `on_saved` with every complete step, maybe from
+    another thread; `keep_best` steps with the least loss stay beside the newest.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)

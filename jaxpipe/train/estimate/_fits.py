@@ -20,9 +20,6 @@ def check_fits(plan: StepPlan) -> None:
     """Checks that the devices of this process have the memory that a run needs.
 
     A run is refused only if it needs more even where the estimate is too high.
-
-    Raises:
-        ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """
     devices = plan.pipeline.mesh.local_devices
     peak = max(estimate_memory(plan), key=lambda peak: peak.total)

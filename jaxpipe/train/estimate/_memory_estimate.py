@@ -19,14 +19,10 @@ from ._planned_model import planned_model
 
 
 def estimate_memory(plan: StepPlan) -> tuple[PeakMemory, ...]:
-    """Estimates the memory that a device needs at the peak of a step.
+    """Estimates the memory of a device at the peak of a step; for `mpmd` that of every rank.
 
     It is what `jaxpipe plan` says of the same layout, with the weights and the optimizer's state by
     their shardings.
-
-    Returns:
-        One estimate for each rank of the `mpmd` engine; a single one for the other engines, whose
-        devices are alike.
     """
     engine, layout = plan.engine, _step_layout(plan)
     sizes, counts = _sizes(plan, layout), step_counts(layout)

@@ -38,11 +38,7 @@ def planned_model(
     weight_dtype: str,
     rules: Rules,
 ) -> PlannedModel:
-    """Returns a model of the trainer as a planner sees it.
-
-    Args:
-        weights: Abstract weights of `embed`, of one `layer` and of `head`.
-    """
+    """Returns a model of the trainer, with its abstract weights, as a planner sees it."""
     platform = model.attention.platform
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
@@ -57,7 +53,7 @@ def planned_model(
         _groups(weights["embed"], rules),
         _groups(weights["head"], rules),
         _groups(outer, rules),
-        _num_layers(sizes) - num_pipelined,
+        sizes.num_blocks - num_pipelined,
         num_pipelined,
         sizes.base_emb_dim,
         sizes.vocab_size,
@@ -76,11 +72,6 @@ def planned_model(
         hoists_casts=platform != "gpu",
         locations=tuple(model.remat.locations.items()),
     )
-
-
-def _num_layers(sizes: ModelConfig) -> int:
-    """Returns the number of all layers, as a pipeline has them."""
-    return sizes.base_num_decoder_layers // sizes.layers_per_block
 
 
 def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:

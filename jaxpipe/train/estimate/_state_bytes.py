@@ -16,11 +16,7 @@ from ..step._optimizer_state import in_groups, is_weight_tree
 
 
 def state_bytes(weights: dict[str, Any], plan: OptimizerPlan) -> tuple[StateBytes, StateBytes]:
-    """Returns the bytes of the state for a layer, and for embedding and head.
-
-    Args:
-        weights: Abstract weights of `embed`, of one `layer` and of `head`.
-    """
+    """Returns the bytes of the state for a layer, and for embedding and head."""
     tree = user_tree_of(weights, 1, plan)
     state = jax.eval_shape(optimizer_of(plan, tree).init, weight_shapes(tree))
 

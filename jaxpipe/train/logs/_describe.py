@@ -4,7 +4,6 @@ import jax
 
 from ... import schedules
 from ...sharding.layout import LayerLayout
-from ..estimate._timeline import predicted_timeline
 from ..plan._setup import Setup
 from ..plan._weight_plan import WeightPlan
 
@@ -27,7 +26,7 @@ def describe(setup: Setup, done: int) -> str:
     lines += dict.fromkeys(plan.reason for plan in setup.step.model.attentions)
     if setup.schedule_reason is not None:
         lines.append(f"schedule {setup.schedule_reason}")
-    elif timeline := predicted_timeline(setup.step):
+    elif timeline := setup.step.predicted_timeline:
         lines.append(f"schedule circular: bubble {schedules.bubble_fraction(timeline):.1%}")
     if config.debug_sharding:
         lines += _sharding_lines(setup)

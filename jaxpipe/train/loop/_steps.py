@@ -11,8 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from ...data.batches import Batches
-from ..estimate._device_flops import StepWork, speed_metrics
-from ..estimate._peak_memory import memory_metrics
+from ..estimate._step_metrics import StepWork, memory_metrics, speed_metrics
 from ..logs._profile import BeforeStep
 from ..plan._setup import StepPlan
 from ..runtime._multihost import barrier

@@ -12,14 +12,7 @@ from ...models.weights import is_weight
 
 
 def weight_name(path: Sequence[Any]) -> str:
-    """Returns the name of a leaf of the weights from its path, without the index of a stage.
-
-    Args:
-        path: The keys of the leaf, as `jax.tree_util` gives them.
-
-    Returns:
-        The name, for example `stages.attention.query`.
-    """
+    """Returns the name of a leaf, such as `stages.attention.query`, without a stage's index."""
     names = [entry for entry in path if not isinstance(entry, jax.tree_util.SequenceKey)]
     return jax.tree_util.keystr(tuple(names), simple=True, separator=".")
 
@@ -28,9 +21,6 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
     """Checks that every regular expression finds the name of a leaf of `weights`.
 
     The leaves are `models.Weight`.
-
-    Raises:
-        ValueError: If an expression finds none, or is no regular expression.
     """
     leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
     names = sorted({weight_name(path) for path, _ in leaves})

@@ -104,11 +104,7 @@ def factories() -> dict[str, Callable[..., Any]]:
 
 
 def check_factory(name: str, arguments: Mapping[str, Any]) -> None:
-    """Checks the name of an optimizer of optax and its arguments; a user's function is not read.
-
-    Raises:
-        ValueError: If optax has no such optimizer, or the optimizer no such argument.
-    """
+    """Checks the name of an optimizer of optax and its arguments; a user's function is not read."""
     if ":" not in name:
         _check_arguments(name, factory_of(name), arguments)
 
@@ -159,11 +155,7 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer of a run for the tree of weights that `traits` are of.
 
-    Args:
-        schedule_of: From a peak to the learning rate of every step; None: the peak of the run.
-
-    Raises:
-        ValueError: If the factory or the function cannot be called, or returns no optimizer.
+    `schedule_of` returns the learning rate of every step from a peak; None is the peak of the run.
     """
     factory = _named(keys.name)
     arguments = dict(keys.arguments)

@@ -48,7 +48,6 @@ class BatchPlan:
     """The batch of a step, and the devices that have its rows.
 
     Attributes:
-        devices: The devices.
         gradient_accumulation_steps: A, the number of calls of the engine in a step.
         num_microbatches: M, those of one call.
         microbatch_size: b, summed over all devices.

@@ -105,12 +105,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
 
 
 def model_config(config: Config) -> ModelConfig:
-    """Returns the sizes of the config's model.
-
-    Raises:
-        ValueError: If the sizes do not fit together, or are not those of the family, or a key is
-            set that this family never reads.
-    """
+    """Returns the sizes of the config's model."""
     family = MODEL_FAMILIES[config.decoder_block]
     others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
     for name in sorted(others):

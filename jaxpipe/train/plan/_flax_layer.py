@@ -78,16 +78,7 @@ def _run(run: Callable, weights: PyTree, inputs: PyTree, segment_ids: Any, posit
 
 
 def flax_layer(run: Callable, weights: PyTree, *, is_nnx: bool) -> Callable:
-    """Returns a layer that calls a module of Flax.
-
-    Args:
-        run: `(weights, x, batch, key) -> (y, aux)`, what the module computes.
-        weights: The abstract weights of a layer.
-        is_nnx: Whether the module is NNX's, not Linen's.
-
-    Returns:
-        A function like `run`.
-    """
+    """Returns a layer like `run` that calls a module of Flax, whose parameters are `weights`."""
     call = _nnx_call(run, weights) if is_nnx else _linen_call(run, weights)
 
     def layer(weights: PyTree, x: PyTree, batch: Any, key: Any) -> Any:

@@ -3,7 +3,6 @@
 This is the one place where a run's plans are made. S ranks, M microbatches.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +63,9 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     num_microbatches = config.num_pipeline_microbatches
     if num_microbatches == -1:
         num_microbatches = (2 if config.pipeline_delay_activation_forwarding else 1) * num_ranks
-    selection, layout, num_layers_after = _divided_layers(config, num_ranks, num_microbatches)
+    selection, layout, num_layers_after = _divided_layers(
+        config, sizes, num_ranks, num_microbatches
+    )
     batch = BatchPlan(
         device_layout,
         config.gradient_accumulation_steps,
@@ -132,11 +133,16 @@ def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _divided_layers(
-    config: Config, num_ranks: int, num_microbatches: int
+    config: Config, sizes: ModelConfig, num_ranks: int, num_microbatches: int
 ) -> tuple[ScheduleSelection | None, LayerLayout, int]:
     """Returns the schedule, the layers of every stage, and the number of layers after them."""
-    keys = (field.name for field in dataclasses.fields(LayerSettings))
-    settings = LayerSettings(**{key: getattr(config, key) for key in keys})
+    settings = LayerSettings(
+        sizes,
+        config.pipeline_parallel_layers,
+        config.num_layers_per_pipeline_stage,
+        config.num_pipeline_repeats,
+        config.pipeline_layout,
+    )
     engine, selection = config.engine, None
     if engine.runs_schedules:
         request = schedule_request(config, num_ranks, num_microbatches)
@@ -151,16 +157,12 @@ def _divided_layers(
             names=("`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"),
         )
     else:
-        layout = LayerLayout(1, 1, settings.num_uniform_layers)
-    return selection, layout, settings.num_uniform_layers - layout.num_layers
+        layout = LayerLayout(1, 1, sizes.num_pipeline_layers)
+    return selection, layout, sizes.num_pipeline_layers - layout.num_layers
 
 
 def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
-    """Returns the schedule that a config asks for.
-
-    Returns:
-        The argument of `select_schedule`.
-    """
+    """Returns the schedule that a config asks for, as `select_schedule` takes it."""
     return ScheduleRequest(
         config.engine,
         config.pipeline_schedule,
@@ -359,14 +361,7 @@ def learning_rate(config: Config) -> LearningRate:
 
 
 def compiler_options(config: Config, device: Any) -> dict[str, str]:
-    """Returns XLA's options for every program that a run computes with.
-
-    Args:
-        config: The config of the run, whose `compile_xla_flags` win over the defaults.
-
-    Returns:
-        Options by name, as `jax.jit` takes them as `compiler_options`.
-    """
+    """Returns XLA's options for every program of a run, whose own flags win over the defaults."""
     defaults = default_options(FLAGS, step_traits(config, device), device)
     return defaults | parse_xla_flags(config.compile_xla_flags)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ... import schedules
 from ...sharding.layout import LayerLayout, divide_exactly, even_layout, parse_layout
+from ._family import ModelConfig
 from ._schedule_selection import (
     ScheduleRequest,
     ScheduleSelection,
@@ -14,40 +15,25 @@ from ._schedule_selection import (
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings that divide layers into stages, by the names of their keys.
+    """What divides layers into stages: the model's sizes, and settings by the names of their keys.
 
     Attributes:
-        base_num_decoder_layers: All layers of the model.
-        first_num_dense_layers: Dense layers before MoE layers, which no stage has.
-        interleave_moe_layer_step: Layers of the model that are a layer of the pipeline: those with
-            an MLP and the one with experts behind them.
+        sizes: The sizes of the model.
         pipeline_parallel_layers: Layers of the pipeline; -1 for as many as it may have.
         num_layers_per_pipeline_stage: Layers of a stage.
         num_pipeline_repeats: Stages per rank; -1 for as many as there are.
         pipeline_layout: The layers of every stage as text; "" if all have as many.
     """
 
-    base_num_decoder_layers: int
-    first_num_dense_layers: int
-    interleave_moe_layer_step: int
+    sizes: ModelConfig
     pipeline_parallel_layers: int
     num_layers_per_pipeline_stage: int
     num_pipeline_repeats: int
     pipeline_layout: str
 
-    @property
-    def num_uniform_layers(self) -> int:
-        """Returns how many layers a pipeline may have: all but dense ones before MoE layers."""
-        layers = self.base_num_decoder_layers - self.first_num_dense_layers
-        return layers // self.interleave_moe_layer_step
-
 
 def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
-    """Assigns stages to ranks round-robin.
-
-    Raises:
-        ValueError: If the layers do not divide into the stages.
-    """
+    """Assigns stages to ranks round-robin."""
     layers_per_repeat = num_ranks * settings.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(settings)
     divide_exactly(
@@ -55,7 +41,7 @@ def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
         layers_per_repeat,
         name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
-        fix=_divisibility_advice(settings.num_uniform_layers, layers_per_repeat),
+        fix=_divisibility_advice(settings.sizes.num_pipeline_layers, layers_per_repeat),
     )
     return even_layout(
         num_layers,
@@ -68,11 +54,7 @@ def circular_layout(settings: LayerSettings, num_ranks: int) -> LayerLayout:
 def scheduled_layout(
     settings: LayerSettings, request: ScheduleRequest
 ) -> tuple[ScheduleSelection, LayerLayout]:
-    """Selects the schedule, and assigns layers to the ranks that run their stages.
-
-    Raises:
-        ValueError: If the schedule does not fit the ranks, microbatches or layers.
-    """
+    """Selects the schedule, and assigns layers to the ranks that run their stages."""
     name, num_layers = _pipelined_layers(settings)
     counts = _layer_counts(settings, request, name, num_layers)
     selection = select_schedule(request, num_layers, counts)
@@ -84,7 +66,7 @@ def scheduled_layout(
         num_stages,
         name=name,
         into="the stages of `pipeline_schedule`",
-        fix=_divisibility_advice(settings.num_uniform_layers, num_stages),
+        fix=_divisibility_advice(settings.sizes.num_pipeline_layers, num_stages),
     )
     layout = _layout_of_schedule(request, selection, (per_stage,) * num_stages)
     _check_stage_counts(settings, request.name, layout)
@@ -138,8 +120,8 @@ def _layer_counts(
 
 def _pipelined_layers(settings: LayerSettings) -> tuple[str, int]:
     """Returns the key or keys that determine the number of pipelined layers, and that number."""
-    wanted, available = settings.pipeline_parallel_layers, settings.num_uniform_layers
-    step = settings.interleave_moe_layer_step
+    wanted, available = settings.pipeline_parallel_layers, settings.sizes.num_pipeline_layers
+    step = settings.sizes.layers_per_block
     of_blocks = f", each a block of `interleave_moe_layer_step` = {step}" if step > 1 else ""
     if wanted > available:
         raise ValueError(
@@ -148,7 +130,7 @@ def _pipelined_layers(settings: LayerSettings) -> tuple[str, int]:
         )
     if wanted != -1:
         return "`pipeline_parallel_layers`", wanted
-    dense = " - `first_num_dense_layers`" if settings.first_num_dense_layers else ""
+    dense = " - `first_num_dense_layers`" if settings.sizes.num_dense_layers else ""
     blocks = " / `interleave_moe_layer_step`" if step > 1 else ""
     return f"`base_num_decoder_layers`{dense}{blocks}", available
 

@@ -104,8 +104,7 @@ class ModelPlan:
 def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -> Model:
     """Builds the model of a run for the front door, of functions that return contributions.
 
-    Args:
-        enable_nnx: Whether a layer is a module of NNX, or of Linen; None for a plain function.
+    By `enable_nnx` a layer is a module of NNX, or of Linen; None is for a plain function.
     """
     embed, layer, loss = build_functions(plan, weights)
     if enable_nnx is not None:
@@ -116,7 +115,7 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
     def run(weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
         if past is None:
             return layer(weights, x, batch, key)
-        y, (aux, past) = layer(weights, x, (batch, past), key)
+        y, (aux, past) = layer(weights, x, batch, key, past)
         return (y, aux), past
 
     return Model(
@@ -138,11 +137,7 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
 
 
 def import_flax_layer() -> Any:
-    """Imports the module `_flax_layer`, which needs Flax.
-
-    Raises:
-        ValueError: If Flax is not installed.
-    """
+    """Imports the module `_flax_layer`, which needs Flax."""
     try:
         from . import _flax_layer
     except ImportError as error:
@@ -181,11 +176,7 @@ CHUNK_ROWS = 512
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
-    """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless a run refuses.
-
-    Raises:
-        ValueError: If a kernel is wanted and the devices are neither TPUs nor GPUs.
-    """
+    """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless refused."""
     if wanted is True and platform not in _KERNELS:
         raise ValueError(
             f"`megablox` is true, but the devices are {platform}s, neither TPUs nor GPUs. Give "

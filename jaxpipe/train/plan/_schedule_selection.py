@@ -66,15 +66,7 @@ class ScheduleRequest:
 def select_schedule(
     request: ScheduleRequest, num_layers: int, counts: tuple[int, ...] | None = None
 ) -> ScheduleSelection:
-    """Selects the schedule that has the name, or for `auto` 1F1B or interleaved 1F1B.
-
-    Args:
-        counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Raises:
-        ValueError: If no schedule has the name, or it is for other ranks, or no engine can run it.
-        FileNotFoundError: If it is a CSV file that does not exist.
-    """
+    """Selects the schedule that has the name, or for `auto` 1F1B or interleaved 1F1B."""
     name, num_ranks, num_microbatches = request.name, request.num_ranks, request.num_microbatches
     chunks = len(counts) // num_ranks if counts else _configured_chunks(request, num_layers)
     if name == "auto":
@@ -109,13 +101,8 @@ def is_schedule_file(name: str) -> bool:
 def stage_costs(counts: tuple[int, ...] | None = None, *, recomputes: bool) -> Costs:
     """Returns costs of a transformer's stages by matrix products: I and W cost as much as F.
 
-    With rematerialisation, I also computes F again, or a part of it.
-
-    Args:
-        counts: [num_stages] layers of every stage; None if all stages have as many.
-
-    Returns:
-        Costs of F, I and W, in tenths of a layer's forward, or of a stage's if `counts` is None.
+    They are in tenths of a layer's forward, or of a stage's if no counts are given. With
+    rematerialisation, I also computes F again, or a part of it.
     """
     unit = 10 if counts is None else tuple(10 * count for count in counts)
     again = 2 if recomputes else 1
@@ -230,15 +217,8 @@ def _select_auto(
 ) -> ScheduleSelection:
     """Selects 1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
 
-    Schedules that split the backward are left out: residuals from I to W are many times as large
-    as the input of a stage.
-
-    Args:
-        fitting: Numbers of stages per rank to try, in ascending order.
-        counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
-
-    Raises:
-        ValueError: If the run demands interleaving and the groups of microbatches are unequal.
+    Schedules that split the backward are left out: residuals from I to W are many times as large as
+    the input of a stage. `fitting` are the stages per rank to try, in ascending order.
     """
     num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     costs = stage_costs(counts, recomputes=request.recomputes)

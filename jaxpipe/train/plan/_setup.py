@@ -7,10 +7,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ...api import PipelinedModel
-from ...engines import Engine, PipelinePlan
+from ...engines import Engine, PipelineSpec
+from ...schedules import Timeline
 from ..config._config import Config
 from ._devices import BatchPlan
 from ._model import ModelPlan
+from ._schedule_selection import stage_costs
 from ._state_plan import StatePlan
 
 
@@ -51,10 +53,19 @@ class StepPlan:
         return {"embed": stored["embed"], "stages": stored["layers"].stages, "head": stored["head"]}
 
     @cached_property
-    def pipeline(self) -> PipelinePlan:
+    def pipeline(self) -> PipelineSpec:
         """Returns what the engine is told about the pipeline."""
         layers = self.stored["layers"]
         return self.pipe.plan(layers.num_layers, layers.specs)
+
+    @property
+    def predicted_timeline(self) -> Timeline | None:
+        """Returns the timeline of a step, if it has a pipeline; an F of a layer costs 10."""
+        if not self.engine.pipelines:
+            return None
+        counts = tuple(map(len, self.pipeline.layout.stage_layer_ids))
+        costs = stage_costs(counts, recomputes=self.model.remat.recomputes)
+        return self.engine.timeline(self.pipeline, costs)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Setup:
         return self.step.pipeline.mesh
 
     @property
-    def pipeline(self) -> PipelinePlan:
+    def pipeline(self) -> PipelineSpec:
         """Returns what the engine is told about the pipeline."""
         return self.step.pipeline
 

@@ -68,8 +68,6 @@ class StatePlan:
     """The state that a step updates.
 
     Attributes:
-        weights: The weights.
-        optimizer: The optimizer.
         init_seed: The seed of the first weights.
         zero1: Whether the optimizer's state is divided over `data` too.
     """

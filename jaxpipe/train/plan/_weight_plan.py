@@ -30,7 +30,6 @@ class WeightPlan:
 
     Attributes:
         family: The family of the model.
-        sizes: The model's sizes.
         dtype: The dtype in which weights are stored.
         layout: The layers of every stage and rank; without a pipeline, one stage on one rank.
         num_layers_after: Number of last layers that run after the pipeline; their weights are

@@ -66,11 +66,7 @@ def make_request(
     max_stages: int | None = None,
     schedule: str | None = None,
 ) -> Request:
-    """Reads what a plan is for.
-
-    Raises:
-        ValueError: If a value is wrong.
-    """
+    """Reads what a plan is for."""
     settings = dict(settings)
     if schedule and not usual_engine(schedule).runs_schedules:
         settings["pipeline_engine"] = usual_engine(schedule).config_name
@@ -105,9 +101,7 @@ def make_request(
         "per_device_batch_size": rows / devices.num_devices / accumulation,
     }
     sizes = model_config(config)
-    before = getattr(sizes, "first_num_dense_layers", 0)
-    uniform = (sizes.base_num_decoder_layers - before) // sizes.layers_per_block
-    pipelined = uniform
+    uniform = pipelined = sizes.num_pipeline_layers
     if config.pipeline_parallel_layers != -1:
         pipelined = config.pipeline_parallel_layers
     counts = fixed.get("counts", (pipelined,))
@@ -141,7 +135,7 @@ def make_request(
         ),
         TrainerSource(values, devices.num_slices),
         _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
-        before,
+        sizes.num_dense_layers,
         uniform - pipelined,
         config.compile_default_flags,
     )
@@ -273,12 +267,12 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
             moe.router.num_chosen,
             moe.expert_dim,
             moe.shared_experts,
-            getattr(sizes, "first_num_dense_layers", 0),
+            sizes.num_dense_layers,
         )
     # Layers without a window cost more: the planner's are all the mean of local and global ones.
     windows = [sizes.attention_scores[kind].window or 0 for kind in sizes.layer_kinds]
     work = transformer(
-        layers=sizes.base_num_decoder_layers // sizes.layers_per_block,
+        layers=sizes.num_blocks,
         mlps_before_experts=sizes.layers_per_block - 1,
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,

@@ -4,7 +4,6 @@ All devices compute all rows, of which there are few. Weights are divided over `
 `expert` as in training, and over `stage` too.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +24,6 @@ from ..config._config import Config
 from ..plan._devices import DeviceLayout
 from ..plan._family import MODEL_FAMILIES, model_config
 from ..plan._from_config import axis_rules, model_plan
-from ..plan._layout import LayerSettings
 from ..plan._model import ModelPlan, build_functions
 from ..plan._weight_plan import WeightPlan
 from ._generate import Decoder
@@ -112,9 +110,7 @@ def decoding_plan(config: Config, mesh: Mesh) -> DecodingPlan:
         (("activation_batch", ()), ("activation_length", ())), axis_rules(config)
     )
     devices, sizes = DeviceLayout(mesh, rules), model_config(config)
-    keys = (field.name for field in dataclasses.fields(LayerSettings))
-    settings = LayerSettings(**{key: getattr(config, key) for key in keys})
-    layout = LayerLayout(1, 1, settings.num_uniform_layers)
+    layout = LayerLayout(1, 1, sizes.num_pipeline_layers)
     family = MODEL_FAMILIES[config.decoder_block]
     weights = WeightPlan(family, sizes, config.weight_dtype, layout, 0, None, devices)
     plain = config.model_copy(update=_PLAIN)

@@ -29,9 +29,9 @@ class Decoder:
     """The functions of a model that decoding runs.
 
     Attributes:
-        embed: `(weights, batch_inputs) -> x`; if it has layers, also `(weights, (batch_inputs,
-            past)) -> (x, past)`.
-        layer: `(weights, x, (batch_inputs, past), key) -> (y, (aux, past))`.
+        embed: `(weights, batch_inputs) -> x`; if it has layers, also `(weights, batch_inputs, past)
+            -> (x, past)`.
+        layer: `(weights, x, batch_inputs, key, past) -> (y, (aux, past))`.
         logits: `(boundary, x [b, t, D]) -> [b, t, V]`.
         tied: Whether the logits are computed with the embedding's table.
         layer_kinds: [L] the kind of every layer, which `layer` is given with its key; None if
@@ -53,14 +53,10 @@ def prefill(
     *,
     length: int,
 ) -> tuple[Float[Array, "b V"], Carried]:
-    """Runs the prompts, and returns the logits behind them and what layers carry on.
+    """Runs prompts, with padding in front, and returns the logits behind them and what is carried.
 
-    Args:
-        decoder: The model.
-        weights: Its weights as checkpoints have them, with no layers after the stages.
-        tokens: The prompts, at the end of their rows.
-        segment_ids: 0 for the padding in front of a prompt, 1 for its tokens.
-        length: The number of positions that there is room for.
+    Weights are as checkpoints have them, with no layers after the stages; there is room for
+    `length` positions.
     """
     positions = jnp.maximum(jnp.arange(tokens.shape[1]) - _num_padding(segment_ids)[:, None], 0)
     logits, carried = _run(decoder, weights, (tokens, positions, segment_ids), lambda name: Past())
@@ -112,18 +108,8 @@ def generate(
 ) -> Int32[Array, "b N"]:
     """Returns the tokens that follow the prompts; behind the token `end` there is nothing else.
 
-    A draw depends on the key, the index of the row and that of the token alone.
-
-    Args:
-        decoder: The model.
-        weights: Its weights.
-        tokens: The prompts, at the end of their rows.
-        segment_ids: 0 for the padding in front of a prompt, 1 for its tokens.
-        key: The key of all draws.
-        max_tokens: N.
-        choose: The rule by which a token is chosen.
-        is_token: Whether an id is one that the tokenizer has: others are never chosen.
-        end: The id at which a row ends.
+    A draw depends on the key, the index of the row and that of the token alone. Ids that the
+    tokenizer does not have are never chosen.
     """
     num_rows, num_prompt = tokens.shape
     length, padding = num_prompt + max_tokens - 1, _num_padding(segment_ids)
@@ -175,7 +161,7 @@ def _run(
     }
     carried: Carried = {"embed": ()}
     if "layers" in weights["embed"]:
-        x, written = decoder.embed(weights["embed"], (batch_inputs, past("embed")))
+        x, written = decoder.embed(weights["embed"], batch_inputs, past("embed"))
         carried["embed"] = written.new
     else:
         x = decoder.embed(weights["embed"], batch_inputs)

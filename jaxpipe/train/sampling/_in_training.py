@@ -22,9 +22,6 @@ def make_sample_state(setup: Setup) -> SampleState | None:
     Collective: all processes of a run call the result, as they save a checkpoint. It takes the way
     of one: weights are put into forward order, copied in the dtype of computation, and put back.
     Their bits, and the keys of training, stay what they are.
-
-    Raises:
-        ValueError: If the prompt has no token, or a sample would be longer than rows of training.
     """
     config = setup.config
     if not config.sample_prompt:

@@ -25,7 +25,6 @@ class Sample:
     """A prompt and what follows it.
 
     Attributes:
-        prompt: The prompt.
         text: The prompt and the new tokens, decoded together.
         token_ids: The new tokens, without the one that ends a document.
         has_ended: Whether the document has ended; else there were as many tokens as were asked for.
@@ -74,11 +73,7 @@ class SamplingOptions:
 def sampler(
     plan: DecodingPlan, tokenizer: Tokenizer, prompts: Sequence[str], options: SamplingOptions
 ) -> Callable[[PyTree], list[Sample]]:
-    """Returns the samples of prompts as a function of weights, which compiles at its first call.
-
-    Raises:
-        ValueError: If there is no prompt, or one that has no token, or `bos` is no id of the model.
-    """
+    """Returns the samples of prompts as a function of weights, which compiles at its first call."""
     vocab_size = plan.weights.sizes.vocab_size
     if not prompts:
         raise ValueError("`prompts` is empty. Give at least one.")

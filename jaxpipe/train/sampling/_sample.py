@@ -94,8 +94,6 @@ class OpenedRun:
 
     Attributes:
         plan: The model and the devices.
-        weights: Its weights.
-        tokenizer: The tokenizer.
         step: The step of the checkpoint.
         trained_length: The tokens of a row in training; None if it is not known.
     """

@@ -33,11 +33,7 @@ def compile_train_step(plan: StepPlan) -> jax.stages.Compiled:
 
 
 def check_single_program(engine: Engine) -> None:
-    """Checks that the step of an engine is one program, not one for every rank.
-
-    Raises:
-        ValueError: If the engine is `mpmd`.
-    """
+    """Checks that the step of an engine is one program, not one for every rank."""
     if engine.program_per_rank:
         raise ValueError(
             f"`pipeline_engine` is {engine.config_name!r}, whose step is many programs, and what "

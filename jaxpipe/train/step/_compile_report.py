@@ -6,22 +6,14 @@ import jax
 
 from ... import schedules
 from ...xla.compile_report import CompileReport, report_compiled
-from ..estimate._device_flops import step_work
-from ..estimate._timeline import predicted_timeline
+from ..estimate._step_metrics import step_work
 from ..optim._factories import treats_arrays_as_wholes
 from ..plan._setup import StepPlan
 from ._aot import compile_train_step
 
 
 def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
-    """Compiles the step that `train` runs.
-
-    Raises:
-        ValueError: If the step is not one program, XLA:TPU finds that it does not fit, or a
-            library is missing that its kernels need.
-        RuntimeError: If it cannot be compiled.
-        JaxRuntimeError: If XLA refuses it for another reason.
-    """
+    """Compiles the step that `train` runs."""
     work = step_work(plan.state.weights.sizes, plan.batch)
     for attention in plan.model.attentions:
         attention.check_compiles()
@@ -58,7 +50,7 @@ def does_not_fit(reason: str) -> str:
 
 def _bubble(plan: StepPlan) -> float:
     """Returns the share of the pipeline's time in which a device waits, by the schedule."""
-    timeline = predicted_timeline(plan)
+    timeline = plan.predicted_timeline
     return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
 
 

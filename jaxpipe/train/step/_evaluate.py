@@ -50,9 +50,6 @@ def make_evaluate(
     Its metrics are `eval_loss`, the cross entropy in nats of all target tokens over their total
     weight, however they are divided into batches; its `eval_perplexity`; the other metrics of a
     batch, weighted alike, among them the auxiliary losses that training adds; and `eval_seconds`.
-
-    Raises:
-        ValueError: If there are no batches, or fewer than `eval_steps`.
     """
     if not evaluation.interval:
         return None

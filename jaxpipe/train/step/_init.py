@@ -14,11 +14,7 @@ from ..plan._weight_plan import WeightPlan
 
 
 def init_boundary(weights: WeightPlan, seed: int) -> dict[str, Any]:
-    """Initializes the weights of `embed` and `head`, with those of layers after the pipeline.
-
-    Returns:
-        The weights by `embed` and `head`.
-    """
+    """Initializes the weights of `embed` and `head`, with those of layers after the pipeline."""
     tree, key = weights.abstract_unstacked, jax.random.key(seed)
     boundary = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
     if weights.num_layers_after:
@@ -31,13 +27,6 @@ def init_boundary(weights: WeightPlan, seed: int) -> dict[str, Any]:
 def init_layers(
     weights: WeightPlan, seed: int, dims: Sequence[int], *, layer_ids: Sequence[int]
 ) -> PyTree[Array]:
-    """Initializes stacked weights of layers.
-
-    Args:
-        layer_ids: [product of dims] layers of the model in the order of the stack; -1 for padding.
-
-    Returns:
-        Weights of one layer with leaves [*dims, ...]; zeros for padding.
-    """
+    """Initializes weights [*dims, ...] of layers by their ids; those of padding, -1, are zeros."""
     layer = weights.abstract_unstacked["layer"]
     return models.initialize_layers(layer, jax.random.key(seed), dims, layer_ids=layer_ids)

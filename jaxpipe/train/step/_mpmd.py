@@ -15,13 +15,14 @@ from jaxtyping import PyTree
 
 from ... import mpmd, schedules
 from ...models.weights import weight_shapes
+from ...mpmd import api as mpmd_api
 from ...mpmd import profiling
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
-from ._one_program import make_value, make_value_and_grad
+from ._one_program import make_eval, make_value_and_grad
 from ._optimizer_state import init_optimizer_state, reads_weights
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
@@ -31,31 +32,18 @@ from ._state import TrainState, state_shapes, state_shardings
 def make_mpmd_train_step(
     plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
-    """Builds the step; its programs are compiled at its first call.
-
-    Returns:
-        `(state, batch from shard_batch) -> (state, metrics)`.
-    """
+    """Builds the step; its programs are compiled at its first call."""
     return lambda state, batch: compiled_mpmd_train_step(plan)(state, batch)
 
 
 def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
-    """Builds the evaluation of one batch; its programs are compiled at its first call.
-
-    Returns:
-        `(weights, batch) -> loss and metrics`.
-    """
-    value = make_value(plan)
+    """Builds the evaluation of one batch; its programs are compiled at its first call."""
     weights_plan = plan.state.weights
-
-    def step(weights: Any, batch: Any) -> dict[str, Any]:
-        loss, metrics = value(weights, batch)
-        return {"loss": loss, **metrics}
 
     @cache
     def compiled() -> mpmd.Compiled:
         return mpmd.mpmd_jit_with_loop(
-            step,
+            make_eval(plan),
             mpmd_mesh(weights_plan),
             in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
             out_shardings=_replicated_sharding(weights_plan),
@@ -69,11 +57,9 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
 def trace_mpmd_train_step(
     plan: StepPlan, state: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, Any]], str]:
-    """Runs a step and traces it beside the timeline that its schedule predicts.
+    """Runs a step, and returns its trace, beside what its schedule predicts, as Perfetto's JSON.
 
-    Returns:
-        `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
-        the loop; and the trace as JSON for Perfetto.
+    The metrics also have the bubbles of both timelines as shares of the loop.
     """
     (state, metrics), found = profiling.trace_step(compiled_mpmd_train_step(plan), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
@@ -81,53 +67,23 @@ def trace_mpmd_train_step(
 
 
 def init_mpmd_state(plan: StepPlan) -> TrainState:
-    """Initializes weights, optimizer state and step 0; no device ever holds more than its own part.
-
-    Returns:
-        The train state, with leaves of `mpmd.MpmdArray`.
-    """
-    shardings = mpmd_state_shardings(plan)
-    leaves, tree = jax.tree.flatten(shardings)
-    mesh = leaves[0].mpmd_mesh
-    found: list[dict[int, jax.Array]] = [{} for _ in leaves]
-    for rank in mesh.local_ranks:
-        local = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
-        make = jax.jit(
-            partial(_init_leaves_of_rank, plan.state, shardings, rank),
-            out_shardings=[leaves[i].of_rank(rank) for i in local],
-        )
-        with jax.set_mesh(mesh.unstack[rank]):
-            for i, array in zip(local, make(), strict=True):
-                found[i][rank] = array
-    shapes = jax.tree.leaves(state_shapes(plan.state))
-    arrays = [
-        mpmd.MpmdArray.of_ranks(arrays_by_rank, sharding, shape.shape, shape.dtype)
-        for shape, sharding, arrays_by_rank in zip(shapes, leaves, found, strict=True)
-    ]
-    return tree.unflatten(arrays)
+    """Initializes weights, optimizer state and step 0; no device holds more than its own part."""
+    shardings, shapes = mpmd_state_shardings(plan), state_shapes(plan.state)
+    make = partial(_init_state_of_rank, plan.state, shardings["weights"]["stages"])
+    return mpmd_api.init_on_ranks(make, shapes, shardings)
 
 
-def _init_leaves_of_rank(plan: StatePlan, shardings: PyTree, rank: int) -> list[jax.Array]:
-    """Initializes the leaves that a rank holds."""
-
-    def is_here(shardings: PyTree) -> bool:
-        return any(rank in sharding.mpmd_idxs for sharding in jax.tree.leaves(shardings))
-
-    state, stages = state_shapes(plan), []
+def _init_state_of_rank(plan: StatePlan, shardings: list[PyTree], rank: int) -> TrainState:
+    """Initializes a state; stages on other ranks alone, which take long to trace, are shapes."""
     weights, seed, optimizer = plan.weights, plan.init_seed, make_optimizer(plan)
+    stages = list(state_shapes(plan)["weights"]["stages"])
     needs_all = reads_weights(plan, optimizer)
     for i, layer_ids in enumerate(weights.layout.stage_layer_ids):
-        here = is_here(shardings["weights"]["stages"][i])
-        stages.append(
-            init_layers(weights, seed, (len(layer_ids),), layer_ids=layer_ids)
-            if here or needs_all
-            else state["weights"]["stages"][i]
-        )
-    state["weights"] = init_boundary(weights, seed) | {"stages": stages}
-    state["optimizer"] = init_optimizer_state(plan, optimizer, state["weights"])
-    state["step"] = jnp.int32(0)
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    return [leaf for leaf, sharding in pairs if rank in sharding.mpmd_idxs]
+        if needs_all or any(rank in leaf.mpmd_idxs for leaf in jax.tree.leaves(shardings[i])):
+            stages[i] = init_layers(weights, seed, (len(layer_ids),), layer_ids=layer_ids)
+    groups = init_boundary(weights, seed) | {"stages": stages}
+    state = init_optimizer_state(plan, optimizer, groups)
+    return {"weights": groups, "optimizer": state, "step": jnp.int32(0)}
 
 
 def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:

@@ -3,7 +3,7 @@
 R repeats, S ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,11 +43,7 @@ def _init_weights(weights: WeightPlan, seed: int) -> PyTree:
 def make_stacked_train_step(
     plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """Builds the train step; it compiles at its first call.
-
-    Returns:
-        `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
-    """
+    """Builds the train step; it compiles at its first call, and donates the state."""
     shardings = state_shardings(plan)
     weight_shardings, update_shardings = map(
         drop_router_biases, (shardings["weights"], gradient_shardings(plan))
@@ -66,44 +62,18 @@ def make_stacked_train_step(
     )
 
 
-def make_stacked_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], Mapping[str, Array]]:
-    """Builds the evaluation of one batch; it compiles at its first call.
+def make_eval(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Array]]:
+    """Returns `(weights, batch) -> loss and metrics`, forward only; the caller compiles it."""
 
-    Returns:
-        `(weights, batch from shard_batch) -> loss and metrics`.
-    """
-    value = make_value(plan)
-
-    def step(weights: PyTree, batch: PyTree) -> Mapping[str, Array]:
-        loss, metrics = value(weights, batch)
+    def step(weights: PyTree, batch: PyTree) -> dict[str, Array]:
+        loss, metrics = plan.pipe.value(as_stored(plan, weights), batch)
         return {"loss": loss, **metrics}
 
-    return jax.jit(
-        step,
-        in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
-        compiler_options=dict(plan.pipeline.compiler_options or ()),
-    )
-
-
-def make_value(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the forwards of a run's pipeline.
-
-    Returns:
-        `(weights, batch) -> (loss, metrics)`.
-    """
-
-    def value(weights: PyTree, batch: PyTree) -> Any:
-        return plan.pipe.value(as_stored(plan, weights), batch)
-
-    return value
+    return step
 
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
-    """Returns the gradients of a run's pipeline.
-
-    Returns:
-        `(weights, batch, step) -> ((loss, metrics), gradients)`.
-    """
+    """Returns `(weights, batch, step) -> ((loss, metrics), gradients)` of a run's pipeline."""
 
     def value_and_grad(weights: PyTree, batch: PyTree, step: Any = 0) -> Any:
         params, seed = as_stored(plan, weights), plan.dropout_seed

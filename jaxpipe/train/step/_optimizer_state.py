@@ -75,11 +75,7 @@ def reads_weights(plan: StatePlan, optimizer: optax.GradientTransformation) -> b
 def of_weights(weights: Groups, values: Groups, state: PyTree, default: Callable) -> PyTree:
     """Returns a tree like a state in groups, with the value of the weight that a leaf is like.
 
-    Args:
-        weights: Abstract weights in groups, without router biases.
-        values: A tree like them.
-        state: The shapes of a state.
-        default: `(leaf, group or None) -> value` for leaves that are like no weight.
+    Leaves that are like no weight are `default(leaf, group or None)`.
     """
 
     def node_values(node: Any) -> Any:

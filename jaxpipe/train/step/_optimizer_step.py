@@ -23,14 +23,7 @@ def make_optimizer_step(
     shard: Reshard = lambda weights: weights,
     gather_updates: Reshard = lambda updates: updates,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """Builds a train step from a function of gradients; the caller compiles it.
-
-    Args:
-        value_and_grad: `(weights, batch, step) -> ((loss, metrics), gradients)`.
-
-    Returns:
-        `(state, batch) -> (state, metrics)`.
-    """
+    """Builds `(state, batch) -> (state, metrics)` from gradients; the caller compiles it."""
     wanted = plan.state.optimizer
     update, schedule = make_update(plan), wanted.learning_rate.schedule()
 

@@ -26,14 +26,7 @@ StageShardings = Sequence[PyTree[mpmd.MpmdSharding]]
 def stack_stages(
     weights: WeightPlan, stages: Sequence[PyTree[mpmd.MpmdArray]], stage_shardings: StageShardings
 ) -> PyTree[Array]:
-    """Stacks the stages of each rank.
-
-    Args:
-        stages: Those of each stage in forward order, with leaves [layers, ...].
-
-    Returns:
-        Weights with leaves [S, K, ...].
-    """
+    """Stacks stages [layers, ...], in forward order, as ranks have them, [S, K, ...]."""
     mesh, num_layers = mpmd_mesh(weights), weights.slot_layer_ids.shape[1]
     stages_by_leaf = list(zip(*map(jax.tree.leaves, stages), strict=True))
     dims = [(num_layers, *leaf_stages[0].shape[1:]) for leaf_stages in stages_by_leaf]
@@ -61,14 +54,7 @@ def stack_stages(
 def unstack_stages(
     weights: WeightPlan, stack: PyTree[Array], stage_shardings: StageShardings
 ) -> list[PyTree[mpmd.MpmdArray]]:
-    """Splits a stack into stages: the inverse of `stack_stages`.
-
-    Args:
-        stack: Those of its stages, with leaves [S, K, ...].
-
-    Returns:
-        Weights of each stage in forward order, with leaves [layers, ...].
-    """
+    """Splits a stack [S, K, ...] into stages: the inverse of `stack_stages`."""
     mesh, leaves, counts = mpmd_mesh(weights), jax.tree.leaves(stack), _layer_counts(weights)
     specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     found: list[list[dict[int, jax.Array]]] = [[{} for _ in leaves] for _ in counts]

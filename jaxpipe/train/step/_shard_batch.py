@@ -17,27 +17,17 @@ from ..plan._devices import BatchPlan
 
 
 def shard_batch(plan: BatchPlan, batch: Batch) -> dict[str, ArrayLike]:
-    """Shards a batch over the devices, in microbatches.
+    """Shards a batch [B, T] over the devices, in microbatches [A * M, b, T].
 
     `target_weights` are divided by their sum over the batch: each is then the share of its token in
     the loss, so that uneven masks need no care anywhere else. If the plan says so, arrays stay in
     host memory: the step transfers each to the ranks that read it.
-
-    Args:
-        batch: [B, T] arrays in host memory.
-
-    Returns:
-        [A * M, b, T] arrays on the devices.
     """
     return _shard_rows(plan, batch, np.arange(plan.num_rows), total_target_weight(batch))
 
 
 def shard_batch_of_step(plan: BatchPlan, batches: RowsByStep, step: int) -> dict[str, ArrayLike]:
-    """Shards the batch of a step; makes only the rows that this process needs.
-
-    Returns:
-        [A * M, b, T] arrays on the devices, as `shard_batch` returns them.
-    """
+    """Shards the batch of a step; makes only the rows that this process needs."""
     where = plan.shardings["tokens"]
     indices = where.addressable_devices_indices_map(plan.shape).values()
     row_ids = row_ids_of_shards(indices, plan.shape)

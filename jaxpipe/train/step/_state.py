@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import models
-from ...engines import PipelinePlan
+from ...engines import PipelineSpec
 from ...engines.fsdp import over_data
 from ...models.weights import weight_shapes
 from ...sharding import LogicalAxes
@@ -76,12 +76,12 @@ def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:
     return _shardings(plan, of_gradients(plan))
 
 
-def of_gradients(plan: StepPlan) -> PipelinePlan:
+def of_gradients(plan: StepPlan) -> PipelineSpec:
     """Returns what the engine is told of gradients, which ZeRO-1 divides over `data` too."""
     return over_data(plan.pipeline, plan.groups)
 
 
-def _shardings(plan: StepPlan, pipeline: PipelinePlan) -> PyTree[NamedSharding]:
+def _shardings(plan: StepPlan, pipeline: PipelineSpec) -> PyTree[NamedSharding]:
     weights, mesh = plan.groups, plan.pipe.mesh
     where = plan.engine.shardings(pipeline, weights, plan.state.weights.tied)
     where = {name: where[name] for name in ("embed", "stages", "head")}

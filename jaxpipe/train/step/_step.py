@@ -21,11 +21,7 @@ from ._mpmd import (
     make_mpmd_train_step,
     mpmd_state_shardings,
 )
-from ._one_program import (
-    init_stacked_state,
-    make_stacked_eval_step,
-    make_stacked_train_step,
-)
+from ._one_program import init_stacked_state, make_eval, make_stacked_train_step
 from ._state import TrainState, state_shardings
 
 StepMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
@@ -61,7 +57,7 @@ _ONE = _Programs(
     make_stacked_train_step,
     # JAX keeps the program for the calls with such arguments.
     lambda plan, step, state, batch: step.lower(state, batch).compile(),
-    make_stacked_eval_step,
+    lambda plan: plan.pipe.jit(make_eval(plan)),
     lambda plan: jax.set_mesh(plan.pipeline.mesh),
 )
 _BY_RANK = _Programs(
@@ -84,21 +80,12 @@ def init_state(plan: StepPlan) -> TrainState:
 
 
 def stored_shardings(plan: StepPlan) -> PyTree:
-    """Returns the sharding of every leaf of a state, as the programs of a step store it.
-
-    Returns:
-        A tree like the train state: with leaves of `NamedSharding`, or of `mpmd.MpmdSharding` if
-        ranks run programs of their own.
-    """
+    """Returns the sharding of every leaf of a state, `MpmdSharding` if ranks have programs."""
     return _programs(plan).shardings(plan)
 
 
 def make_train_step(plan: StepPlan) -> TrainStep:
-    """Builds the train step; it compiles at its first call.
-
-    Returns:
-        `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
-    """
+    """Builds the train step; it compiles at its first call, and donates the state."""
     return _programs(plan).train_step(plan)
 
 
@@ -108,11 +95,7 @@ def compile_ahead(plan: StepPlan, train_step: TrainStep, state: TrainState, batc
 
 
 def make_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], StepMetrics]:
-    """Builds the evaluation of one batch, forward only; it compiles at its first call.
-
-    Returns:
-        `(weights, batch from shard_batch) -> loss and metrics`.
-    """
+    """Builds the evaluation of one batch, forward only; it compiles at its first call."""
     return _programs(plan).eval_step(plan)
 
 

@@ -33,9 +33,6 @@ def check_call(factory: Factory, streams: Collection[str], arrays: Any, *options
 
     `ToLinen` would drop changes, and would draw from the key 0 what is to come from other streams:
     the same numbers for all stages and microbatches.
-
-    Raises:
-        ValueError: If it does.
     """
     others = set()
 

@@ -44,13 +44,9 @@ def pace_rules(
 ) -> Rules:
     """Returns rules by which actions are urgent that are far from the end of their microbatch.
 
-    Args:
-        pace: The step, as a fraction of the work of the busiest rank for a microbatch. At 1
-            microbatches follow each other as fast as that rank can; less starts more of them before
-            the first ends.
-        wait_forward: How long an F may delay a more urgent action, as a fraction of its time.
-        reserve: How many microbatches less than it can store a rank may have between F and I, for
-            every rank before it.
+    At a pace of 1 microbatches follow each other as fast as the busiest rank can; less starts more
+    of them before the first ends. An F may delay a more urgent action by a fraction of its time,
+    and a rank may have `reserve` microbatches less between F and I for every rank before it.
     """
     stages = range(problem.num_stages)
     to_end = [problem.times[I][s] + problem.up[s] for s in stages]

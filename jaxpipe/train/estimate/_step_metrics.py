@@ -1,5 +1,6 @@
-"""Compares the speed of a run with the peak of its devices."""
+"""The speed of a step beside the peak of its devices, and the memory that they report."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,7 @@ from ..plan._family import ModelConfig
 
 
 def peak_tflops(device: Any, given: float) -> float | None:
-    """Returns the peak of a device, in 1e12 floating-point operations a second.
-
-    Returns:
-        `given` if it is not 0; else the published peak, or None if the device is not in the table.
-    """
+    """Returns `given` or else the published peak of a device in 1e12 FLOPs a second, if known."""
     return given or find_peak_tflops(device.device_kind)
 
 
@@ -45,13 +42,9 @@ def step_work(sizes: ModelConfig, batch: BatchPlan, given_tflops: float = 0.0) -
 
 
 def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
-    """Returns the metrics of the speed of a step.
+    """Returns a step's seconds, tokens per second, model FLOPs per second and device, and MFU.
 
-    Recomputed operations are not counted: FLOPs are those of the model, not of the program.
-
-    Returns:
-        The step time in seconds, tokens per second, and model FLOPs per second and device (1e12);
-        and `mfu`, their fraction of the peak of the device, if that is known.
+    Recomputed operations are not counted. `mfu` is there if the peak of the device is known.
     """
     tflops = work.flops / seconds / work.num_devices / 1e12
     found = {
@@ -60,3 +53,18 @@ def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
         "tflops_per_second_per_device": tflops,
     }
     return found | ({"mfu": tflops / work.peak_tflops} if work.peak_tflops else {})
+
+
+def memory_metrics(devices: Iterable[Any]) -> dict[str, float]:
+    """Returns the most memory that any of some devices has had in use, as a metric.
+
+    `peak_memory_gb` is in 1e9 bytes, since the process began; CPUs do not report it.
+
+    Example:
+        >>> import jax
+        >>> memory_metrics(jax.devices("cpu"))
+        {}
+    """
+    reported = [device.memory_stats() or {} for device in devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in reported if "peak_bytes_in_use" in stats]
+    return {"peak_memory_gb": max(peaks) / 1e9} if peaks else {}
