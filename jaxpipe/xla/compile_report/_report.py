@@ -52,7 +52,7 @@ class CompileReport:
 
     def hidden_bytes(self) -> dict[str, float]:
         """Returns the bytes of results that move while the device computes, by kind."""
-        # On TPUs they are the share of the transfers' time in which the core does not wait.
+        # They are the share of the transfers' time in which the core does not wait.
         # Elsewhere a collective counts whole if a matrix product runs between its start and its
         # end.
         if self.step_time is None:
@@ -83,15 +83,15 @@ def report_compiled(
     tokens: int = 0,
 ) -> CompileReport:
     """Makes the report of a compiled step; `bubble` is the share of its time that devices wait."""
-    device = mesh.devices.flat[0]
+    device, hosts = mesh.devices.flat[0], gpu_hosts(mesh.devices.flat)
     return CompileReport(
         platform=device.device_kind,
         num_devices=mesh.size,
         memory=memory(compiled, device.platform),
-        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
+        audit=audit(hlo_text, hosts),
         model_flops=model_flops,
         compile_seconds=seconds,
-        step_time=estimated_time(hlo_text, device.device_kind, bubble),
+        step_time=estimated_time(hlo_text, device.device_kind, bubble, hosts),
         tokens=tokens,
         jax_version=jax.__version__,
         libtpu_version=importlib.metadata.version("libtpu") if device.platform == "tpu" else "",
@@ -114,7 +114,8 @@ def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int =
     """Returns a report as tables of memory, time, the `num_rows` largest collectives, and loops."""
     times = []
     if report.step_time is not None:
-        times = [_time_rows(report.step_time, _rates(report))]
+        is_gpu = not report.libtpu_version
+        times = [_time_rows(report.step_time, _rates(report), is_gpu=is_gpu)]
         times += [_dearest_rows(report.step_time, num_dearest)] if num_dearest else []
     parts = (_heading(report), _memory(report), *times, _totals(report))
     lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
@@ -207,7 +208,7 @@ def _loops(audit: Audit) -> list[str]:
     return align(rows, left=(0, 2, 3))
 
 
-def _time_rows(time: StepTime, rates: dict[str, float]) -> list[str]:
+def _time_rows(time: StepTime, rates: dict[str, float], *, is_gpu: bool) -> list[str]:
     """Returns the lines of a step's time by kind of work, what it amounts to, and what it lacks."""
     rows = [("time per step, estimated", "s", "share")]
     parts = {f"  {work}": seconds for work, seconds in time.busy_seconds.items()}
@@ -220,7 +221,7 @@ def _time_rows(time: StepTime, rates: dict[str, float]) -> list[str]:
     ]
     rows.append(("  all", f"{time.seconds:.4f}", ""))
     speed = [_RATES[name].format(rate) for name, rate in rates.items()]
-    return [*align(rows), *(["; ".join(speed)] if speed else []), *_remarks(time)]
+    return [*align(rows), *(["; ".join(speed)] if speed else []), *_remarks(time, is_gpu=is_gpu)]
 
 
 _RATES = {
@@ -230,8 +231,13 @@ _RATES = {
 }
 
 
-def _remarks(time: StepTime) -> Iterator[str]:
-    if time.busy_seconds.get("kernels"):
+def _remarks(time: StepTime, *, is_gpu: bool) -> Iterator[str]:
+    if is_gpu:
+        yield (
+            "By a roofline: products at 80% of the peak, bytes at 90% of the bandwidth, cuDNN's "
+            "attention as on an H200."
+        )
+    elif time.busy_seconds.get("kernels"):
         yield f"Kernels are counted by their FLOPs at {KERNEL_EFFICIENCY:.0%} of the peak."
     if time.unmarked_seconds:
         yield (

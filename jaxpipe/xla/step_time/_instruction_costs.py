@@ -1,4 +1,4 @@
-"""Says what one instruction costs on a TPU, by the compiler's own estimates of cycles.
+"""Says what one instruction costs, on a TPU by the compiler's own estimates of cycles.
 
 XLA:TPU writes `estimated_cycles` beside instructions. Kernels have none: they are counted by their
 operations at a stated share of the device's peak: of the Pallas kernels that our models call, by
@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from ..hlo._parse import Computation, Instruction, Module, callee, op_name
-from ._rates import DeviceRates
+from ._rates import GpuRates, Rates
+from ._roofline import roofline_seconds
 
 MATMUL, ELEMENT_WISE, COPY = "matrix products", "element-wise", "copies"
 FILL, KERNEL = "fills", "kernels"
@@ -46,9 +47,14 @@ class InstructionCost:
 
 
 def busy_seconds(
-    rates: DeviceRates, computation: Computation, instruction: Instruction
+    rates: Rates,
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
 ) -> float | None:
     """Returns the seconds for which an instruction keeps the core, or None without an estimate."""
+    if isinstance(rates, GpuRates):
+        return roofline_seconds(rates, module, computation, instruction)
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     if cycles and int(cycles[1]) < 2**62:
         return int(cycles[1]) / rates.clock_ghz / 1e9
@@ -70,7 +76,7 @@ _FILLS = frozenset(("parameter", "constant", "tuple", "broadcast", "iota", "bitc
 def kind_of_work(module: Module, instruction: Instruction) -> str:
     """Returns the kind of work that an instruction is, by what it or its fusion contains."""
     if instruction.opcode == "custom-call":
-        return KERNEL
+        return MATMUL if "__cublas" in instruction.attributes else KERNEL
     body = [instruction]
     if instruction.opcode == "fusion":
         body = list(module.computations[callee(instruction)].instructions.values())

@@ -1,4 +1,4 @@
-"""Plays a scheduled program on a TPU: on its core, its links and its network.
+"""Plays a scheduled program on a device: on its core, its links and its network.
 
 The core runs instructions in the order of the program. A synchronous collective stops it. An
 asynchronous one, in any of the forms of `hlo/_collectives.py`, runs beside the core from its start,
@@ -15,11 +15,11 @@ from ..hlo._sources import Sources, read_sources
 from ..hlo._trips import Scope, unknown_argument
 from ..hlo._walk import ENTRY, CallContext, called_scopes
 from ._instruction_costs import COLLECTIVE, InstructionCost, busy_seconds, kind_of_work
-from ._rates import DeviceRates, transfer_seconds
+from ._rates import Rates, transfer_seconds
 
 
-def instruction_costs(hlo_text: str, rates: DeviceRates) -> tuple[InstructionCost, ...]:
-    """Lists the instructions that a step executes on a TPU in program order, with their times.
+def instruction_costs(hlo_text: str, rates: Rates) -> tuple[InstructionCost, ...]:
+    """Lists the instructions that a step executes on a device in program order, with their times.
 
     A loop multiplies by its trip count. Of the branches of a conditional the one that takes longest
     counts, as often as a name scope `taken_3_of_10` says, else always. An asynchronous collective
@@ -88,13 +88,14 @@ _FREE = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
         *("after-all", "partition-id", "replica-id", "domain", "copy-start", "send"),
+        "fusion-start",
         *("call-update", "async-update"),
     )
 )
 _ENTERED = ("while", "conditional", "call", "call-start", "async-start")
 
 
-def _play(rates: DeviceRates, sources: Sources, scope: Scope, context: CallContext) -> _Played:
+def _play(rates: Rates, sources: Sources, scope: Scope, context: CallContext) -> _Played:
     """Plays one execution of a computation."""
     played = _Played()
 
@@ -116,7 +117,7 @@ def _play(rates: DeviceRates, sources: Sources, scope: Scope, context: CallConte
             continue
         elif instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             continue
-        seconds = busy_seconds(rates, scope.computation, instruction)
+        seconds = busy_seconds(rates, scope.module, scope.computation, instruction)
         # The fusions of a collective may compute besides, and other parts of it have no cycles.
         if transfer is None or seconds:
             work = kind_of_work(scope.module, instruction)
@@ -128,7 +129,7 @@ def _play(rates: DeviceRates, sources: Sources, scope: Scope, context: CallConte
 
 
 def _dearest_branch(
-    rates: DeviceRates,
+    rates: Rates,
     sources: Sources,
     scope: Scope,
     instruction: Instruction,
@@ -146,7 +147,10 @@ def _dearest_branch(
 
 
 def _part_of(
-    rates: DeviceRates, scope: Scope, instruction: Instruction, under_way: dict[str, _Transfer]
+    rates: Rates,
+    scope: Scope,
+    instruction: Instruction,
+    under_way: dict[str, _Transfer],
 ) -> tuple[_Transfer | None, bool]:
     """Returns the collective that an instruction is a part of, and whether it waits for its end."""
     collective = _collective(scope, instruction)

@@ -1,14 +1,15 @@
-"""What TPUs do in a second: clocks, matrix products and links, by generation."""
+"""What devices do in a second: clocks, matrix products, memory and links, by generation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...devices import find_hardware
-from ..hlo._groups import device_groups
+from ..hlo._groups import Groups, device_groups
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one device of JAX does in a second."""
+    """What a device of TPUs does in a second."""
 
     # 1e9 cycles a second of a TensorCore: the peak divided by two operations for every multiplier
     # of its matrix units.
@@ -18,24 +19,52 @@ class DeviceRates:
     network_gb: float  # GB a second to another slice, in one direction
 
 
-def device_rates(device_kind: str) -> DeviceRates | None:
-    """Returns the rates of a kind of device by its name in JAX, or None if it is not a TPU.
+@dataclass(frozen=True)
+class GpuRates:
+    """What a GPU does in a second."""
+
+    peak_tflops: float  # 1e12 operations a second of dense matrix products in bfloat16
+    memory_gb: float  # GB a second that are read from its memory, or written
+    link_gb: float  # GB a second of its links to the others of a host, in one direction
+    network_gb: float  # GB a second of its network adapter, in one direction
+    hosts: tuple[int, ...] = ()  # the host of every device of the program; empty: one host
+
+
+Rates = DeviceRates | GpuRates
+
+
+def device_rates(device_kind: str, hosts: Sequence[int] = ()) -> Rates | None:
+    """Returns the rates of a kind of device by its name in JAX, or None if it is not known.
+
+    Args:
+        hosts: The host of every GPU of a program; empty for one host.
 
     Example:
         >>> device_rates("TPU v5").clock_ghz
         1.75
     """
     row = find_hardware(device_kind)
-    if row is None or row.is_gpu:
+    if row is None:
         return None
+    if row.is_gpu:
+        link_gb, network_gb = row.link_bandwidth / 1e9, row.network_bandwidth / 1e9
+        memory_gb = row.memory_bandwidth / 1e9
+        return GpuRates(row.peak_tflops, memory_gb, link_gb, network_gb, tuple(hosts))
     link_gb = row.link_bandwidth / 2e9  # an axis of the torus is two links
     return DeviceRates(row.clock_ghz, row.peak_tflops, link_gb, row.network_bandwidth / 1e9)
 
 
 def transfer_seconds(
-    kind: str, result_bytes: int, groups: str, rates: DeviceRates, *, across_slices: bool
+    kind: str,
+    result_bytes: int,
+    groups: str,
+    rates: Rates,
+    *,
+    across_slices: bool,
 ) -> float:
     """Returns the seconds of one execution of a collective if nothing else uses the links."""
+    if isinstance(rates, GpuRates):
+        return _between_gpus(kind, result_bytes, device_groups(groups), rates)
     # A group of n devices is a ring: a device sends to both neighbours at once, through one link
     # each; two devices have one link. Between slices the network counts instead.
     bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
@@ -51,3 +80,19 @@ def transfer_seconds(
         "ragged-all-to-all": max(1 / 2, n / 8),
     }[kind]
     return volume * result_bytes / bandwidth
+
+
+def _between_gpus(kind: str, result_bytes: int, groups: Groups, rates: GpuRates) -> float:
+    """A ring through all links of a GPU, or between hosts through the adapters of its members."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        crosses = len({*rates.hosts}) > 1 and any(
+            len({rates.hosts[i] for i in group}) > 1 for group in groups
+        )
+        return result_bytes / (1e9 * (rates.network_gb if crosses else rates.link_gb))
+    group = max(groups, key=len, default=(0, 1))
+    n, bandwidth = len(group), rates.link_gb
+    num_hosts = len({rates.hosts[i] for i in group}) if rates.hosts else 1
+    if num_hosts > 1:
+        bandwidth = min(bandwidth, rates.network_gb * n / num_hosts)
+    volume = {"reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+    return volume * result_bytes / (1e9 * bandwidth)

@@ -1,4 +1,4 @@
-"""Adds up a step's time on a TPU from what its instructions cost."""
+"""Adds up a step's time from what its instructions cost."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ._instruction_costs import COLLECTIVE, KERNEL, KINDS_OF_WORK, InstructionCost
 from ._play import instruction_costs
-from ._rates import DeviceRates, device_rates
+from ._rates import Rates, device_rates
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class StepTime:
         return sorted(entries, key=lambda item: -item[0].total)[:count]
 
 
-def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTime:
-    """Estimates the time of a step on TPUs.
+def step_time(hlo_text: str, rates: Rates, bubble: float = 0.0) -> StepTime:
+    """Estimates the time of a step.
 
     `bubble` is the share of the pipeline's time in which a device waits, by the schedule. Branches
     that are marked with their share wait as long; ticks that every device executes count in full
@@ -87,9 +87,11 @@ def step_time(hlo_text: str, rates: DeviceRates, bubble: float = 0.0) -> StepTim
     )
 
 
-def estimated_time(hlo_text: str, device_kind: str, bubble: float = 0.0) -> StepTime | None:
-    """Estimates the time of a step if its compiler estimates cycles."""
-    rates = device_rates(device_kind)
+def estimated_time(
+    hlo_text: str, device_kind: str, bubble: float = 0.0, hosts: Sequence[int] = ()
+) -> StepTime | None:
+    """Estimates the time of a step on a kind of device that is known."""
+    rates = device_rates(device_kind, hosts)
     return None if rates is None else step_time(hlo_text, rates, bubble)
 
 

@@ -1,0 +1,144 @@
+"""Says what one instruction costs on a GPU, for which XLA estimates no time: a roofline.
+
+An instruction takes as long as its products at the rate that large ones reach, or as long as its
+bytes at the rate that large copies reach, whichever is longer. Launches take nothing.
+"""
+
+import math
+import re
+
+from ..hlo._parse import (
+    Computation,
+    Instruction,
+    Module,
+    callee,
+    shape_bytes,
+    tuple_elements,
+    without_layouts,
+)
+from ._rates import GpuRates
+
+PRODUCTS, COPIES = 0.8, 0.9
+"""Shares of the peaks that large bfloat16 products and copies reach on an H200, by measurement."""
+_ATTENTION = {64: 0.31, 128: 0.45, 256: 0.30}
+"""The share of the peak that cuDNN's products reach, by the most channels of a head for which it
+counts: forward and backward of sequences of 4,096 tokens on an H200 (docs/benchmarks.md)."""
+
+
+def roofline_seconds(
+    rates: GpuRates, module: Module, computation: Computation, instruction: Instruction
+) -> float | None:
+    """Returns the seconds of an instruction; None for kernels whose operations are not known."""
+    moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)
+    peak = rates.peak_tflops * 1e12
+    if instruction.opcode != "custom-call":
+        return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    if target and target[1].startswith("__cublas"):
+        return max(moved, _cublas_flops(computation, instruction) / (PRODUCTS * peak))
+    if target and target[1].startswith("__cudnn$fmha"):
+        flops, channels = _attention_flops(computation, instruction)
+        share = next(share for most, share in _ATTENTION.items() if channels <= most)
+        return max(moved, flops / (share * peak))
+    return None
+
+
+def product_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Returns the operations of the products that an instruction is or that its fusion has."""
+    if instruction.opcode == "fusion":
+        computation = module.computations[callee(instruction)]
+        parts = list(computation.instructions.values())
+    else:
+        parts = [instruction]
+    return sum((_dot_flops(computation, x) for x in parts if x.opcode == "dot"), 0.0)
+
+
+def _dot_flops(computation: Computation, dot: Instruction) -> float:
+    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    left = _sizes(computation.instructions[dot.operands[0]].shape)
+    dims = [int(d) for d in contracting[1].split(",") if d] if contracting else []
+    return 2.0 * math.prod(_sizes(dot.shape)) * math.prod(left[d] for d in dims)
+
+
+def _cublas_flops(computation: Computation, call: Instruction) -> float:
+    contracting = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
+    left = _sizes(computation.instructions[call.operands[0]].shape)
+    dims = [int(d) for d in re.findall(r"\d+", contracting[1])] if contracting else []
+    return 2.0 * math.prod(_sizes(_first(call.shape))) * math.prod(left[d] for d in dims)
+
+
+def _attention_flops(computation: Computation, call: Instruction) -> tuple[float, int]:
+    """Returns the operations of cuDNN's attention, and the channels of a head."""
+    queries, keys = (_sizes(computation.instructions[x].shape) for x in call.operands[:2])
+    products = 5 if "Backward" in call.attributes else 2
+    # [b, T, H, C]. With a mask that it reads, cuDNN computes what the mask leaves out.
+    causal = '"mask_type": "CAUSAL"' in call.attributes or '"mask_type":"CAUSAL"' in call.attributes
+    has_mask = "ScaleBias" in call.attributes
+    share = 1 / 2 if causal and not has_mask else 1
+    return products * 2.0 * math.prod(queries) * keys[1] * share, queries[3]
+
+
+_SAME = frozenset(("bitcast", "reshape", "copy", "convert", "transpose", "get-tuple-element"))
+_PART = frozenset(("dynamic-slice", "slice", "gather"))
+
+
+def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Returns the bytes that an instruction reads and writes.
+
+    Of arrays that it takes slices of it reads the slices, and it writes slices into others in
+    place.
+    """
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode != "fusion":
+        return _alone(instruction, shapes)
+    body = module.computations[callee(instruction)]
+    users: dict[str, list[Instruction]] = {}
+    for x in body.instructions.values():
+        for name in x.operands:
+            users.setdefault(name, []).append(x)
+    parameters = [x for x in body.instructions.values() if x.opcode == "parameter"]
+    return sum((_read(x, users) for x in parameters), 0.0) + _written(body, body.root)
+
+
+def _alone(instruction: Instruction, shapes: list[str]) -> float:
+    if instruction.opcode in _PART:
+        return 2.0 * shape_bytes(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2.0 * shape_bytes(shapes[1])
+    return float(shape_bytes(instruction.shape) + sum(map(shape_bytes, shapes)))
+
+
+def _read(x: Instruction, users: dict[str, list[Instruction]]) -> float:
+    """Returns the bytes of an array that its users read."""
+    whole, parts = float(shape_bytes(x.shape)), 0.0
+    for user in users.get(x.name, []):
+        if user.opcode in _PART and user.operands[0] == x.name:
+            parts += shape_bytes(user.shape)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
+            continue
+        elif user.opcode in _SAME:
+            parts += _read(user, users) * whole / max(shape_bytes(user.shape), 1)
+        else:
+            return whole
+    return min(parts, whole)
+
+
+def _written(body: Computation, root: Instruction) -> float:
+    if root.opcode == "tuple":
+        return sum((_written(body, body.instructions[name]) for name in root.operands), 0.0)
+    if root.opcode in _SAME and root.operands:
+        inner = body.instructions[root.operands[0]]
+        if inner.opcode == "dynamic-update-slice":
+            return _written(body, inner)
+    if root.opcode == "dynamic-update-slice":
+        return float(shape_bytes(body.instructions[root.operands[1]].shape))
+    return float(shape_bytes(root.shape))
+
+
+def _first(shape: str) -> str:
+    return tuple_elements(shape)[0] if shape.startswith("(") else shape
+
+
+def _sizes(shape: str) -> list[int]:
+    match = re.match(r"[a-z0-9]+\[([\d,]*)\]", without_layouts(shape))
+    return [int(size) for size in match[1].split(",") if size] if match else []

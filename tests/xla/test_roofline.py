@@ -1,0 +1,69 @@
+"""What instructions cost on GPUs: operations and bytes as XLA's own analysis counts them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxpipe.xla.hlo._parse import parse_hlo
+from jaxpipe.xla.step_time import GpuRates, device_rates, step_time, transfer_seconds
+from jaxpipe.xla.step_time._roofline import moved_bytes, product_flops
+
+RATES = GpuRates(peak_tflops=100.0, memory_gb=1000.0, link_gb=10.0, network_gb=1.0)
+FREE = ("parameter", "bitcast", "tuple", "constant")
+X, W = jnp.ones((256, 128)), jnp.ones((4, 128, 64))
+
+PROGRAMS = {
+    "a product": lambda x, w, i: x @ w[1],
+    "a slice of a stack": lambda x, w, i: jnp.tanh(lax.dynamic_index_in_dim(w, i, 0)) * 2,
+    "a sum": lambda x, w, i: (x * x + 1).sum(0),
+    "a slice is written": lambda x, w, i: lax.dynamic_update_index_in_dim(w, x[:128, :64], i, 0),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_bytes_and_operations_are_those_of_xla(program):
+    donated = (1,) if program is PROGRAMS["a slice is written"] else ()
+    lowered = jax.jit(program, donate_argnums=donated).lower(X, W, jnp.int32(1))
+    compiled = lowered.compile()
+    module = parse_hlo(compiled.as_text() or "")
+    work = [x for x in module.entry.instructions.values() if x.opcode not in FREE]
+    theirs = compiled.cost_analysis() or {}
+    ours = sum(moved_bytes(module, module.entry, x) for x in work)
+    assert ours == pytest.approx(theirs["bytes accessed"], rel=0.05), [x.opcode for x in work]
+    if program is PROGRAMS["a product"]:
+        assert sum(product_flops(module, module.entry, x) for x in work) == theirs["flops"]
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def program(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    text = jax.jit(program).lower(jnp.ones((512, 512)), jnp.ones((7, 512, 512))).compile().as_text()
+    found = step_time(text or "", GpuRates(1e-3, 1e9, 1.0, 1.0))
+    assert found.seconds == pytest.approx(7 * 2 * 512**3 / (0.8 * 1e9), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "seconds"),
+    [
+        ("all-gather", (), 3 / 4 * 8e9 / 10e9),
+        ("reduce-scatter", (), 3 * 8e9 / 10e9),
+        ("all-reduce", (), 2 * 3 / 4 * 8e9 / 10e9),
+        ("collective-permute", (), 8e9 / 10e9),
+        # Two adapters on each of two hosts.
+        ("all-gather", (0, 0, 1, 1), 3 / 4 * 8e9 / 2e9),
+        ("collective-permute", (0, 0, 1, 1), 8e9 / 1e9),
+    ],
+)
+def test_transfers_pass_the_links_or_the_adapters(kind, hosts, seconds):
+    groups = "{{1,2}}" if kind == "collective-permute" else "{{0,1,2,3}}"
+    rates = GpuRates(1.0, 1.0, 10.0, 1.0, hosts)
+    taken = transfer_seconds(kind, 8 * 10**9, groups, rates, across_slices=False)
+    assert taken == pytest.approx(seconds)
+
+
+def test_gpus_have_rates_of_the_table_of_devices():
+    rates = device_rates("NVIDIA H100 80GB HBM3", [0, 1])
+    assert isinstance(rates, GpuRates)
+    assert (rates.memory_gb, rates.link_gb, rates.hosts) == (3350, 450, (0, 1))
