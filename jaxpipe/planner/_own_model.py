@@ -26,6 +26,7 @@ from ..api.inspection import (
 from ..autodiff.backward import floating
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import engine_of_any_schedule
+from ..kernels import trace_for, trace_to_read
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
@@ -148,7 +149,8 @@ def own_request(
     _check_own(model, params, example, **fixed)
     if model.has_kinds and model.layer_costs is None:
         model = replace(model, layer_costs=layer_flops(model, params, example))
-    planned, work, tokens = _planned(model, params, example, devices)
+    with trace_for(devices.platform):
+        planned, work, tokens = _planned(model, params, example, devices)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
     costs = None
     if model.layer_costs is not None:
@@ -225,7 +227,8 @@ def _planned(
             arguments = (x, row, key), (x_of_two, two, key)
             traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, boundary_bytes)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
-    loss = trace(model.loss, tokens, head, xs[-1], row, key)
+    with trace_to_read():  # also of a loss with attention products are read, but not time
+        loss = trace(model.loss, tokens, head, xs[-1], row, key)
     hidden = max(1, round(_size(xs[-1]) / tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     shared = groups.get("shared", ())
@@ -291,7 +294,7 @@ def _trace_layer(
         name=kind,
         count=1,
         products=traced.products,
-        attention=None,
+        attention=traced.attention,
         dense_parameters=_size(own),
         expert_parameters=0,
         num_experts=0,

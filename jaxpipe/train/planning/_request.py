@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from ...autodiff.backward import TENSORS, saved_names
-from ...cost.work import FLOAT32_SCORE_BYTES, Experts, LatentAttention, ModelWork, transformer
+from ...cost.work import (
+    FLOAT32_SCORE_BYTES,
+    Experts,
+    LatentAttention,
+    ModelWork,
+    backward_products,
+    transformer,
+)
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...models import PRESETS, DeepseekConfig, num_parameters
 from ...models.weights import is_weight
@@ -283,7 +290,7 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         tied=getattr(sizes, "logits_via_embedding", False),
         fused_attention=kernel != "dot_product",
         score_bytes=FLOAT32_SCORE_BYTES,
-        backward_products=7 if kernel == "splash" else 5,
+        backward_products=backward_products(kernel),
         window=max(windows, default=0),
         windowed=sum(map(bool, windows)) / len(windows) if windows else 1.0,
         latent=latent,
