@@ -34,6 +34,9 @@ def trace_for(platform: str) -> Generator[None]:
 
     Args:
         platform: "tpu", "gpu" or "cpu".
+
+    Yields:
+        Nothing.
     """
     device = jax.sharding.AbstractDevice(platform, None, platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

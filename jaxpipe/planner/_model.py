@@ -11,6 +11,9 @@ from typing import NamedTuple
 from ..autodiff.backward import saved_names
 from ..sharding import AXES
 
+OFFLOAD_INPUTS = "offload_inputs"
+"""The policy that keeps the input of a layer, and no more, in the memory of the host."""
+
 _UNREAD = frozenset(("mlpwo",))
 """Tensors that policies name and no backward reads, as they are only added to others: compilers
 store none of them."""
@@ -212,7 +215,7 @@ class PlannedModel:
 
     def saved_names(self, policy: str) -> tuple[str, ...]:
         """Returns the names of tensors that a policy saves on the device; () for `none`."""
-        return saved_names(policy, dict(self.locations))[0]
+        return () if policy == OFFLOAD_INPUTS else saved_names(policy, dict(self.locations))[0]
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
         """Returns the tensors that a layer keeps for its backward beside its input."""

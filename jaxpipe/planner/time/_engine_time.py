@@ -6,7 +6,7 @@ S ranks, v stages on each, M microbatches.
 from ...cost.training_step import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
-from .._model import gathered_parameters, stored_parameters
+from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
 from .._request import Request
 from ..memory import expert_chunks, step_sizes
 
@@ -131,6 +131,19 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         sent = 2 * (slices - 1) / slices * itemsize * parameters / inside
         seconds += sent / (kind.network_bandwidth * efficiency(kind, "bf16").network)
     return times * seconds
+
+
+def host_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which inputs of layers are sent to the host, and come back.
+
+    Layers compute beside that.
+    """
+    if candidate.policy != OFFLOAD_INPUTS:
+        return 0.0
+    layers = candidate.layers_per_stage * candidate.chunks
+    size = request.model.activation_bytes * request.model.hidden * request.tokens(candidate)
+    moved = 2 * candidate.microbatches * layers * size
+    return moved / device_hardware(request.devices).host_bandwidth
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
