@@ -34,7 +34,7 @@ from ..engines import engine_of_any_schedule
 from ..kernels import trace_for, trace_to_read
 from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
-from ._candidates import Space, StepLayout
+from ._candidates import EngineOptions, Space, StepLayout
 from ._devices import Devices, absent_devices
 from ._model import (
     Axes,
@@ -105,6 +105,8 @@ class OwnSource:
             settings["dcn"] = {candidate.across: self.num_slices}
         if candidate.scope != "tick":
             settings["layer_remat"] = candidate.policy
+        if candidate.options.zero1:
+            settings["zero1"] = True
         if candidate.chunks > 1:
             settings["chunks"] = candidate.chunks
         if engine.runs_schedules:
@@ -163,7 +165,7 @@ def own_request(
         example: A batch of it, of any number of rows, or its shapes.
         devices: The devices of the step.
         fixed: Arguments of `jaxpipe.pipeline` that plans must have: `mesh`, the sizes of its axes,
-            `microbatches`, `chunks` and `slices`, `param_specs` and `row_wise`.
+            `microbatches`, `chunks`, `slices`, `zero1`, `param_specs` and `row_wise`.
         batch: Rows of a step. Default: those of `example`.
         memory_gb: The memory of a device that may be used, in 1e9 bytes.
         max_stages: The most ranks of a pipeline.
@@ -181,6 +183,7 @@ def own_request(
     counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
     names = "slices", "param_specs", "row_wise"
     options = {name: fixed.pop(name) for name in names if fixed.get(name) is not None}
+    zero1 = fixed.pop("zero1", None)
     make = None if isinstance(model, Model) else model
     shards = axes.get("expert", 1)
     _check_experts(make, shards, "param_specs" in options)
@@ -208,6 +211,8 @@ def own_request(
         max_stages or devices.num_devices,
         NOT_CHOSEN | counts | axes,
         policies=("full", "none"),
+        options=EngineOptions(zero1=bool(zero1)),
+        free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
         costs=costs,
         gathered_axes=("fsdp",),
     )
@@ -250,7 +255,7 @@ def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> 
         raise ValueError(
             f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
             "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches`, `chunks`, `slices`, "
-            "`param_specs` and `row_wise` can be given."
+            "`zero1`, `param_specs` and `row_wise` can be given."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -249,3 +250,21 @@ def test_a_plan_is_verified_with_its_optimizer():
     assert found.peak_bytes > memory.weights + memory.optimizer
     assert found.step_seconds is None
     assert "compiled" in repr(found)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_zero1_divides_the_state_as_the_pipeline_of_the_plan_does(schedule: str | None):
+    """The bytes of two moments on the first device, of arrays that the optimizer has made."""
+    model, params = small()
+    example = {"x": shape(16, 16)}
+    mesh = {"stage": 2 if schedule else 1, "data": 4 if schedule else 8}
+    given: dict[str, Any] = {"params": params, "example": example, "microbatches": 2, "mesh": mesh}
+    plan = jp.plan(model, "here", **given, schedule=schedule).best
+    assert plan.settings["zero1"]
+    pipe = jp.plan(model, "here", **given, schedule=schedule).pipeline()
+    values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+    state = pipe.optimizer(optax.adam(1e-3)).init(pipe.shard(values))
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state) if x.ndim]
+    assert sum(x.nbytes for x in shards) == plan.memory.optimizer
+    whole = jp.plan(model, "here", **given, schedule=schedule, zero1=False).best
+    assert whole.memory.optimizer == mesh["data"] * plan.memory.optimizer
