@@ -156,6 +156,8 @@ class PlannedModel:
         locations: The location of each tensor, for the policy `custom`.
         wgrad: What I stores of a token for W; None: the named tensors, and half of the others.
         layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
+        past: What a layer carries of a token for later slices of its sequence; None: the named keys
+            and values.
     """
 
     name: str
@@ -184,6 +186,7 @@ class PlannedModel:
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
+    past: Tensor | None = None
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:

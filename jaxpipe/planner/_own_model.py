@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, cast
 
 import jax
@@ -29,6 +30,7 @@ from ..api.inspection import (
     x_of_layers,
 )
 from ..autodiff.backward import floating
+from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import engine_of_any_schedule
 from ..kernels import trace_for, trace_to_read
@@ -41,6 +43,7 @@ from ._model import (
     LayerSizes,
     PlannedModel,
     StateBytes,
+    Tensor,
     WeightBytes,
     WeightGroup,
 )
@@ -274,6 +277,7 @@ class _TracedLayer:
     weights: PyTree  # shapes of its own
     kept: float
     wgrad: float
+    past: float
 
     def sizes(self, itemsize: int) -> LayerSizes:
         """Returns sizes in elements of activations."""
@@ -351,6 +355,7 @@ def _planned(
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
         layer_sizes=sizes_of_layers if differ else (),
+        past=Tensor(fmean(layer.past for layer in layers) / itemsize),
     ).with_means([sizes_of_layers], len(kinds))
     if specs:
         planned = replace(planned, layer=_groups(layers[0].weights, "['stages']", specs))
@@ -430,7 +435,17 @@ def _trace_layer(
         expert_boundary_bytes=traced.gathered_bytes / shards / 2,
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
-    return _TracedLayer(work, own, kept, wgrad)
+    past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
+    return _TracedLayer(work, own, kept, wgrad, past)
+
+
+def _past_bytes(layer: Callable, weights: PyTree, arguments: tuple[PyTree, ...]) -> int:
+    """Returns the bytes that a layer gives to `past.append`, of a whole sequence."""
+
+    def appended(*arguments: Any) -> PyTree:
+        return layer(*arguments, Past())[1].new
+
+    return _bytes(jax.eval_shape(appended, weights, *arguments))
 
 
 def _with_kinds(model: Model) -> Model:

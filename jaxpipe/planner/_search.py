@@ -222,4 +222,5 @@ def _unlike(plans: list[Plan]) -> list[Plan]:
 
 
 def _likeness(candidate: StepLayout) -> object:
-    return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule
+    offloads = candidate.policy == OFFLOAD_INPUTS
+    return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule, offloads

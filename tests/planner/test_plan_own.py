@@ -13,6 +13,7 @@ from flax import nnx
 import jaxpipe as jp
 from jaxpipe.linen import model as linen_model
 from jaxpipe.nnx import model as nnx_model
+from jaxpipe.planner import Tensor
 
 D, F, V, T, H, L = 512, 2048, 4096, 128, 4, 4
 EXAMPLE = {"tokens": jax.ShapeDtypeStruct((4, T), jnp.int32)}
@@ -268,3 +269,26 @@ def test_zero1_divides_the_state_as_the_pipeline_of_the_plan_does(schedule: str 
     assert sum(x.nbytes for x in shards) == plan.memory.optimizer
     whole = jp.plan(model, "here", **given, schedule=schedule, zero1=False).best
     assert whole.memory.optimizer == mesh["data"] * plan.memory.optimizer
+
+
+def test_what_slices_carry_counts():
+    """Keys and values of a token, of each layer of a stage and each microbatch in flight."""
+
+    def layer(w, x, batch, past):
+        del batch
+        (keys, values), past = past.append((x @ w["k"], x @ w["v"]))
+        scores = jnp.where(past.causal_mask(x.shape[1]), x @ keys.mT, -1e9)
+        return x + jax.nn.softmax(scores) @ values, past
+
+    one = {"k": shape(D, D), "v": shape(D, D)}
+    model = jp.Model(
+        lambda w, batch: w[batch["tokens"]], layer, lambda w, x, batch: loss(x @ w, batch)
+    )
+    params = {"embed": shape(V, D), "layers": [one] * L, "head": shape(D, V)}
+    given: dict[str, Any] = {"params": params, "example": EXAMPLE, "mesh": {"stage": 4}}
+    plans = jp.plan(model, "v5p-8", 8, **given, microbatches=8, schedule="seq1f1b", slices=2)
+    assert plans.best.settings["schedule"] == "seq1f1b"
+    assert plans.request.model.past == Tensor(2 * D)
+    model, given["params"] = plain(jnp.float32)
+    with pytest.raises(ValueError, match="no parameter `past`"):
+        jp.plan(model, "v5p-8", 8, **given, schedule="seq1f1b")

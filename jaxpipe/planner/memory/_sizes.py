@@ -97,6 +97,7 @@ def _wgrad_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 def _past_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token in keys and values, which later slices of a sequence read."""
     tensors = [tensor for name, tensor in model.tensors if name in ("key_proj", "value_proj")]
+    tensors = tensors if model.past is None else [model.past]
     return token_bytes(tensors, mesh_sizes(mesh), model.activation_bytes)
 
 
