@@ -38,6 +38,7 @@ import equinox_mixture as example  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
@@ -267,8 +268,7 @@ def on_share(kernel: GroupedMatmul, shards: int) -> GroupedMatmul:
 def plans(names: list[str]) -> Iterator[str]:
     """What `jaxpipe.plan` says of the model, and of the trainer's that is most like it.
 
-    Plans of a model of one's own know no axis `expert`, and no slices. The trainer's has no expert
-    that every token has.
+    The trainer's has no expert that every token has.
     """
     del names
     for name, row in (("67B", LARGE_ROWS), ("6.1B", SMALL_ROWS), ("40B", MIDDLE_ROWS)):
@@ -308,12 +308,14 @@ def answer(make_plan: Callable[[], Any]) -> str:
 
 
 def own_plan(row: Row) -> Any:
-    decoder = eqx.filter_eval_shape(example.make_decoder, row.sizes)
-    model, params = example.make_model(decoder)
+    def make(mesh: Mesh | None) -> tuple[jp.Model, Any]:
+        return example.make_model(eqx.filter_eval_shape(example.make_decoder, row.sizes, mesh))
+
     tokens = jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)
+    fixed: dict[str, Any] = {"mesh": dict(row.mesh) | row.dcn, "microbatches": row.microbatches}
+    fixed |= {"param_specs": example.expert_spec, "example": {"tokens": tokens}, "num_plans": 1}
     slices = math.prod(row.dcn.values())
-    given: dict[str, Any] = {"params": params, "example": {"tokens": tokens}, "num_plans": 1}
-    return jp.plan(model, row.devices, row.rows, num_slices=slices, **given)
+    return jp.plan(make, row.devices, row.rows, num_slices=slices, schedule="1f1b", **fixed)
 
 
 def trainer_keys(sizes: example.Sizes) -> dict[str, Any]:

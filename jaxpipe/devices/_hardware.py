@@ -60,6 +60,8 @@ class Hardware:
         peaks_of_boards: Names in JAX of other boards with this chip, and their peaks. Only their
             peaks are known: their memory and links differ.
         gpu_target: The description that XLA:GPU compiles by; None if there is none.
+        host_bandwidth: Bytes a second that a device sends to its host, or receives from it; 0 if no
+            page says it.
     """
 
     kind: str
@@ -85,6 +87,7 @@ class Hardware:
     sparse_cores: int = 0
     peaks_of_boards: tuple[tuple[str, float], ...] = ()
     gpu_target: GpuTarget | None = None
+    host_bandwidth: float = 0.0
 
     @property
     def is_gpu(self) -> bool:
@@ -139,18 +142,20 @@ _TPUS = (
     # one direction each) and of the data centre's network, devices of a host of 4 chips and of the
     # largest slice, latencies, axes of the torus, clock, a core's vector memory (jax 0.11.2,
     # jax/_src/tpu_info.py). Where a page has no figure of the network, a v5e has half of a v5p's,
-    # the others have it. XLA runs no collective on the SparseCores of a v4.
+    # the others have it. XLA runs no collective on the SparseCores of a v4. Bandwidths to the host
+    # are those of jax-ml.github.io/scaling-book/tpus.
     Hardware("v4", ("TPU v4",), 275.0, 32 * _GIB, 1228e9, 100e9, 6.25e9, 4, 4096, *_TPU_LATENCY, 3,
-             (), _TPU_PAGES + "v4", "v4", cores_per_chip=2, clock_ghz=1.05, vmem_bytes=16 * _MIB),
+             (), _TPU_PAGES + "v4", "v4", cores_per_chip=2, clock_ghz=1.05, vmem_bytes=16 * _MIB,
+             host_bandwidth=16e9),
     Hardware("v5e", ("TPU v5 lite", "TPU v5e"), 197.0, 16 * _GIB, 819e9, 100e9, 3.125e9, 4, 256,
              *_TPU_LATENCY, 2, _INT8, _TPU_PAGES + "v5e", "v5e", ("v5litepod",), clock_ghz=1.5,
-             vmem_bytes=128 * _MIB),
+             vmem_bytes=128 * _MIB, host_bandwidth=16e9),
     Hardware("v5p", ("TPU v5", "TPU v5p"), 459.0, 95 * _GIB, 2765e9, 200e9, 6.25e9, 4, 6144,
              *_TPU_LATENCY, 3, _INT8, _TPU_PAGES + "v5p", "v5p", cores_per_chip=2, clock_ghz=1.75,
-             vmem_bytes=64 * _MIB, sparse_cores=4),
+             vmem_bytes=64 * _MIB, sparse_cores=4, host_bandwidth=16e9),
     Hardware("v6e", ("TPU v6 lite", "TPU v6e"), 918.0, 32 * _GIB, 1638e9, 200e9, 6.25e9, 4, 256,
              *_TPU_LATENCY, 2, _INT8, _TPU_PAGES + "v6e", "v6e", ("v6litepod",), clock_ghz=1.75,
-             vmem_bytes=128 * _MIB, sparse_cores=2),
+             vmem_bytes=128 * _MIB, sparse_cores=2, host_bandwidth=32e9),
     # A chip is two devices, which share its links and its network: its page has 2307 and 192 GiB.
     Hardware("tpu7x", ("TPU7x",), 1153.5, 96 * _GIB, 3690e9, 100e9, 6.25e9, 8, 18432,
              *_TPU_LATENCY, 3, (("fp8", 2.0),), _TPU_PAGES + "tpu7x", "tpu7x", ("v7x",),
@@ -160,26 +165,35 @@ _TPUS = (
 _GPUS = (
     # Names, peak without sparsity, bytes and bandwidth of memory, of NVLink and of the host's
     # adapters per GPU, GPUs of a host (DGX and HGX, or a tray of a rack) and of an NVLink domain.
-    # The GB of data sheets are nearly the GiB of nvidia-smi; H200 and B200 have a little less.
+    # The GB of data sheets are nearly the GiB of nvidia-smi; H200 and B200 have a little less. To
+    # the host there are 16 lanes of PCIe, or for each of two GPUs half of NVLink-C2C.
     Hardware("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312.0, 40 * _GIB, 1555e9, 300e9, 25e9, 8, 8,
              *_GPU_LATENCY, 0, _INT8, _GPU_PAGES + "a100", "a100",
-             peaks_of_boards=(("NVIDIA A100-PCIE-40GB", 312.0),), gpu_target=_A100_40_TARGET),
+             peaks_of_boards=(("NVIDIA A100-PCIE-40GB", 312.0),), gpu_target=_A100_40_TARGET,
+             host_bandwidth=32e9),
     Hardware("a100", ("NVIDIA A100-SXM4-80GB",), 312.0, 80 * _GIB, 2039e9, 300e9, 25e9, 8, 8,
              *_GPU_LATENCY, 0, _INT8, _GPU_PAGES + "a100, dgx-a100", "a100",
-             peaks_of_boards=(("NVIDIA A100 80GB PCIe", 312.0),), gpu_target=_A100_TARGET),
+             peaks_of_boards=(("NVIDIA A100 80GB PCIe", 312.0),), gpu_target=_A100_TARGET,
+             host_bandwidth=32e9),
     Hardware("h100", ("NVIDIA H100 80GB HBM3",), 989.0, 80 * _GIB, 3350e9, 450e9, 50e9, 8, 8,
              *_GPU_LATENCY, 0, _HOPPER, _GPU_PAGES + "h100, dgx-h100", "h100",
-             peaks_of_boards=(("NVIDIA H100 PCIe", 756.0),), gpu_target=_H100_TARGET),
+             peaks_of_boards=(("NVIDIA H100 PCIe", 756.0),), gpu_target=_H100_TARGET,
+             host_bandwidth=64e9),
     Hardware("h200", ("NVIDIA H200",), 989.0, 140 * _GIB, 4800e9, 450e9, 50e9, 8, 8, *_GPU_LATENCY,
-             0, _HOPPER, _GPU_PAGES + "h200, dgx-h200", "h100", gpu_target=_H200_TARGET),
+             0, _HOPPER, _GPU_PAGES + "h200, dgx-h200", "h100", gpu_target=_H200_TARGET,
+             host_bandwidth=64e9),
     Hardware("b200", ("NVIDIA B200",), 2250.0, 179 * _GIB, 8000e9, 900e9, 50e9, 8, 8, *_GPU_LATENCY,
-             0, _BLACKWELL, _GPU_PAGES + "dgx-b200, hgx", "b200", gpu_target=_B200_TARGET),
+             0, _BLACKWELL, _GPU_PAGES + "dgx-b200, hgx", "b200", gpu_target=_B200_TARGET,
+             host_bandwidth=64e9),
     Hardware("b300", ("NVIDIA B300",), 2250.0, 268 * _GIB, 8000e9, 900e9, 100e9, 8, 8,
-             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "dgx-b300, hgx", "b300"),
+             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "dgx-b300, hgx", "b300",
+             host_bandwidth=64e9),
     Hardware("gb200", ("NVIDIA GB200",), 2500.0, 185 * _GIB, 8000e9, 900e9, 50e9, 4, 72,
-             *_GPU_LATENCY, 0, _BLACKWELL, _GPU_PAGES + "gb200-nvl72", "b200"),
+             *_GPU_LATENCY, 0, _BLACKWELL, _GPU_PAGES + "gb200-nvl72", "b200",
+             host_bandwidth=225e9),
     Hardware("gb300", ("NVIDIA GB300",), 2500.0, 277 * _GIB, 8000e9, 900e9, 100e9, 4, 72,
-             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "gb300-nvl72", "b300"),
+             *_GPU_LATENCY, 0, _BLACKWELL_ULTRA, _GPU_PAGES + "gb300-nvl72", "b300",
+             host_bandwidth=225e9),
 )
 # fmt: on
 

@@ -5,6 +5,7 @@ import typing
 from .. import _lazy
 
 if typing.TYPE_CHECKING:
+    from ._counted import ATTENTION as ATTENTION
     from ._dot_product import attend_to_past as attend_to_past
     from ._dot_product import dot_product_attention as dot_product_attention
     from ._function import attention as attention
@@ -16,6 +17,7 @@ if typing.TYPE_CHECKING:
     from ._scores import Scores as Scores
     from ._selection import AttentionPlan as AttentionPlan
     from ._selection import check_stored_scores as check_stored_scores
+    from ._traces import trace_for as trace_for
     from ._traces import trace_to_read as trace_to_read
     from ._traces import vmap_over_devices as vmap_over_devices
 else:

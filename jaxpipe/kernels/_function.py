@@ -19,6 +19,7 @@ from .. import _compat
 from ..sharding import ROW_AXES, automatic_axes
 from ..sharding.specs import axes_of_dim
 from ._context import Kernel, on_slices
+from ._counted import counted_attention
 from ._dot_product import dot_product_kernel
 from ._gpu import cudnn_kernel, pallas_kernel
 from ._on_mesh import GRANULARITY, MeshSpecs, attention_on_mesh
@@ -98,7 +99,7 @@ def attention(
     if trace_is_read_for() == "tokens":
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return v + q[..., :1] + k[..., :1]
-    if trace_is_read_for():
+    if trace_is_read_for() == "rows":
         return _stored(scores)((q, k, v, sinks), segment_ids)
     mesh = jax.sharding.get_abstract_mesh()
     size = mesh.shape.get(_LENGTH_AXIS, 1)
@@ -121,6 +122,8 @@ def attention(
         key="kernel",
     )
     _say(plan)
+    if trace_is_read_for() == "work" and plan.kernel != "dot_product":
+        return counted_attention(plan, q, k, v, segment_ids, sinks)
     if not axes_of_vmap():
         return _on_devices(plan, q, k, v, segment_ids, sinks)
     return _over_vmap(plan)(q, k, v, segment_ids, sinks)

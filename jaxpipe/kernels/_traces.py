@@ -1,6 +1,7 @@
 """What `attention` is told of the trace that it is part of."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -25,8 +26,26 @@ def trace_to_read(*, tokens: bool = False) -> AbstractContextManager[None]:
     return _read_for("tokens" if tokens else "rows")
 
 
+@contextmanager
+def trace_for(platform: str) -> Generator[None]:
+    """Traces for devices of a platform that are absent, to count work and memory of the program.
+
+    Attention is the kernel that they would run, as one equation (`ATTENTION`).
+
+    Args:
+        platform: "tpu", "gpu" or "cpu".
+
+    Yields:
+        Nothing.
+    """
+    device = jax.sharding.AbstractDevice(platform, None, platform)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with _read_for("work"), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def trace_is_read_for() -> str:
-    """Returns what a trace is read for, "rows" or "tokens"; "" if it is run."""
+    """Returns what a trace is read for, "rows", "tokens" or "work"; "" if it is run."""
     return _read_for.value
 
 

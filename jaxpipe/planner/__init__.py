@@ -5,12 +5,15 @@ keys of a run too, and `jaxpipe plan` is the command.
 """
 
 from ._answer import Plans as Plans
+from ._candidates import POLICIES as POLICIES
 from ._candidates import EngineOptions as EngineOptions
 from ._candidates import Space as Space
 from ._candidates import StepLayout as StepLayout
 from ._devices import Devices as Devices
 from ._devices import absent_devices as absent_devices
+from ._devices import device_hardware as device_hardware
 from ._devices import parse_devices as parse_devices
+from ._model import OFFLOAD_INPUTS as OFFLOAD_INPUTS
 from ._model import Axes as Axes
 from ._model import PlannedModel as PlannedModel
 from ._model import RoutedExperts as RoutedExperts
@@ -18,6 +21,7 @@ from ._model import StateBytes as StateBytes
 from ._model import Tensor as Tensor
 from ._model import WeightBytes as WeightBytes
 from ._model import WeightGroup as WeightGroup
+from ._own_model import MakeModel as MakeModel
 from ._own_model import own_request as own_request
 from ._plan import plan_request as plan_request
 from ._request import PreparedPipeline as PreparedPipeline

@@ -15,11 +15,12 @@ from ..api.inspection import counts_by_cost
 from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule
 from ..schedules import FAMILIES
 from ._devices import Devices
-from ._model import Sizes, mesh_sizes
+from ._model import OFFLOAD_INPUTS, Sizes, mesh_sizes
 
 GatherMode = Literal["tick", "repeat", "once", "layer"]
 RematScope = Literal["tick", "layer", "both"]
 
+GATHERED_AXES = ("fsdp", "expert", "context")
 _MAX_TENSOR = 16
 _MAX_CHUNKS = 8
 _ENDS = 2
@@ -27,7 +28,7 @@ _ENDS = 2
 _UNEVEN = 0.1
 """The share of layers by which stages of several on a rank may exceed them, if some have fewer."""
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
-_POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
+POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 
 
 class EngineOptions(NamedTuple):
@@ -66,6 +67,7 @@ class StepLayout:
         vocab_tiling: Parts in which logits are computed.
         options: Options of the engine.
         copies: The stages that each rank runs and another one stores.
+        gathered_axes: Mesh axes over which weights are gathered.
     """
 
     mesh: tuple[int, ...]
@@ -82,6 +84,7 @@ class StepLayout:
     vocab_tiling: int
     options: EngineOptions = NO_OPTIONS
     copies: int = 0
+    gathered_axes: tuple[str, ...] = GATHERED_AXES
 
     @property
     def engine(self) -> Engine:
@@ -112,7 +115,7 @@ class StepLayout:
     @property
     def gathers(self) -> bool:
         """Returns whether weights are split by axes over which they are gathered."""
-        return self.num_shards * self.sizes["context"] > self.sizes["data"]
+        return any(self.sizes[axis] > 1 for axis in self.gathered_axes)
 
     @property
     def num_shards(self) -> int:
@@ -159,6 +162,7 @@ class Space:
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
         costs: What each layer costs, by which they are divided over stages. None: all the same.
+        gathered_axes: Mesh axes over which weights are gathered.
     """
 
     devices: Devices
@@ -170,12 +174,13 @@ class Space:
     vocab: int
     max_stages: int
     fixed: dict[str, Any] = field(default_factory=dict)
-    policies: tuple[str, ...] = _POLICIES
+    policies: tuple[str, ...] = POLICIES
     without: tuple[str, ...] = ()
     engines: tuple[str, ...] | None = None
     options: EngineOptions = NO_OPTIONS
     free_options: frozenset[str] = frozenset()
     costs: tuple[float, ...] | None = None
+    gathered_axes: tuple[str, ...] = GATHERED_AXES
 
     def imbalance(self, counts: Sequence[int]) -> float:
         """Returns what the dearest stage costs over the mean of all stages."""
@@ -212,6 +217,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     _vocab_tiling(space, rows // microbatches, sizes),
                     _options(space, engine, sizes),
                     chunks if _is_on_two_ranks(schedule) else 0,
+                    space.gathered_axes,
                 )
                 yield from _variants(first, space)
 
@@ -431,7 +437,11 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
             gathers = ("once", "layer")
     gathers = [gather for gather in gathers if gather not in space.without]
     for policy in _choices(fixed, "policy", space.policies):
-        for scope in _choices(fixed, "scope", scopes):
+        # Where a plan may choose to store everything, that is of a whole stage.
+        stores_all = policy == "none" and policy in space.policies
+        if policy == OFFLOAD_INPUTS and first.engine.pipelines:
+            continue  # none of these programs has been compiled
+        for scope in ("tick",) if stores_all else _choices(fixed, "scope", scopes):
             for gather in _choices(fixed, "gather", gathers):
                 if not first.engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick

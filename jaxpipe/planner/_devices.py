@@ -191,6 +191,9 @@ def _slice_shape(row: Hardware, count: int) -> tuple[int, ...]:
 def device_hardware(devices: Devices) -> Hardware:
     """Returns the rates of devices and of the networks between them, per second.
 
+    Args:
+        devices: The devices.
+
     Returns:
         The figures of their generation; rough ones for emulated devices on CPUs.
     """

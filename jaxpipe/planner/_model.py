@@ -11,6 +11,9 @@ from typing import NamedTuple
 from ..autodiff.backward import saved_names
 from ..sharding import AXES
 
+OFFLOAD_INPUTS = "offload_inputs"
+"""The policy that keeps the input of a layer, and no more, in the memory of the host."""
+
 _UNREAD = frozenset(("mlpwo",))
 """Tensors that policies name and no backward reads, as they are only added to others: compilers
 store none of them."""
@@ -153,6 +156,8 @@ class PlannedModel:
         locations: The location of each tensor, for the policy `custom`.
         wgrad: What I stores of a token for W; None: the named tensors, and half of the others.
         layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
+        past: What a layer carries of a token for later slices of its sequence; None: the named keys
+            and values.
     """
 
     name: str
@@ -181,6 +186,7 @@ class PlannedModel:
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
+    past: Tensor | None = None
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:
@@ -212,7 +218,7 @@ class PlannedModel:
 
     def saved_names(self, policy: str) -> tuple[str, ...]:
         """Returns the names of tensors that a policy saves on the device; () for `none`."""
-        return saved_names(policy, dict(self.locations))[0]
+        return () if policy == OFFLOAD_INPUTS else saved_names(policy, dict(self.locations))[0]
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
         """Returns the tensors that a layer keeps for its backward beside its input."""

@@ -1,6 +1,8 @@
 """A model of plain functions as a planner sees it: its layer is traced, and its products counted.
 
-L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim.
+L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim. If layers
+have a `jax.shard_map` over `expert` of their own, its devices are those of the trace, and each has
+rows of its own.
 """
 
 import itertools
@@ -8,9 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, cast
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import sharding
@@ -19,17 +24,29 @@ from ..api.inspection import (
     NumLayers,
     layer_with_weights,
     one_of_each_kind,
+    param_specs,
     residual_bytes,
     wgrad_residual_bytes,
     x_of_layers,
 )
 from ..autodiff.backward import floating
+from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import engine_of_any_schedule
+from ..kernels import trace_for, trace_to_read
+from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
-from ._candidates import Space, StepLayout
-from ._devices import Devices
-from ._model import LayerSizes, PlannedModel, StateBytes, WeightBytes, WeightGroup
+from ._candidates import EngineOptions, Space, StepLayout
+from ._devices import Devices, absent_devices
+from ._model import (
+    Axes,
+    LayerSizes,
+    PlannedModel,
+    StateBytes,
+    Tensor,
+    WeightBytes,
+    WeightGroup,
+)
 from ._request import PreparedPipeline, Request, Values
 from ._trace import bytes_as_read, trace
 
@@ -37,14 +54,16 @@ _FLOAT32 = 4
 _MOMENTS = 2  # of AdamW
 _ONLY_KIND = "layer"
 
-_AXES = ("data", "stage", "fsdp")
+_AXES = ("data", "stage", "fsdp", "expert")
+
+MakeModel = Callable[[Mesh | None], tuple[Model, PyTree]]
+"""Makes a model and its parameters, or their shapes, for a mesh; without one the plain program."""
 
 
 NOT_CHOSEN: Values = {
     "tensor": 1,
     "expert": 1,
     "context": 1,
-    "scope": "tick",
     "gather": "tick",
     "vocab_tiling": 1,
 }
@@ -60,12 +79,18 @@ class OwnSource:
         params: Its parameters, or their shapes.
         example: A batch, or its shapes.
         num_layers: L; or a pair for each kind of layers, its name and number of layers.
+        options: Other arguments of `jaxpipe.pipeline`.
+        num_slices: The number of slices of TPUs.
+        make: What makes the model for a mesh; None if it is the same for all.
     """
 
     model: Model
     params: PyTree
     example: PyTree
     num_layers: NumLayers
+    options: Values
+    num_slices: int
+    make: MakeModel | None
     is_own = True
 
     def settings(self, candidate: StepLayout) -> Values:
@@ -77,10 +102,14 @@ class OwnSource:
             },
             "schedule": candidate.family_name or None,
             "microbatches": candidate.microbatches,
-            "remat": candidate.policy if engine.pipelines else "none",
+            "remat": "none" if candidate.scope == "layer" else candidate.policy,
         }
-        if not engine.pipelines:
+        if candidate.across:
+            settings["dcn"] = {candidate.across: self.num_slices}
+        if candidate.scope != "tick":
             settings["layer_remat"] = candidate.policy
+        if candidate.options.zero1:
+            settings["zero1"] = True
         if candidate.chunks > 1:
             settings["chunks"] = candidate.chunks
         if engine.runs_schedules:
@@ -91,7 +120,7 @@ class OwnSource:
 
     def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         """Returns the pipeline as its engine would run it."""
-        pipe = self.pipeline(self.settings(candidate), devices)
+        pipe = self._pipeline(self.model, *self._arguments(self.settings(candidate), devices))
         return PreparedPipeline(pipe.engine, pipe.plan(self.num_layers))
 
     def compile(self, settings: Values, num_rows: int, devices: Sequence[Any]) -> CompileReport:
@@ -104,13 +133,23 @@ class OwnSource:
 
     def pipeline(self, settings: Values, devices: Sequence[Any]) -> PipelinedModel:
         """Returns what `jaxpipe.pipeline` returns for the settings."""
-        arguments: dict[str, Any] = {name: settings[name] for name in settings if name != "mesh"}
-        mesh = sharding.make_mesh(settings["mesh"], devices=devices)
-        return pipeline(self.model, mesh=mesh, **arguments)
+        mesh, arguments = self._arguments(settings, devices)
+        model = self.model if self.make is None else self.make(mesh)[0]
+        return self._pipeline(model, mesh, arguments)
+
+    def _arguments(self, settings: Values, devices: Sequence[Any]) -> tuple[Mesh, Values]:
+        """Returns the mesh and the other arguments of `jaxpipe.pipeline`."""
+        arguments = {name: settings[name] for name in settings if name not in ("mesh", "dcn")}
+        dcn = settings.get("dcn", {})
+        inside = {axis: size // dcn.get(axis, 1) for axis, size in settings["mesh"].items()}
+        return sharding.make_mesh(inside, dcn, devices=devices), arguments
+
+    def _pipeline(self, model: Model, mesh: Mesh, arguments: Values) -> PipelinedModel:
+        return pipeline(model, mesh=mesh, **self.options, **arguments)
 
 
 def own_request(
-    model: Model,
+    model: Model | MakeModel,
     params: PyTree,
     example: PyTree,
     devices: Devices,
@@ -124,12 +163,12 @@ def own_request(
     """Returns a request for a model of plain functions.
 
     Args:
-        model: The model.
-        params: Its parameters, or their shapes.
+        model: The model, or what makes it for a mesh.
+        params: Its parameters, or their shapes; None if they are made with the model.
         example: A batch of it, of any number of rows, or its shapes.
         devices: The devices of the step.
         fixed: Arguments of `jaxpipe.pipeline` that plans must have: `mesh`, the sizes of its axes,
-            `microbatches` and `chunks`.
+            `microbatches`, `chunks`, `slices`, `zero1`, `param_specs` and `row_wise`.
         batch: Rows of a step. Default: those of `example`.
         memory_gb: The memory of a device that may be used, in 1e9 bytes.
         max_stages: The most ranks of a pipeline.
@@ -143,12 +182,27 @@ def own_request(
             other devices or axes.
     """
     fixed = dict(fixed)
-    mesh = fixed.pop("mesh", None)
+    axes = _fixed_axes(fixed.pop("mesh", None), devices)
     counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
+    names = "slices", "param_specs", "row_wise"
+    options = {name: fixed.pop(name) for name in names if fixed.get(name) is not None}
+    zero1 = fixed.pop("zero1", None)
+    make = None if isinstance(model, Model) else model
+    shards = axes.get("expert", 1)
+    _check_experts(make, shards, "param_specs" in options)
+    if make is not None:
+        traced_mesh = sharding.make_mesh(
+            {"expert": shards}, devices=absent_devices(devices)[:shards]
+        )
+        model, params = make(traced_mesh)
+    assert isinstance(model, Model)
     _check_own(model, params, example, **fixed)
+    specs = _specs(model, params, options.get("param_specs"), axes, devices)
     if model.has_kinds and model.layer_costs is None:
         model = replace(model, layer_costs=layer_flops(model, params, example))
-    planned, work, tokens = _planned(model, params, example, devices)
+    with trace_for(devices.platform):
+        plain = (model, params) if make is None else make(None)
+        planned, work, tokens = _planned(model, params, example, devices, specs, shards, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
     costs = None
     if model.layer_costs is not None:
@@ -158,13 +212,41 @@ def own_request(
     space = Space(
         *(devices, rows, tokens, planned.num_layers, 0, 1, planned.vocab),
         max_stages or devices.num_devices,
-        NOT_CHOSEN | counts | _fixed_axes(mesh, devices),
+        NOT_CHOSEN | counts | axes,
         policies=("full", "none"),
+        options=EngineOptions(zero1=bool(zero1)),
+        free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
         costs=costs,
+        gathered_axes=("fsdp",),
     )
-    source = OwnSource(model, params, example, _num_layers(model, work))
+    num_layers = _num_layers(model, work)
+    source = OwnSource(model, params, example, num_layers, options, devices.num_slices, make)
     limit = devices.usable_bytes(memory_gb)
     return Request(devices, rows, tokens, limit, planned, work, source, space, 0, 0)
+
+
+def _check_experts(make: MakeModel | None, shards: int, has_specs: bool) -> None:
+    """Checks that a layer can be traced for the devices that share its experts."""
+    if shards > 1 and (make is None or not has_specs):
+        raise ValueError(
+            f"`mesh` has {shards} shards of experts, which a layer divides by a `jax.shard_map` of "
+            "its own. Give as `model` a function of a mesh, `make(mesh) -> (model, params)`, which "
+            "makes the plain program if `mesh` is None, and `param_specs`."
+        )
+
+
+def _specs(
+    model: Model, params: PyTree, rule: Any, axes: Mapping[str, int], devices: Devices
+) -> dict[str, Axes]:
+    """Returns the mesh axes of the parameters that have a spec, by their paths in groups."""
+    if rule is None:
+        return {}
+    if model.has_kinds:
+        raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
+    sizes = [axes.get(axis, 1) for axis in sharding.AXES]
+    mesh = Mesh(np.array(absent_devices(devices)[: math.prod(sizes)]).reshape(sizes), sharding.AXES)
+    found = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
+    return {path: tuple(sorted(axes_of(spec))) for path, spec in found}
 
 
 def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:
@@ -175,8 +257,8 @@ def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> 
     if unread:
         raise ValueError(
             f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
-            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
-            "given."
+            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches`, `chunks`, `slices`, "
+            "`zero1`, `param_specs` and `row_wise` can be given."
         )
 
 
@@ -195,6 +277,7 @@ class _TracedLayer:
     weights: PyTree  # shapes of its own
     kept: float
     wgrad: float
+    past: float
 
     def sizes(self, itemsize: int) -> LayerSizes:
         """Returns sizes in elements of activations."""
@@ -204,29 +287,38 @@ class _TracedLayer:
 
 
 def _planned(
-    model: Model, params: PyTree, example: PyTree, devices: Devices
+    model: Model,
+    params: PyTree,
+    example: PyTree,
+    devices: Devices,
+    specs: Mapping[str, Axes],
+    shards: int,
+    plain: tuple[Model, PyTree],
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row.
 
-    If layers differ, the sizes are means over them, by which layouts are compared before they are
-    set up; the work is that of each.
+    Products are those of the plain program: one of shards of experts does not say which of the rows
+    that a device gathers are for its own. If layers differ, the sizes are means over them, by which
+    layouts are compared before they are set up; the work is that of each.
     """
-    row, two = (_rows(example, count) for count in (1, 2))
+    row, two = (_rows(example, count * shards) for count in (1, 2))
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     differ, model = model.has_kinds, _with_kinds(model)
     kinds, groups = one_of_each_kind(model, params)
     xs, xs_of_two = (list(x_of_layers(model, kinds, groups, rows, key)) for rows in (row, two))
     tokens, itemsize = _tokens(xs[0]), max(1, round(_bytes(xs[0]) / _size(xs[0])))
+    traced_tokens = tokens * shards
     # Engines of one program hand over the largest x in place of every other.
-    boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / tokens))
+    boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / traced_tokens))
     traced: dict[str, _TracedLayer] = {}
     for kind, x, x_of_two in zip(kinds, xs, xs_of_two, strict=False):
         if kind not in traced:
             arguments = (x, row, key), (x_of_two, two, key)
-            traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, boundary_bytes)
+            traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, shards)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
-    loss = trace(model.loss, tokens, head, xs[-1], row, key)
-    hidden = max(1, round(_size(xs[-1]) / tokens))
+    with trace_to_read():  # also of a loss with attention products are read, but not time
+        loss = trace(model.loss, traced_tokens, head, xs[-1], row, key)
+    hidden = max(1, round(_size(xs[-1]) / traced_tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     shared = groups.get("shared", ())
     layers = [traced[kind] for kind in kinds]
@@ -238,8 +330,11 @@ def _planned(
     planned = PlannedModel(
         name="own model",
         layer=(_group(layers[0].weights),),
-        embed=(_group((groups["embed"], shared)),),
-        head=(_group(groups["head"]),),
+        embed=(
+            *_groups(groups["embed"], "['embed']", specs),
+            *_groups(shared, "['shared']", specs),
+        ),
+        head=_groups(groups["head"], "['head']", specs),
         outer=(),
         num_outer=0,
         num_layers=len(kinds),
@@ -260,12 +355,46 @@ def _planned(
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
         layer_sizes=sizes_of_layers if differ else (),
+        past=Tensor(fmean(layer.past for layer in layers) / itemsize),
     ).with_means([sizes_of_layers], len(kinds))
+    if specs:
+        planned = replace(planned, layer=_groups(layers[0].weights, "['stages']", specs))
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
-    works = (
-        replace(traced[kind].work, count=len([*run])) for kind, run in itertools.groupby(kinds)
-    )
+    of_kinds = {
+        kind: replace(one.work, boundary_bytes=boundary_bytes) for kind, one in traced.items()
+    }
+    if shards > 1:
+        (kind,) = of_kinds
+        of_kinds = {kind: _with_experts(of_kinds[kind], planned, shards, plain, example)}
+    works = (replace(of_kinds[kind], count=len([*run])) for kind, run in itertools.groupby(kinds))
     return planned, ModelWork(tuple(works), hidden, max(1, vocab), *sizes), tokens
+
+
+def _with_experts(
+    work: LayerWork,
+    planned: PlannedModel,
+    shards: int,
+    plain: tuple[Model, PyTree],
+    example: PyTree,
+) -> LayerWork:
+    """Returns the work of a layer whose devices share experts: products are the plain program's."""
+    model, params = plain
+    model, row = _with_kinds(model), _rows(example, 1)
+    kinds, groups = one_of_each_kind(model, params)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+    x = next(x_of_layers(model, kinds, groups, row, key))
+    function, read = layer_with_weights(model, kinds[0], groups)
+    traced = trace(_without_aux(function, x), _tokens(x), read, x, row, key)
+    of_experts = sum(round(group.parameters) for group in planned.experts)
+    return replace(
+        work,
+        products=traced.products,
+        attention=traced.attention,
+        dense_parameters=work.dense_parameters - of_experts,
+        expert_parameters=of_experts,
+        num_experts=shards,
+        active_experts=1,
+    )
 
 
 def _trace_layer(
@@ -273,10 +402,11 @@ def _trace_layer(
     kind: str,
     groups: dict[str, PyTree],
     arguments: tuple[tuple[PyTree, ...], tuple[PyTree, ...]],
-    tokens: int,
-    boundary_bytes: float,
+    row_tokens: int,
+    shards: int,
 ) -> _TracedLayer:
-    """Traces a layer with x, batch and key of one row and of two."""
+    """Traces a layer with x, batch and key of a row for each shard of experts, and of two rows."""
+    tokens = shards * row_tokens
     (of_row, of_two), own = arguments, groups["layers"][kind]
     function, read = layer_with_weights(model, kind, groups)
     run_layer = _without_aux(function, of_row[0])
@@ -291,19 +421,31 @@ def _trace_layer(
         name=kind,
         count=1,
         products=traced.products,
-        attention=None,
+        attention=traced.attention,
         dense_parameters=_size(own),
         expert_parameters=0,
         num_experts=0,
         active_experts=0,
-        activations=ActivationBytes(kept, kept, boundary_bytes),
+        activations=ActivationBytes(kept, kept, 0),
         elementwise_bytes=moved,
         between_bytes=0,
         num_kernels=traced.num_equations,
-        boundary_bytes=boundary_bytes,
+        boundary_bytes=0,
+        # Half of what is gathered, or scattered, is counted for each way.
+        expert_boundary_bytes=traced.gathered_bytes / shards / 2,
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
-    return _TracedLayer(work, own, kept, wgrad)
+    past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
+    return _TracedLayer(work, own, kept, wgrad, past)
+
+
+def _past_bytes(layer: Callable, weights: PyTree, arguments: tuple[PyTree, ...]) -> int:
+    """Returns the bytes that a layer gives to `past.append`, of a whole sequence."""
+
+    def appended(*arguments: Any) -> PyTree:
+        return layer(*arguments, Past())[1].new
+
+    return _bytes(jax.eval_shape(appended, weights, *arguments))
 
 
 def _with_kinds(model: Model) -> Model:
@@ -319,6 +461,15 @@ def _with_kinds(model: Model) -> Model:
     return replace(model, layer={_ONLY_KIND: model.layer}, to_groups=by_kind)
 
 
+def _groups(tree: PyTree, path: str, specs: Mapping[str, Axes]) -> tuple[WeightGroup, ...]:
+    """Returns parameters by the mesh axes that divide them: `fsdp`, or those of a spec alone."""
+    by_axes: dict[Axes, list[Any]] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        axes = specs.get(path + jax.tree_util.keystr(keys), ("fsdp",))
+        by_axes.setdefault(axes, []).append(leaf)
+    return tuple(_group(leaves, axes) for axes, leaves in by_axes.items()) or (_group(()),)
+
+
 def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:
     """Returns the sizes of the axes of a mesh, of which those left out have one device."""
     if mesh is None:
@@ -327,7 +478,9 @@ def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, i
     if unknown:
         raise ValueError(
             f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
-            f"{', '.join(_AXES)}. Give these, without {', '.join(unknown)}."
+            f"{', '.join(_AXES)}: what the compiler divides over {' and '.join(unknown)}, and "
+            "sends for that, no trace of a layer says. Leave it out, or compare layouts by "
+            "`PipelinedModel.compile`."
         )
     if (size := math.prod(mesh.values())) != devices.num_devices:
         raise ValueError(
@@ -366,10 +519,11 @@ def _size(tree: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _group(tree: PyTree) -> WeightGroup:
-    """Returns parameters, which the front door divides over `fsdp`."""
+def _group(tree: PyTree, axes: Axes = ("fsdp",)) -> WeightGroup:
+    """Returns parameters that these axes divide; over `fsdp` they are gathered to be read."""
     sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-    return WeightGroup(sum(sizes), ("fsdp",), (), max(sizes, default=0))
+    gathered = tuple(axis for axis in axes if axis != "fsdp")
+    return WeightGroup(sum(sizes), axes, gathered, max(sizes, default=0))
 
 
 def _weight_bytes(tree: PyTree) -> WeightBytes:

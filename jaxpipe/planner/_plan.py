@@ -1,13 +1,15 @@
 """Plans a training step: from a request to the fastest layouts that fit."""
 
 import time
+from dataclasses import replace
 
 from ..engines import PeakMemory
 from ._answer import Plans, unit_of_bytes
+from ._candidates import StepLayout
 from ._own_model import NOT_CHOSEN
 from ._reasons import describe
 from ._request import Request
-from ._search import BestPlans, search
+from ._search import BestPlans, expected_memory, search
 
 _GB = 1e9
 
@@ -49,10 +51,22 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
             f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / unit:.1f} "
             f"{name} on a device of {request.limit / unit:.1f}, "
             f"{(needed.total - request.limit) / unit:.1f} {name} too much: {kinds}. Use more "
-            "devices, or smaller sequences."
+            f"devices, or smaller sequences.{_would_fit(request, candidate)}"
         )
     reasons = "\n".join(dict.fromkeys(best.refused[:3]))
     return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
+
+
+def _would_fit(request: Request, candidate: StepLayout) -> str:
+    """Returns with which keys a layout would fit that no plan chooses by itself."""
+    for keys, model in request.leaner():
+        needed = expected_memory(candidate, replace(request, model=model)).total
+        if needed <= request.limit:
+            return (
+                f" It would fit with {keys}, {needed / _GB:.1f} GB: that changes what is trained, "
+                "so no plan chooses it."
+            )
+    return ""
 
 
 def _given(request: Request) -> str:

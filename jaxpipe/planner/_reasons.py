@@ -5,6 +5,7 @@ from ..engines import PeakMemory
 from ..sharding import AXES
 from ._candidates import StepLayout
 from ._devices import device_hardware
+from ._model import OFFLOAD_INPUTS
 from ._request import Request
 from ._search import CLOSE, BestPlans, Plan, is_plain
 
@@ -33,6 +34,8 @@ def describe(candidate: StepLayout) -> str:
     options = candidate.options
     words += ["ZeRO-1"] * options.zero1 + ["loss on all ranks"] * options.vocab_parallel
     scope = {"tick": "ticks", "layer": "layers", "both": "ticks and layers"}[candidate.scope]
+    if candidate.policy == OFFLOAD_INPUTS:
+        return ", ".join([*words, "remat full of layers, inputs on the host"])
     return ", ".join([*words, f"remat {candidate.policy} of {scope}"])
 
 

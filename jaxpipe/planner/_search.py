@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..engines import PeakMemory
 from ._candidates import StepLayout, candidates, neighbours
 from ._devices import absent_devices
+from ._model import OFFLOAD_INPUTS
 from ._request import Request, Values
 from .memory import peak_memory, step_counts
 from .time import PredictedTime, rough_seconds, step_time
@@ -20,7 +21,8 @@ _FINALISTS = 24
 
 _LEAST_FINALISTS = 6
 _MOST_ACTIONS = 60_000
-"""Forwards of all finalists, of every stage and microbatch, after which six of them are enough."""
+"""Forwards of all finalists, of every stage and microbatch, after which six of them are enough, and
+no neighbours are set up."""
 
 _PER_MESH = 3
 """Finalists with the same mesh and engine."""
@@ -84,7 +86,8 @@ def search(request: Request, num_plans: int) -> BestPlans:
     finals.add_best(every, max(num_plans, _FINALISTS))
     for plan in sorted(finals.plans, key=_speed)[:_IMPROVED]:
         for candidate in neighbours(plan.candidate, request.space):
-            finals.add(candidate)
+            if not finals.are_many:
+                finals.add(candidate)
     plans = sorted(finals.plans, key=_speed)
     plain = next((plan for plan in plans if is_plain(plan.candidate)), None)
     too_large = min(finals.too_large, key=lambda pair: pair[1].total, default=None)
@@ -101,19 +104,20 @@ def search(request: Request, num_plans: int) -> BestPlans:
 
 def _leanest(among: Iterable[StepLayout], request: Request) -> tuple[StepLayout, PeakMemory] | None:
     """Returns the candidate that needs least memory; None if there is none."""
-    pairs = ((candidate, _expected_memory(candidate, request)) for candidate in among)
+    pairs = ((candidate, expected_memory(candidate, request)) for candidate in among)
     return min(pairs, key=lambda pair: pair[1].total, default=None)
 
 
 def _beyond(every: Iterable[StepLayout], request: Request) -> tuple[float, PeakMemory] | None:
     """Returns the least seconds of candidates that do not fit; None if all do."""
     for candidate in every:
-        if (needed := _expected_memory(candidate, request)).total > request.limit:
+        if (needed := expected_memory(candidate, request)).total > request.limit:
             return rough_seconds(candidate, request), needed
     return None
 
 
-def _expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
+def expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
+    """Returns the memory of a layout by closed forms, before it is set up."""
     counts = step_counts(candidate)
     buffers = candidate.engine.expected_buffers(candidate.schedule or None, counts)
     return peak_memory(request.model, candidate, request.tokens(candidate), (buffers,))
@@ -126,10 +130,11 @@ def is_plain(candidate: StepLayout) -> bool:
 
 
 def _simplicity(candidate: StepLayout) -> tuple[int, int]:
-    """Returns what makes a layout hard to run: how it pipelines, and mesh axes of several."""
+    """Returns what makes a layout hard to run: how it pipelines, and what it divides and moves."""
     engine = candidate.engine
     pipelines = engine.pipelines + (engine.pipelines and engine.program_per_rank)
-    return int(pipelines), sum(size > 1 for size in candidate.mesh)
+    offloads = candidate.policy == OFFLOAD_INPUTS
+    return int(pipelines), offloads + sum(size > 1 for size in candidate.mesh)
 
 
 def _speed(plan: Plan) -> tuple[float, float]:
@@ -165,17 +170,22 @@ class _Finals:
         self._actions = 0
         self._seen: set[StepLayout] = set()
 
+    @property
+    def are_many(self) -> bool:
+        """Returns whether the schedules of these candidates have as many actions as are enough."""
+        return self._actions > _MOST_ACTIONS
+
     def add_best(self, ordered: Iterable[StepLayout], most: int) -> None:
         """Sets up the first candidates that fit, but not several that differ little."""
         alike: dict[object, int] = {}
         for candidate in ordered:
-            enough = self._actions > _MOST_ACTIONS and len(self.plans) >= _LEAST_FINALISTS
+            enough = self.are_many and len(self.plans) >= _LEAST_FINALISTS
             if enough or len(self.plans) >= most or len(self.refused) >= 4 * most:
                 break
             likeness = _likeness(candidate)
             if alike.get(likeness, 0) == _PER_MESH:
                 continue
-            if _expected_memory(candidate, self._request).total <= self._request.limit:
+            if expected_memory(candidate, self._request).total <= self._request.limit:
                 alike[likeness] = alike.get(likeness, 0) + 1
                 self.add(candidate)
 
@@ -185,6 +195,7 @@ class _Finals:
         if candidate in self._seen:
             return False
         self._seen.add(candidate)
+        self._actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
         try:
             run = request.source.prepare(candidate, self._devices)
         except ValueError as error:
@@ -196,7 +207,6 @@ class _Finals:
         if needed.total > request.limit:
             self.too_large.append((candidate, needed))
             return False
-        self._actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
         time = step_time(candidate, request, run)
         settings = request.source.settings(candidate)
         self.plans.append(Plan(candidate, settings, needed, time))
@@ -212,4 +222,5 @@ def _unlike(plans: list[Plan]) -> list[Plan]:
 
 
 def _likeness(candidate: StepLayout) -> object:
-    return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule
+    offloads = candidate.policy == OFFLOAD_INPUTS
+    return candidate.mesh, candidate.across, candidate.engine_name, candidate.schedule, offloads

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -9,16 +11,32 @@ from jax.extend.core import Var
 from jaxtyping import PyTree
 
 from .._compat import jaxprs_in_params
-from ..cost.work import Product
+from ..cost.work import Attention, Product, backward_products
 from ..ir.graph import repeated_equations, terms_of_product
+from ..kernels import ATTENTION
+
+_RECEIVED = {"all_gather": "outvars", "reduce_scatter": "invars", "all_to_all": "invars"}
+"""Collectives, and on which side of the equation are the arrays of all devices."""
+_SUMS = ("psum", "psum2", "psum_invariant")
 
 
 class RowWork(NamedTuple):
-    """What a function does with one row, by its jaxpr."""
+    """What a function does with a token, by its jaxpr.
+
+    Attributes:
+        products: Its matrix products.
+        attention: Its attention by a kernel, if it has any.
+        moved_bytes: Bytes that its other equations write.
+        num_equations: How many equations there are.
+        gathered_bytes: Bytes of all devices that a device gathers or scatters, by collectives that
+            the function has itself.
+    """
 
     products: tuple[Product, ...]
+    attention: Attention | None
     moved_bytes: float
     num_equations: int
+    gathered_bytes: float
 
 
 def bytes_as_read(layer: Callable, weights: PyTree, own: PyTree, *others: PyTree) -> float:
@@ -51,16 +69,65 @@ def _read_bytes(jaxpr: Any, weight: Var) -> int:
 
 
 def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
-    """Counts the matrix products of a function and what its other equations write."""
-    products, moved, count = [], 0.0, 0
+    """Counts what a function does with rows of so many tokens.
+
+    A `jax.shard_map` is one over all devices, each of which has its share of the tokens.
+    """
+    products, attentions, moved, gathered, count = [], [], 0.0, 0.0, 0
     for eqn, times in repeated_equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         count += 1
         terms = terms_of_product(eqn)
-        if terms is not None:
+        if eqn.primitive is ATTENTION:
+            attentions.append(_attention(eqn, times / tokens))
+        elif terms is not None:
             products.append(_product(terms, eqn.outvars[0].aval.size / tokens, times))
         else:
+            gathered += times * _gathered_bytes(eqn)
             moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    return RowWork(tuple(products), moved / tokens, count)
+    attention = reduce(_both, attentions) if attentions else None
+    return RowWork(tuple(products), attention, moved / tokens, count, gathered / tokens)
+
+
+def _gathered_bytes(eqn: Any) -> float:
+    """Returns the bytes that a collective gathers or scatters; a sum does both."""
+    name = eqn.primitive.name
+    if name not in _RECEIVED and name not in _SUMS:
+        return 0.0
+    arrays = getattr(eqn, _RECEIVED.get(name, "outvars"))
+    return (1 + (name in _SUMS)) * sum(v.aval.size * v.aval.dtype.itemsize for v in arrays)
+
+
+def _attention(eqn: Any, times: float) -> Attention:
+    """Returns the attention of an equation that runs so many times for each token."""
+    q, k, v = (v.aval for v in eqn.invars[:3])
+    plan, times = eqn.params["plan"], times * q.shape[0] * q.shape[1]
+    window, sides = plan.scores.window or 0, 1 if plan.scores.causal else 2
+    is_whole = not plan.scores.causal and not 0 < sides * window < q.shape[1]
+    return Attention(
+        heads=round(times * q.shape[2]),
+        qk_channels=q.shape[3],
+        v_channels=v.shape[3],
+        kv_channels=round(times * k.shape[2] * (k.shape[3] + v.shape[3])),
+        window=0 if is_whole else sides * window,
+        backward_products=backward_products(plan.kernel),
+        whole_square=is_whole,
+    )
+
+
+def _both(one: Attention, other: Attention) -> Attention:
+    """Returns the attention of two in a layer, whose heads are as wide as those of the first."""
+    width = one.qk_channels + one.v_channels
+    heads = round(other.heads * (other.qk_channels + other.v_channels) / width)
+    total = one.heads + heads
+    with_window = sum(x.windowed * n for x, n in ((one, one.heads), (other, heads)) if x.window)
+    return replace(
+        one,
+        heads=total,
+        kv_channels=one.kv_channels + other.kv_channels,
+        window=max(one.window, other.window),
+        windowed=with_window / total,
+        whole_square=one.whole_square or other.whole_square,
+    )
 
 
 def _product(k: int, columns: float, times: int) -> Product:

@@ -172,7 +172,7 @@ def test_a_delay_is_planned_for_the_engine_that_has_it(engine: str):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ({"remat_policy": "minimal_offloaded"}, "offloads query_proj, .* no bandwidth"),
+        ({"remat_policy": "minimal_offloaded"}, "offloads query_proj, .* inputs of layers alone"),
         ({"remat_policy": "qkv_proj_offloaded"}, "offloads query_proj, key_proj, value_proj"),
         ({"remat_policy": "custom", "mlpwi_0": "offload"}, "offloads mlpwi_0 to the host"),
         ({"quantization": "fp8"}, "`quantization` is 'fp8', and the planner knows neither"),

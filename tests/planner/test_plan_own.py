@@ -6,12 +6,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
 import jaxpipe as jp
 from jaxpipe.linen import model as linen_model
 from jaxpipe.nnx import model as nnx_model
+from jaxpipe.planner import Tensor
 
 D, F, V, T, H, L = 512, 2048, 4096, 128, 4, 4
 EXAMPLE = {"tokens": jax.ShapeDtypeStruct((4, T), jnp.int32)}
@@ -187,7 +189,7 @@ def test_the_schedule_of_a_given_mesh_is_planned():
     assert len({plan.settings["schedule"] for plan in plans.plans}) > 1
     with pytest.raises(ValueError, match=r"microbatches=8\)\.pipeline\(\)` is the fastest"):
         jp.pipeline(model, schedule="auto", mesh=jp.make_mesh(fixed["mesh"]), microbatches=8)
-    with pytest.raises(ValueError, match=r"knows the axes data, stage, fsdp. .* without tensor"):
+    with pytest.raises(ValueError, match=r"knows the axes data, stage, fsdp, expert: .* tensor"):
         jp.plan(model, "v5p-16", 64, **given, mesh={"stage": 4, "tensor": 2})
 
 
@@ -249,3 +251,44 @@ def test_a_plan_is_verified_with_its_optimizer():
     assert found.peak_bytes > memory.weights + memory.optimizer
     assert found.step_seconds is None
     assert "compiled" in repr(found)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_zero1_divides_the_state_as_the_pipeline_of_the_plan_does(schedule: str | None):
+    """The bytes of two moments on the first device, of arrays that the optimizer has made."""
+    model, params = small()
+    example = {"x": shape(16, 16)}
+    mesh = {"stage": 2 if schedule else 1, "data": 4 if schedule else 8}
+    given: dict[str, Any] = {"params": params, "example": example, "microbatches": 2, "mesh": mesh}
+    plan = jp.plan(model, "here", **given, schedule=schedule).best
+    assert plan.settings["zero1"]
+    pipe = jp.plan(model, "here", **given, schedule=schedule).pipeline()
+    values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+    state = pipe.optimizer(optax.adam(1e-3)).init(pipe.shard(values))
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state) if x.ndim]
+    assert sum(x.nbytes for x in shards) == plan.memory.optimizer
+    whole = jp.plan(model, "here", **given, schedule=schedule, zero1=False).best
+    assert whole.memory.optimizer == mesh["data"] * plan.memory.optimizer
+
+
+def test_what_slices_carry_counts():
+    """Keys and values of a token, of each layer of a stage and each microbatch in flight."""
+
+    def layer(w, x, batch, past):
+        del batch
+        (keys, values), past = past.append((x @ w["k"], x @ w["v"]))
+        scores = jnp.where(past.causal_mask(x.shape[1]), x @ keys.mT, -1e9)
+        return x + jax.nn.softmax(scores) @ values, past
+
+    one = {"k": shape(D, D), "v": shape(D, D)}
+    model = jp.Model(
+        lambda w, batch: w[batch["tokens"]], layer, lambda w, x, batch: loss(x @ w, batch)
+    )
+    params = {"embed": shape(V, D), "layers": [one] * L, "head": shape(D, V)}
+    given: dict[str, Any] = {"params": params, "example": EXAMPLE, "mesh": {"stage": 4}}
+    plans = jp.plan(model, "v5p-8", 8, **given, microbatches=8, schedule="seq1f1b", slices=2)
+    assert plans.best.settings["schedule"] == "seq1f1b"
+    assert plans.request.model.past == Tensor(2 * D)
+    model, given["params"] = plain(jnp.float32)
+    with pytest.raises(ValueError, match="no parameter `past`"):
+        jp.plan(model, "v5p-8", 8, **given, schedule="seq1f1b")

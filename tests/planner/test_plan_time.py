@@ -44,7 +44,7 @@ WITH_FLAGS = {
 EXPERT_CYCLES = {"512 chips, 1": 46.571, "512 chips, 2": 51.424, "512 chips, 3": 48.854}
 
 # Likewise of plans that were verified.
-VERIFIED_CYCLES = {"70B, 1": 65.467, "70B, 2": 58.309, "70B, 3": 64.891, "70B, 4": 62.272}
+VERIFIED_CYCLES = {"70B, 1": 63.651, "70B, 2": 58.309, "70B, 3": 64.891, "70B, 4": 62.272}
 
 
 def predicted(name: str, flags: str = "none") -> float:
@@ -73,7 +73,7 @@ def test_time_with_experts_is_within_12_percent_of_the_cycles(name: str):
 
 
 def test_plans_that_were_verified_are_ordered_as_their_cycles_are():
-    """Beyond few shards XLA:TPU multiplies by windows of weights, which costs more than gathers."""
+    """Beyond few shards products take longer without flags, which costs more than gathers."""
     found = {}
     for name, cycles in VERIFIED_CYCLES.items():
         model, devices, batch, length, settings, _ = VERIFIED[name]
@@ -84,6 +84,14 @@ def test_plans_that_were_verified_are_ordered_as_their_cycles_are():
     assert min(found, key=found.__getitem__) == min(
         VERIFIED_CYCLES, key=VERIFIED_CYCLES.__getitem__
     )
+
+
+def test_fsdp_on_many_chips_takes_what_maxtext_measured():
+    """131.47 s for 405B on 512 chips of v5p, by the recipe that others publish."""
+    sizes = {"base_emb_dim": 16384, "base_num_query_heads": 128, "base_num_decoder_layers": 126}
+    given = {"model_name": "llama3.1-70b", "base_mlp_dim": 53248, "pipeline_engine": "none"} | sizes
+    best = jp.plan(given, "v5p:8x8x8", 1024, 8192, ici_fsdp_parallelism=512).best
+    assert best.time.seconds == pytest.approx(131.47, rel=0.05)
 
 
 def test_gathers_that_nothing_hides_decide_between_plans_as_cycles_do():

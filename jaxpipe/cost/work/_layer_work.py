@@ -37,8 +37,7 @@ class Attention:
     # The share of layers with the window, if one description is the mean of several layers.
     windowed: float = 1.0
     fused: bool = True  # whether scores stay on the chip, as in flash attention
-    # Products of its backward if it is fused, which computes the scores again: 5, or 7 if the
-    # gradients of queries and those of keys and values have a kernel each, as in splash attention.
+    # Products of its backward if it is fused, which computes the scores again.
     backward_products: int = 5
     # Whether all T x T scores are computed, also those that the mask removes.
     whole_square: bool = False
@@ -51,6 +50,15 @@ class Attention:
             inside = self.window - self.window**2 / (2 * length)
             return self.windowed * inside + (1 - self.windowed) * length / 2
         return length / 2
+
+
+def backward_products(kernel: str) -> int:
+    """Returns the products of a fused backward: 5, or 7 where queries have a kernel of their own.
+
+    Splash attention computes the gradients of queries, and those of keys and values, by a kernel
+    each.
+    """
+    return 7 if kernel == "splash" else 5
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,15 @@ def _flops(eqn: Any) -> float:
 
 
 def _repeats(eqn: Any) -> int:
-    """Returns the iterations of a loop or of a kernel; 1 where the jaxpr does not say."""
+    """Returns the iterations of a loop or of a kernel, or the devices that run a program.
+
+    Returns:
+        The number; 1 where the jaxpr does not say.
+    """
     if eqn.primitive.name == "pallas_call":
         grid = eqn.params["grid_mapping"].grid
         return math.prod(size for size in grid if isinstance(size, int))
+    if eqn.primitive.name == "shard_map":
+        mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+        return math.prod(mesh.shape[axis] for axis in manual)
     return eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1

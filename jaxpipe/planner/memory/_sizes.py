@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
 from .._candidates import StepLayout
 from .._model import (
+    OFFLOAD_INPUTS,
     PlannedModel,
     gathered_parameters,
     largest_weight,
@@ -22,6 +23,9 @@ from ._ranks import ranks
 _FLOAT32 = 4
 _LIVE_ON_CPU = 1.15
 """`LIVE` of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
+
+_ON_THEIR_WAY = 2
+"""Inputs of layers that are on the device while others are on their way to the host, or back."""
 
 _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
@@ -93,6 +97,7 @@ def _wgrad_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 def _past_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token in keys and values, which later slices of a sequence read."""
     tensors = [tensor for name, tensor in model.tensors if name in ("key_proj", "value_proj")]
+    tensors = tensors if model.past is None else [model.past]
     return token_bytes(tensors, mesh_sizes(mesh), model.activation_bytes)
 
 
@@ -197,6 +202,8 @@ def _residuals(
     """Returns the bytes that a stage stores of a microbatch for its backward."""
     n = candidate.layers_per_stage
     masked = _masked_weights(model, candidate)
+    if candidate.policy == OFFLOAD_INPUTS:
+        return _ON_THEIR_WAY * activation
     if candidate.scope == "layer":
         return n * (activation + kept) + masked
     passed_on = tokens * _passed_on_bytes(model, candidate.mesh, candidate.policy)

@@ -3,10 +3,12 @@
 S ranks, v stages on each, M microbatches.
 """
 
+from dataclasses import replace
+
 from ...cost.training_step import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
-from .._model import gathered_parameters, stored_parameters
+from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
 from .._request import Request
 from ..memory import expert_chunks, step_sizes
 
@@ -18,12 +20,13 @@ _STACK_BYTES = 8.0
 """Bytes that XLA:TPU reads and writes for each byte that a layer keeps: loops over layers write it
 to a stack, or to a buffer of the engine, and read it there."""
 
-_WINDOW_PASSES = 3.0
-"""How often XLA:TPU reads or writes the result of a product for each window of its weight."""
 
-_WITHOUT_WINDOWS = 4
-"""The largest `fsdp` for which XLA:TPU gathers weights whole. Beyond it multiplies by two shards of
-a weight while others arrive, and adds up results, where the sum in a product is over the shards."""
+_PRODUCT_PASSES = 1.5
+"""How often the result of a product would be read or written once more, for each shard of its
+weight, to take the time that it takes longer in programs of XLA:TPU without jaxpipe's flags."""
+
+_FEW_SHARDS, _MOST_SHARDS = 4, 32
+"""The largest `fsdp` for which products take no longer, and the largest that was compiled."""
 
 
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
@@ -37,10 +40,12 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
         return sums
     stacks = 0.0
     if not request.source.is_own:  # what a model of one's own writes is counted by its equations
-        kept = step_sizes(request.model, candidate, request.tokens(candidate)).residuals
+        on_device = candidate
+        if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
+            on_device = replace(candidate, policy="full")
+        kept = step_sizes(request.model, on_device, request.tokens(candidate)).residuals
         stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
-    stacks += _window_seconds(candidate, request)
-    return sums + stacks
+    return sums + stacks + _slow_product_seconds(candidate, request)
 
 
 def _memory_rate(request: Request) -> float:
@@ -86,15 +91,14 @@ def expert_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     return visits * (size - 1) / size * sent / bandwidth
 
 
-def _window_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds that products take longer because XLA:TPU gathers weights in windows.
+def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds that products of gathered weights take longer without jaxpipe's flags.
 
-    A weight is divided along the embedding: a forward from it sums over the shards, and so does the
-    cotangent of a product that returns to it. Recomputation gathers weights whole, and so does all
-    where `expert` divides the embedding too.
+    Fitted to three programs of llama3.1-70b. Published steps of FSDP on up to 512 chips, which have
+    such flags, show none of it.
     """
-    shards = candidate.sizes["fsdp"]
-    if shards <= _WITHOUT_WINDOWS or candidate.sizes["expert"] > 1:
+    shards = min(candidate.sizes["fsdp"], _MOST_SHARDS)
+    if request.default_flags != "none" or shards <= _FEW_SHARDS or candidate.sizes["expert"] > 1:
         return 0.0
     hidden, columns = request.work.hidden, 0.0
     for layer in request.work.layers:
@@ -103,8 +107,7 @@ def _window_seconds(candidate: StepLayout, request: Request) -> float:
                 other = product.n if product.k == hidden else product.k
                 columns += layer.count * other * product.copies / candidate.sizes["tensor"]
     size = request.model.activation_bytes * columns * request.tokens(candidate)
-    count = candidate.microbatches * shards / 2
-    return count * _WINDOW_PASSES * size / _memory_rate(request)
+    return candidate.microbatches * shards * _PRODUCT_PASSES * size / _memory_rate(request)
 
 
 def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
@@ -131,6 +134,19 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         sent = 2 * (slices - 1) / slices * itemsize * parameters / inside
         seconds += sent / (kind.network_bandwidth * efficiency(kind, "bf16").network)
     return times * seconds
+
+
+def host_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which inputs of layers are sent to the host, and come back.
+
+    Layers compute beside that.
+    """
+    if candidate.policy != OFFLOAD_INPUTS:
+        return 0.0
+    layers = candidate.layers_per_stage * candidate.chunks
+    size = request.model.activation_bytes * request.model.hidden * request.tokens(candidate)
+    moved = 2 * candidate.microbatches * layers * size
+    return moved / device_hardware(request.devices).host_bandwidth
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:

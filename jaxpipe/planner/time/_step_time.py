@@ -14,9 +14,14 @@ from ...schedules import Costs, makespan
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
-from .._model import PlannedModel, mesh_sizes
+from .._model import OFFLOAD_INPUTS, PlannedModel, mesh_sizes
 from .._request import PreparedPipeline, Request
-from ._engine_time import data_reduction_seconds, engine_seconds, expert_reduction_seconds
+from ._engine_time import (
+    data_reduction_seconds,
+    engine_seconds,
+    expert_reduction_seconds,
+    host_seconds,
+)
 
 _COMMUNICATION = (
     "tensor",
@@ -25,6 +30,7 @@ _COMMUNICATION = (
     "point_to_point",
     "experts",
     "context",
+    "host",
 )
 
 
@@ -88,6 +94,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
     sums += max(reduction / S, data_reduction_seconds(candidate, request))
+    sums += max(0.0, host_seconds(candidate, request) - seconds / candidate.accumulation)
     sums *= candidate.accumulation
     if not candidate.engine.pipelines:
         return seconds + sums
@@ -139,6 +146,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     ticks = _tick_seconds(run, step)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
+    work = parts["products"] + parts["other_compute"]
+    parts["host"] = max(0.0, host_seconds(candidate, request) - work)
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -180,7 +189,7 @@ def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
     if candidate.policy == "none":
         return 0.0
     times = 2 if candidate.scope == "both" and candidate.layers_per_stage > 1 else 1
-    if candidate.policy == "full":
+    if candidate.policy in ("full", OFFLOAD_INPUTS):
         return 1.0 * times
     every = sum(tensor.channels for _, tensor in model.read)
     kept = sum(tensor.channels for tensor in model.saved(candidate.policy)) / max(1, every)

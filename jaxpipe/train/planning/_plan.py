@@ -1,6 +1,6 @@
 """Plans a training step: of a preset, of the keys of a run, or of a model of the user's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtyping import PyTree
@@ -8,12 +8,12 @@ from jaxtyping import PyTree
 from ..._input import short_repr
 from ...api import Model
 from ...models import PRESETS
-from ...planner import Plans, own_request, parse_devices, plan_request
+from ...planner import MakeModel, Plans, own_request, parse_devices, plan_request
 from ._request import make_request
 
 
 def plan(
-    model: str | Mapping[str, Any] | Model,
+    model: str | Mapping[str, Any] | Model | MakeModel,
     devices: str,
     batch: int | None = None,
     sequence: int | None = None,
@@ -35,7 +35,9 @@ def plan(
 
     Args:
         model: The name of a preset, the values of keys of a run, or a `Model` of your own, whose
-            layer is traced and counted.
+            layer is traced and counted. Of a model whose layers have a `jax.shard_map` over the
+            axis `expert`, a function of a mesh that returns the model and its parameters, or their
+            shapes; it is also called with None, for the plain program.
         devices: The devices: `v5p-64`, `v6e:4x4`, `h100:2x8`, or `here`.
         batch: Sequences of a step. Default: `per_device_batch_size` times the devices.
         sequence: Tokens of a sequence. Default: `max_target_length`.
@@ -48,7 +50,7 @@ def plan(
         example: A batch of it, of any number of rows, or its shapes.
         **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. For a model
             of your own those of `jaxpipe.pipeline`: `mesh`, the sizes of its axes by name,
-            `microbatches` and `chunks`.
+            `microbatches`, `chunks`, `slices`, `zero1`, `param_specs` and `row_wise`.
 
     Returns:
         The plans, the fastest first. They print as a table.
@@ -75,7 +77,10 @@ def plan(
 
 
 _EXPECTED: dict[str, tuple[Any, str]] = {
-    "model": (str | Mapping | Model, "the name of a preset, the keys of a run or a `Model`"),
+    "model": (
+        str | Mapping | Model | Callable,
+        "the name of a preset, the keys of a run or a `Model`",
+    ),
     "devices": (str, "a name such as 'v5p-64'"),
     "batch": (int | None, "the number of sequences of a step"),
     "sequence": (int | None, "the number of tokens of a sequence"),

@@ -4,7 +4,7 @@ All other keys are passed on to the run.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,27 @@ import jax
 import jax.numpy as jnp
 
 from ...autodiff.backward import TENSORS, saved_names
-from ...cost.work import FLOAT32_SCORE_BYTES, Experts, LatentAttention, ModelWork, transformer
+from ...cost.work import (
+    FLOAT32_SCORE_BYTES,
+    Experts,
+    LatentAttention,
+    ModelWork,
+    backward_products,
+    transformer,
+)
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...models import PRESETS, DeepseekConfig, num_parameters
 from ...models.weights import is_weight
 from ...planner import (
+    OFFLOAD_INPUTS,
+    POLICIES,
     Devices,
     EngineOptions,
+    PlannedModel,
     Request,
     Space,
     Values,
+    device_hardware,
 )
 from ...sharding.layout import parse_layout
 from ..config._config import Config, engines_that_read
@@ -112,12 +123,9 @@ def make_request(
         )
     model = model_plan(config, sizes, devices.platform)
     family = MODEL_FAMILIES[config.decoder_block]
-    return Request(
-        devices,
-        rows,
-        sequence,
-        devices.usable_bytes(memory_gb),
-        planned_model(
+
+    def planned(config: Config) -> PlannedModel:
+        return planned_model(
             _name(config, settings),
             sizes,
             pipelined,
@@ -126,7 +134,14 @@ def make_request(
             optimizer_plan(config),
             weight_dtype=config.weight_dtype,
             rules=axis_rules(config),
-        ),
+        )
+
+    return Request(
+        devices,
+        rows,
+        sequence,
+        devices.usable_bytes(memory_gb),
+        planned(config),
         _work(
             sizes,
             family.weights(sizes),
@@ -138,7 +153,24 @@ def make_request(
         sizes.num_dense_layers,
         uniform - pipelined,
         config.compile_default_flags,
+        lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
     )
+
+
+def _leaner(config: Config, settings: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
+    """Yields configs with state in 16 bits, from the one that changes least, and their keys."""
+    moment = {"optimizer_arguments": (("mu_dtype", "bfloat16"),)}
+    weights = {"weight_dtype": "bfloat16"}
+    options = {
+        "`optimizer_arguments={mu_dtype: bfloat16}`": moment,
+        "`weight_dtype=bfloat16`": weights,
+        "both `weight_dtype=bfloat16` and `optimizer_arguments={mu_dtype: bfloat16}`": (
+            moment | weights
+        ),
+    }
+    for words, keys in options.items():
+        if config.optimizer == "adamw" and not keys.keys() & settings.keys():
+            yield words, config.model_copy(update=keys)
 
 
 def _space(
@@ -153,6 +185,7 @@ def _space(
     engines: tuple[str, ...],
 ) -> Space:
     """Returns the sizes and limits of candidates."""
+    offloading = (OFFLOAD_INPUTS,) if device_hardware(devices).host_bandwidth else ()
     return Space(
         devices,
         rows,
@@ -163,6 +196,7 @@ def _space(
         sizes.vocab_size,
         max_stages or devices.num_devices,
         fixed,
+        policies=(*POLICIES, *offloading),
         without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
         engines=engines,
         options=EngineOptions(
@@ -206,8 +240,8 @@ def _check_planned(config: Config) -> None:
     if offloaded := saved_names(config.remat_policy, places)[1]:
         raise ValueError(
             f"`remat_policy` is {config.remat_policy!r}, which offloads {', '.join(offloaded)} to "
-            "the host, and the planner knows no bandwidth between devices and hosts. Plan with a "
-            "policy that keeps tensors on the device, or compare by `jaxpipe compile`."
+            "the host. The planner offloads inputs of layers alone, where that is what fits: leave "
+            "`remat_policy` out, or compare by `jaxpipe compile`."
         )
     if config.quantization:
         raise ValueError(
@@ -283,7 +317,7 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         tied=getattr(sizes, "logits_via_embedding", False),
         fused_attention=kernel != "dot_product",
         score_bytes=FLOAT32_SCORE_BYTES,
-        backward_products=7 if kernel == "splash" else 5,
+        backward_products=backward_products(kernel),
         window=max(windows, default=0),
         windowed=sum(map(bool, windows)) / len(windows) if windows else 1.0,
         latent=latent,

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from ...models import PRESETS
-from ...planner import PreparedPipeline, StepLayout, Values
+from ...planner import OFFLOAD_INPUTS, PreparedPipeline, StepLayout, Values
 from ...sharding import AXES
 from ...xla.compile_report import CompileReport
 from ..config._config import Config
@@ -79,7 +79,7 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
     values = _mesh(candidate, num_slices)
     values["pipeline_engine"] = candidate.engine_name
     values["num_pipeline_microbatches"] = candidate.microbatches
-    values["remat_policy"] = candidate.policy
+    values |= _remat(candidate.policy)
     if candidate.accumulation > 1:
         values["gradient_accumulation_steps"] = candidate.accumulation
     if candidate.vocab_tiling > 1:
@@ -100,6 +100,13 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
     elif candidate.chunks > 1:
         values["num_pipeline_repeats"] = candidate.chunks
     return values
+
+
+def _remat(policy: str) -> Values:
+    """Returns the keys of a policy of rematerialization."""
+    if policy == OFFLOAD_INPUTS:
+        return {"remat_policy": "custom", "decoder_layer_input": "offload"}
+    return {"remat_policy": policy}
 
 
 def _mesh(candidate: StepLayout, num_slices: int) -> Values:
