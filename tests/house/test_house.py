@@ -102,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
     },
     "planner": {
+        "kernels",
         "_compat",
         "api",
         "autodiff",
