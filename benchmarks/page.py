@@ -183,6 +183,21 @@ What `jaxpipe.plan` says of these models: as models of one's own, for which it k
 `expert`, and of the trainer's that is most like them, with any layout and with that of the rows
 above. Nothing ran on a device.""",
     ),
+    "gpus": Benchmark(
+        "GPUs that are not there",
+        "gpu_memory.py",
+        (),
+        ("jax", "jaxlib", "jax_cuda12_plugin"),
+        False,
+        """\
+Train steps compiled by XLA:GPU for H100s, on sequences of 4,096 tokens, four on each GPU (70B:
+two), with full rematerialization. `busy` is a [roofline](compile.md#what-the-columns-mean) of what
+XLA scheduled, `exposed` what a GPU waits for collectives while the program is played, through
+NVLink or, between hosts, adapters of 400 Gb/s; `hidden` is the share of their time in which it does
+not wait: all-gathers, reduce-scatters, all-reduces, permutes, all. Pallas kernels have no figure,
+so 16B lacks attention and experts. Nothing ran on these devices; a step on an H200 took 1.1 to 1.3
+times its roofline.""",
+    ),
     "gpu": Benchmark(
         "One GPU",
         "gpu.py",

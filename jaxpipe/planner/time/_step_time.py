@@ -20,7 +20,7 @@ from ._engine_time import (
     data_reduction_seconds,
     engine_seconds,
     expert_reduction_seconds,
-    host_seconds,
+    exposed_host_seconds,
 )
 
 _COMMUNICATION = (
@@ -94,7 +94,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
     sums += max(reduction / S, data_reduction_seconds(candidate, request))
-    sums += max(0.0, host_seconds(candidate, request) - seconds / candidate.accumulation)
+    sums += exposed_host_seconds(candidate, request, seconds / candidate.accumulation)
     sums *= candidate.accumulation
     if not candidate.engine.pipelines:
         return seconds + sums
@@ -147,7 +147,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     work = parts["products"] + parts["other_compute"]
-    parts["host"] = max(0.0, host_seconds(candidate, request) - work)
+    parts["host"] = exposed_host_seconds(candidate, request, work)
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
