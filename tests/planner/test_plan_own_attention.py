@@ -49,7 +49,7 @@ def rows_of_residuals(platform: str) -> int:
     def size(rows: int) -> int:
         q, kv = shape(rows, T, H, C), shape(rows, T, K, C)
         with jax.sharding.use_abstract_mesh(mesh):
-            closed = jax.make_jaxpr(lambda *a: jax.vjp(jp.attention, *a)[1])(q, kv, kv)
+            closed: Any = jax.make_jaxpr(lambda *a: jax.vjp(jp.attention, *a)[1])(q, kv, kv)
         return sum(v.size * v.dtype.itemsize for v in closed.out_avals)
 
     return (size(2) - size(1)) // T
