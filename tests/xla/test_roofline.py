@@ -44,6 +44,20 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert found.seconds == pytest.approx(7 * 2 * 512**3 / (0.8 * 1e9), rel=1e-3)
 
 
+def test_a_collective_is_a_transfer_and_no_work():
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=rows)
+    text = jax.jit(lambda x: jnp.tanh(x.sum(0))).lower(x).compile().as_text() or ""
+    found = step_time(text, GpuRates(1e9, 1e9, 1e-3, 1e-3))
+    (transfer,) = found.transfer_seconds.values()
+    assert transfer == pytest.approx(2 * 3 / 4 * 64 * 4 / 1e6) == found.exposed
+    assert not [
+        cost for cost in found.costs if cost.work != "collectives" and "all-" in cost.opcode
+    ]
+    assert found.busy < 1e-3 * found.exposed
+
+
 @pytest.mark.parametrize(
     ("kind", "hosts", "seconds"),
     [

@@ -7,6 +7,7 @@ bytes at the rate that large copies reach, whichever is longer. Launches take no
 import math
 import re
 
+from ..hlo._collectives import KINDS
 from ..hlo._parse import (
     Computation,
     Instruction,
@@ -29,6 +30,8 @@ def roofline_seconds(
     rates: GpuRates, module: Module, computation: Computation, instruction: Instruction
 ) -> float | None:
     """Returns the seconds of an instruction; None for kernels whose operations are not known."""
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+        return 0.0  # what a collective reads and writes is in the time that it transfers
     moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)
     peak = rates.peak_tflops * 1e12
     if instruction.opcode != "custom-call":
