@@ -30,8 +30,7 @@ test-slow: $(VENV)/dev
 test-product: $(VENV)/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m product
 
-# On a machine with a GPU and jaxpipe[cuda].
-test-gpu: $(VENV)/dev
+test-gpu: $(VENV)/gpu  # on a machine with an NVIDIA GPU and its driver
 	JAX_PLATFORMS=cuda $(BIN)/pytest tests/gpu
 
 lint: $(VENV)/dev
@@ -64,6 +63,10 @@ $(VENV)/demo: pyproject.toml | $(VENV)/made
 
 $(VENV)/dev: pyproject.toml | $(VENV)/made
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/gpu: pyproject.toml | $(VENV)/made
+	$(BIN)/pip install --quiet --editable ".[dev,cuda]"
 	touch $@
 
 $(VENV)/docs: pyproject.toml | $(VENV)/made

@@ -74,6 +74,16 @@ class AttentionPlan:
         return kernel
 
     @property
+    def computes_whole_square(self) -> bool:
+        """Returns whether the kernel computes all T x T scores, also those that no query sees.
+
+        cuDNN's does with a mask of documents: on an H200 it then takes twice the time
+        (docs/benchmarks.md, One GPU). Within a window it was not measured, and counts as without.
+        """
+        reads_mask = self.kernel == "cudnn" and self.packed and self.scores.window is None
+        return self.kernel == "dot_product" or reads_mask
+
+    @property
     def problems(self) -> dict[str, tuple[str, ...]]:
         """Returns why each kernel that is wanted cannot run, in the order of preference."""
         names = tuple(_PROBLEMS) if self.wanted == "auto" else (self.wanted,)

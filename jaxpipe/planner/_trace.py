@@ -103,6 +103,7 @@ def _attention(eqn: Any, times: float) -> Attention:
     plan, times = eqn.params["plan"], times * q.shape[0] * q.shape[1]
     window, sides = plan.scores.window or 0, 1 if plan.scores.causal else 2
     is_whole = not plan.scores.causal and not 0 < sides * window < q.shape[1]
+    is_whole = is_whole or plan.computes_whole_square
     return Attention(
         heads=round(times * q.shape[2]),
         qk_channels=q.shape[3],

@@ -51,6 +51,7 @@ def transformer(
     tied: bool = False,
     dropout: bool = False,
     fused_attention: bool = True,
+    whole_square: bool | None = None,
     score_bytes: float = SCORE_BYTES,
     backward_products: int = 5,
     window: int = 0,
@@ -61,6 +62,7 @@ def transformer(
 ) -> ModelWork:
     """Returns the work of a transformer; a gated MLP has three weights, as in llama, not two.
 
+    Attention that is not fused computes the `whole_square` of T x T scores, other if that is said.
     If only a share `windowed` of its layers has the window, each is described as their mean. A
     layer with experts may be a block of layers, of which `mlps_before_experts` have an MLP.
 
@@ -80,7 +82,7 @@ def transformer(
     attention = replace(
         attention,
         fused=fused_attention,
-        whole_square=not fused_attention,
+        whole_square=not fused_attention if whole_square is None else whole_square,
         score_bytes=score_bytes,
         backward_products=backward_products,
     )

@@ -40,6 +40,7 @@ from ..config._load import load_config
 from ..estimate._planned_model import planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
+from ..plan._model import ModelPlan
 from ._source import AXIS_KEYS, GATHER_KEYS, OPTION_KEYS, TrainerSource
 
 _LAYERS_KEY = "num_layers_per_pipeline_stage"
@@ -142,12 +143,7 @@ def make_request(
         sequence,
         devices.usable_bytes(memory_gb),
         planned(config),
-        _work(
-            sizes,
-            family.weights(sizes),
-            config.dtype,
-            kernel=model.attention.kernel,
-        ),
+        _work(sizes, family.weights(sizes), model),
         TrainerSource(values, devices.num_slices),
         _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
         sizes.num_dense_layers,
@@ -287,8 +283,9 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     return fixed, chosen
 
 
-def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: str) -> ModelWork:
-    """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
+def _work(sizes: ModelConfig, weights: dict[str, Any], model: ModelPlan) -> ModelWork:
+    """Returns the work of a model of the trainer."""
+    kernel = model.attention.kernel
     latent = experts = None
     if isinstance(sizes, DeepseekConfig):
         at = sizes.attention
@@ -316,6 +313,7 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         head_channels=getattr(sizes, "head_dim", None),
         tied=getattr(sizes, "logits_via_embedding", False),
         fused_attention=kernel != "dot_product",
+        whole_square=all(attention.computes_whole_square for attention in model.attentions),
         score_bytes=FLOAT32_SCORE_BYTES,
         backward_products=backward_products(kernel),
         window=max(windows, default=0),
@@ -323,7 +321,7 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], dtype: str, *, kernel: st
         latent=latent,
         experts=experts,
     )
-    itemsize = float(jnp.dtype(dtype).itemsize)
+    itemsize = float(jnp.dtype(model.dtype).itemsize)
     layers = (
         replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
         for layer in work.layers
