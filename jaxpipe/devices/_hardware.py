@@ -94,6 +94,12 @@ class Hardware:
         """Tells whether it is a GPU; the others are TPUs."""
         return not self.torus_axes
 
+    @property
+    def widest_cudnn_head(self) -> int | None:
+        """Returns the most channels of a head of cuDNN's attention, 256 from Hopper on; of GPUs."""
+        has_fp8 = "fp8" in dict(self.peak_factors)  # as all from Hopper on have
+        return (256 if has_fp8 else 128) if self.is_gpu else None
+
     def peak_flops(self, dtype: str) -> float:
         """Returns the operations a second of dense matrix products in a dtype.
 

@@ -26,7 +26,7 @@ from ._on_mesh import GRANULARITY, MeshSpecs, attention_on_mesh
 from ._scores import Scores
 from ._selection import AttentionPlan, check_stored_scores
 from ._splash import splash_kernel
-from ._traces import axes_of_vmap, trace_is_read_for
+from ._traces import axes_of_vmap, trace_is_read_for, traced_widest_head
 
 # Attention of whole sequences that stores its scores, which XLA can divide by itself.
 _stored = partial(on_slices, dot_product_kernel, axis=None, size=1, granularity=1)
@@ -120,6 +120,7 @@ def attention(
         scores=scores,
         has_sinks=sinks is not None,
         key="kernel",
+        widest_head=traced_widest_head(),
     )
     _say(plan)
     if trace_is_read_for() == "work" and plan.kernel != "dot_product":

@@ -31,6 +31,8 @@ class AttentionPlan:
         scores: How scores are computed.
         has_sinks: Whether every head has a sink, a score without a value.
         key: What users call `wanted`.
+        widest_head: The most channels of a head that cuDNN has on GPUs that are absent; None: what
+            JAX says of those of this process.
 
     Raises:
         ValueError: If a kernel is wanted and it cannot run.
@@ -46,6 +48,7 @@ class AttentionPlan:
     scores: Scores = CAUSAL
     has_sinks: bool = False
     key: str = "attention"
+    widest_head: int | None = None
 
     def __post_init__(self):
         assert self.kernel
@@ -176,7 +179,7 @@ def _splash_problems(plan: AttentionPlan) -> dict[str, bool]:
 
 
 def _cudnn_problems(plan: AttentionPlan) -> dict[str, bool]:
-    length, widest = plan.length // plan.context_size, widest_cudnn_head()
+    length, widest = plan.length // plan.context_size, plan.widest_head or widest_cudnn_head()
     return {
         f"the devices are {plan.platform}s, not GPUs": plan.platform != "gpu",
         f"`dtype` is {plan.dtype}, not bfloat16 or float16": plan.dtype not in _HALF,

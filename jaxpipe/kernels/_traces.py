@@ -8,6 +8,7 @@ import jax
 
 # Contexts that JAX keeps traces apart by: a function of the user may be jitted.
 _read_for: Any = jax.make_user_context("")
+_widest_head: Any = jax.make_user_context(None)
 _vmap_axes: Any = jax.make_user_context(())
 
 
@@ -27,26 +28,32 @@ def trace_to_read(*, tokens: bool = False) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def trace_for(platform: str) -> Generator[None]:
+def trace_for(platform: str, widest_head: int | None = None) -> Generator[None]:
     """Traces for devices of a platform that are absent, to count work and memory of the program.
 
     Attention is the kernel that they would run, as one equation (`ATTENTION`).
 
     Args:
         platform: "tpu", "gpu" or "cpu".
+        widest_head: The most channels of a head that cuDNN has there; None on other devices.
 
     Yields:
         Nothing.
     """
     device = jax.sharding.AbstractDevice(platform, None, platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with _read_for("work"), jax.sharding.use_abstract_mesh(mesh):
+    with _read_for("work"), _widest_head(widest_head), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
 def trace_is_read_for() -> str:
     """Returns what a trace is read for, "rows", "tokens" or "work"; "" if it is run."""
     return _read_for.value
+
+
+def traced_widest_head() -> int | None:
+    """Returns what `trace_for` was told of the heads of cuDNN, or None."""
+    return _widest_head.value
 
 
 def vmap_over_devices(axes: tuple[str, ...]) -> AbstractContextManager[None]:

@@ -37,7 +37,7 @@ from ..kernels import trace_for, trace_to_read
 from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
 from ._candidates import EngineOptions, Space, StepLayout
-from ._devices import Devices, absent_devices
+from ._devices import Devices, absent_devices, device_hardware
 from ._model import (
     Axes,
     LayerSizes,
@@ -200,7 +200,7 @@ def own_request(
     specs = _specs(model, params, options.get("param_specs"), axes, devices)
     if model.has_kinds and model.layer_costs is None:
         model = replace(model, layer_costs=layer_flops(model, params, example))
-    with trace_for(devices.platform):
+    with trace_for(devices.platform, device_hardware(devices).widest_cudnn_head):
         plain = (model, params) if make is None else make(None)
         planned, work, tokens = _planned(model, params, example, devices, specs, shards, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]

@@ -83,24 +83,27 @@ def of_equal_work(size: int, device: int) -> Placement:
     return balanced(LENGTH, size, device)
 
 
+PLACED = {"in order": in_order, "of equal work": of_equal_work}
+
+
 @pytest.mark.parametrize("documents", [1, 5])
 @pytest.mark.parametrize(
     ("size", "scores", "placed"),
     [
-        *((size, CAUSAL, of_equal_work) for size in (2, 4)),
-        *((size, CAUSAL, in_order) for size in (2, 3)),
-        *((size, Scores(causal=False), in_order) for size in (2, 3)),
-        *((size, Scores(window=700), in_order) for size in (2, 3)),
+        *((size, CAUSAL, "of equal work") for size in (2, 4)),
+        *((size, CAUSAL, "in order") for size in (2, 3)),
+        *((size, Scores(causal=False), "in order") for size in (2, 3)),
+        *((size, Scores(window=700), "in order") for size in (2, 3)),
     ],
     ids=str,
 )
-def test_cudnn_on_slices(size: int, scores: Scores, placed: Callable, documents: int):
+def test_cudnn_on_slices(size: int, scores: Scores, placed: str, documents: int):
     """One GPU computes the slices of all devices, each from what its device would be sent."""
 
     def attend(q, k, v, segments):
         out = jnp.zeros_like(q)
         for device in range(size):
-            where = placed(size, device)
+            where = PLACED[placed](size, device)
             own = where.indices()
             of_own = q[:, own], k, v, None, (segments[:, own], segments), where
             part = cudnn_kernel(scores, *of_own, packed=documents > 1)

@@ -305,3 +305,14 @@ def test_rows_of_several_documents_cost_cudnn_the_whole_square():
     plain, packed = products(keys), products(text)
     assert products(text | {"packing": False}) == plain
     assert 1.1 * plain < packed < 2 * plain
+
+
+def test_cudnn_has_heads_of_256_channels_from_hopper_on():
+    """Whatever the machine that plans: without, the local layers of a gemma store scores."""
+
+    def memory(devices: str) -> float:
+        keys: dict[str, Any] = {"pipeline_engine": "none", "remat_policy": "full"}
+        keys |= {"ici_fsdp_parallelism": 8, "num_pipeline_microbatches": 1}
+        return jp.plan("gemma3-1b", devices, 64, 4096, **keys).best.memory.total
+
+    assert memory("h100:8") < memory("a100:8")

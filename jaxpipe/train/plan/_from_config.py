@@ -291,9 +291,17 @@ def _when_gathered(config: Config) -> When:
 
 
 def model_plan(
-    config: Config, sizes: ModelConfig, platform: str, context_size: int = 1
+    config: Config,
+    sizes: ModelConfig,
+    platform: str,
+    context_size: int = 1,
+    widest_head: int | None = None,
 ) -> ModelPlan:
-    """Returns how the functions of a run's model compute on a platform such as "tpu"."""
+    """Returns how the functions of a run's model compute on a platform such as "tpu".
+
+    Args:
+        widest_head: The most channels of a head that cuDNN has on GPUs that are absent.
+    """
     return ModelPlan(
         dtype=config.dtype,
         attentions=tuple(
@@ -309,6 +317,7 @@ def model_plan(
                 context_size=context_size,
                 scores=scores,
                 has_sinks=sizes.has_biases_and_sinks,
+                widest_head=widest_head,
             )
             for scores in sizes.attention_scores
         ),

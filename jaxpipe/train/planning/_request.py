@@ -122,7 +122,8 @@ def make_request(
             f"`pipeline_layout` has {sum(counts)} layers, and the model's pipeline {pipelined}. "
             "Give a layout of as many."
         )
-    model = model_plan(config, sizes, devices.platform)
+    widest = device_hardware(devices).widest_cudnn_head
+    model = model_plan(config, sizes, devices.platform, widest_head=widest)
     family = MODEL_FAMILIES[config.decoder_block]
 
     def planned(config: Config) -> PlannedModel:
