@@ -4,8 +4,8 @@
     python benchmarks/gpu.py [--seconds N] [attention] [experts] [steps]
 
 `attention` and `experts` time a forward with its backward, in bfloat16: the median of ten calls,
-and TFLOP/s of products that count (of a causal mask half, of two-and-a-half times the forward in
-the backward). `steps` runs `jaxpipe train` in a process of its own for each row: the median step of
+and TFLOP/s. A causal mask halves the products, documents are not subtracted, and a backward counts
+as 2.5 forwards. `steps` runs `jaxpipe train` in a process of its own for each row: the median step of
 the last five, and the most memory that was in use, beside the step and the memory that are planned
 for the same keys. Rows behind `--seconds` are left out.
 """
@@ -164,7 +164,7 @@ def experts(stop: float) -> Iterator[str]:
 
 
 def median_seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """The median time of a call, after two."""
+    """Returns the median time of a call, after two."""
     times = []
     for _ in range(12):
         start = time.perf_counter()
@@ -232,7 +232,7 @@ def _step_cells(keys: dict[str, Any]) -> str:
 
 
 def planned(keys: dict[str, Any]) -> tuple[str, str]:
-    """The seconds and GB of a step that `jaxpipe plan` says, on a device like the one here."""
+    """Returns the seconds and GB of a step that `jaxpipe plan` says, for a device like this one."""
     kind = "h200" if "H200" in jax.devices()[0].device_kind else "h100"
     command = [sys.executable, "-m", "jaxpipe", "plan", "--devices", f"{kind}:1", "--json"]
     command += [f"{key}={value}" for key, value in keys.items()]

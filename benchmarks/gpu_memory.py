@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def stages(ranks: int, fsdp: int, microbatches: int) -> dict[str, int]:
-    """The keys of a pipeline whose ranks are divided over `fsdp`."""
+    """Returns the keys of a pipeline whose ranks are divided over `fsdp`."""
     return {
         "ici_pipeline_parallelism": ranks,
         "ici_fsdp_parallelism": fsdp,

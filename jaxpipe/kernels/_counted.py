@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jaxtyping import Array
 
+from ..sharding import match_varying_axes
 from ._selection import AttentionPlan
 
 ATTENTION = Primitive("attention")
@@ -65,14 +66,14 @@ def counted_attention(
 def _forward(
     plan: AttentionPlan, q: Array, k: Array, v: Array, segment_ids: Any, sinks: Any
 ) -> tuple[jax.Array, Any]:
-    out, sums = ATTENTION.bind(q, k, v, plan=plan)
+    out, sums = match_varying_axes((q, k, v), ATTENTION.bind(q, k, v, plan=plan))
     return out, (q, k, v, segment_ids, sinks, out, sums)
 
 
 def _backward(plan: AttentionPlan, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     del plan
     q, k, v, segment_ids, sinks, out, sums = residuals
-    grads = _BACKWARD.bind(q, k, v, out, sums, cotangent, count=3)
+    grads = match_varying_axes((q, k, v), _BACKWARD.bind(q, k, v, out, sums, cotangent, count=3))
     no_grad = None if segment_ids is None else jnp.zeros(segment_ids.shape, jax.dtypes.float0)
     return *grads, no_grad, None if sinks is None else jnp.zeros_like(sinks)
 

@@ -29,6 +29,7 @@ _UNEVEN = 0.1
 """The share of layers by which stages of several on a rank may exceed them, if some have fewer."""
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
+"""Policies of rematerialization that plans choose from."""
 
 
 class EngineOptions(NamedTuple):

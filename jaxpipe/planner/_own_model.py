@@ -67,7 +67,7 @@ NOT_CHOSEN: Values = {
     "gather": "tick",
     "vocab_tiling": 1,
 }
-"""What plans for a model of the user's own have in common: nobody gives it."""
+"""Choices that are the same in every plan of an own model; errors leave them out."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class OwnSource:
     def settings(self, candidate: StepLayout) -> Values:
         """Returns arguments by name; `mesh` has sizes, and `remat` the name of a policy."""
         engine = candidate.engine
-        settings: Values = {
+        settings: Values = self.options | {
             "mesh": {
                 axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
             },
@@ -145,7 +145,7 @@ class OwnSource:
         return sharding.make_mesh(inside, dcn, devices=devices), arguments
 
     def _pipeline(self, model: Model, mesh: Mesh, arguments: Values) -> PipelinedModel:
-        return pipeline(model, mesh=mesh, **self.options, **arguments)
+        return pipeline(model, mesh=mesh, **arguments)
 
 
 def own_request(
@@ -191,17 +191,22 @@ def own_request(
     shards = axes.get("expert", 1)
     _check_experts(make, shards, "param_specs" in options)
     if make is not None:
+        if params is not None:
+            raise ValueError(
+                "`params` is given, and `model` is a function, which makes them for a mesh. Leave "
+                "them out."
+            )
         traced_mesh = sharding.make_mesh(
             {"expert": shards}, devices=absent_devices(devices)[:shards]
         )
-        model, params = make(traced_mesh)
+        model, params = _made(make(traced_mesh))
     assert isinstance(model, Model)
     _check_own(model, params, example, **fixed)
     specs = _specs(model, params, options.get("param_specs"), axes, devices)
     if model.has_kinds and model.layer_costs is None:
         model = replace(model, layer_costs=layer_flops(model, params, example))
     with trace_for(devices.platform, device_hardware(devices).widest_cudnn_head):
-        plain = (model, params) if make is None else make(None)
+        plain = (model, params) if make is None else _made(make(None))
         planned, work, tokens = _planned(model, params, example, devices, specs, shards, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
     costs = None
@@ -223,6 +228,17 @@ def own_request(
     source = OwnSource(model, params, example, num_layers, options, devices.num_slices, make)
     limit = devices.usable_bytes(memory_gb)
     return Request(devices, rows, tokens, limit, planned, work, source, space, 0, 0)
+
+
+def _made(made: Any) -> tuple[Model, PyTree]:
+    """Returns what a function of a mesh has made, checked."""
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Model):
+        return made
+    raise ValueError(
+        f"`model` is called with a mesh, and returns a {type(made).__name__}. Let it return a "
+        "`Model` and its parameters; a module becomes a `Model` by `jaxpipe.equinox.model`, "
+        "`jaxpipe.nnx.model` or `jaxpipe.linen.model`."
+    )
 
 
 def _check_experts(make: MakeModel | None, shards: int, has_specs: bool) -> None:

@@ -11,8 +11,6 @@ from ._reasons import describe
 from ._request import Request
 from ._search import BestPlans, expected_memory, search
 
-_GB = 1e9
-
 
 def plan_request(request: Request, num_plans: int) -> Plans:
     """Searches the layouts of a request.
@@ -51,20 +49,20 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
             f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / unit:.1f} "
             f"{name} on a device of {request.limit / unit:.1f}, "
             f"{(needed.total - request.limit) / unit:.1f} {name} too much: {kinds}. Use more "
-            f"devices, or smaller sequences.{_would_fit(request, candidate)}"
+            f"devices, or smaller sequences.{_would_fit(request, candidate, unit, name)}"
         )
     reasons = "\n".join(dict.fromkeys(best.refused[:3]))
     return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
 
 
-def _would_fit(request: Request, candidate: StepLayout) -> str:
+def _would_fit(request: Request, candidate: StepLayout, unit: float, name: str) -> str:
     """Returns with which keys a layout would fit that no plan chooses by itself."""
     for keys, model in request.leaner():
         needed = expected_memory(candidate, replace(request, model=model)).total
         if needed <= request.limit:
             return (
-                f" It would fit with {keys}, {needed / _GB:.1f} GB: that changes what is trained, "
-                "so no plan chooses it."
+                f" It would fit with {keys}, {needed / unit:.1f} {name}: that changes what is "
+                "trained, so no plan chooses it."
             )
     return ""
 

@@ -101,15 +101,15 @@ def _attention(eqn: Any, times: float) -> Attention:
     """Returns the attention of an equation that runs so many times for each token."""
     q, k, v = (v.aval for v in eqn.invars[:3])
     plan, times = eqn.params["plan"], times * q.shape[0] * q.shape[1]
-    window, sides = plan.scores.window or 0, 1 if plan.scores.causal else 2
-    is_whole = not plan.scores.causal and not 0 < sides * window < q.shape[1]
-    is_whole = is_whole or plan.computes_whole_square
+    window = (plan.scores.window or 0) * (1 if plan.scores.causal else 2)
+    window = window if window < q.shape[1] else 0
+    is_whole = (not plan.scores.causal and not window) or plan.computes_whole_square
     return Attention(
         heads=round(times * q.shape[2]),
         qk_channels=q.shape[3],
         v_channels=v.shape[3],
         kv_channels=round(times * k.shape[2] * (k.shape[3] + v.shape[3])),
-        window=0 if is_whole else sides * window,
+        window=0 if is_whole else window,
         backward_products=backward_products(plan.kernel),
         whole_square=is_whole,
     )
@@ -120,13 +120,15 @@ def _both(one: Attention, other: Attention) -> Attention:
     width = one.qk_channels + one.v_channels
     heads = round(other.heads * (other.qk_channels + other.v_channels) / width)
     total = one.heads + heads
-    with_window = sum(x.windowed * n for x, n in ((one, one.heads), (other, heads)) if x.window)
+    pairs = [(x.window, x.windowed * n) for x, n in ((one, one.heads), (other, heads)) if x.window]
+    num_with = sum(n for _, n in pairs)
+    mean = sum(window * n for window, n in pairs) / num_with if num_with else 0
     return replace(
         one,
         heads=total,
         kv_channels=one.kv_channels + other.kv_channels,
-        window=max(one.window, other.window),
-        windowed=with_window / total,
+        window=round(mean),
+        windowed=num_with / total,
         whole_square=one.whole_square or other.whole_square,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from ..xla import compile_only_devices
+from ._devices import device_hardware
 from ._request import Request
 from ._search import Plan
 
@@ -20,9 +21,11 @@ class VerifiedPlan:
     Attributes:
         plan: The plan that was compiled.
         peak_bytes: The most memory that the program needs on a device.
-        step_seconds: Seconds of a step by the compiler's cycles; None but on TPUs.
+        step_seconds: Seconds of a step by the compiler's cycles, on GPUs by a roofline of its
+            program; None on CPUs.
         busy_seconds: Seconds of them in which a device computes or communicates; likewise.
         compile_seconds: The seconds that setting up and compiling took.
+        judge: What `step_seconds` are by.
     """
 
     plan: Plan
@@ -30,6 +33,7 @@ class VerifiedPlan:
     step_seconds: float | None
     busy_seconds: float | None
     compile_seconds: float
+    judge: str = "the compiler's cycles"
 
     def record(self) -> dict[str, Any]:
         """Returns the figures of the compiler as plain data, for JSON."""
@@ -40,8 +44,8 @@ class VerifiedPlan:
         time_of_step = ""
         if self.step_seconds is not None:
             time_of_step = (
-                f"; {self.plan.time.seconds:.3f} s predicted, {self.step_seconds:.3f} by the "
-                f"compiler's cycles, {self.busy_seconds:.3f} of them busy"
+                f"; {self.plan.time.seconds:.3f} s predicted, {self.step_seconds:.3f} by "
+                f"{self.judge}, {self.busy_seconds:.3f} of them busy"
             )
         return (
             f"{predicted / _GB:.3f} GB predicted, {peak / _GB:.3f} compiled "
@@ -68,4 +72,5 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
         None if compiled_time is None else compiled_time.seconds,
         None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
         time.perf_counter() - started,
+        "a roofline of its program" if device_hardware(target).is_gpu else VerifiedPlan.judge,
     )

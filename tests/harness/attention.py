@@ -8,7 +8,7 @@ from jaxpipe.kernels import Scores
 
 
 def written_out(q, k, v, segment_ids, scores: Scores, sinks=None) -> jax.Array:
-    """Every query head for itself, each with the softmax over its keys."""
+    """Computes every query head for itself, each with the softmax over its keys."""
     length = q.shape[1]
     distance = np.arange(length)[:, None] - np.arange(length)[None]
     seen = np.ones((length, length), bool)

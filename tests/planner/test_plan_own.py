@@ -288,6 +288,7 @@ def test_what_slices_carry_counts():
     given: dict[str, Any] = {"params": params, "example": EXAMPLE, "mesh": {"stage": 4}}
     plans = jp.plan(model, "v5p-8", 8, **given, microbatches=8, schedule="seq1f1b", slices=2)
     assert plans.best.settings["schedule"] == "seq1f1b"
+    assert plans.best.settings["slices"] == 2
     assert plans.request.model.past == Tensor(2 * D)
     model, given["params"] = plain(jnp.float32)
     with pytest.raises(ValueError, match="no parameter `past`"):

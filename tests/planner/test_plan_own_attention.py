@@ -5,8 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
+from jaxpipe.kernels import trace_for
+from jaxpipe.planner._devices import absent_devices, parse_devices
+from jaxpipe.sharding import make_mesh
 
 H, K, C, T, V, L = 8, 2, 128, 1024, 256, 4
 D = H * C
@@ -103,3 +107,14 @@ def test_a_layer_may_have_attention_twice():
     assert attention.heads == 2 * H
     inside = 256 - 256**2 / (2 * T)
     assert attention.positions(T) == (inside + T / 2) / 2
+
+
+def test_attention_in_a_shard_map_of_the_layer_has_a_derivative():
+    mesh = make_mesh({"expert": 4}, devices=absent_devices(parse_devices("v5p-8")))
+    on_rows = jax.shard_map(
+        jp.attention, mesh=mesh, in_specs=(P("expert"),) * 3, out_specs=P("expert")
+    )
+    q, kv = shape(4, T, H, C), shape(4, T, K, C)
+    with trace_for("tpu"):
+        grads = jax.eval_shape(jax.grad(lambda *a: on_rows(*a).sum(), (0, 1, 2)), q, kv, kv)
+    assert [x.shape for x in grads] == [q.shape, kv.shape, kv.shape]

@@ -1,5 +1,7 @@
 """The time of a plan by arithmetic, against the cycles that XLA:TPU estimates of its programs."""
 
+from typing import Any
+
 import pytest
 
 import jaxpipe as jp
@@ -114,3 +116,16 @@ def test_with_flags_layouts_are_ordered_as_their_cycles_are():
         for b in cycles:
             if cycles[a] > 1.03 * cycles[b]:
                 assert found[a] > found[b], (a, b)
+
+
+def test_slices_of_sequences_make_a_pipeline_no_slower():
+    """The actions of a slice have a share of the work: the bubble becomes smaller, not larger."""
+    keys: dict[str, Any] = {"ici_pipeline_parallelism": 8, "ici_fsdp_parallelism": 1}
+    keys |= {"num_pipeline_microbatches": 16, "remat_policy": "full"}
+
+    def seconds(**others: Any) -> float:
+        return jp.plan("llama3-8b", "h100:8", 64, 4096, **keys, **others).best.time.seconds
+
+    whole = seconds(schedule="1f1b")
+    halves, quarters = (seconds(schedule="seq1f1b", num_pipeline_slices=n) for n in (2, 4))
+    assert 0.7 * whole < quarters < halves < whole

@@ -81,3 +81,48 @@ def test_gpus_have_rates_of_the_table_of_devices():
     rates = device_rates("NVIDIA H100 80GB HBM3", [0, 1])
     assert isinstance(rates, GpuRates)
     assert (rates.memory_gb, rates.link_gb, rates.hosts) == (3350, 450, (0, 1))
+
+
+def test_the_slowest_group_counts_and_all_devices_are_one():
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+    rates = GpuRates(1.0, 1.0, 10.0, 1.0, hosts)
+
+    def seconds(groups: str) -> float:
+        return transfer_seconds("all-reduce", 8 * 10**9, groups, rates, across_slices=False)
+
+    assert seconds("{{0,1},{2,4}}") == pytest.approx(8.0)  # 2 and 4 through an adapter each
+    assert seconds("{}") == seconds("{{0,1,2,3,4,5,6,7}}")
+
+
+def test_links_join_the_trays_of_a_rack():
+    rates = device_rates("NVIDIA GB200", [0] * 4 + [1] * 4)
+    assert isinstance(rates, GpuRates)
+    assert {*rates.hosts} == {0}
+
+
+ATTENTION = """HloModule m, is_scheduled=true
+
+ENTRY %main (q: bf16[1,4096,16,128], k: bf16[1,4096,16,128]) -> bf16[1,16,4096,128] {
+  %q = bf16[1,4096,16,128]{3,2,1,0} parameter(0)
+  %k = bf16[1,4096,16,128]{3,2,1,0} parameter(1)
+  ROOT %a = bf16[1,16,4096,128]{3,1,2,0} custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "MASK", \
+"sliding_window_length": WINDOW}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "seen"),
+    [
+        ("NO_MASK", 0, lambda i: 4096),
+        ("CAUSAL", 0, lambda i: i + 0.5),
+        ("CAUSAL", 1024, lambda i: min(i + 0.5, 1024)),
+    ],
+)
+def test_attention_counts_the_keys_that_a_query_sees(mask, window, seen):
+    text = ATTENTION.replace("\\\n", "").replace('"MASK"', f'"{mask}"')
+    text = text.replace("WINDOW", str(window))
+    flops = sum(4 * 16 * 128 * seen(i) for i in range(4096))
+    rates = GpuRates(1.0, 1e9, 1.0, 1.0)
+    assert step_time(text, rates).seconds == pytest.approx(flops / (0.45 * 1e12), rel=1e-3)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ...schedules import FAMILIES, Costs, Schedule, build, makespan, simulate
 from ...schedules.analysis import busy_times
-from ...schedules.language import actions_of
+from ...schedules.language import actions_of, num_slices
 from ._layout import Layout
 
 _ROUNDS = 3  # microbatches of a simulation, in multiples of the ranks
@@ -57,6 +57,13 @@ class StageSeconds:
     # Seconds from the end of an action to the start of a dependent one on another rank.
     transfer: float
 
+    def costs(self, schedule: Schedule | None) -> Costs:
+        """Returns the costs of actions, each of them of an equal share of the slices, if any."""
+        n = 1 if schedule is None else num_slices(schedule)
+        rows = self.forward, self.input, self.weight
+        forward, of_input, of_weight = (tuple(x / n for x in row) for row in rows)
+        return Costs(forward, of_input, of_weight, self.transfer / n)
+
     def of(
         self, schedule: Schedule | None, num_microbatches: int, *, barrier: bool = True
     ) -> ScheduleTime:
@@ -68,8 +75,7 @@ class StageSeconds:
         if schedule is None:
             each = sum((*self.forward, *self.input, *self.weight))
             return ScheduleTime(num_microbatches * each, (num_microbatches * each,))
-        costs = Costs(self.forward, self.input, self.weight, self.transfer)
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, self.costs(schedule))
         seconds = makespan(timeline)
         if not barrier:
             seconds = max(row[-1].end - row[0].start for row in timeline.rows if row)

@@ -22,8 +22,8 @@ to a stack, or to a buffer of the engine, and read it there."""
 
 
 _PRODUCT_PASSES = 1.5
-"""How often the result of a product would be read or written once more, for each shard of its
-weight, to take the time that it takes longer in programs of XLA:TPU without jaxpipe's flags."""
+"""Extra passes over a product's result, for each shard of its weight, that reproduce how much
+slower products are in programs of XLA:TPU without jaxpipe's flags."""
 
 _FEW_SHARDS, _MOST_SHARDS = 4, 32
 """The largest `fsdp` for which products take no longer, and the largest that was compiled."""
@@ -92,7 +92,7 @@ def expert_reduction_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds that products of gathered weights take longer without jaxpipe's flags.
+    """Returns how much longer products of gathered weights take, if flags are asked to be none.
 
     Fitted to three programs of llama3.1-70b. Published steps of FSDP on up to 512 chips, which have
     such flags, show none of it.

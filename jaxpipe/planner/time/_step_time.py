@@ -8,9 +8,16 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ...cost.training_step import Efficiency, Layout, Prediction, efficiency, predict
+from ...cost.training_step import (
+    Efficiency,
+    Layout,
+    Prediction,
+    StageSeconds,
+    efficiency,
+    predict,
+)
 from ...devices import Hardware
-from ...schedules import Costs, makespan
+from ...schedules import makespan
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
@@ -175,8 +182,8 @@ def _tick_seconds(run: PreparedPipeline, step: Prediction) -> float | None:
     engine = run.engine
     if not engine.pipelines or engine.program_per_rank:
         return None
-    costs = Costs(step.forward, step.input, step.weight, step.transfer)
-    return float(makespan(engine.timeline(run.pipeline, costs)))
+    seconds = StageSeconds(step.forward, step.input, step.weight, step.transfer)
+    return float(makespan(engine.timeline(run.pipeline, seconds.costs(run.pipeline.schedule))))
 
 
 def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:

@@ -79,7 +79,7 @@ def plan(
 _EXPECTED: dict[str, tuple[Any, str]] = {
     "model": (
         str | Mapping | Model | Callable,
-        "the name of a preset, the keys of a run or a `Model`",
+        "the name of a preset, the keys of a run, a `Model` or a function of a mesh",
     ),
     "devices": (str, "a name such as 'v5p-64'"),
     "batch": (int | None, "the number of sequences of a step"),

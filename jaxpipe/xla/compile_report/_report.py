@@ -40,7 +40,7 @@ class CompileReport:
     compile_seconds: float  # seconds for lowering and compiling
     jax_version: str  # the version of JAX that lowered it
     libtpu_version: str  # the version of libtpu that compiled it; "" for another backend
-    # The estimated time of a step; None if the compiler estimates no cycles.
+    # The estimated time of a step; None on CPUs.
     step_time: StepTime | None = None
     tokens: int = 0  # tokens of a step, over all devices; 0 if they are unknown
 
@@ -53,7 +53,7 @@ class CompileReport:
     def hidden_bytes(self) -> dict[str, float]:
         """Returns the bytes of results that move while the device computes, by kind."""
         # They are the share of the transfers' time in which the core does not wait.
-        # Elsewhere a collective counts whole if a matrix product runs between its start and its
+        # Without an estimate of time a collective counts whole if a matrix product runs between its start and its
         # end.
         if self.step_time is None:
             return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
@@ -114,7 +114,8 @@ def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int =
     """Returns a report as tables of memory, time, the `num_rows` largest collectives, and loops."""
     times = []
     if report.step_time is not None:
-        is_gpu = not report.libtpu_version
+        row = find_hardware(report.platform)
+        is_gpu = row is not None and row.is_gpu
         times = [_time_rows(report.step_time, _rates(report), is_gpu=is_gpu)]
         times += [_dearest_rows(report.step_time, num_dearest)] if num_dearest else []
     parts = (_heading(report), _memory(report), *times, _totals(report))

@@ -10,11 +10,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from ..hlo._collectives import Collective, ended_chain, starting_collective
-from ..hlo._parse import Instruction, callee, op_name, parse_hlo, without_layouts
+from ..hlo._parse import Instruction, Module, callee, op_name, parse_hlo, without_layouts
 from ..hlo._sources import Sources, read_sources
 from ..hlo._trips import Scope, unknown_argument
 from ..hlo._walk import ENTRY, CallContext, called_scopes
-from ._instruction_costs import COLLECTIVE, InstructionCost, busy_seconds, kind_of_work
+from ._instruction_costs import COLLECTIVE, COPY, InstructionCost, busy_seconds, kind_of_work
 from ._rates import Rates, transfer_seconds
 
 
@@ -88,7 +88,6 @@ _FREE = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
         *("after-all", "partition-id", "replica-id", "domain", "copy-start", "send"),
-        "fusion-start",
         *("call-update", "async-update"),
     )
 )
@@ -115,7 +114,7 @@ def _play(rates: Rates, sources: Sources, scope: Scope, context: CallContext) ->
             for inside, times in _dearest_branch(rates, sources, scope, instruction, context):
                 played.call(inside, times)
             continue
-        elif instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        elif _takes_nothing(scope.module, instruction):
             continue
         seconds = busy_seconds(rates, scope.module, scope.computation, instruction)
         # The fusions of a collective may compute besides, and other parts of it have no cycles.
@@ -126,6 +125,13 @@ def _play(rates: Rates, sources: Sources, scope: Scope, context: CallContext) ->
     for transfer in played.under_way.values():
         end(transfer)
     return played
+
+
+def _takes_nothing(module: Module, instruction: Instruction) -> bool:
+    """Returns whether an instruction keeps no core: asynchronous copies run beside other work."""
+    if instruction.opcode == "fusion-start":
+        return kind_of_work(module, replace(instruction, opcode="fusion")) == COPY
+    return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
 
 
 def _dearest_branch(

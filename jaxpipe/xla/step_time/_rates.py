@@ -9,7 +9,7 @@ from ..hlo._groups import Groups, device_groups
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device of TPUs does in a second."""
+    """Holds the clock, the peak and the bandwidths of a device of TPUs."""
 
     # 1e9 cycles a second of a TensorCore: the peak divided by two operations for every multiplier
     # of its matrix units.
@@ -21,13 +21,14 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class GpuRates:
-    """What a GPU does in a second."""
+    """Holds the peak and the bandwidths of a GPU."""
 
     peak_tflops: float  # 1e12 operations a second of dense matrix products in bfloat16
     memory_gb: float  # GB a second that are read from its memory, or written
     link_gb: float  # GB a second of its links to the others of a host, in one direction
     network_gb: float  # GB a second of its network adapter, in one direction
-    hosts: tuple[int, ...] = ()  # the host of every device of the program; empty: one host
+    # The host of every device of the program, or what NVLink joins with it; empty: one.
+    hosts: tuple[int, ...] = ()
 
 
 Rates = DeviceRates | GpuRates
@@ -49,7 +50,9 @@ def device_rates(device_kind: str, hosts: Sequence[int] = ()) -> Rates | None:
     if row.is_gpu:
         link_gb, network_gb = row.link_bandwidth / 1e9, row.network_bandwidth / 1e9
         memory_gb = row.memory_bandwidth / 1e9
-        return GpuRates(row.peak_tflops, memory_gb, link_gb, network_gb, tuple(hosts))
+        joined = max(1, row.link_domain // row.devices_per_host)
+        domains = tuple(host // joined for host in hosts)
+        return GpuRates(row.peak_tflops, memory_gb, link_gb, network_gb, domains)
     link_gb = row.link_bandwidth / 2e9  # an axis of the torus is two links
     return DeviceRates(row.clock_ghz, row.peak_tflops, link_gb, row.network_bandwidth / 1e9)
 
@@ -83,15 +86,19 @@ def transfer_seconds(
 
 
 def _between_gpus(kind: str, result_bytes: int, groups: Groups, rates: GpuRates) -> float:
-    """A ring through all links of a GPU, or between hosts through the adapters of its members."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        crosses = len({*rates.hosts}) > 1 and any(
-            len({rates.hosts[i] for i in group}) > 1 for group in groups
-        )
-        return result_bytes / (1e9 * (rates.network_gb if crosses else rates.link_gb))
-    group = max(groups, key=len, default=(0, 1))
-    n, bandwidth = len(group), rates.link_gb
+    """Returns the seconds of rings through all links of GPUs, or through adapters between hosts."""
+    every = tuple(range(max(len(rates.hosts), 2)))
+    seconds = (_of_group(kind, result_bytes, group or every, rates) for group in groups)
+    return max(seconds, default=_of_group(kind, result_bytes, every, rates))
+
+
+def _of_group(kind: str, result_bytes: int, group: tuple[int, ...], rates: GpuRates) -> float:
+    n = len(group)
     num_hosts = len({rates.hosts[i] for i in group}) if rates.hosts else 1
+    if kind in ("collective-permute", "collective-broadcast"):
+        bandwidth = rates.network_gb if num_hosts > 1 else rates.link_gb
+        return result_bytes / (1e9 * bandwidth)
+    bandwidth = rates.link_gb
     if num_hosts > 1:
         bandwidth = min(bandwidth, rates.network_gb * n / num_hosts)
     volume = {"reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)

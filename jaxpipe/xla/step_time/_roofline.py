@@ -6,6 +6,7 @@ bytes at the rate that large copies reach, whichever is longer. Launches take no
 
 import math
 import re
+from dataclasses import replace
 
 from ..hlo._collectives import KINDS
 from ..hlo._parse import (
@@ -30,6 +31,8 @@ def roofline_seconds(
     rates: GpuRates, module: Module, computation: Computation, instruction: Instruction
 ) -> float | None:
     """Returns the seconds of an instruction; None for kernels whose operations are not known."""
+    if instruction.opcode == "fusion-start":
+        instruction = replace(instruction, opcode="fusion")
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return 0.0  # what a collective reads and writes is in the time that it transfers
     moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)
@@ -77,8 +80,12 @@ def _attention_flops(computation: Computation, call: Instruction) -> tuple[float
     # [b, T, H, C]. With a mask that it reads, cuDNN computes what the mask leaves out.
     causal = '"mask_type": "CAUSAL"' in call.attributes or '"mask_type":"CAUSAL"' in call.attributes
     has_mask = "ScaleBias" in call.attributes
-    share = 1 / 2 if causal and not has_mask else 1
-    return products * 2.0 * math.prod(queries) * keys[1] * share, queries[3]
+    seen = keys[1] / 2 if causal and not has_mask else float(keys[1])
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', call.attributes)
+    if window and 0 < int(window[1]) < keys[1]:
+        size = int(window[1])
+        seen = size - size**2 / (2 * keys[1])
+    return products * 2.0 * math.prod(queries) * seen, queries[3]
 
 
 _SAME = frozenset(("bitcast", "reshape", "copy", "convert", "transpose", "get-tuple-element"))
