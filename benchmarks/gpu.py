@@ -5,9 +5,9 @@
 
 `attention` and `experts` time a forward with its backward, in bfloat16: the median of ten calls,
 and TFLOP/s. A causal mask halves the products, documents are not subtracted, and a backward counts
-as 2.5 forwards. `steps` runs `jaxpipe train` in a process of its own for each row: the median step of
-the last five, and the most memory that was in use, beside the step and the memory that are planned
-for the same keys. Rows behind `--seconds` are left out.
+as 2.5 forwards. `steps` runs `jaxpipe train` in a process of its own for each row: the median step
+of the last five, and the most memory that was in use, beside the step and the memory that are
+planned for the same keys. Rows behind `--seconds` are left out.
 """
 
 import argparse

@@ -125,10 +125,10 @@ kernels, splash in both, are left out. Nothing ran on a device.""",
         False,
         """\
 Llama 3 compiled by XLA:GPU for H100s, without one: the attention is cuDNN's, on slices with masks
-of parts of the queries. Without a GPU XLA:GPU does not know the memory that cuDNN works in, which is
-added to the peak. These rows are from before `compile` had a roofline of GPUs. `GB` are results of collectives, of a step
-and GPU: all-gather, reduce-scatter, all-reduce, all-to-all. In brackets is what `jaxpipe plan`
-says. Nothing ran on a device.""",
+of parts of the queries. Without a GPU XLA:GPU does not know the memory that cuDNN works in, which
+is added to the peak. These rows are from before `compile` had a roofline of GPUs. `GB` are results
+of collectives, of a step and GPU: all-gather, reduce-scatter, all-reduce, all-to-all. In brackets
+is what `jaxpipe plan` says. Nothing ran on a device.""",
     ),
     "kinds": Benchmark(
         "Layers that differ",
@@ -156,8 +156,8 @@ in and gradients that ranks share weigh as much as layers.""",
 program, compiled by XLA:GPU for H100s, without one, with muon unless a row says adamw. `6.1B` and
 `40B` are their names. These rows are from before `compile` had a roofline of GPUs. Without a GPU
 XLA:GPU does not know the memory that cuDNN works in, and `hidden` is an upper bound: the bytes of
-collectives beside which a product runs. Devices have room for 1.25 times the mean of tokens but in the rows that drop none. Nothing
-ran on a device; what Marin measured did.""",
+collectives beside which a product runs. Devices have room for 1.25 times the mean of tokens but in
+the rows that drop none. Nothing ran on a device; what Marin measured did.""",
     ),
     "mixture-tpus": Benchmark(
         "A mixture of experts on TPUs",

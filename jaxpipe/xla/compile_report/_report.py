@@ -53,8 +53,8 @@ class CompileReport:
     def hidden_bytes(self) -> dict[str, float]:
         """Returns the bytes of results that move while the device computes, by kind."""
         # They are the share of the transfers' time in which the core does not wait.
-        # Without an estimate of time a collective counts whole if a matrix product runs between its start and its
-        # end.
+        # Without an estimate of time a collective counts whole if a matrix product runs between its
+        # start and its end.
         if self.step_time is None:
             return {kind: float(x.beside_product_bytes) for kind, x in totals(self.audit).items()}
         return {
