@@ -113,8 +113,9 @@ def test_what_no_trace_says_is_refused_by_name():
     model, params = make(None)
     with pytest.raises(ValueError, match="`params` is given, and `model` is a function"):
         jp.plan(make, "here", ROWS, params=params, example=EXAMPLE)
+    three: Any = lambda _: 3  # noqa: E731
     with pytest.raises(ValueError, match="called with a mesh, and returns a int"):
-        jp.plan(lambda mesh: 3, "here", ROWS, example=EXAMPLE)
+        jp.plan(three, "here", ROWS, example=EXAMPLE)
     given: dict[str, Any] = {"params": params, "example": EXAMPLE, "microbatches": 4}
     with pytest.raises(ValueError, match=r"4 shards of experts.*`make\(mesh\)"):
         jp.plan(model, "here", ROWS, mesh={"stage": 2, "expert": 4}, param_specs=spec, **given)
