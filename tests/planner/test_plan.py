@@ -140,7 +140,7 @@ def test_what_cannot_be_planned_is_said(
             ("llama2-7b", "v5p-8", 64, {}),
             r"`sequence` is {}. .*plan\(model, devices, batch, sequence\)",
         ),
-        ((None, "v5p-8"), "`model` is None. Give the name of a preset, the keys of a run or a"),
+        ((None, "v5p-8"), "`model` is None. Give the name of a preset, the keys of a run, a"),
     ],
 )
 def test_arguments_in_a_wrong_order_are_named(arguments: tuple, message: str):
