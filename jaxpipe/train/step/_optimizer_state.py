@@ -60,7 +60,7 @@ def init_optimizer_state(
     def stack(x: jax.Array, layer_ids: np.ndarray) -> jax.Array:
         # Not a gather: of zeros XLA computes one while it compiles, number by number.
         rows = [x[max(i, 0)] for i in layer_ids.ravel().tolist()]
-        flat = mask_padding_layers(jnp.stack(rows), layer_ids)
+        flat = mask_padding_layers(jnp.stack(rows) if rows else x[:0], layer_ids)
         return flat.reshape(*layer_ids.shape, *x.shape[1:])
 
     return in_groups(tree, _layer_ids(plan.weights), optimizer.init(user), stack)
