@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.devices import find_hardware
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="kernels and train steps on one GPU")
@@ -233,8 +235,10 @@ def _step_cells(keys: dict[str, Any]) -> str:
 
 def planned(keys: dict[str, Any]) -> tuple[str, str]:
     """Returns the seconds and GB of a step that `jaxpipe plan` says, for a device like this one."""
-    kind = "h200" if "H200" in jax.devices()[0].device_kind else "h100"
-    command = [sys.executable, "-m", "jaxpipe", "plan", "--devices", f"{kind}:1", "--json"]
+    hardware = find_hardware(jax.devices()[0].device_kind)
+    if hardware is None:
+        return "-", "-"
+    command = [sys.executable, "-m", "jaxpipe", "plan", "--devices", f"{hardware.kind}:1", "--json"]
     command += [f"{key}={value}" for key, value in keys.items()]
     cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=cpu)

@@ -123,6 +123,12 @@ def shape_bytes(shape: str) -> int:
     return sum(_array_bytes(dtype, sizes) for dtype, sizes in _ARRAY.findall(shape))
 
 
+def array_sizes(shape: str) -> list[int]:
+    """Returns the sizes of an array, or of the first array of a tuple."""
+    array = _ARRAY.search(shape)
+    return [int(size) for size in re.findall(r"\d+", array[2])] if array else []
+
+
 def _array_bytes(dtype: str, sizes: str) -> int:
     count = math.prod(int(size) for size in re.findall(r"\d+", sizes))
     bits = re.match(r"[a-z]+(\d+)", dtype)

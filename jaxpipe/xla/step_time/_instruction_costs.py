@@ -8,7 +8,7 @@ the shapes of operands.
 import re
 from dataclasses import dataclass
 
-from ..hlo._parse import Computation, Instruction, Module, callee, op_name
+from ..hlo._parse import Computation, Instruction, Module, array_sizes, callee, op_name
 from ._rates import GpuRates, Rates
 from ._roofline import roofline_seconds
 
@@ -103,11 +103,13 @@ _FUSED_BACKWARD = 5
 def kernel_flops(computation: Computation, call: Instruction) -> float | None:
     """Returns the operations of splash attention or of Megablox; None for other kernels."""
     operands = [computation.instructions[name].shape for name in call.operands]
-    shapes = [_sizes(shape) for shape in operands]
+    shapes = [array_sizes(shape) for shape in operands]
     attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
     if attention:
         # Before queries and keys come tables of integers.
-        arrays = [_sizes(shape) for shape in operands if shape.startswith(("bf16", "f16", "f32"))]
+        arrays = [
+            array_sizes(shape) for shape in operands if shape.startswith(("bf16", "f16", "f32"))
+        ]
         queries, keys = arrays[0], arrays[1]
         products = _ATTENTION_PRODUCTS[attention[0]]
         if attention[1] == "dkv" and '"use_fused_bwd_kernel\\": true' in call.attributes:
@@ -118,7 +120,7 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
         share = _named_share("pairs", computation, call) or 1 / 2
         return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] * share
     if _is_grouped_product(shapes):
-        (m, k), n = shapes[5], _sizes(call.shape)[-1]
+        (m, k), n = shapes[5], array_sizes(call.shape)[-1]
         return 2.0 * m * k * n * (_named_share("rows", computation, call) or 1)
     return None
 
@@ -139,8 +141,3 @@ def _named_share(what: str, computation: Computation, call: Instruction) -> floa
         if shares:
             return int(shares[-1][0]) / int(shares[-1][1])
     return None
-
-
-def _sizes(shape: str) -> list[int]:
-    match = re.match(r"[a-z0-9]+\[([\d,]*)\]", shape)
-    return [int(size) for size in match[1].split(",") if size] if match else []

@@ -13,10 +13,9 @@ from ..hlo._parse import (
     Computation,
     Instruction,
     Module,
+    array_sizes,
     callee,
     shape_bytes,
-    tuple_elements,
-    without_layouts,
 )
 from ._rates import GpuRates
 
@@ -41,7 +40,8 @@ def roofline_seconds(
         return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     if target and target[1].startswith("__cublas"):
-        return max(moved, _cublas_flops(computation, instruction) / (PRODUCTS * peak))
+        flops = _flops_of_product(computation, instruction)
+        return max(moved, flops / (PRODUCTS * peak))
     if target and target[1].startswith("__cudnn$fmha"):
         flops, channels = _attention_flops(computation, instruction)
         share = next(share for most, share in _ATTENTION.items() if channels <= most)
@@ -56,29 +56,26 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
         parts = list(computation.instructions.values())
     else:
         parts = [instruction]
-    return sum((_dot_flops(computation, x) for x in parts if x.opcode == "dot"), 0.0)
+    return sum((_flops_of_product(computation, x) for x in parts if x.opcode == "dot"), 0.0)
 
 
-def _dot_flops(computation: Computation, dot: Instruction) -> float:
-    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    left = _sizes(computation.instructions[dot.operands[0]].shape)
-    dims = [int(d) for d in contracting[1].split(",") if d] if contracting else []
-    return 2.0 * math.prod(_sizes(dot.shape)) * math.prod(left[d] for d in dims)
+_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
+"""In a dot, and in the configuration of a call of cuBLAS."""
 
 
-def _cublas_flops(computation: Computation, call: Instruction) -> float:
-    contracting = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
-    left = _sizes(computation.instructions[call.operands[0]].shape)
+def _flops_of_product(computation: Computation, product: Instruction) -> float:
+    contracting = _CONTRACTING.search(product.attributes)
+    left = array_sizes(computation.instructions[product.operands[0]].shape)
     dims = [int(d) for d in re.findall(r"\d+", contracting[1])] if contracting else []
-    return 2.0 * math.prod(_sizes(_first(call.shape))) * math.prod(left[d] for d in dims)
+    return 2.0 * math.prod(array_sizes(product.shape)) * math.prod(left[d] for d in dims)
 
 
 def _attention_flops(computation: Computation, call: Instruction) -> tuple[float, int]:
     """Returns the operations of cuDNN's attention, and the channels of a head."""
-    queries, keys = (_sizes(computation.instructions[x].shape) for x in call.operands[:2])
+    queries, keys = (array_sizes(computation.instructions[x].shape) for x in call.operands[:2])
     products = 5 if "Backward" in call.attributes else 2
     # [b, T, H, C]. With a mask that it reads, cuDNN computes what the mask leaves out.
-    causal = '"mask_type": "CAUSAL"' in call.attributes or '"mask_type":"CAUSAL"' in call.attributes
+    causal = re.search(r'"mask_type": ?"CAUSAL"', call.attributes)
     has_mask = "ScaleBias" in call.attributes
     seen = keys[1] / 2 if causal and not has_mask else float(keys[1])
     window = re.search(r'"sliding_window_length": ?"?(\d+)', call.attributes)
@@ -143,12 +140,3 @@ def _written(body: Computation, root: Instruction) -> float:
     if root.opcode == "dynamic-update-slice":
         return float(shape_bytes(body.instructions[root.operands[1]].shape))
     return float(shape_bytes(root.shape))
-
-
-def _first(shape: str) -> str:
-    return tuple_elements(shape)[0] if shape.startswith("(") else shape
-
-
-def _sizes(shape: str) -> list[int]:
-    match = re.match(r"[a-z0-9]+\[([\d,]*)\]", without_layouts(shape))
-    return [int(size) for size in match[1].split(",") if size] if match else []
