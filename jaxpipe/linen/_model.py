@@ -24,6 +24,7 @@ from ..api.cut import (
     cut_stack_or_calls,
     layer_of,
     named_value,
+    num_stacked,
     sown_losses,
     with_sown_losses,
 )
@@ -313,14 +314,12 @@ def _cut_at_scan(
     name: str,
 ) -> CutModule:
     """Returns the cut of a module that scans over the layers in a submodule."""
-    sizes = {leaf.shape[:1] for leaf in stack.values()}
-    if len(sizes) != 1 or () in sizes:
-        shapes = ", ".join(f"{path} {leaf.shape}" for path, leaf in list(stack.items())[:8])
-        raise ValueError(
-            f"`layers` names {name!r}, which has the parameters {shapes}. The submodule of an "
-            "`nn.scan` over layers has all of them as [layers, ...]: `variable_axes={'params': 0}`."
-        )
-    ((count,),) = sizes
+    count = num_stacked(
+        stack,
+        f"{name!r}, which has the parameters",
+        "The submodule of an `nn.scan` over layers has all of them as [layers, ...]: "
+        "`variable_axes={'params': 0}`.",
+    )
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
         return apply(params_of(outer, {0: stack}), batch, key)

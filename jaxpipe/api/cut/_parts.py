@@ -294,15 +294,22 @@ def shape_of_key(takes_key: bool) -> Any:
     return jax.eval_shape(partial(jax.random.key, 0)) if takes_key else None
 
 
-def num_stacked(stack: Mapping[str, Any]) -> int:
-    """Returns the number of layers in a stack of their parameters."""
+_GIVE_A_STACK = (
+    "Give the attribute with a list of layers, or with a stack of them, as `vmap` makes it: arrays "
+    "[layers, ...]."
+)
+
+
+def num_stacked(
+    stack: Mapping[str, Any],
+    what: str = "a module with the arrays",
+    way_out: str = _GIVE_A_STACK,
+) -> int:
+    """Returns the number of layers in a stack of their parameters; errors say what it is."""
     sizes = {leaf.shape[:1] for leaf in stack.values()}
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
-        raise ValueError(
-            f"`layers` names a module with the arrays {shapes or 'none'}. Give the attribute with "
-            "a list of layers, or with a stack of them, as `vmap` makes it: arrays [layers, ...]."
-        )
+        raise ValueError(f"`layers` names {what} {shapes or 'none'}. {way_out}")
     return sizes.pop()[0]
 
 
