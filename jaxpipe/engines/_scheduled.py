@@ -1,5 +1,6 @@
 """The engine `scheduled`: any schedule in one program, in lock-step."""
 
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,6 @@ from ._memory import (
 from ._memory_cap import activation_cap
 from .fsdp import weight_gathers
 
-
 def _prepare(
     schedule: Schedule | None,
     num_ranks: int,
@@ -37,9 +37,15 @@ def _prepare(
     if schedule is None:
         raise ValueError("`engine` is 'scheduled' and `schedule` is None. Give a schedule.")
     cap = activation_cap(schedule, memory_cap)
-    ticks = lock_step.to_lock_step(schedule, costs, memory_cap=cap)
+    ticks = _in_lock_step(schedule, costs, cap)
     lock_step.rank_and_chunk_by_stage(ticks.schedule)  # raises if ranks have unequally many stages
     return ticks.schedule, ticks
+
+
+@lru_cache(maxsize=8)
+def _in_lock_step(schedule: Schedule, costs: Costs | None, memory_cap: int | None) -> Ticks:
+    """Returns the grid, which a run asks for twice, and a planner for all layouts that share it."""
+    return lock_step.to_lock_step(schedule, costs, memory_cap=memory_cap)
 
 
 def _value(
@@ -102,17 +108,23 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
     assert plan.ticks is not None
-    tables = lock_step.tick_tables(plan.ticks)
-    slots = tables.num_slots
+    slots, num_slices = _slots(plan.ticks)
     on_rank = Buffers(
         max(slots["residuals_for_backward"], slots["residuals_for_weight"]),
         wgrad_residuals=slots["wgrad_residuals"],
         activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
         past=slots["past"],
         past_cotangents=slots["past_cotangents"],
-        num_slices=tables.num_slices,
+        num_slices=num_slices,
     )
     return (on_rank,) * plan.layout.num_ranks
+
+
+@lru_cache(maxsize=8)
+def _slots(ticks: Ticks) -> tuple[dict[str, int], int]:
+    """Returns the slots of every buffer, and the slices of a microbatch."""
+    tables = lock_step.tick_tables(ticks)
+    return tables.num_slots, tables.num_slices
 
 
 def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ..api.inspection import counts_by_cost
@@ -98,8 +98,8 @@ class StepLayout:
         own = self.engine.own_schedule
         return self.schedule or (own.family if own else "")
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
+    @property
+    def sizes(self) -> Sizes:
         """Returns the size of every mesh axis, by its name."""
         return mesh_sizes(self.mesh)
 
@@ -183,11 +183,16 @@ class Space:
     costs: tuple[float, ...] | None = None
     gathered_axes: tuple[str, ...] = GATHERED_AXES
 
-    def imbalance(self, counts: Sequence[int]) -> float:
+    def imbalance(self, counts: tuple[int, ...]) -> float:
         """Returns what the dearest stage costs over the mean of all stages."""
-        layers = iter(self.costs or (1.0,) * sum(counts))
-        stages = [sum(itertools.islice(layers, count)) for count in counts]
-        return max(stages) * len(stages) / sum(stages)
+        return _imbalance(self.costs, counts)
+
+
+@lru_cache(maxsize=10_000)
+def _imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> float:
+    layers = iter(costs or (1.0,) * sum(counts))
+    stages = [sum(itertools.islice(layers, count)) for count in counts]
+    return max(stages) * len(stages) / sum(stages)
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:

@@ -6,6 +6,8 @@ D embed, F width of an expert, V vocab.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..autodiff.backward import saved_names
@@ -242,9 +244,10 @@ class PlannedModel:
         return tuple(pair for pair in self.tensors if pair[0] not in _UNREAD)
 
 
-def mesh_sizes(mesh: Iterable[int]) -> dict[str, int]:
+@lru_cache(maxsize=10_000)
+def mesh_sizes(mesh: tuple[int, ...]) -> Sizes:
     """Returns the size of every mesh axis, from sizes in the order of `AXES`."""
-    return {str(axis): size for axis, size in zip(AXES, mesh, strict=True)}
+    return MappingProxyType({str(axis): size for axis, size in zip(AXES, mesh, strict=True)})
 
 
 def split(axes: Iterable[str], sizes: Sizes) -> int:

@@ -5,8 +5,9 @@ would, which is where a plan is refused, and compared by the tables and ticks of
 so are the neighbours of the best of these. Of plans that are nearly as fast the simplest is first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from ..engines import PeakMemory
 from ._candidates import StepLayout, candidates, neighbours
@@ -14,7 +15,7 @@ from ._devices import absent_devices
 from ._model import OFFLOAD_INPUTS
 from ._request import Request, Values
 from .memory import peak_memory, step_counts
-from .time import PredictedTime, rough_seconds, step_time
+from .time import PredictedTime, least_seconds, rough_seconds, step_time
 
 _FINALISTS = 24
 """Candidates that are set up."""
@@ -78,12 +79,11 @@ class BestPlans:
 
 def search(request: Request, num_plans: int) -> BestPlans:
     """Returns the fastest plans, the simplest of those that are nearly as fast first."""
-    every = list(candidates(request.space))
-    every.sort(key=lambda candidate: rough_seconds(candidate, request))
-    plains = [candidate for candidate in every if is_plain(candidate)]
+    every = Candidates(candidates(request.space), request)
+    plains = Candidates(filter(is_plain, every.layouts), request)
     finals = _Finals(request)
-    finals.add_best(plains, _PER_MESH)
-    finals.add_best(every, max(num_plans, _FINALISTS))
+    finals.add_best(plains.by_seconds(fit=True), _PER_MESH)
+    finals.add_best(every.by_seconds(fit=True), max(num_plans, _FINALISTS))
     for plan in sorted(finals.plans, key=_speed)[:_IMPROVED]:
         for candidate in neighbours(plan.candidate, request.space):
             if not finals.are_many:
@@ -93,27 +93,56 @@ def search(request: Request, num_plans: int) -> BestPlans:
     too_large = min(finals.too_large, key=lambda pair: pair[1].total, default=None)
     return BestPlans(
         simplest_first(_unlike(plans), num_plans),
-        len(every),
-        None if plans else too_large or _leanest(every, request),
-        _beyond(every, request),
+        len(every.layouts),
+        None if plans else too_large or every.leanest(),
+        every.beyond(),
         tuple(finals.refused),
         plain,
-        None if plain else _leanest(plains, request),
+        None if plain else plains.leanest(),
     )
 
 
-def _leanest(among: Iterable[StepLayout], request: Request) -> tuple[StepLayout, PeakMemory] | None:
-    """Returns the candidate that needs least memory; None if there is none."""
-    pairs = ((candidate, expected_memory(candidate, request)) for candidate in among)
-    return min(pairs, key=lambda pair: pair[1].total, default=None)
+class Candidates:
+    """Candidates, of which seconds and memory are computed when they are asked for."""
 
+    def __init__(self, layouts: Iterable[StepLayout], request: Request):
+        self.layouts = tuple(layouts)
+        self._request = request
+        self._least = [least_seconds(candidate, request) for candidate in self.layouts]
+        self._memory: dict[int, PeakMemory] = {}
 
-def _beyond(every: Iterable[StepLayout], request: Request) -> tuple[float, PeakMemory] | None:
-    """Returns the least seconds of candidates that do not fit; None if all do."""
-    for candidate in every:
-        if (needed := expected_memory(candidate, request)).total > request.limit:
-            return rough_seconds(candidate, request), needed
-    return None
+    def by_seconds(self, *, fit: bool) -> Iterator[StepLayout]:
+        """Yields those that fit in memory, or do not, by their `rough_seconds`, the least first.
+
+        Each waits in a heap with its `least_seconds` until no other one has less.
+        """
+        # Seconds, whether they are all of them, and the index, which decides between equals.
+        heap = [(seconds, False, index) for index, seconds in enumerate(self._least)]
+        heapify(heap)
+        while heap:
+            _, is_all, index = heappop(heap)
+            if is_all:
+                yield self.layouts[index]
+            elif (self._needed(index).total <= self._request.limit) == fit:
+                seconds = rough_seconds(self.layouts[index], self._request)
+                heappush(heap, (seconds, True, index))
+
+    def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
+        """Returns the candidate that needs least memory; None if there is none."""
+        pairs = ((layout, self._needed(index)) for index, layout in enumerate(self.layouts))
+        return min(pairs, key=lambda pair: pair[1].total, default=None)
+
+    def beyond(self) -> tuple[float, PeakMemory] | None:
+        """Returns the least seconds of candidates that do not fit; None if all do."""
+        first = next(self.by_seconds(fit=False), None)
+        if first is None:
+            return None
+        return rough_seconds(first, self._request), expected_memory(first, self._request)
+
+    def _needed(self, index: int) -> PeakMemory:
+        if index not in self._memory:
+            self._memory[index] = expected_memory(self.layouts[index], self._request)
+        return self._memory[index]
 
 
 def expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
@@ -176,7 +205,7 @@ class _Finals:
         return self._actions > _MOST_ACTIONS
 
     def add_best(self, ordered: Iterable[StepLayout], most: int) -> None:
-        """Sets up the first candidates that fit, but not several that differ little."""
+        """Sets up the first candidates, but not several that differ little."""
         alike: dict[object, int] = {}
         for candidate in ordered:
             enough = self.are_many and len(self.plans) >= _LEAST_FINALISTS
@@ -185,9 +214,8 @@ class _Finals:
             likeness = _likeness(candidate)
             if alike.get(likeness, 0) == _PER_MESH:
                 continue
-            if expected_memory(candidate, self._request).total <= self._request.limit:
-                alike[likeness] = alike.get(likeness, 0) + 1
-                self.add(candidate)
+            alike[likeness] = alike.get(likeness, 0) + 1
+            self.add(candidate)
 
     def add(self, candidate: StepLayout) -> bool:
         """Sets up a candidate, and returns whether it is a plan."""

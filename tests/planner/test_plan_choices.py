@@ -10,6 +10,9 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import main
 from jaxpipe.planner import parse_devices, simplest_first
+from jaxpipe.planner._candidates import candidates
+from jaxpipe.planner._search import Candidates, expected_memory
+from jaxpipe.planner.time import rough_seconds
 
 KEPT: dict[str, Any] = {
     "model_name": "llama2-7b",
@@ -159,3 +162,13 @@ def test_gpus_hide_no_transfer_to_the_host():
     plan = jp.plan("llama3-8b", "h100:8", 24, 8192, memory_gb=28, **given).best
     input_of_layer = 2 * 3 * 8192 * 4096
     assert plan.time.parts["host"] == pytest.approx(2 * 32 * input_of_layer / 64e9)
+
+
+def test_candidates_come_by_their_seconds_though_few_are_computed():
+    request = jp.plan("llama2-7b", "v5p-8", 48, 2048, ici_fsdp_parallelism=2).request
+    every = sorted(candidates(request.space), key=lambda layout: rough_seconds(layout, request))
+    fits = [expected_memory(layout, request).total <= request.limit for layout in every]
+    found = Candidates(candidates(request.space), request)
+    for fit in (True, False):
+        wanted = [layout for layout, is_right in zip(every, fits, strict=True) if is_right == fit]
+        assert wanted and list(found.by_seconds(fit=fit)) == wanted

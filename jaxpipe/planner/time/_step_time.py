@@ -85,9 +85,29 @@ class PredictedTime:
     exposed: dict[str, float]
 
 
+def least_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the part of `rough_seconds` that is quick to compute: the work of the model alone."""
+    seconds = candidate.accumulation * _work_seconds(candidate, request)[0]
+    if not candidate.engine.pipelines:
+        return seconds
+    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
+    if splits_backward(candidate):
+        waiting *= 0.6
+    return seconds * (1 + waiting) * request.space.imbalance(candidate.counts)
+
+
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
-    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    work, reduction = _work_seconds(candidate, request)
+    sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
+    sums += max(reduction, data_reduction_seconds(candidate, request))
+    sums += exposed_host_seconds(candidate, request, work)
+    return least_seconds(candidate, request) + candidate.accumulation * sums
+
+
+def _work_seconds(candidate: StepLayout, request: Request) -> tuple[float, float]:
+    """Returns the seconds of a rank without bubbles, and of its sums of gradients over replicas."""
     whole, reduction = _unpipelined_seconds(
         request,
         candidate.mesh,
@@ -98,17 +118,8 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.policy == "none",
         compiler_flags(candidate, request),
     )
-    seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
-    sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
-    sums += max(reduction / S, data_reduction_seconds(candidate, request))
-    sums += exposed_host_seconds(candidate, request, seconds / candidate.accumulation)
-    sums *= candidate.accumulation
-    if not candidate.engine.pipelines:
-        return seconds + sums
-    waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
-    if splits_backward(candidate):
-        waiting *= 0.6
-    return seconds * (1 + waiting) * request.space.imbalance(candidate.counts) + sums
+    ranks = candidate.num_ranks
+    return _with_policy(whole, candidate, request) / ranks, reduction / ranks
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
@@ -198,9 +209,14 @@ def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
     times = 2 if candidate.scope == "both" and candidate.layers_per_stage > 1 else 1
     if candidate.policy in ("full", OFFLOAD_INPUTS):
         return 1.0 * times
+    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * _kept_share(model, candidate.policy))
+
+
+@lru_cache(maxsize=1_000)
+def _kept_share(model: PlannedModel, policy: str) -> float:
+    """Returns the share of the channels that a backward reads which a policy keeps."""
     every = sum(tensor.channels for _, tensor in model.read)
-    kept = sum(tensor.channels for tensor in model.saved(candidate.policy)) / max(1, every)
-    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * kept)
+    return sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
 
 
 def _between(low: Prediction, high: Prediction, share: float) -> Prediction:

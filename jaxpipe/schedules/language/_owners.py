@@ -5,6 +5,7 @@ step (weights, gradients, the optimizer's state) is stored once: on one of these
 the stage.
 """
 
+from functools import lru_cache
 from itertools import count
 
 from ._schedule import Schedule, enumerate_actions, num_ranks, ranks_by_stage, stages_of_rank
@@ -24,6 +25,7 @@ def owners(schedule: Schedule) -> dict[int, int]:
     return next(owned for most in count(1) if (owned := _assign(candidates, most)) is not None)
 
 
+@lru_cache(maxsize=64)
 def stored_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Returns [num_ranks] the stages of which every rank is the owner, in forward order."""
     owner = owners(schedule)

@@ -6,7 +6,7 @@ with different microbatches.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import cached_property, lru_cache, singledispatch
 
 from ._action import Action, Op, ScheduleStep, actions_of, parse_step
 
@@ -47,6 +47,14 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({describe(self)})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, which takes as long as a walk over all actions: what is cached asks often."""
+        return hash((self.num_stages, self.num_microbatches, self.programs))
 
     def _repr_svg_(self) -> str | None:
         return draw(self)
@@ -133,11 +141,13 @@ def num_ranks(schedule: Schedule) -> int:
     return len(schedule.programs)
 
 
+@lru_cache(maxsize=64)
 def num_slices(schedule: Schedule) -> int:
     """Returns the number of sequence slices per microbatch; 1 if they are not sliced."""
     return 1 + max((action.slice or 0 for _, action in enumerate_actions(schedule)), default=0)
 
 
+@lru_cache(maxsize=64)
 def slice_ids(schedule: Schedule) -> tuple[int | None, ...]:
     """Returns the slices of every microbatch; `(None,)` if microbatches are not sliced."""
     sliced = any(action.slice is not None for _, action in enumerate_actions(schedule))
@@ -152,6 +162,7 @@ def enumerate_actions(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 yield rank, action
 
 
+@lru_cache(maxsize=1_000)
 def stages_of_rank(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Returns the stages that a rank holds, its chunks, in forward order."""
     program = schedule.programs[rank]
@@ -173,6 +184,7 @@ def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(ranks_of.items())}
 
 
+@lru_cache(maxsize=64)
 def splits_backwards(schedule: Schedule) -> bool:
     """Returns whether any W runs apart from its I."""
     return any(action.op is Op.W for _, action in enumerate_actions(schedule))
