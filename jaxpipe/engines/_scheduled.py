@@ -26,6 +26,7 @@ from ._memory import (
 from ._memory_cap import activation_cap
 from .fsdp import weight_gathers
 
+
 def _prepare(
     schedule: Schedule | None,
     num_ranks: int,
