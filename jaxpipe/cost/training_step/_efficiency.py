@@ -30,6 +30,7 @@ class Efficiency:
     memory: float = 0.8
     links: float = 0.75  # the fraction of the bandwidth of links in large collectives
     network: float = 0.8  # the fraction of the bandwidth of the network in large collectives
+    writing: float = 1.0  # the share of a product's result that is written after all is computed
     kernel_seconds: float = 4e-6  # the seconds that each operation takes beside its work
 
 

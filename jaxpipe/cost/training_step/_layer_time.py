@@ -226,11 +226,12 @@ def product_seconds(
     m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
 ) -> float:
     """Returns the seconds of a product of [m, k] by [k, n]: a roofline, and then the writing."""
-    # The result is written after it is computed, which makes products with a short contracted dim
-    # inefficient.
+    # The result is written after it is computed, or a share of it, which makes products with a
+    # short contracted dim inefficient.
     operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
     memory_rate = hardware.memory_bandwidth * reached.memory
-    return max(operations, 2.0 * (m * k + k * n) / memory_rate) + 2.0 * m * n / memory_rate
+    read, written = 2.0 * (m * k + k * n) / memory_rate, 2.0 * m * n / memory_rate
+    return max(operations, read) + reached.writing * written
 
 
 def _padded(size: Size) -> int:
