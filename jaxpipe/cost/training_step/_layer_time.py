@@ -149,7 +149,10 @@ def _attention(layer: LayerWork, layout: Layout, device: Device) -> tuple[float,
     positions = layout.sequence if whole else attention.positions(layout.sequence)
     flops = attention_flops(attention, positions) * layout.tokens / layout.tensor
     peak = device.hardware.peak_flops("bf16")
-    seconds = flops / (peak * device.reached.attention)
+    reached = device.reached.attention
+    if attention.fused:
+        reached = dict(device.reached.attention_of_heads).get(attention.qk_channels, reached)
+    seconds = flops / (peak * reached)
     if attention.fused:
         return seconds, 0.0
     scores = attention.heads * positions * layout.tokens / layout.tensor

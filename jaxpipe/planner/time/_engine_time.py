@@ -17,8 +17,9 @@ _SUM_BYTES = 30.0
 copies the sum out of a stack of layers, adds, and copies it back."""
 
 _STACK_BYTES = 8.0
-"""Bytes that XLA:TPU reads and writes for each byte that a layer keeps: loops over layers write it
-to a stack, or to a buffer of the engine, and read it there."""
+"""Bytes that XLA reads and writes for each byte that a layer keeps: loops over layers write it to a
+stack, or to a buffer of the engine, and read it there. As XLA:TPU compiles it; what a step took on
+an H200 that kept 12 GB more says the same (docs/benchmarks.md, "1B, minimal_with_context")."""
 
 
 _PRODUCT_PASSES = 1.5
@@ -32,8 +33,6 @@ _FEW_SHARDS, _MOST_SHARDS = 4, 32
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of what engines and compilers do beside the model's own work."""
     sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
-    if not device_hardware(request.devices).torus_axes:  # seen in programs of XLA:TPU alone
-        return sums
     if candidate.engine.runs_ticks:
         return sums + _store_seconds(candidate, request)
     if candidate.engine.pipelines:
@@ -98,7 +97,10 @@ def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:
     such flags, show none of it.
     """
     shards = min(candidate.sizes["fsdp"], _MOST_SHARDS)
-    if request.default_flags != "none" or shards <= _FEW_SHARDS or candidate.sizes["expert"] > 1:
+    torus = device_hardware(request.devices).torus_axes
+    if not torus or request.default_flags != "none":
+        return 0.0
+    if shards <= _FEW_SHARDS or candidate.sizes["expert"] > 1:
         return 0.0
     hidden, columns = request.work.hidden, 0.0
     for layer in request.work.layers:
