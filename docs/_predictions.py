@@ -148,8 +148,9 @@ with published measurements of other systems. It is written by
 own programs ten ran on [one GPU](benchmarks.md#one-gpu), an H200, and six of them had plans: they
 took 1.04 to 1.19 times as long as planned. Plans then learnt from that run what attention reaches
 with heads of 64, 192 and 256 channels and products of experts in their kernel, and that storing
-what layers keep takes time there too. With that four of the steps take 0.98 to 1.12 of what is planned;
-the other two had kernels that plans no longer choose. On TPUs and several GPUs nobody has measured them."""
+what layers keep takes time there too. With that four of the steps take 0.98 to 1.12 of what is
+planned; the other two had kernels that plans no longer choose. On TPUs and several GPUs nobody has
+measured them."""
 
 
 def _targets() -> Iterator[str]:
@@ -186,13 +187,14 @@ These are fitted to the rows of the next sections, and no others. No row has a c
 unless it is the only one of its device and release. Plans use those of the newest release.
 """
 CONSTANTS_NOTE = """
-Not fitted but chosen, as round numbers, and equal for all: fused attention reaches 0.5 of the
-peak in bfloat16 (but on Hopper 0.31, 0.32 and 0.30 with heads of 64, 192 and 256 channels), memory 0.8 of its bandwidth, links 0.75, networks 0.8; an operation takes 4
-microseconds beside its work; 0.7 of a collective that runs beside products is hidden. A TPU
-without a constant has that of a v5p, and a GPU in bfloat16 that of an A100. What the recipes say
-of recomputation, of layers per stage and of communication beside products is in
-[docs/_published.py](_published.py). "Left out" means that the constants are fitted to the other
-rows only. Where no other row has the device, it has that of a v5p or the mean of the others."""
+Not fitted but chosen, as round numbers, and equal for all: fused attention reaches 0.5 of the peak
+in bfloat16 (but on Hopper 0.31, 0.32 and 0.30 with heads of 64, 192 and 256 channels), memory 0.8
+of its bandwidth, links 0.75, networks 0.8; an operation takes 4 microseconds beside its work; 0.7
+of a collective that runs beside products is hidden. A TPU without a constant has that of a v5p, and
+a GPU in bfloat16 that of an A100. What the recipes say of recomputation, of layers per stage and of
+communication beside products is in [docs/_published.py](_published.py). "Left out" means that the
+constants are fitted to the other rows only. Where no other row has the device, it has that of a v5p
+or the mean of the others."""
 
 
 def _zero_bubble() -> Iterator[str]:

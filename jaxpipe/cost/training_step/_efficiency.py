@@ -17,7 +17,7 @@ DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.95}
 # Megatron-Bridge for b200 and gb300, 26.04 for h100, 26.06 for b300 and gb200.
 EXPERTS = {"h100": 0.28, "b200": 0.32, "b300": 0.62, "gb200": 1.0, "gb300": 0.94, "v5p": 0.35}
 # Of the peak in bfloat16 that cuDNN's attention reaches, forward and backward, by the channels of a
-# head: measured on an H200 at 4,096 tokens (docs/benchmarks.md, "One GPU"). Others take `attention`.
+# head: measured on an H200 at 4,096 tokens (docs/benchmarks.md, "One GPU").
 ATTENTION = {"h100": {64: 0.31, 192: 0.32, 256: 0.30}}
 
 

@@ -37,7 +37,7 @@ EVIDENCE = {
     ("gb300", False): Evidence(26, 22, 0.92, 1.04, "2026-06"),
     ("gb300", True): Evidence(9, 5, 0.96, 1.82, "2026-02"),
     ("h100", False): Evidence(30, 17, 0.93, 1.17, "2026-06"),
-    ("h100", True): Evidence(13, 13, 0.77, 1.99, "2026-04"),
+    ("h100", True): Evidence(13, 13, 0.75, 1.99, "2026-04"),
     ("tpu7x", False): Evidence(2, 0, 1.18, 1.22, ""),
     ("v5e", False): Evidence(24, 0, 0.94, 1.2, ""),
     ("v5p", False): Evidence(14, 0, 0.89, 1.17, ""),
