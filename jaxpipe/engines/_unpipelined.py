@@ -145,7 +145,8 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     gradients = late if counts.num_microbatches > 1 else 0.0
     gathers = 0.0
     if counts.gather:
-        gathers, late = sizes.kept_read or sizes.layer_read, late + sizes.tiled_head_grads
+        gathers = sizes.kept_read or sizes.layer_read
+        late += sizes.tiled_head_grads * (counts.num_microbatches == 1)
         cast += sizes.outer_read
     activations = buffers.residuals * sizes.residuals + sizes.outer_residuals
     work = sizes.work + sizes.largest_grad
