@@ -38,7 +38,7 @@ class Constants:
 
     def reached(self, case: Case) -> Efficiency:
         """Returns the efficiency of a case."""
-        known = efficiency(case.known_device, case.layout.dtype)
+        known = _known(case)
         if case.source == TORCHTITAN:
             return replace(known, attention=self.attention)
         chip = _chip(case)
@@ -129,6 +129,12 @@ def _experts(rows: Rows, all_rows: Rows = ()) -> dict[tuple[str, str], float]:
     return {key: median(values) for key, values in found.items()}
 
 
+def _known(case: Case) -> Efficiency:
+    """Returns the efficiency that the package has, but that of cuDNN for PyTorch's attention."""
+    known = efficiency(case.known_device, case.layout.dtype)
+    return replace(known, attention_by_heads=False) if case.source == TORCHTITAN else known
+
+
 def _chip(case: Case) -> str:
     return CHIPS.get(case.device.kind, case.device.kind)
 
@@ -146,7 +152,7 @@ def suggested(case: Case, name: str, reached: Efficiency | None = None) -> float
 
     Seconds are nearly a + b / value, so two predictions say enough.
     """
-    reached = reached or efficiency(case.known_device, case.layout.dtype)
+    reached = reached or _known(case)
     key = id(case), name, reached
     if key not in _SUGGESTED:  # the case stays alive, so that no other has its id
         first, second = 0.4, 0.7

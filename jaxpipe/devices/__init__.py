@@ -12,3 +12,6 @@ from ._hardware import find_peak_tflops as find_peak_tflops
 from ._hardware import generation_of as generation_of
 from ._hardware import hardware as hardware
 from ._host import host_bytes as host_bytes
+from ._kernels import GROUPED_PRODUCTS as GROUPED_PRODUCTS
+from ._kernels import PALLAS_ATTENTION as PALLAS_ATTENTION
+from ._kernels import cudnn_attention as cudnn_attention

@@ -16,9 +16,6 @@ DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.95}
 # Of what equally large products reach, with the newest release that has a row: 26.02 of
 # Megatron-Bridge for b200 and gb300, 26.04 for h100, 26.06 for b300 and gb200.
 EXPERTS = {"h100": 0.28, "b200": 0.32, "b300": 0.62, "gb200": 1.0, "gb300": 0.94, "v5p": 0.35}
-# Of the peak in bfloat16 that cuDNN's attention reaches, forward and backward, by the channels of a
-# head: measured on an H200 at 4,096 tokens (docs/benchmarks.md, "One GPU").
-ATTENTION = {"h100": {64: 0.31, 192: 0.32, 256: 0.30}}
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Efficiency:
     head: float  # the fraction of the peak in bfloat16 of the products of the head
     experts: float  # products of experts, as a fraction of what equally large ones reach
     attention: float = 0.5  # the fraction of the peak in bfloat16 of fused attention
-    attention_of_heads: tuple[tuple[int, float], ...] = ()  # that of heads with so many channels
+    attention_by_heads: bool = False  # whether that depends on the channels of a head, as measured
     # The fraction of the memory bandwidth in elementwise operations and the optimizer.
     memory: float = 0.8
     links: float = 0.75  # the fraction of the bandwidth of links in large collectives
@@ -49,7 +46,5 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
     eight_bits = PRODUCTS.get(chip, wide) * DTYPES.get(dtype, 1.0)
     near = EXPERTS["v5p" if device.torus_axes else "h100"]
     experts = EXPERTS.get(device.kind, EXPERTS.get(chip, near))
-    heads = tuple(ATTENTION.get(chip, {}).items())
-    return Efficiency(
-        wide if dtype == "bf16" else eight_bits, wide, experts, attention_of_heads=heads
-    )
+    products = wide if dtype == "bf16" else eight_bits
+    return Efficiency(products, wide, experts, attention_by_heads=chip == "h100")

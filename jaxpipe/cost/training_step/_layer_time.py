@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
 
-from ...devices import Hardware
+from ...devices import Hardware, cudnn_attention
 from ..work import LayerWork, ModelWork, Product
 from ..work._layer_work import Attention, attention_flops
 from ._efficiency import Efficiency
@@ -150,8 +150,8 @@ def _attention(layer: LayerWork, layout: Layout, device: Device) -> tuple[float,
     flops = attention_flops(attention, positions) * layout.tokens / layout.tensor
     peak = device.hardware.peak_flops("bf16")
     reached = device.reached.attention
-    if attention.fused:
-        reached = dict(device.reached.attention_of_heads).get(attention.qk_channels, reached)
+    if attention.fused and device.reached.attention_by_heads and attention.qk_channels <= 256:
+        reached = cudnn_attention(attention.qk_channels)
     seconds = flops / (peak * reached)
     if attention.fused:
         return seconds, 0.0

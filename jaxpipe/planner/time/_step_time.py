@@ -16,7 +16,7 @@ from ...cost.training_step import (
     efficiency,
     predict,
 )
-from ...devices import Hardware
+from ...devices import GROUPED_PRODUCTS, Hardware
 from ...schedules import makespan
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
@@ -52,11 +52,6 @@ programs show that it compiles for these layouts."""
 _WITH_LARGE_VMEM = 0.9
 """What products take with larger tiles of what they take without, by cycles of seven programs of
 llama2-7b on v5p (tests/planner/test_plan_time.py). Results are then written beside the work."""
-
-
-_GROUPED = {"h100": 0.42}
-"""Of the peak, by chip, what products of rows grouped by expert reach in jaxpipe's kernel: 372 to
-450 TFLOP/s on an H200 (docs/benchmarks.md, "One GPU")."""
 
 
 _WITHOUT_NAMES = 0.14
@@ -318,8 +313,8 @@ def _flags(traits: StepTraits) -> frozenset[str]:
 
 def _efficiency(device: Hardware, flags: frozenset[str]) -> Efficiency:
     reached = efficiency(device, "bf16")
-    if device.chip in _GROUPED:
-        return replace(reached, experts=_GROUPED[device.chip] / reached.products)
+    if reached.attention_by_heads:  # our kernels were measured there, too
+        return replace(reached, experts=GROUPED_PRODUCTS / reached.products)
     if _LARGE_VMEM in flags:
         return replace(reached, products=reached.products / _WITH_LARGE_VMEM, writing=0.0)
     return reached

@@ -8,7 +8,8 @@ the shapes of operands.
 import re
 from dataclasses import dataclass
 
-from ..hlo._parse import Computation, Instruction, Module, array_sizes, callee, op_name
+from ..hlo._parse import Computation, Instruction, Module, callee
+from ._kernel_work import kernel_flops
 from ._rates import GpuRates, Rates
 from ._roofline import roofline_seconds
 
@@ -86,58 +87,3 @@ def kind_of_work(module: Module, instruction: Instruction) -> str:
     if opcodes <= _FILLS and "broadcast" in opcodes:
         return FILL
     return COPY if opcodes <= _MOVES else ELEMENT_WISE
-
-
-_ATTENTION_PRODUCTS = {
-    # Products of [queries, d] with [keys, d], of which causal masks leave out half.
-    "splash_mha_fwd": 2,
-    "splash_mqa_fwd": 2,
-    "splash_mha_dkv": 4,
-    "splash_mqa_dkv": 4,
-    "splash_mha_dq": 3,
-    "splash_mqa_dq": 3,
-}
-_FUSED_BACKWARD = 5
-
-
-def kernel_flops(computation: Computation, call: Instruction) -> float | None:
-    """Returns the operations of splash attention or of Megablox; None for other kernels."""
-    operands = [computation.instructions[name].shape for name in call.operands]
-    shapes = [array_sizes(shape) for shape in operands]
-    attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
-    if attention:
-        # Before queries and keys come tables of integers.
-        arrays = [
-            array_sizes(shape) for shape in operands if shape.startswith(("bf16", "f16", "f32"))
-        ]
-        queries, keys = arrays[0], arrays[1]
-        products = _ATTENTION_PRODUCTS[attention[0]]
-        if attention[1] == "dkv" and '"use_fused_bwd_kernel\\": true' in call.attributes:
-            products = _FUSED_BACKWARD
-        rows = 1
-        for size in queries[:-2]:
-            rows *= size
-        share = _named_share("pairs", computation, call) or 1 / 2
-        return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] * share
-    if _is_grouped_product(shapes):
-        (m, k), n = shapes[5], array_sizes(call.shape)[-1]
-        return 2.0 * m * k * n * (_named_share("rows", computation, call) or 1)
-    return None
-
-
-def _is_grouped_product(shapes: list[list[int]]) -> bool:
-    """Returns whether these are the operands of Megablox's kernels, whose names XLA drops."""
-    # These are an offset, the groups' first rows, the groups and rows of tiles, another offset, and
-    # two matrices.
-    ranks = [len(sizes) for sizes in shapes[:7]]
-    return ranks in ([0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2, 2]) and shapes[2] == shapes[3]
-
-
-def _named_share(what: str, computation: Computation, call: Instruction) -> float | None:
-    """Returns the share that is multiplied, by a name scope such as `rows_1_of_4`; None if none."""
-    # Where XLA drops the scope of the call, that of its neighbours counts.
-    for instruction in (call, *computation.instructions.values()):
-        shares = re.findall(rf"\b{what}_(\d+)_of_(\d+)\b", op_name(instruction))
-        if shares:
-            return int(shares[-1][0]) / int(shares[-1][1])
-    return None

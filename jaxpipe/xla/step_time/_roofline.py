@@ -17,13 +17,11 @@ from ..hlo._parse import (
     callee,
     shape_bytes,
 )
+from ._kernel_work import gpu_kernel_work
 from ._rates import GpuRates
 
 PRODUCTS, COPIES = 0.8, 0.9
 """Shares of the peaks that large bfloat16 products and copies reach on an H200, by measurement."""
-_ATTENTION = {64: 0.31, 128: 0.45, 256: 0.30}
-"""The share of the peak that cuDNN's products reach, by the most channels of a head for which it
-counts: forward and backward of sequences of 4,096 tokens on an H200 (docs/benchmarks.md)."""
 
 
 def roofline_seconds(
@@ -34,19 +32,18 @@ def roofline_seconds(
         instruction = replace(instruction, opcode="fusion")
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return 0.0  # what a collective reads and writes is in the time that it transfers
+    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    target = found[1] if found else ""
+    if target == "AllocateBuffer":
+        return 0.0  # nothing is written
     moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)
     peak = rates.peak_tflops * 1e12
     if instruction.opcode != "custom-call":
         return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    if target and target[1].startswith("__cublas"):
-        flops = _flops_of_product(computation, instruction)
-        return max(moved, flops / (PRODUCTS * peak))
-    if target and target[1].startswith("__cudnn$fmha"):
-        flops, channels = _attention_flops(computation, instruction)
-        share = next(share for most, share in _ATTENTION.items() if channels <= most)
-        return max(moved, flops / (share * peak))
-    return None
+    if target.startswith("__cublas"):
+        return max(moved, _flops_of_product(computation, instruction) / (PRODUCTS * peak))
+    work = gpu_kernel_work(computation, instruction)
+    return None if work is None else max(moved, work[0] / (work[1] * peak))
 
 
 def product_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -68,21 +65,6 @@ def _flops_of_product(computation: Computation, product: Instruction) -> float:
     left = array_sizes(computation.instructions[product.operands[0]].shape)
     dims = [int(d) for d in re.findall(r"\d+", contracting[1])] if contracting else []
     return 2.0 * math.prod(array_sizes(product.shape)) * math.prod(left[d] for d in dims)
-
-
-def _attention_flops(computation: Computation, call: Instruction) -> tuple[float, int]:
-    """Returns the operations of cuDNN's attention, and the channels of a head."""
-    queries, keys = (array_sizes(computation.instructions[x].shape) for x in call.operands[:2])
-    products = 5 if "Backward" in call.attributes else 2
-    # [b, T, H, C]. With a mask that it reads, cuDNN computes what the mask leaves out.
-    causal = re.search(r'"mask_type": ?"CAUSAL"', call.attributes)
-    has_mask = "ScaleBias" in call.attributes
-    seen = keys[1] / 2 if causal and not has_mask else float(keys[1])
-    window = re.search(r'"sliding_window_length": ?"?(\d+)', call.attributes)
-    if window and 0 < int(window[1]) < keys[1]:
-        size = int(window[1])
-        seen = size - size**2 / (2 * keys[1])
-    return products * 2.0 * math.prod(queries) * seen, queries[3]
 
 
 _SAME = frozenset(("bitcast", "reshape", "copy", "convert", "transpose", "get-tuple-element"))
