@@ -10,10 +10,9 @@
 
 Compiles a train step of every row through `jaxpipe.pipeline` for devices that are not there, one
 after the other, some minutes each on two cores. Everything here is compiled, and none of it ever
-ran: there are no times of GPUs, as XLA:GPU estimates none, and those of TPUs are sums of XLA:TPU's
-own estimates of cycles, to which kernels add their products at half of the peak. `hidden` is the
-share of collectives beside which a device computes: of TPUs that of their seconds, of GPUs that of
-their bytes for which a matrix product runs between start and end, which is an upper bound.
+ran: times of TPUs are sums of XLA:TPU's own estimates of cycles, to which kernels add their
+products at half of the peak, and those of GPUs a roofline of the program, which is a lower bound.
+`hidden` is the share of the time of collectives beside which a device computes.
 
 Sizes and measurements are those of Marin's reports, which ran on devices: marin-community/marin,
 issues 6532 and 7024, pull request 6534 and experiments/grug/moe_pipeline/README.md; the sizes of
@@ -158,36 +157,24 @@ def main() -> None:
     if unknown := [name for name in args.rows if name not in known]:
         rows = ", ".join(known) or "none"
         parser.error(f"{unknown} are no rows of {args.what}. Its rows are {rows}.")
-    lines = {"gpus": of_gpus, "tpus": of_tpus, "plans": plans}[args.what]
-    for line in lines(args.rows):
+    for line in plans() if args.what == "plans" else of_devices(known, args.rows):
         print(line, flush=True)
 
 
-def of_gpus(names: list[str]) -> Iterator[str]:
-    yield "GB (1e9 bytes) of a GPU: peak, results of collectives, those between hosts"
-    yield (
-        f"{'row':<23}{'GPUs':>5} {'batch':<11}{'M':>3}{'peak':>7}  {'AG / RS / AR / CP':<25}"
-        f"{'hosts':>7}{'hidden':>8}{'compiled':>10}"
-    )
-    for name in names or GPUS:
-        yield line(name, GPUS[name], gpu_figures)
-    yield from measured(names or GPUS)
-
-
-def of_tpus(names: list[str]) -> Iterator[str]:
-    yield "GB (1e9 bytes) of a chip: peak, results of collectives, and those between slices (dcn);"
-    yield "seconds of a step"
+def of_devices(rows: dict[str, Row], names: list[str]) -> Iterator[str]:
+    yield "GB (1e9 bytes) of a device: peak, results of collectives, and those between hosts or"
+    yield "slices (far); seconds of a step"
     yield (
         f"{'row':<23}{'chips':>5} {'batch':<11}{'M':>3}{'peak':>7}{'busy':>7}{'kernels':>8}"
         f"{'exposed':>8}{'bubble':>7}{'step':>7}{'tokens/s':>10}  {'AG / RS / AR / CP':<25}"
-        f"{'dcn':>6}{'hidden':>8}{'compiled':>10}"
+        f"{'far':>6}{'hidden':>8}{'compiled':>10}"
     )
-    for name in names or TPUS:
-        yield line(name, TPUS[name], tpu_figures)
-    yield from measured(names or TPUS)
+    for name in names or rows:
+        yield line(name, rows[name])
+    yield from measured(names or rows)
 
 
-def line(name: str, row: Row, figures: Callable[[Row, CompileReport], str]) -> str:
+def line(name: str, row: Row) -> str:
     """Compiles the train step of a row. Returns its line."""
     pipe, params = make(row)
     batch = {"tokens": jax.ShapeDtypeStruct((row.rows, row.tokens + 1), jnp.int32)}
@@ -201,15 +188,7 @@ def line(name: str, row: Row, figures: Callable[[Row, CompileReport], str]) -> s
     return f"{start}{peak}{figures(row, report)}{report.compile_seconds:>8.0f} s"
 
 
-def gpu_figures(row: Row, report: CompileReport) -> str:
-    del row
-    moved = totals(report.audit)
-    hidden = sum(report.hidden_bytes().values())
-    hidden /= sum(total.result_bytes for total in moved.values())
-    return f"  {gigabytes(moved):<25}{across(moved):>7.1f}{hidden:>8.0%}"
-
-
-def tpu_figures(row: Row, report: CompileReport) -> str:
+def figures(row: Row, report: CompileReport) -> str:
     moved, time = totals(report.audit), report.step_time
     assert time is not None
     hidden = 1 - time.exposed / sum(time.transfer_seconds.values())
@@ -265,13 +244,13 @@ def on_share(kernel: GroupedMatmul, shards: int) -> GroupedMatmul:
     return grouped_matmul
 
 
-def plans(names: list[str]) -> Iterator[str]:
+def plans() -> Iterator[str]:
     """What `jaxpipe.plan` says of the model, and of the trainer's that is most like it.
 
     The trainer's has no expert that every token has.
     """
-    del names
-    for name, row in (("67B", LARGE_ROWS), ("6.1B", SMALL_ROWS), ("40B", MIDDLE_ROWS)):
+    large = replace(LARGE_ROWS, sizes=ROOM)
+    for name, row in (("67B", large), ("6.1B", SMALL_ROWS), ("40B", MIDDLE_ROWS)):
         slices = math.prod(row.dcn.values())
         sizes = dict(row.mesh) | row.dcn
         fixed = {f"ici_{AXES[axis]}_parallelism": size for axis, size in row.mesh.items()}

@@ -154,10 +154,10 @@ in and gradients that ranks share weigh as much as layers.""",
         """\
 [An Equinox mixture of experts](tutorials/equinox-mixture.md) at sizes that Marin publishes, as one
 program, compiled by XLA:GPU for H100s, without one, with muon unless a row says adamw. `6.1B` and
-`40B` are their names. These rows are from before `compile` had a roofline of GPUs. Without a GPU
-XLA:GPU does not know the memory that cuDNN works in, and `hidden` is an upper bound: the bytes of
-collectives beside which a product runs. Devices have room for 1.25 times the mean of tokens but in
-the rows that drop none. Nothing ran on a device; what Marin measured did.""",
+`40B` are their names. Without a GPU XLA:GPU does not know the memory that cuDNN works in. Times are
+a roofline of the program: `busy` without `kernels`, `exposed` what the played program waits for
+collectives, `bubble` by the schedule's timeline. Devices have room for 1.25 times the mean of
+tokens but in the rows that drop none. Nothing ran on a device; what Marin measured did.""",
     ),
     "mixture-tpus": Benchmark(
         "A mixture of experts on TPUs",
@@ -179,9 +179,9 @@ computes. Nothing ran on a device.""",
         ("jax", "jaxlib", "equinox"),
         False,
         """\
-What `jaxpipe.plan` says of these models: as models of one's own, for which it knows no axis
-`expert`, and of the trainer's that is most like them, with any layout and with that of the rows
-above. Nothing ran on a device.""",
+What `jaxpipe.plan` says of these models: as models of one's own, with room for 1.25 times the mean
+of tokens in 67B, and of the trainer's that is most like them, with any layout and with that of the
+rows above. Nothing ran on a device.""",
     ),
     "gpus": Benchmark(
         "GPUs that are not there",
@@ -214,9 +214,10 @@ of what was in use, but 23.67 of `full`, 34.82 of `minimal_with_context`, 46.93 
 gemma3. The peak is that of the process, in which XLA also tries kernels, presumably the difference.
 Heads of 192 and 256 channels were given to cuDNN in a run of their own; the steps ran without.
 `planned` is what plans said before they knew these figures. What they and `jaxpipe compile` take of
-them is in `jaxpipe.devices`: `cudnn_attention`, `PALLAS_ATTENTION` and `GROUPED_PRODUCTS`. One rank
-of `scheduled` computes a whole stage again, the last product of each layer too, which the plain step
-leaves out: by the roofline that is 11 of its 43 ms more, and copies of what the stage keeps 15.""",
+them is in `jaxpipe.devices`: `cudnn_attention`, `PALLAS_ATTENTION` and `GROUPED_PRODUCTS`. One
+rank of `scheduled` computes a whole stage again, the last product of each layer too, which the
+plain step leaves out: by the roofline that is 11 of its 43 ms more, and copies of what the stage
+keeps 15.""",
         needs_gpu=True,
     ),
     "dispatch": Benchmark(

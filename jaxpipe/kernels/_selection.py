@@ -140,7 +140,7 @@ class AttentionPlan:
         return sliced_dot_product_attention(rules, self.scores)
 
 
-_LARGEST_STORED = 2**32
+LARGEST_STORED = 2**32
 """Bytes of scores of one layer on a device above which they are stored only if that is asked for:
 float32 scores of a sequence of 32,768 tokens and one head."""
 
@@ -159,7 +159,7 @@ def check_stored_scores(plan: AttentionPlan, rows: int, heads: int) -> None:
     if plan.kernel != "dot_product" or plan.wanted == "dot_product":
         return
     size = rows * heads * plan.length**2 // plan.context_size * 4
-    if size > _LARGEST_STORED:
+    if size > LARGEST_STORED:
         raise ValueError(
             f"Attention would store {size / 1e9:.1f} GB of scores of every layer on a device "
             f"({rows} sequences x {heads} heads x {plan.length // plan.context_size} queries x "

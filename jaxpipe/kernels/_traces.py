@@ -46,6 +46,11 @@ def trace_for(platform: str, widest_head: int | None = None) -> Generator[None]:
         yield
 
 
+def for_heads_up_to(channels: int | None) -> AbstractContextManager[None]:
+    """Selects kernels for GPUs that are absent, whose cuDNN has heads of up to so many channels."""
+    return _widest_head(channels)
+
+
 def trace_is_read_for() -> str:
     """Returns what a trace is read for, "rows", "tokens" or "work"; "" if it is run."""
     return _read_for.value

@@ -25,6 +25,8 @@ _MAX_TENSOR = 16
 _MAX_CHUNKS = 8
 _ENDS = 2
 """Stages that may have no layer: the first has the embedding, and the last the head."""
+_LONG = 4096
+"""Tokens of a sequence that a device has at least where `context` is one of several choices."""
 _UNEVEN = 0.1
 """The share of layers by which stages of several on a rank may exceed them, if some have fewer."""
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
@@ -276,7 +278,9 @@ def _meshes(space: Space) -> Iterator[tuple[tuple[int, ...], str]]:
         for tensor in _choices(fixed, "tensor", _tensor_sizes(space, count // stage)):
             rest = count // stage // max(1, tensor)
             for expert in _choices(fixed, "expert", _expert_sizes(space, rest)):
-                for context in _choices(fixed, "context", _context_sizes(space, rest // expert)):
+                alone = stage == tensor == 1
+                contexts = _context_sizes(space, rest // expert, alone=alone)
+                for context in _choices(fixed, "context", contexts):
                     rows = rest // expert // context
                     for fsdp in _choices(fixed, "fsdp", _divisors(rows)):
                         data = rows // fsdp
@@ -312,11 +316,15 @@ def _expert_sizes(space: Space, count: int) -> list[int]:
     return [size for size in _divisors(count) if size <= most and most % size == 0]
 
 
-def _context_sizes(space: Space, count: int) -> list[int]:
-    """Returns sizes of `context`: more than 1 only if there are too few rows for all devices."""
-    if count <= space.batch:
-        return [1]
-    return [size for size in _divisors(count) if space.sequence % size == 0]
+def _context_sizes(space: Space, count: int, *, alone: bool) -> list[int]:
+    """Returns sizes of `context`: all if there are too few rows for all devices.
+
+    Else sequences are divided into long parts, and only without a pipeline and divided products.
+    """
+    sizes = [size for size in _divisors(count) if space.sequence % size == 0]
+    if count > space.batch:
+        return sizes
+    return [size for size in sizes if size == 1 or (alone and space.sequence >= size * _LONG)]
 
 
 def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
@@ -328,7 +336,8 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
         if space.engines is not None and name not in space.engines:
             continue
         if not engine.pipelines:
-            if ranks == 1 and not fixed.get("schedule") and "counts" not in fixed:
+            one = "counts" not in fixed and fixed.get("chunks", 1) == 1
+            if ranks == 1 and not fixed.get("schedule") and one:
                 yield name, "", 1, (layers,)
         elif ranks == 1 and "stage" not in fixed:
             continue
@@ -360,7 +369,8 @@ def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) ->
     if schedule not in FAMILIES:
         return (fixed.get("chunks", 1),)
     if "chunks" not in FAMILIES[schedule].takes:
-        return (FAMILIES[schedule].default_chunks,)
+        usual = FAMILIES[schedule].default_chunks
+        return (usual,) if fixed.get("chunks", usual) == usual else ()
     if "counts" in fixed:
         return _choices(fixed, "chunks", [len(fixed["counts"]) // ranks])
     usual = range(2, min(_MAX_CHUNKS, (layers + _ENDS) // ranks) + 1)

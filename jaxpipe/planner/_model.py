@@ -160,6 +160,8 @@ class PlannedModel:
         layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
         past: What a layer carries of a token for later slices of its sequence; None: the named keys
             and values.
+        narrow_logits: Bytes of a logit that the head makes in a narrower dtype than float32, in
+            which the loss reads it; 0 if it makes them in float32.
     """
 
     name: str
@@ -189,6 +191,7 @@ class PlannedModel:
     wgrad: Tensor | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     past: Tensor | None = None
+    narrow_logits: int = 0
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:

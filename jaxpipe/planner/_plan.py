@@ -1,9 +1,11 @@
 """Plans a training step: from a request to the fastest layouts that fit."""
 
+import math
 import time
 from dataclasses import replace
 
 from ..engines import PeakMemory
+from ..sharding import AXES
 from ._answer import Plans, unit_of_bytes
 from ._candidates import StepLayout
 from ._own_model import NOT_CHOSEN
@@ -35,6 +37,13 @@ def plan_request(request: Request, num_plans: int) -> Plans:
 def _nothing_fits(request: Request, best: BestPlans) -> str:
     """Returns the reason that there is no plan."""
     devices = request.devices
+    axes = {axis: request.space.fixed.get(axis, 1) for axis in AXES}
+    if devices.num_devices % (product := math.prod(axes.values())):
+        named = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        return (
+            f"The mesh axes that are given ({named}) multiply to {product}, and there are "
+            f"{devices.num_devices} devices. Give sizes that divide them."
+        )
     if best.leanest is None:
         return (
             f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
@@ -50,6 +59,12 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
             f"{name} on a device of {request.limit / unit:.1f}, "
             f"{(needed.total - request.limit) / unit:.1f} {name} too much: {kinds}. Use more "
             f"devices, or smaller sequences.{_would_fit(request, candidate, unit, name)}"
+        )
+    if not best.refused:
+        return (
+            "In every layout that fits, attention would store more than 4 GiB of scores of a layer "
+            f"on a device{_given(request)}, because no kernel computes it there. Use smaller "
+            "sequences, or give `attention=dot_product` to store them."
         )
     reasons = "\n".join(dict.fromkeys(best.refused[:3]))
     return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"

@@ -91,6 +91,11 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         change = f"{abs(slower):.0%} {'less' if slower < 0 else 'more'}"
         return f"{describe(plain.candidate)} would take {plain.time.seconds:.3g} s, {change}."
     if plans.leanest_plain is None:
+        given = request.space.fixed
+        if any(given.get(axis, 1) > 1 for axis in ("stage", "tensor", "expert", "context")) or (
+            given.get("schedule") or given.get("engine", "none") != "none"
+        ):
+            return "what is given rules out data parallelism alone."
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain
     return (

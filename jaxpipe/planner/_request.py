@@ -3,6 +3,7 @@
 Where the model is from decides what the settings of a plan are called, and who checks them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -71,6 +72,7 @@ class Request:
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
         default_flags: Which of jaxpipe's own compiler flags a step is compiled with.
+        most_scores: Scores of attention that a layer may store of a microbatch on a device.
         leaner: Makes the model as it is with other keys, which change what is trained: pairs of the
             keys and its sizes.
     """
@@ -86,6 +88,7 @@ class Request:
     before: int
     after: int
     default_flags: Literal["all", "quick", "none"] = "all"
+    most_scores: float = math.inf
     leaner: Callable[[], Sequence[tuple[str, PlannedModel]]] = tuple
 
     def tokens(self, candidate: StepLayout) -> float:

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from ..engines import PeakMemory
 from ._candidates import StepLayout, candidates, neighbours
 from ._devices import absent_devices
-from ._model import OFFLOAD_INPUTS
+from ._model import OFFLOAD_INPUTS, token_bytes
 from ._request import Request, Values
 from .memory import peak_memory, step_counts
 from .time import PredictedTime, least_seconds, rough_seconds, step_time
@@ -123,9 +123,14 @@ class Candidates:
             _, is_all, index = heappop(heap)
             if is_all:
                 yield self.layouts[index]
-            elif (self._needed(index).total <= self._request.limit) == fit:
+            elif self._fits(index) == fit:
                 seconds = rough_seconds(self.layouts[index], self._request)
                 heappush(heap, (seconds, True, index))
+
+    def _fits(self, index: int) -> bool:
+        layout, request = self.layouts[index], self._request
+        scores = token_bytes(request.model.scores, layout.sizes, 4) * request.tokens(layout)
+        return self._needed(index).total <= request.limit and scores <= request.most_scores
 
     def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
         """Returns the candidate that needs least memory; None if there is none."""

@@ -12,8 +12,9 @@ from jaxtyping import PyTree
 
 from .._compat import jaxprs_in_params
 from ..cost.work import Attention, Product, backward_products
-from ..ir.graph import repeated_equations, terms_of_product
+from ..ir.graph import repeated_equations, terms_of_product, to_graph
 from ..kernels import ATTENTION
+from ._fused_work import fused_work
 
 _RECEIVED = {"all_gather": "outvars", "reduce_scatter": "invars", "all_to_all": "invars"}
 """Collectives, and on which side of the equation are the arrays of all devices."""
@@ -26,17 +27,19 @@ class RowWork(NamedTuple):
     Attributes:
         products: Its matrix products.
         attention: Its attention by a kernel, if it has any.
-        moved_bytes: Bytes that its other equations write.
-        num_equations: How many equations there are.
+        moved_bytes: Bytes that its other operations read and write, as compilers fuse them.
+        num_kernels: How many operations are left once they are fused.
         gathered_bytes: Bytes of all devices that a device gathers or scatters, by collectives that
             the function has itself.
+        itemsize: Bytes of a number that its products make, of the widest.
     """
 
     products: tuple[Product, ...]
     attention: Attention | None
     moved_bytes: float
-    num_equations: int
+    num_kernels: int
     gathered_bytes: float
+    itemsize: int
 
 
 def bytes_as_read(layer: Callable, weights: PyTree, own: PyTree, *others: PyTree) -> float:
@@ -73,19 +76,21 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
 
     A `jax.shard_map` is one over all devices, each of which has its share of the tokens.
     """
-    products, attentions, moved, gathered, count = [], [], 0.0, 0.0, 0
-    for eqn, times in repeated_equations(jax.make_jaxpr(function)(*arguments).jaxpr):
-        count += 1
+    products, attentions, gathered, itemsize = [], [], 0.0, 0
+    closed = jax.make_jaxpr(function)(*arguments)
+    for eqn, times in repeated_equations(closed.jaxpr):
         terms = terms_of_product(eqn)
         if eqn.primitive is ATTENTION:
             attentions.append(_attention(eqn, times / tokens))
         elif terms is not None:
             products.append(_product(terms, eqn.outvars[0].aval.size / tokens, times))
+            itemsize = max(itemsize, eqn.outvars[0].aval.dtype.itemsize)
         else:
             gathered += times * _gathered_bytes(eqn)
-            moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
     attention = reduce(_both, attentions) if attentions else None
-    return RowWork(tuple(products), attention, moved / tokens, count, gathered / tokens)
+    moved, kernels = fused_work(to_graph(closed, prints=True))
+    gathered /= tokens
+    return RowWork(tuple(products), attention, moved / tokens, kernels, gathered, itemsize)
 
 
 def _gathered_bytes(eqn: Any) -> float:

@@ -117,7 +117,7 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
             ["--devices", "v5p-8", "--batch", "7", "--max-stages", "1"],
             "No layout of 4 devices divides 7 sequences",
         ),
-        (["--topology", "v5p:2x2x1", "ici_fsdp_parallelism=3"], "given: fsdp 3"),
+        (["--topology", "v5p:2x2x1", "ici_fsdp_parallelism=3"], "given (fsdp 3) multiply to 3"),
     ],
 )
 def test_what_cannot_be_planned_is_said(

@@ -8,6 +8,7 @@ from .._layouts import counts_by_cost as counts_by_cost
 from .._packed_x import layer_with_weights as layer_with_weights
 from .._packed_x import x_of_layers as x_of_layers
 from .._params import NumLayers as NumLayers
+from .._params import check_groups as check_groups
 from .._specs import param_specs as param_specs
 
 if typing.TYPE_CHECKING:

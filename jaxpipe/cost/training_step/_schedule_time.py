@@ -9,6 +9,7 @@ from ...schedules.analysis import busy_times
 from ...schedules.language import actions_of, num_slices
 from ._layout import Layout
 
+_LEAST = 1e-9  # seconds of an action that a schedule can have
 _ROUNDS = 3  # microbatches of a simulation, in multiples of the ranks
 
 
@@ -61,7 +62,9 @@ class StageSeconds:
         """Returns the costs of actions, each of them of an equal share of the slices, if any."""
         n = 1 if schedule is None else num_slices(schedule)
         rows = self.forward, self.input, self.weight
-        forward, of_input, of_weight = (tuple(x / n for x in row) for row in rows)
+        forward, of_input, of_weight = (
+            tuple(max(x / n, _LEAST) if x else 0.0 for x in row) for row in rows
+        )
         return Costs(forward, of_input, of_weight, self.transfer / n)
 
     def of(

@@ -22,6 +22,10 @@ stack, or to a buffer of the engine, and read it there. As XLA:TPU compiles it; 
 an H200 that kept 12 GB more says the same (docs/benchmarks.md, "1B, minimal_with_context")."""
 
 
+_OWN_STACK_BYTES = 4.0
+"""The same of layers of own models, of which nothing but what they keep is counted as kept."""
+
+
 _PRODUCT_PASSES = 1.5
 """Extra passes over a product's result, for each shard of its weight, that reproduce how much
 slower products are in programs of XLA:TPU without jaxpipe's flags."""
@@ -33,17 +37,13 @@ _FEW_SHARDS, _MOST_SHARDS = 4, 32
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of what engines and compilers do beside the model's own work."""
     sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
-    if candidate.engine.runs_ticks:
-        return sums + _store_seconds(candidate, request)
     if candidate.engine.pipelines:
-        return sums
-    stacks = 0.0
-    if not request.source.is_own:  # what a model of one's own writes is counted by its equations
-        on_device = candidate
-        if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
-            on_device = replace(candidate, policy="full")
-        kept = step_sizes(request.model, on_device, request.tokens(candidate)).residuals
-        stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
+        return sums + _store_seconds(candidate, request)
+    on_device = candidate
+    if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
+        on_device = replace(candidate, policy="full")
+    kept = step_sizes(request.model, on_device, request.tokens(candidate)).residuals
+    stacks = candidate.microbatches * _stack_seconds(kept, request)
     return sums + stacks + _slow_product_seconds(candidate, request)
 
 
@@ -58,7 +58,13 @@ def _store_seconds(candidate: StepLayout, request: Request) -> float:
     tokens, visits = request.tokens(candidate), candidate.microbatches * candidate.chunks
     sizes = step_sizes(request.model, candidate, tokens)
     kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
-    return visits * _STACK_BYTES * kept / _memory_rate(request)
+    return visits * _stack_seconds(kept, request)
+
+
+def _stack_seconds(kept: float, request: Request) -> float:
+    """Returns the seconds in which what layers keep is written to a stack, and read there."""
+    passes = _OWN_STACK_BYTES if request.source.is_own else _STACK_BYTES
+    return passes * kept / _memory_rate(request)
 
 
 def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
@@ -158,8 +164,8 @@ def _host_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which gradients of microbatches are added up on a rank."""
-    if candidate.microbatches == 1:
+    """Returns the seconds of a call in which gradients of microbatches are added up on a rank."""
+    if candidate.microbatches * candidate.accumulation == 1:
         return 0.0
     # Without a pipeline sums are those of the parameters that a device stores.
     count = gathered_parameters if candidate.engine.pipelines else stored_parameters

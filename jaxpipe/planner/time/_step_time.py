@@ -16,7 +16,7 @@ from ...cost.training_step import (
     efficiency,
     predict,
 )
-from ...devices import GROUPED_PRODUCTS, Hardware
+from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
@@ -52,6 +52,11 @@ programs show that it compiles for these layouts."""
 _WITH_LARGE_VMEM = 0.9
 """What products take with larger tiles of what they take without, by cycles of seven programs of
 llama2-7b on v5p (tests/planner/test_plan_time.py). Results are then written beside the work."""
+
+
+_HALF, _TF32 = 2, 0.5
+"""Bytes of bfloat16, and the rate of TF32, in which GPUs multiply float32, as a share of its rate:
+156 of 312 TFLOP/s on A100, 495 of 989 on H100, by NVIDIA's data sheets."""
 
 
 _WITHOUT_NAMES = 0.14
@@ -146,7 +151,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
             vocab_parallel=candidate.engine.shares_loss or candidate.options.vocab_parallel,
         )
     kind = device_hardware(request.devices)
-    reached = _efficiency(kind, flags)
+    reached = _efficiency(request, flags)
     step = predict(request.work, layout, kind, reached=reached)
     recomputed = recomputed_fraction(candidate, request.model)
     if recomputed not in (0, 1):
@@ -311,12 +316,18 @@ def _flags(traits: StepTraits) -> frozenset[str]:
     return frozenset(flag.option for flag in FLAGS if flag.is_set(traits))
 
 
-def _efficiency(device: Hardware, flags: frozenset[str]) -> Efficiency:
+def _efficiency(request: Request, flags: frozenset[str]) -> Efficiency:
+    device = device_hardware(request.devices)
     reached = efficiency(device, "bf16")
     if reached.attention_by_heads:  # our kernels were measured there, too
-        return replace(reached, experts=GROUPED_PRODUCTS / reached.products)
+        reached = replace(reached, experts=GROUPED_PRODUCTS / reached.products)
     if _LARGE_VMEM in flags:
-        return replace(reached, products=reached.products / _WITH_LARGE_VMEM, writing=0.0)
+        reached = replace(reached, products=reached.products / _WITH_LARGE_VMEM, writing=0.0)
+    if device.is_gpu and request.model.activation_bytes > _HALF:
+        shares = {
+            name: _TF32 * getattr(reached, name) for name in ("products", "head", "attention")
+        }
+        reached = replace(reached, **shares)
     return reached
 
 
@@ -354,7 +365,7 @@ def _unpipelined_seconds(
         request, mesh, across, microbatches, accumulation, gather, flags, keeps_all=keeps_all
     )
     kind = device_hardware(request.devices)
-    step = predict(request.work, layout, kind, reached=_efficiency(kind, flags))
+    step = predict(request.work, layout, kind, reached=_efficiency(request, flags))
     reduction = step.parts["gradient_reduction"]
     return step.seconds - reduction, reduction
 

@@ -23,7 +23,7 @@ from ._state_bytes import state_bytes
 
 _FLOAT32 = 4
 
-_SCORES = 2
+SCORES = 2
 """Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
 
 
@@ -45,7 +45,7 @@ def planned_model(
     stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
     stores_scores = model.attention.kernel == "dot_product"
-    scores = _SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
+    scores = SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
     expands = platform == "gpu" and model.grouped_matmul is ragged_dot
     return PlannedModel(
         name,

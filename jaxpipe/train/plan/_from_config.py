@@ -14,7 +14,7 @@ from ...api import pipeline
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import Engine, When
-from ...kernels import AttentionPlan, check_stored_scores
+from ...kernels import AttentionPlan, check_stored_scores, traced_widest_head
 from ...models import logical_axes
 from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout, divide_exactly
@@ -295,13 +295,8 @@ def model_plan(
     sizes: ModelConfig,
     platform: str,
     context_size: int = 1,
-    widest_head: int | None = None,
 ) -> ModelPlan:
-    """Returns how the functions of a run's model compute on a platform such as "tpu".
-
-    Args:
-        widest_head: The most channels of a head that cuDNN has on GPUs that are absent.
-    """
+    """Returns how the functions of a run's model compute on a platform such as "tpu"."""
     return ModelPlan(
         dtype=config.dtype,
         attentions=tuple(
@@ -317,7 +312,7 @@ def model_plan(
                 context_size=context_size,
                 scores=scores,
                 has_sinks=sizes.has_biases_and_sinks,
-                widest_head=widest_head,
+                widest_head=traced_widest_head(),
             )
             for scores in sizes.attention_scores
         ),

@@ -4,6 +4,7 @@ All other keys are passed on to the run.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from ...cost.work import (
     transformer,
 )
 from ...engines import CONFIG_ENGINES, usual_engine
+from ...kernels import LARGEST_STORED, for_heads_up_to
 from ...models import PRESETS, DeepseekConfig, num_parameters
 from ...models.weights import is_weight
 from ...planner import (
@@ -37,7 +39,7 @@ from ...planner import (
 from ...sharding.layout import parse_layout
 from ..config._config import Config, engines_that_read
 from ..config._load import load_config
-from ..estimate._planned_model import planned_model
+from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
 from ..plan._model import ModelPlan
@@ -80,13 +82,17 @@ def make_request(
 ) -> Request:
     """Reads what a plan is for."""
     settings = dict(settings)
-    if schedule and not usual_engine(schedule).runs_schedules:
-        settings["pipeline_engine"] = usual_engine(schedule).config_name
-    elif schedule:
-        settings["pipeline_schedule"] = schedule
-        name = settings.get("pipeline_engine", usual_engine(None).config_name)
-        if name in CONFIG_ENGINES and not CONFIG_ENGINES[name].runs_schedules:
-            settings["pipeline_engine"] = usual_engine(schedule).config_name
+    if schedule:
+        usual = usual_engine(schedule)
+        name = settings.setdefault("pipeline_engine", usual.config_name)
+        runs = name in CONFIG_ENGINES and CONFIG_ENGINES[name].runs_schedules
+        if name in CONFIG_ENGINES and runs != usual.runs_schedules:
+            raise ValueError(
+                f"`schedule` is {schedule!r}, and `pipeline_engine` is {name!r}, which does not "
+                "run it. Leave one of them out."
+            )
+        if usual.runs_schedules:
+            settings["pipeline_schedule"] = schedule
     fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
     layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
@@ -122,8 +128,9 @@ def make_request(
             f"`pipeline_layout` has {sum(counts)} layers, and the model's pipeline {pipelined}. "
             "Give a layout of as many."
         )
-    widest = device_hardware(devices).widest_cudnn_head
-    model = model_plan(config, sizes, devices.platform, widest_head=widest)
+    widest_head = device_hardware(devices).widest_cudnn_head
+    with for_heads_up_to(widest_head):
+        model = model_plan(config, sizes, devices.platform)
     family = MODEL_FAMILIES[config.decoder_block]
 
     def planned(config: Config) -> PlannedModel:
@@ -131,7 +138,7 @@ def make_request(
             _name(config, settings),
             sizes,
             pipelined,
-            family.weights(sizes, layers_after=uniform - pipelined),
+            family.weights(sizes, jnp.dtype(config.weight_dtype), layers_after=uniform - pipelined),
             model,
             optimizer_plan(config),
             weight_dtype=config.weight_dtype,
@@ -145,29 +152,31 @@ def make_request(
         devices.usable_bytes(memory_gb),
         planned(config),
         _work(sizes, family.weights(sizes), model),
-        TrainerSource(values, devices.num_slices),
+        TrainerSource(values, devices.num_slices, widest_head),
         _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
         sizes.num_dense_layers,
         uniform - pipelined,
         config.compile_default_flags,
+        math.inf if config.attention == "dot_product" else SCORES * LARGEST_STORED,
         lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
     )
 
 
 def _leaner(config: Config, settings: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
-    """Yields configs with state in 16 bits, from the one that changes least, and their keys."""
-    moment = {"optimizer_arguments": (("mu_dtype", "bfloat16"),)}
-    weights = {"weight_dtype": "bfloat16"}
-    options = {
-        "`optimizer_arguments={mu_dtype: bfloat16}`": moment,
-        "`weight_dtype=bfloat16`": weights,
-        "both `weight_dtype=bfloat16` and `optimizer_arguments={mu_dtype: bfloat16}`": (
-            moment | weights
-        ),
+    """Yields configs with state in 16 bits, from the one that changes least, and their keys.
+
+    Moments have the dtype of weights, so that both together save no more than the second.
+    """
+    options: dict[str, Values] = {
+        "`optimizer_arguments={mu_dtype: bfloat16}`": {
+            "optimizer_arguments": (("mu_dtype", "bfloat16"),)
+        },
+        "`weight_dtype=bfloat16`": {"weight_dtype": "bfloat16"},
     }
-    for words, keys in options.items():
-        if config.optimizer == "adamw" and not keys.keys() & settings.keys():
-            yield words, config.model_copy(update=keys)
+    if config.optimizer == "adamw" and config.weight_dtype == "float32":
+        for words, keys in options.items():
+            if not keys.keys() & settings.keys():
+                yield words, config.model_copy(update=keys)
 
 
 def _space(
@@ -224,7 +233,7 @@ def _checked(values: Values, fixed: Values, engines: tuple[str, ...]) -> Config:
     num_pipelined = values.pop("pipeline_parallel_layers", -1)
     if usual_engine(None).config_name not in engines and engines:
         values["pipeline_engine"] = engines[0]
-    values["remat_policy"] = fixed.get("policy", "full")
+    values["remat_policy"] = fixed.get("policy", "full").replace(OFFLOAD_INPUTS, "full")
     pairs = [f"{key}={_yaml(value)}" for key, value in values.items()]
     config = load_config([], pairs, presets=PRESETS)
     _check_planned(config)
@@ -271,6 +280,14 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
                     "is divided over all slices: give their number to one of these keys."
                 )
             fixed["across"] = axis
+    if fixed.get("policy") == "custom" and _offloads_inputs(settings):
+        fixed["policy"] = OFFLOAD_INPUTS
+        chosen |= TENSORS & settings.keys()
+    for name in ("chunks", "microbatches", "accumulation", "vocab_tiling", *AXIS_KEYS):
+        if name in fixed and fixed[name] < 1:
+            keys = {field: key for key, field in _FIXED.items()}
+            key = keys.get(name, f"ici_{AXIS_KEYS.get(name)}_parallelism")
+            raise ValueError(f"`{key}` is {fixed[name]}. Give a number above 0.")
     gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
     if gathers:
         fixed["gather"] = gathers[0]
@@ -282,6 +299,13 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     if settings.get("pipeline_layout"):
         fixed["counts"] = parse_layout(settings["pipeline_layout"])
     return fixed, chosen
+
+
+def _offloads_inputs(settings: Mapping[str, Any]) -> bool:
+    """Returns whether keys of tensors move the inputs of layers to the host, and do no more."""
+    places = {key: settings[key] for key in TENSORS & settings.keys()}
+    offloaded = places.pop("decoder_layer_input", None) == "offload"
+    return offloaded and all(place == "remat" for place in places.values())
 
 
 def _work(sizes: ModelConfig, weights: dict[str, Any], model: ModelPlan) -> ModelWork:

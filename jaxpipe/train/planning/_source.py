@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from ...kernels import for_heads_up_to
 from ...models import PRESETS
 from ...planner import OFFLOAD_INPUTS, PreparedPipeline, StepLayout, Values
 from ...sharding import AXES
@@ -39,10 +40,12 @@ class TrainerSource:
     Attributes:
         values: Values of keys that no layout changes.
         num_slices: The number of slices of TPUs.
+        widest_head: The most channels of a head that cuDNN has there; None if they are no GPUs.
     """
 
     values: Values
     num_slices: int
+    widest_head: int | None
     is_own = False
 
     def settings(self, candidate: StepLayout) -> Values:
@@ -51,7 +54,8 @@ class TrainerSource:
 
     def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         """Sets up the run of a layout by the checks of the trainer and no others."""
-        step = _set_up(self.settings(candidate), devices)
+        with for_heads_up_to(self.widest_head):
+            step = _set_up(self.settings(candidate), devices)
         return PreparedPipeline(step.engine, step.pipeline)
 
     def compile(self, settings: Values, num_rows: int, devices: Sequence[Any]) -> CompileReport:
