@@ -93,6 +93,7 @@ class StepSizes(NamedTuple):
         outer_residuals: Without a pipeline: what layers of embedding and head store.
         tiled_head_grads: Without a pipeline: sums of the head's gradient over parts of the logits.
         kept_read: Without a pipeline: gathered weights that forwards store for backwards.
+        narrow_logits: Without a pipeline: logits in a narrower dtype than the loss computes in.
     """
 
     weights: float
@@ -119,6 +120,7 @@ class StepSizes(NamedTuple):
     outer_residuals: float = 0.0
     tiled_head_grads: float = 0.0
     kept_read: float = 0.0
+    narrow_logits: float = 0.0
 
     @property
     def grad_sums(self) -> float:

@@ -142,7 +142,9 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
     """Returns the peak, which is in the backward of a layer, in the loss or of the embedding."""
     cast, late = sizes.casts.stored + sizes.boundary_cast, sizes.grad_sums
-    gradients = late if counts.num_microbatches > 1 else 0.0
+    gradients = late
+    if counts.num_microbatches == 1:  # nothing is added up: gradients have the dtype of weights
+        gradients, late = 0.0, min(late, sizes.call_grads)
     gathers = 0.0
     if counts.gather:
         gathers = sizes.kept_read or sizes.layer_read
@@ -152,12 +154,13 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     work = sizes.work + sizes.largest_grad
     # The gradients of head and embedding are whole until both are scattered.
     ends = sizes.boundary_grads.whole if sizes.head_read else 0.0
-    if late + gathers + work >= max(sizes.loss, ends) + sizes.head_read:
+    loss = sizes.loss + sizes.narrow_logits
+    if late + gathers + work >= max(loss, ends) + sizes.head_read:
         gradients, cast, logits = gradients + late, cast + gathers, 0.0
-    elif ends > sizes.loss:
+    elif ends > loss:
         gradients, cast, work, logits = gradients + ends, cast + sizes.head_read, 0.0, 0.0
     else:
-        cast, work, logits = cast + sizes.head_read, 0.0, sizes.loss
+        cast, work, logits = cast + sizes.head_read, 0.0, loss
     return PeakMemory(sizes.weights, sizes.optimizer, gradients, cast, activations, logits, work)
 
 

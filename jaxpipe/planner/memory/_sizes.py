@@ -158,8 +158,6 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
     if candidate.options.vocab_parallel:
         logits /= candidate.num_ranks
-    # What `none` keeps is counted too high by as much: XLA stores no casts of what it has stored.
-    narrow = model.narrow_logits * (policy != "none")
     is_cast = pipelines or model.hoists_casts
     # XLA:TPU gathers all weights of embedding and head once for all microbatches.
     for_all = model.hoists_gathers and candidate.microbatches > 1
@@ -187,7 +185,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         residuals=_residuals(model, candidate, tokens, activation, kept),
         wgrad_residuals=n * tokens * _wgrad_bytes(model, mesh),
         work=_work(model, candidate, tokens, activation),
-        loss=(LOGITS + narrow / _FLOAT32) * logits,
+        loss=LOGITS * logits,
         past=past,
         past_cotangent=past * max(1.0, _FLOAT32 / model.activation_bytes),
         head_read=of_boundary.read * reads_head,
@@ -195,6 +193,8 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         outer_residuals=model.num_outer * (activation + kept),
         tiled_head_grads=head_grads * (candidate.vocab_tiling > 1),
         kept_read=model.gathered_bytes * whole * keeps_gathered,
+        # What `none` keeps is counted too high by as much: XLA stores no casts of what is stored.
+        narrow_logits=model.narrow_logits / _FLOAT32 * logits * (policy != "none"),
     )
 
 
