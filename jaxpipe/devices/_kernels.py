@@ -15,6 +15,13 @@ def cudnn_attention(channels: int) -> float:
     """Returns the share of the peak that cuDNN's attention reaches.
 
     Args:
-        channels: Those of a head, at most 256.
+        channels: The channels of a head, at most 256.
+
+    Returns:
+        A fraction of the peak in bfloat16.
+
+    Example:
+        >>> cudnn_attention(192)
+        0.32
     """
     return next(share for most, share in _CUDNN.items() if channels <= most)

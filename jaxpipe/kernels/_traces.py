@@ -47,7 +47,14 @@ def trace_for(platform: str, widest_head: int | None = None) -> Generator[None]:
 
 
 def for_heads_up_to(channels: int | None) -> AbstractContextManager[None]:
-    """Selects kernels for GPUs that are absent, whose cuDNN has heads of up to so many channels."""
+    """Selects kernels for GPUs that are absent.
+
+    Args:
+        channels: The most channels of a head that their cuDNN has; None if they are no GPUs.
+
+    Returns:
+        The context.
+    """
     return _widest_head(channels)
 
 
