@@ -194,9 +194,8 @@ Train steps compiled by XLA:GPU for H100s, on sequences of 4,096 tokens, four on
 two), with full rematerialization. `busy` is a [roofline](compile.md#what-the-columns-mean) of what
 XLA scheduled, `exposed` what a GPU waits for collectives while the program is played, through
 NVLink or, between hosts, adapters of 400 Gb/s; `hidden` is the share of their time in which it does
-not wait: all-gathers, reduce-scatters, all-reduces, permutes, all. Pallas kernels have no figure,
-so 16B lacks attention and experts. Nothing ran on these devices; a step on an H200 took 1.1 to 1.3
-times its roofline.""",
+not wait: all-gathers, reduce-scatters, all-reduces, permutes, all. Nothing ran on these devices; a
+step on an H200 took 1.1 to 1.3 times its roofline.""",
     ),
     "gpu": Benchmark(
         "One GPU",

@@ -52,7 +52,13 @@ def binding(request: Request, plans: BestPlans) -> str:
     waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
     name, seconds = max(waits.items(), key=lambda pair: pair[1])
     if seconds < 0.02 * best.time.seconds:
-        return "matrix products: nothing else takes 2% of the step."
+        other = best.time.parts["other_compute"]
+        if other > best.time.parts["products"]:
+            share = other / best.time.seconds
+            return (
+                f"what is beside matrix products, such as norms and sums: {share:.0%} of the step."
+            )
+        return "matrix products: no waiting takes 2% of the step."
     label = "the bubble" if name == "bubble" else f"communication of {name.replace('_', ' ')}"
     return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
 
