@@ -9,6 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.planner import absent_devices
+from jaxpipe.train import Config
 from jaxpipe.train.plan._from_config import set_up
 from jaxpipe.train.planning._source import _base_values
 from jaxpipe.train.step import state_shapes
@@ -21,7 +22,7 @@ IN_16_BITS: dict[str, Any] = {"weight_dtype": "bfloat16"}
 def test_the_state_is_as_large_as_the_trainer_makes_it(keys: dict[str, Any]):
     given = {"ici_fsdp_parallelism": 8, "pipeline_engine": "none", "num_pipeline_microbatches": 4}
     plans = jp.plan("llama3-8b", "h200:8", 32, 4096, num_plans=1, **given, **keys)
-    config = jp.train.Config(**_base_values(plans.best.settings))
+    config = Config(**_base_values(plans.best.settings))
     state = state_shapes(set_up(config, absent_devices(plans.request.devices)).step.state)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     memory = plans.best.memory
@@ -30,7 +31,7 @@ def test_the_state_is_as_large_as_the_trainer_makes_it(keys: dict[str, Any]):
 
 def test_float32_on_gpus_takes_no_less_than_its_products_do():
     """An A100 computes 156 TFLOP/s of float32, in TF32, by NVIDIA's data sheet."""
-    given = {"dtype": "float32", "remat_policy": "full", "pipeline_engine": "none"}
+    given: dict[str, Any] = {"dtype": "float32", "remat_policy": "full", "pipeline_engine": "none"}
     plans = jp.plan("llama3-8b", "a100:1x8", 256, 512, **given)
     matrices = 8.03e9 - 128_256 * 4096  # the embedding is looked up
     of_layers = matrices - 128_256 * 4096
@@ -70,8 +71,8 @@ def test_the_keys_of_a_plan_are_taken_by_the_planner():
 
 def test_gradients_of_accumulated_calls_are_added_up_as_those_of_microbatches():
     def sums(**keys: int) -> float:
-        given = {"pipeline_engine": "none", "remat_policy": "full", "ici_fsdp_parallelism": 8}
-        parts = jp.plan("llama3-8b", "h200:8", 64, 2048, **given, **keys).best.time.parts
+        given: dict[str, Any] = {"pipeline_engine": "none", "remat_policy": "full"} | keys
+        parts = jp.plan("llama3-8b", "h200:8", 64, 2048, **given).best.time.parts
         return parts["other_compute"]
 
     calls = sums(gradient_accumulation_steps=8, num_pipeline_microbatches=1)
@@ -107,7 +108,8 @@ PARAMS = {"embed": jnp.ones((4, 8)), "layers": jnp.ones((4, 8, 8)), "head": jnp.
 )
 def test_wrong_arguments_of_own_models_are_named(keys: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        jp.plan(MODEL, "v5p-8", **{"params": PARAMS, "example": {"x": jnp.ones((8, 4))}} | keys)
+        given: dict[str, Any] = {"params": PARAMS, "example": {"x": jnp.ones((8, 4))}} | keys
+        jp.plan(MODEL, "v5p-8", **given)
 
 
 def test_a_model_as_small_as_an_example_has_a_plan():

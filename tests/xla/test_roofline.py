@@ -174,5 +174,6 @@ KERNELS = {
 def test_kernels_take_what_an_h200_took(name):
     measured, programs = KERNELS[name]
     rates = device_rates("NVIDIA H200", [0])
+    assert rates is not None
     found = sum(step_time(text, rates).seconds for text in programs)
     assert found == pytest.approx(measured, rel=0.25)
