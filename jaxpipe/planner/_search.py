@@ -114,7 +114,8 @@ class Candidates:
     def by_seconds(self, *, fit: bool) -> Iterator[StepLayout]:
         """Yields those that fit in memory, or do not, by their `rough_seconds`, the least first.
 
-        Each waits in a heap with its `least_seconds` until no other one has less.
+        Of those that fit it leaves out what the trainer refuses for its scores of attention. Each
+        waits in a heap with its `least_seconds` until no other one has less.
         """
         # Seconds, whether they are all of them, and the index, which decides between equals.
         heap = [(seconds, False, index) for index, seconds in enumerate(self._least)]
@@ -123,14 +124,15 @@ class Candidates:
             _, is_all, index = heappop(heap)
             if is_all:
                 yield self.layouts[index]
-            elif self._fits(index) == fit:
+            elif (self._needed(index).total <= self._request.limit) == fit and not (
+                fit and self._stores_many_scores(self.layouts[index])
+            ):
                 seconds = rough_seconds(self.layouts[index], self._request)
                 heappush(heap, (seconds, True, index))
 
-    def _fits(self, index: int) -> bool:
-        layout, request = self.layouts[index], self._request
-        scores = token_bytes(request.model.scores, layout.sizes, 4) * request.tokens(layout)
-        return self._needed(index).total <= request.limit and scores <= request.most_scores
+    def _stores_many_scores(self, layout: StepLayout) -> bool:
+        of_token = token_bytes(self._request.model.scores, layout.sizes, 4)
+        return of_token * self._request.tokens(layout) > self._request.most_scores
 
     def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
         """Returns the candidate that needs least memory; None if there is none."""
