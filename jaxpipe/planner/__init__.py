@@ -27,6 +27,7 @@ from ._plan import plan_request as plan_request
 from ._request import PreparedPipeline as PreparedPipeline
 from ._request import Request as Request
 from ._request import Values as Values
+from ._request import check_positive as check_positive
 from ._search import CLOSE as CLOSE
 from ._search import simplest_first as simplest_first
 from ._verify import VerifiedPlan as VerifiedPlan

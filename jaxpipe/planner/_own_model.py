@@ -48,7 +48,7 @@ from ._model import (
     WeightBytes,
     WeightGroup,
 )
-from ._request import PreparedPipeline, Request, Values
+from ._request import PreparedPipeline, Request, Values, check_positive
 from ._trace import bytes_as_read, trace
 
 _FLOAT32 = 4
@@ -203,9 +203,7 @@ def own_request(
         model, params = _made(make(traced_mesh))
     assert isinstance(model, Model)
     _check_own(model, params, example, **fixed)
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"`{name}` is {count}. Give a number above 0.")
+    check_positive(**counts)
     if zero1 not in (None, True, False):
         raise ValueError(f"`zero1` is {zero1!r}. Give True or False.")
     check_groups(jax.eval_shape(model.to_groups, params), model.shared)

@@ -3,7 +3,7 @@
 from ..cost.training_step import evidence
 from ..engines import PeakMemory
 from ..sharding import AXES
-from ._candidates import StepLayout
+from ._candidates import StepLayout, engine_named
 from ._devices import device_hardware
 from ._model import OFFLOAD_INPUTS
 from ._request import Request
@@ -97,10 +97,10 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         change = f"{abs(slower):.0%} {'less' if slower < 0 else 'more'}"
         return f"{describe(plain.candidate)} would take {plain.time.seconds:.3g} s, {change}."
     if plans.leanest_plain is None:
-        given = request.space.fixed
-        if any(given.get(axis, 1) > 1 for axis in ("stage", "tensor", "expert", "context")) or (
-            given.get("schedule") or given.get("engine", "none") != "none"
-        ):
+        fixed = request.space.fixed
+        divided = any(fixed.get(axis, 1) > 1 for axis in ("stage", "tensor", "expert", "context"))
+        pipelined = "engine" in fixed and engine_named(fixed["engine"]).pipelines
+        if divided or pipelined or fixed.get("schedule"):
             return "what is given rules out data parallelism alone."
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain

@@ -95,3 +95,17 @@ class Request:
         """Returns the tokens of a microbatch on a device."""
         rows = self.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
         return rows * self.sequence / candidate.sizes["context"]
+
+
+def check_positive(**values: float | int) -> None:
+    """Checks that values are above 0.
+
+    Args:
+        values: Values by the names that errors have for them.
+
+    Raises:
+        ValueError: If one is not, by its name.
+    """
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"`{name}` is {value:g}. Give a number above 0.")

@@ -36,15 +36,11 @@ _FEW_SHARDS, _MOST_SHARDS = 4, 32
 
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of what engines and compilers do beside the model's own work."""
-    sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
+    seconds = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
+    seconds += _store_seconds(candidate, request)
     if candidate.engine.pipelines:
-        return sums + _store_seconds(candidate, request)
-    on_device = candidate
-    if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
-        on_device = replace(candidate, policy="full")
-    kept = step_sizes(request.model, on_device, request.tokens(candidate)).residuals
-    stacks = candidate.microbatches * _stack_seconds(kept, request)
-    return sums + stacks + _slow_product_seconds(candidate, request)
+        return seconds
+    return seconds + _slow_product_seconds(candidate, request)
 
 
 def _memory_rate(request: Request) -> float:
@@ -54,17 +50,14 @@ def _memory_rate(request: Request) -> float:
 
 
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which residuals are written to buffers and read there."""
-    tokens, visits = request.tokens(candidate), candidate.microbatches * candidate.chunks
-    sizes = step_sizes(request.model, candidate, tokens)
-    kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
-    return visits * _stack_seconds(kept, request)
-
-
-def _stack_seconds(kept: float, request: Request) -> float:
     """Returns the seconds in which what layers keep is written to a stack, and read there."""
+    if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
+        candidate = replace(candidate, policy="full")
+    sizes = step_sizes(request.model, candidate, request.tokens(candidate))
+    kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
     passes = _OWN_STACK_BYTES if request.source.is_own else _STACK_BYTES
-    return passes * kept / _memory_rate(request)
+    visits = candidate.microbatches * candidate.chunks
+    return visits * passes * kept / _memory_rate(request)
 
 
 def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:

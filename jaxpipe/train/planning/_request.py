@@ -34,6 +34,7 @@ from ...planner import (
     Request,
     Space,
     Values,
+    check_positive,
     device_hardware,
 )
 from ...sharding.layout import parse_layout
@@ -57,6 +58,13 @@ _FIXED = {
     _LAYERS_KEY: "layers_per_stage",
 }
 """Keys that fix a field of a candidate, and the field."""
+
+_COUNTS = (
+    "num_pipeline_repeats",
+    "num_pipeline_microbatches",
+    "num_vocab_tiling",
+    "gradient_accumulation_steps",
+)
 
 _FREE = {
     "num_pipeline_repeats": -1,
@@ -113,7 +121,7 @@ def make_request(
             f"`sequence` is {sequence} and `max_target_length` {length}. Give one of them."
         )
     rows, sequence = batch or rows, config.max_target_length
-    _check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
+    check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
     values |= {
         "max_target_length": sequence,
         "per_device_batch_size": rows / devices.num_devices / accumulation,
@@ -221,12 +229,6 @@ def _name(config: Config, settings: Mapping[str, Any]) -> str:
     return config.model_name if is_preset else f"{config.decoder_block} of your sizes"
 
 
-def _check_positive(**values: float | int) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"`{name}` is {value:g}. Give a number above 0.")
-
-
 def _checked(values: Values, fixed: Values, engines: tuple[str, ...]) -> Config:
     """Returns the config of keys that a planner does not choose, after the checks of a run."""
     values = dict(values)
@@ -283,11 +285,9 @@ def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[st
     if fixed.get("policy") == "custom" and _offloads_inputs(settings):
         fixed["policy"] = OFFLOAD_INPUTS
         chosen |= TENSORS & settings.keys()
-    for name in ("chunks", "microbatches", "accumulation", "vocab_tiling", *AXIS_KEYS):
-        if name in fixed and fixed[name] < 1:
-            keys = {field: key for key, field in _FIXED.items()}
-            key = keys.get(name, f"ici_{AXIS_KEYS.get(name)}_parallelism")
-            raise ValueError(f"`{key}` is {fixed[name]}. Give a number above 0.")
+    keys = {_FIXED[key]: key for key in _COUNTS}
+    keys |= {axis: f"ici_{name}_parallelism" for axis, name in AXIS_KEYS.items()}
+    check_positive(**{key: fixed[name] for name, key in keys.items() if name in fixed})
     gathers = [name for name, key in GATHER_KEYS.items() if settings.get(key)]
     if gathers:
         fixed["gather"] = gathers[0]

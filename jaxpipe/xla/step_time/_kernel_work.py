@@ -32,14 +32,11 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
         products = _ATTENTION_PRODUCTS[attention[0]]
         if attention[1] == "dkv" and '"use_fused_bwd_kernel\\": true' in call.attributes:
             products = _FUSED_BACKWARD
-        rows = 1
-        for size in queries[:-2]:
-            rows *= size
-        share = named_share("pairs", computation, call) or 1 / 2
-        return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] * share
+        share = _named_share("pairs", computation, call) or 1 / 2
+        return products * 2 * math.prod(queries) * keys[-2] * share
     if _is_grouped_product(shapes):
         (m, k), n = shapes[5], array_sizes(call.shape)[-1]
-        return 2.0 * m * k * n * (named_share("rows", computation, call) or 1)
+        return 2.0 * m * k * n * (_named_share("rows", computation, call) or 1)
     return None
 
 
@@ -51,7 +48,7 @@ def _is_grouped_product(shapes: list[list[int]]) -> bool:
     return ranks in ([0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2, 2]) and shapes[2] == shapes[3]
 
 
-def named_share(what: str, computation: Computation, call: Instruction) -> float | None:
+def _named_share(what: str, computation: Computation, call: Instruction) -> float | None:
     """Returns the share that is multiplied, by a name scope such as `rows_1_of_4`; None if none."""
     # Where XLA drops the scope of the call, that of its neighbours counts.
     for instruction in (call, *computation.instructions.values()):
@@ -61,10 +58,10 @@ def named_share(what: str, computation: Computation, call: Instruction) -> float
     return None
 
 
-def gpu_kernel_work(computation: Computation, call: Instruction) -> tuple[float, float] | None:
+def gpu_kernel_work(
+    computation: Computation, call: Instruction, target: str
+) -> tuple[float, float] | None:
     """Returns the operations of a kernel that is known, and the share of the peak it reaches."""
-    found = re.search(r'custom_call_target="([^"]*)"', call.attributes)
-    target = found[1] if found else ""
     if target.startswith("__cudnn$fmha"):
         flops, channels = _attention_flops(computation, call)
         return flops, cudnn_attention(channels)
@@ -75,12 +72,12 @@ def gpu_kernel_work(computation: Computation, call: Instruction) -> tuple[float,
             # Rows by weights [groups, depth, width], or rows by rows.
             *_, left, right = shapes
             width = array_sizes(call.shape)[-1] if len(right) == 3 else right[-1]
-            share = named_share("rows", computation, call) or 1.0
+            share = _named_share("rows", computation, call) or 1.0
             return 2.0 * math.prod(left) * width * share, GROUPED_PRODUCTS
         case "mha_forward" | "mha_backward" as name:
             queries, keys = shapes[:2]  # [b, T, H, C]
             products = 2 if name == "mha_forward" else 5
-            share = named_share("pairs", computation, call) or 1 / 2
+            share = _named_share("pairs", computation, call) or 1 / 2
             return products * 2.0 * math.prod(queries) * keys[1] * share, PALLAS_ATTENTION
         case "mha_preprocess_backward":
             return 0.0, 1.0

@@ -42,7 +42,7 @@ def roofline_seconds(
         return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
     if target.startswith("__cublas"):
         return max(moved, _flops_of_product(computation, instruction) / (PRODUCTS * peak))
-    work = gpu_kernel_work(computation, instruction)
+    work = gpu_kernel_work(computation, instruction, target)
     return None if work is None else max(moved, work[0] / (work[1] * peak))
 
 
