@@ -183,7 +183,7 @@ def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
         case "once":
             return reads.whole + reads.whole / v
         case "repeat":
-            return 3 * reads.whole / v
+            return 2 * reads.whole / v
         case "tick":  # beside the window a tick's weights, and a gradient before it is a sum
             return reads.stored / v + reads.whole / v + sizes.largest_grad
         case "layer":

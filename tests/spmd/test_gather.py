@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import sharding, spmd
 from jaxpipe.sharding import gathered_rules
@@ -84,18 +85,68 @@ def named(jaxpr: Any, *names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
+def test_a_tick_neither_waits_for_the_parts_that_it_moves_nor_lets_them_wait(direction):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(WEIGHTS, INPUTS).jaxpr
-    loops = [body for body in bodies(jaxpr) if named(body, "scan")]  # over repeats
-    body = loops[0 if direction == "forward" else 1]
-    ticks, gathers = named(body, "scan"), named(body, "all_gather")
-    assert len(loops) == 2 and len(ticks) == len(gathers) == 1
-    assert not reached(body, ticks).intersection(read(*gathers))
-    assert not reached(body, gathers).intersection(read(*ticks))
-    assert reached(body, gathers).intersection(body.outvars)
+    ticks = bodies(jaxpr)
+    body = ticks[0 if direction == "forward" else 1]
+    work = named(body, "dot_general" if direction == "forward" else "remat2")
+    gathers = named(body, "all_gather")
     scatters = named(body, "reduce_scatter", "psum_scatter")
+    assert len(ticks) == 2 and len(work) == len(gathers) == 1
     assert len(scatters) == (direction == "backward")
-    assert all(reached(body, ticks).intersection(read(eqn)) for eqn in scatters)
+    assert not reached(body, work).intersection(read(*gathers, *scatters))
+    assert not reached(body, gathers + scatters).intersection(read(*work))
+    assert reached(body, gathers).intersection(body.outvars)
+    assert all(aval.size < DIM * DIM for eqn in gathers for aval in [eqn.outvars[0].aval])
+
+
+@pytest.mark.parametrize("when", ["repeat", "once", "tick"])
+@pytest.mark.parametrize(
+    ("specs", "batch_axes"),
+    [
+        ({"w": P("fsdp"), "v": P(None, "fsdp"), "s": P()}, ("fsdp",)),
+        ({"w": P("fsdp"), "v": P("tensor", "fsdp"), "s": P()}, ("fsdp",)),
+        ({"w": P("fsdp", "tensor"), "v": P("tensor", "fsdp"), "s": P()}, ()),
+        ({"w": P(), "v": P("tensor"), "s": P()}, ("fsdp",)),
+    ],
+)
+def test_parts_that_do_not_divide_are_exact(when, specs, batch_axes):
+    rows, sizes = 6, {"stage": 2, "fsdp": 2, "tensor": 2}
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = {
+        "w": jax.random.normal(keys[0], (REPEATS, RANKS, rows, 10)) / 3,
+        "v": jax.random.normal(keys[1], (REPEATS, RANKS, 10, rows)) / 3,
+        "s": 1 + jax.random.normal(keys[2], (REPEATS, RANKS)) / 9,
+    }
+    inputs = jax.random.normal(keys[3], (MICROBATCHES, 2, rows))
+
+    def stage(w, x, batch_inputs, rng):
+        return jnp.tanh(x @ w["w"]) @ w["v"] * w["s"]
+
+    def plain(weights, inputs):
+        for repeat in range(REPEATS):
+            for rank in range(RANKS):
+                own = jax.tree.map(lambda w, at=(repeat, rank): w[at], weights)
+                inputs = stage(own, inputs, (), ())
+        return jnp.sum(jnp.sin(inputs))
+
+    gather = gather_by_specs(specs, unsharded_specs(specs), when=when, batch_axes=batch_axes)
+    mesh = sharding.make_mesh(sizes, devices=jax.devices()[:8])
+
+    def piped(weights, inputs):
+        y, _ = spmd.circular(stage, weights, inputs, mesh=mesh, gather=gather)
+        return jnp.sum(jnp.sin(y))
+
+    got = jax.jit(jax.value_and_grad(piped, argnums=(0, 1)))(weights, inputs)
+    wanted = jax.value_and_grad(plain, argnums=(0, 1))(weights, inputs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert jnp.max(jnp.abs(a - b)) <= 1e-5 * jnp.max(jnp.abs(b))
+
+
+def test_parts_of_weights_that_a_function_gathers_are_refused():
+    gather = spmd.Gather("repeat", unshard=lambda w: w + 0)
+    with pytest.raises(ValueError, match="Make it by `gather_weights`"):
+        loss(WEIGHTS, INPUTS, gather=gather)
 
 
 @pytest.mark.parametrize("per_layer", [False, True])

@@ -19,14 +19,13 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import add_trees, put
 from ..ranks import update_if, zeros_like
-from ..weight_gather import WeightGather
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
-from ._loop_phases import LoopPhase, block_of, phase_of, run_repeats, run_ticks
+from ._loop_phases import LoopPhase
 from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
 from ._shape import (
     State,
+    TickWork,
     add_input,
-    begins_on_rank_0,
     hint_of_repeats,
     last_cotangent,
     stream_move,
@@ -43,16 +42,21 @@ class Cotangents(NamedTuple):
 
 
 class WeightState(NamedTuple):
-    """Weights and gradients that a rank holds during a repeat of the backward.
+    """Weights and gradients of a rank. The backward runs repeats in reverse order.
 
     Attributes:
-        done: Complete gradient of the repeat that the rank worked on before: the backward runs
-            repeats in reverse order, so this is the repeat with the next higher index.
+        window: The weights of the repeat that the rank works on.
+        prefetched: Those of the next lower repeat, as far as they are gathered.
+        gradient: The sum of the gradients of the repeat so far.
+        done: The complete gradient of the next higher repeat.
+        gradients: [repeats, ...] gradients as they are stored, as far as they are scattered.
     """
 
     window: PyTree
+    prefetched: PyTree
     gradient: PyTree
     done: PyTree
+    gradients: PyTree
 
 
 class BackwardCarry(NamedTuple):
@@ -60,17 +64,6 @@ class BackwardCarry(NamedTuple):
 
     weight_state: WeightState
     cotangents: Cotangents
-
-
-class BackwardBlockCarry(NamedTuple):
-    """Values that a rank carries from repeat to repeat of the backward; `gradients` are complete.
-
-    `prefetched` has the weights of the repeat below, () after repeat 0.
-    """
-
-    gradients: PyTree
-    prefetched: PyTree
-    ticks: BackwardCarry
 
 
 def backward(
@@ -82,113 +75,49 @@ def backward(
     cotangents = Cotangents(
         last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
     )
-    window, prefetched = _first_windows(gather, final, cotangents)
+    last = _after(final, cotangents.state)
+    prefetched = gather.prefetch(last)
+    window = gather.window(prefetched, last)
     zero_sum = gather.zeros(window)
-    carry = BackwardCarry(WeightState(window, zero_sum, zero_sum), cotangents)
-    run = _backward_loop if invariants.one_loop and final > 0 else _backward_blocks
+    carry = BackwardCarry(WeightState(window, prefetched, zero_sum, zero_sum, ()), cotangents)
 
-    def run_half(read: Callable, repeats: range, prefetched: PyTree, ticks: BackwardCarry):
-        start = BackwardBlockCarry(gather.zero_gradients(len(repeats)), prefetched, ticks)
-        return run(invariants, partial(_backward_tick, invariants, read, daux), repeats, start)
+    def run_half(read: Callable, repeats: range, carry: BackwardCarry) -> BackwardCarry:
+        weight_state = carry.weight_state._replace(gradients=gather.zero_gradients(len(repeats)))
+        tick = partial(_backward_tick, invariants, read, daux, repeats)
+        carry = carry._replace(weight_state=weight_state)
+        return _scatter_last(
+            invariants, invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
+        )
 
-    second = range(half, final + 1)
-    done = run_half(partial(read_second_half, residuals, shape), second, prefetched, carry)
-    gradients = done.gradients
+    read = partial(read_second_half, residuals, shape)
+    carry = run_half(read, range(half, final + 1), carry)
+    gradients = carry.weight_state.gradients
     if half:
-        read = partial(read_first_half, residuals, shape)
-        done = run_half(read, range(half), done.prefetched, done.ticks)
-        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), done.gradients, gradients)
-    cotangents = done.ticks.cotangents
+        carry = run_half(partial(read_first_half, residuals, shape), range(half), carry)
+        halves = carry.weight_state.gradients, gradients
+        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *halves)
+    cotangents = carry.cotangents
     return gradients, cotangents.state.stream, cotangents.batch_inputs
 
 
-def _first_windows(
-    gather: WeightGather, final: int, cotangents: Cotangents
-) -> tuple[PyTree, PyTree]:
-    """Returns the window of the last repeat, and the prefetched weights of the one before it.
-
-    Both are made only after the forward (`_after`). Otherwise the compiler would gather them during
-    the forward and hold them until they are used.
-    """
-    last = _after(final, cotangents.state)
-    window = gather.window(gather.prefetch(last), last)
-    return window, gather.prefetch(_after(final - 1, cotangents.state)) if final else ()
-
-
-def _backward_loop(
-    invariants: CircularInvariants, tick: Callable, repeats: range, start: BackwardBlockCarry
-) -> BackwardBlockCarry:
-    """Returns what `_backward_blocks` does, after one loop; nothing is prefetched in it."""
-    shape, gather = invariants.shape, invariants.gather
-    phase = phase_of(shape, repeats)
-
-    def tick_and_finish(carry: BackwardBlockCarry, t: Any) -> BackwardBlockCarry:
-        ticks = tick(phase, start.prefetched, carry.ticks, t)
-
-        def finish(gradients: PyTree) -> PyTree:
-            done = gather.reduce_scatter(ticks.weight_state.done)
-            return put(gradients, done, t // shape.num_microbatches - repeats[0])
-
-        # All ranks agree when this is, so the branch may communicate.
-        hint = hint_of_repeats(shape, phase.program)
-        gradients = update_if(begins_on_rank_0(t, shape), finish, carry.gradients, hint=hint)
-        return BackwardBlockCarry(gradients, start.prefetched, ticks)
-
-    return run_ticks(tick_and_finish, start, phase, scan=True, reverse=True)
-
-
-def _backward_blocks(
-    invariants: CircularInvariants, tick: Callable, repeats: range, start: BackwardBlockCarry
-) -> BackwardBlockCarry:
-    """Runs the blocks of some repeats in reverse order.
-
-    `start` has the weights of repeat `repeats[-1] - 1`, and zero gradients [len(repeats), ...].
-    """
-    shape, gather = invariants.shape, invariants.gather
-    final = shape.num_repeats - 1
-    lowest, highest = repeats[0], repeats[-1]
-    in_blocks = range(max(lowest, 1), min(highest + 1, final))
-
-    def ticks(phase: LoopPhase, prefetched: PyTree, carry: BackwardCarry) -> BackwardCarry:
-        in_phase = partial(tick, phase, prefetched)
-        return run_ticks(in_phase, carry, phase, scan=invariants.scan_ticks, reverse=True)
-
-    def block(carry: BackwardBlockCarry, j: Any, phase: LoopPhase | None = None):
-        # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
-        below = jnp.maximum(j - 2, 0)
-        in_loop = phase is None and invariants.scan_repeats
-        state = carry.ticks.cotangents.state
-        prefetched_next = gather.prefetch(below if in_loop else _after(below, state))
-        after = ticks(phase or block_of(shape, j, in_blocks), carry.prefetched, carry.ticks)
-        done = gather.reduce_scatter(after.weight_state.done)
-        gradients = put(carry.gradients, done, j - lowest)
-        return BackwardBlockCarry(gradients, prefetched_next, after)
-
-    blocks = start
-    if 0 < final == highest:
-        blocks = block(blocks, final, phase_of(shape, range(final, final + 1)))
-    blocks = run_repeats(block, blocks, in_blocks[::-1], scan=invariants.scan_repeats)
-    if lowest > 0:
-        return blocks
-    carry = ticks(phase_of(shape, range(1)), None, blocks.ticks)
-    gradients = put(blocks.gradients, gather.reduce_scatter(carry.weight_state.gradient), 0)
-    return BackwardBlockCarry(gradients, (), carry)
+def _scatter_last(invariants: CircularInvariants, carry: BackwardCarry) -> BackwardCarry:
+    """Returns the carry with the gradient of the lowest repeat scattered, of which no tick did."""
+    state = carry.weight_state
+    total = state.done if invariants.shape.num_repeats > 1 else state.gradient
+    gradients = put(state.gradients, invariants.gather.reduce_scatter(total), 0)
+    return carry._replace(weight_state=state._replace(gradients=gradients))
 
 
 def _backward_tick(
     invariants: CircularInvariants,
     read: Callable[[Any], list[jax.Array]],
     daux: Aux,
+    repeats: range,
     phase: LoopPhase,
-    prefetched: PyTree | None,
     carry: BackwardCarry,
     t: Any,
 ) -> BackwardCarry:
-    """Returns the carry before tick `t`.
-
-    `prefetched` has the weights of the repeat with which ranks go on in the phase; None if no rank
-    finishes a repeat in it.
-    """
+    """Returns the carry before tick `t`, in a loop over `repeats`."""
     gather, shape = invariants.gather, invariants.shape
     weight_state, (dstate, dbatch_inputs) = carry
     work = work_at(t, shape)
@@ -199,23 +128,42 @@ def _backward_tick(
     dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
     gradient = gather.accumulate(weight_state.gradient, dw)
     weight_state = weight_state._replace(gradient=gradient)
-    if prefetched is not None:
-        go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
+    if shape.num_repeats > 1:
         hint = hint_of_repeats(shape, phase.program)
-        weight_state = update_if(begins_repeat(work), go_on, weight_state, hint=hint)
+        weight_state, dx = _next_weights(invariants, repeats, work, weight_state, hint, dx)
     ds = add_trees(index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
     dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
     return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))
 
 
-def _begin_repeat(
-    gather: WeightGather, prefetched: PyTree, repeat: Any, weight_state: WeightState
-) -> WeightState:
-    """Returns what a rank holds when it goes on with `repeat`, after the repeat `repeat + 1`."""
-    return WeightState(
-        gather.window(prefetched, repeat), zeros_like(weight_state.gradient), weight_state.gradient
-    )
+def _next_weights(
+    invariants: CircularInvariants,
+    repeats: range,
+    work: TickWork,
+    state: WeightState,
+    hint: str,
+    dx: PyTree,
+) -> tuple[WeightState, PyTree]:
+    """Returns the weights and gradients that a rank holds after its work of a tick, and `dx`.
+
+    In every tick a part of the gradient that is complete is scattered, and a part of the weights
+    that come next is gathered. In bubbles, and before the first gradient is complete, parts are
+    written that are written again.
+    """
+    gather, part = invariants.gather, (work.microbatch, invariants.shape.num_microbatches)
+    below = jnp.maximum(work.repeat - 1, 0)
+    done = jnp.clip(work.repeat + 1, repeats[0], repeats[-1]) - repeats[0]
+    gradients, dx = gather.reduce_scatter_part(state.gradients, done, state.done, *part, dx)
+    prefetched, dx = gather.prefetch_part(state.prefetched, below, *part, dx)
+
+    def begin(held: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+        _, gradient, _ = held
+        return gather.window(prefetched, work.repeat - 1), zeros_like(gradient), gradient
+
+    held = state.window, state.gradient, state.done
+    window, gradient, done = update_if(begins_repeat(work), begin, held, hint=hint)
+    return WeightState(window, prefetched, gradient, done, gradients), dx
 
 
 def _after(index: Any, tree: PyTree) -> Int[Array, ""]:

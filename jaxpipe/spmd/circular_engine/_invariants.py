@@ -1,6 +1,7 @@
 """Values that all ticks of a circular pipeline read: its shape, the traced stage, its inputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ..ranks import AXIS
 from ..weight_gather import Gather, WeightGather, read_after, weight_gather
+from ._loop_phases import run_all_ticks
 from ._shape import PipelineShape, TickWork, check_circular
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
@@ -23,7 +25,7 @@ class CircularOptions(NamedTuple):
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
-        scan_ticks: Whether the ticks of a phase run in a `lax.scan` or are unrolled.
+        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
     """
 
     delay: bool
@@ -38,10 +40,7 @@ class CircularInvariants(NamedTuple):
 
     Attributes:
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
-        one_loop: Whether the ticks of all repeats run in one `lax.scan`: between them nothing is
-            gathered ahead.
-        scan_repeats: Whether the blocks of several repeats run in a `lax.scan`.
-        scan_ticks: Whether the ticks of a phase run in a `lax.scan`.
+        run_all_ticks: Runs the ticks of some repeats, in loops as the options say.
     """
 
     shape: PipelineShape
@@ -49,9 +48,7 @@ class CircularInvariants(NamedTuple):
     gather: WeightGather
     batch_inputs: PyTree[Shaped[Array, "M ..."]]
     keys: PyTree[Shaped[Array, "R ..."]]
-    one_loop: bool
-    scan_repeats: bool
-    scan_ticks: bool
+    run_all_ticks: Callable
 
 
 def prepare(
@@ -74,11 +71,8 @@ def prepare(
     _, aux_shapes = jax.eval_shape(stage, *examples)
     shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
     traced = pullback(options.remat(stage), *examples)
-    scans = options.scan_repeats, options.scan_ticks
-    one_loop = all(scans) and options.gather.when != "repeat"
-    return CircularInvariants(
-        shape, traced, gather, batch_inputs, keys, one_loop, *scans
-    ), aux_shapes
+    run = partial(run_all_ticks, scan_repeats=options.scan_repeats, scan_ticks=options.scan_ticks)
+    return CircularInvariants(shape, traced, gather, batch_inputs, keys, run), aux_shapes
 
 
 def begins_repeat(work: TickWork) -> Bool[Array, ""]:

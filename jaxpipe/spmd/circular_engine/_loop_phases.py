@@ -1,18 +1,12 @@
-"""The ticks of a circular pipeline as loops: one over all of them, or a block for each repeat.
-
-One loop compiles fastest. It has no place between its ticks in which weights could be gathered
-ahead, so pipelines that gather once per repeat have blocks.
+"""The ticks of a circular pipeline as loops: one over all of them, or one for each repeat.
 
 Rank 0 begins repeat j at tick j * M, the first of block j, and rank r at tick j * M + r * d, inside
-the block: until then it works on repeat j - 1. So a rank needs the weights of two repeats in a
-block, and those of a third can be gathered meanwhile. The last block also includes the ticks in
-which the pipeline drains.
-
-The repeats between the first and the last, and the ticks of each block, run in a `lax.scan` or are
-unrolled (`run_repeats`, `run_ticks`).
+the block: until then it works on repeat j - 1. The last block also includes the ticks in which the
+pipeline drains. One loop compiles fastest.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -53,6 +47,40 @@ def block_of(shape: PipelineShape, repeat: Any, repeats: range) -> LoopPhase:
     """Returns the phase of the block of `repeat`, in a loop over the blocks of `repeats`."""
     M = shape.num_microbatches
     return LoopPhase(repeat * M, M, phase_of(shape, repeats).program)
+
+
+def run_all_ticks(
+    tick: Callable[[LoopPhase, Carry, Any], Carry],
+    carry: Carry,
+    shape: PipelineShape,
+    repeats: range,
+    *,
+    scan_repeats: bool,
+    scan_ticks: bool,
+    reverse: bool = False,
+) -> Carry:
+    """Runs the ticks of some repeats by `tick`: `(phase, carry, index of the tick) -> carry`.
+
+    They run in one loop; or in a block for each repeat, if blocks or their ticks are unrolled.
+    """
+
+    def run(carry: Carry, phase: LoopPhase) -> Carry:
+        return run_ticks(partial(tick, phase), carry, phase, scan=scan_ticks, reverse=reverse)
+
+    if scan_repeats and scan_ticks:
+        return run(carry, phase_of(shape, repeats))
+    final = shape.num_repeats - 1
+    in_blocks = range(repeats.start, min(repeats.stop, final))
+
+    def block(carry: Carry, j: Any) -> Carry:
+        return run(carry, block_of(shape, j, in_blocks))
+
+    def run_final(carry: Carry) -> Carry:
+        return run(carry, phase_of(shape, range(final, final + 1))) if final in repeats else carry
+
+    if reverse:
+        return run_repeats(block, run_final(carry), in_blocks[::-1], scan=scan_repeats)
+    return run_final(run_repeats(block, carry, in_blocks, scan=scan_repeats))
 
 
 def run_ticks(

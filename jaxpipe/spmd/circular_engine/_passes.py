@@ -21,7 +21,7 @@ from ._invariants import (
     begins_repeat,
     prepare,
 )
-from ._loop_phases import LoopPhase, block_of, phase_of, run_repeats, run_ticks
+from ._loop_phases import LoopPhase
 from ._residuals import Residuals, allocate, store
 from ._shape import (
     State,
@@ -36,22 +36,17 @@ from ._shape import (
 
 
 class ForwardCarry(NamedTuple):
-    """Values that a rank carries from tick to tick; `window` has the weights of its repeat."""
+    """Values that a rank carries from tick to tick.
+
+    `window` has the weights of its repeat, and `prefetched` those of the next as far as they are
+    gathered.
+    """
 
     window: PyTree
+    prefetched: PyTree
     state: State
     aux: Aux
     residuals: Residuals
-
-
-class ForwardBlockCarry(NamedTuple):
-    """Values that a rank carries from repeat to repeat of the forward.
-
-    `prefetched` has the weights of the repeat that the next block begins.
-    """
-
-    prefetched: PyTree
-    ticks: ForwardCarry
 
 
 def forward_rank(
@@ -103,53 +98,38 @@ def forward(
 ) -> tuple[tuple[PyTree, Aux], Residuals]:
     """Runs all ticks of the forward on one rank; residuals are empty unless they are saved."""
     shape, gather = invariants.shape, invariants.gather
-    ticks = partial(_forward_ticks, invariants)
     state, aux = first_state(inputs, shape), zeros_like(aux_shapes)
     residuals = _allocate_residuals(invariants, inputs) if save_residuals else Residuals([], [])
-    prefetched, final = gather.prefetch(0), shape.num_repeats - 1
-    carry = ForwardCarry(gather.window(prefetched, 0), state, aux, residuals)
-
-    def block(carry: ForwardBlockCarry, j: Any) -> ForwardBlockCarry:
-        prefetched_next = gather.prefetch(j + 1)  # for the next block: no tick of this one reads it
-        after = ticks(block_of(shape, j, range(final)), carry.prefetched, carry.ticks)
-        return ForwardBlockCarry(prefetched_next, after)
-
-    if final == 0 or invariants.one_loop:
-        carry = ticks(phase_of(shape, range(final + 1)), prefetched if final else None, carry)
-    else:
-        blocks = ForwardBlockCarry(prefetched, carry)
-        blocks = run_repeats(block, blocks, range(final), scan=invariants.scan_repeats)
-        carry = ticks(phase_of(shape, range(final, final + 1)), blocks.prefetched, blocks.ticks)
+    prefetched = gather.prefetch(0)
+    carry = ForwardCarry(gather.window(prefetched, 0), prefetched, state, aux, residuals)
+    tick = partial(_forward_tick, invariants)
+    carry = invariants.run_all_ticks(tick, carry, shape, range(shape.num_repeats))
     return (realign(carry.state.stream, shape), carry.aux), carry.residuals
 
 
-def _forward_ticks(
-    invariants: CircularInvariants, phase: LoopPhase, prefetched: PyTree | None, carry: ForwardCarry
+def _forward_tick(
+    invariants: CircularInvariants, phase: LoopPhase, carry: ForwardCarry, t: Any
 ) -> ForwardCarry:
-    """Returns the carry after the ticks of a phase.
-
-    `prefetched` has the weights of the repeat that ranks begin in the phase; None if no rank begins
-    one.
-    """
+    """Returns the carry after tick `t`."""
     gather, shape = invariants.gather, invariants.shape
-
-    def tick(carry: ForwardCarry, t: Any) -> ForwardCarry:
-        window, state, aux, residuals = carry
-        work = work_at(t, shape)
-        if prefetched is not None:
-            begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
-            hint = hint_of_repeats(shape, phase.program)
-            window = update_if(begins_repeat(work), begin, window, hint=hint)
-        x = next_input(state, t, from_stream=work.from_stream)
-        batch_inputs, keys = batch_inputs_and_keys(invariants, work)
-        (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
-        aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
-        residuals = store(residuals, new, t, shape)
-        move = stream_move(t, shape, phase.program)
-        state = hand_over(state, y, t, shape=shape, move=move)
-        return ForwardCarry(window, state, aux, residuals)
-
-    return run_ticks(tick, carry, phase, scan=invariants.scan_ticks)
+    window, prefetched, state, aux, residuals = carry
+    work = work_at(t, shape)
+    if shape.num_repeats > 1:
+        begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
+        hint = hint_of_repeats(shape, phase.program)
+        window = update_if(begins_repeat(work), begin, window, hint=hint)
+    x = next_input(state, t, from_stream=work.from_stream)
+    batch_inputs, keys = batch_inputs_and_keys(invariants, work)
+    (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
+    if shape.num_repeats > 1:
+        next_repeat = jnp.clip(work.repeat + 1, 0, shape.num_repeats - 1)
+        part = work.microbatch, shape.num_microbatches
+        prefetched, y = gather.prefetch_part(prefetched, next_repeat, *part, y)
+    aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
+    residuals = store(residuals, new, t, shape)
+    move = stream_move(t, shape, phase.program)
+    state = hand_over(state, y, t, shape=shape, move=move)
+    return ForwardCarry(window, prefetched, state, aux, residuals)
 
 
 def _allocate_residuals(invariants: CircularInvariants, inputs: PyTree) -> Residuals:

@@ -1,6 +1,8 @@
 """Gathers and sums of one array over manual axes, while automatic axes stay as they are."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -33,23 +35,49 @@ def all_gather_leaf(
 
 
 def reduce_scatter_leaf(
-    axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec
+    axes: tuple[str, ...],
+    x: jax.Array,
+    spec: PartitionSpec,
+    unsharded: PartitionSpec,
+    *,
+    as_rows: bool = False,
 ) -> jax.Array:
     """Returns to each device of `axes` its shard of the sum over these devices.
 
-    Automatic axes shard it as in `unsharded`, before and after.
+    Automatic axes shard it as in `unsharded`, before and after. `as_rows` is for an array that is
+    stored with its last dim as rows.
     """
     rest = tuple(axis for axis in axes if axis not in axes_of(spec))
 
+    scatter = _scatter_rows if as_rows else _scatter
+
     def sum_up(x: jax.Array) -> jax.Array:
         for dim, names in enumerate(spec):
-            x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+            x = scatter(x, names, dim) if names else x
         return lax.psum(x, rest) if rest else x
 
     # If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates
     # it, with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes
     # (`also`) keeps partial sums on their devices until the loop has ended.
     return _on_shards(sum_up, x, unsharded, moved=[*map(axes_of_dim, spec)], also=GATHERED_AXES)
+
+
+def _scatter(x: jax.Array, axes: Any, dim: int) -> jax.Array:
+    """Returns the shards along `dim` of the sum over `axes`."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def _scatter_rows(x: jax.Array, axes: Any, dim: int) -> jax.Array:
+    """Does the same. The dim and all behind it but the last are seen as one.
+
+    XLA:TPU (libtpu 0.0.48.1) sums whole arrays, twice the bytes, if a dim is none of the last two.
+    """
+    if dim >= x.ndim - 2:
+        return _scatter(x, axes, dim)
+    lead, behind = x.shape[:dim], x.shape[dim + 1 :]
+    rows = x.reshape(*lead, math.prod(x.shape[dim:-1]), x.shape[-1])
+    shard = _scatter(rows, axes, dim)
+    return shard.reshape(*lead, x.shape[dim] * shard.size // max(rows.size, 1), *behind)
 
 
 def _on_shards(

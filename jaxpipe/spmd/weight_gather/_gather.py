@@ -8,7 +8,7 @@ their gradients; `gather_weights` makes them from logical axes, `gather_by_specs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Gather:
 
     Attributes:
         when: In every `tick`; `once` before the first; or once per `repeat`, ahead of it: a rank
-            holds the weights of its repeat and those of the next, while a third set is gathered.
+            holds the weights of its repeat, and those of the next as far as they are gathered.
         cast: Casts the weights of one stage, before they are gathered, to its compute dtype.
         unshard: Gathers stored weights.
         constrain_unsharded: Constrains gradients that are accumulated over ticks to stay unsharded,
@@ -60,6 +60,9 @@ class Gather:
         key_specs: How the keys of one stage are sharded over `batch_axes`. None: not at all.
         divided_over: Mesh axes over which weights or gradients are divided where they are stored,
             but not where a stage reads them. None if only XLA's partitioner knows.
+        by_specs: The specs that it was made of. None if its functions were written by hand.
+        reduce_products: `reduce_scatter` of gradients that products have just computed: XLA may
+            choose their layout. None if it is `reduce_scatter`.
     """
 
     when: When = "tick"
@@ -72,10 +75,24 @@ class Gather:
     gradient_specs: PyTree = REPLICATED
     key_specs: PyTree = None
     divided_over: frozenset[str] | None = None
+    by_specs: "BySpecs | None" = None
+    reduce_products: TreeFunction | None = None
 
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""
         return self.unshard(self.cast(weights))
+
+
+class BySpecs(NamedTuple):
+    """What a `Gather` was made of.
+
+    Attributes:
+        make: `(stored, unsharded, gradients) -> Gather`, like the one that was made.
+        specs: These trees of specs, over all axes.
+    """
+
+    make: Callable[[PyTree, PyTree, PyTree], Gather]
+    specs: tuple[PyTree, PyTree, PyTree]
 
 
 def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
@@ -85,13 +102,24 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
     def each(name: str) -> TreeFunction:
         return lambda trees: {key: getattr(gathers[key], name)(tree) for key, tree in trees.items()}
 
+    def make(*trees: dict[str, PyTree]) -> Gather:
+        of_each = {key: [tree[key] for tree in trees] for key in gathers}
+        return join_gathers({key: by.make(*of_each[key]) for key, by in by_specs.items()})
+
     functions = ("cast", "unshard", "constrain_unsharded", "reduce_scatter")
     specs = ("weight_specs", "gradient_specs")
+    by_specs = {key: g.by_specs for key, g in gathers.items() if g.by_specs is not None}
+    assert len(by_specs) == len(gathers), "only gathers by specs are joined"
+    stored, unsharded, gradients = (
+        {key: by.specs[i] for key, by in by_specs.items()} for i in range(3)
+    )
     return replace(
         first,
         **{name: each(name) for name in functions},
         **{name: {key: getattr(g, name) for key, g in gathers.items()} for name in specs},
         divided_over=None,
+        by_specs=BySpecs(make, (stored, unsharded, gradients)),
+        reduce_products=None,
     )
 
 
@@ -163,8 +191,8 @@ def gather_by_specs(
             map_leaves(all_gather_leaf, tree, manual_stored, manual_unsharded, unsharded)
         )
 
-    def reduce_scatter(tree: PyTree) -> PyTree:
-        reduce_leaf = partial(reduce_scatter_leaf, batch_axes)
+    def reduce_scatter(tree: PyTree, *, as_rows: bool = True) -> PyTree:
+        reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows)
         return constrain_gradients(map_leaves(reduce_leaf, tree, manual_gradients, unsharded))
 
     # Explicit axes keep their type only where a spec has no entries, not even of None.
@@ -179,6 +207,11 @@ def gather_by_specs(
         manual_stored if batch_axes else no_entries,
         manual_gradients if batch_axes else no_entries,
         divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
+        by_specs=BySpecs(
+            partial(gather_by_specs, when=when, cast=cast, batch_axes=batch_axes, mesh=mesh),
+            (stored, unsharded, gradients),
+        ),
+        reduce_products=partial(reduce_scatter, as_rows=False),
     )
 
 

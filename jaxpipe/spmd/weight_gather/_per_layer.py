@@ -22,6 +22,7 @@ from ...sharding.specs import axes_of, without_axes
 from .._buffers import cast_like, to_accum_dtype
 from ._collectives import reduce_scatter_leaf
 from ._gather import (
+    BySpecs,
     Gather,
     TreeFunction,
     constrain_by,
@@ -68,6 +69,9 @@ def gather_in_layers(
         batch_axes=batch_axes,
         weight_specs=weight_specs,
         gradient_specs=gradient_specs,
+        by_specs=BySpecs(
+            partial(gather_in_layers, batch_axes=batch_axes), (stored, unsharded, gradients)
+        ),
     )
 
 

@@ -5,7 +5,9 @@ weights of a chunk before the rank begins it. The rank makes its `window` of the
 and holds it while it stays with the chunk. In a tick, `unshard` returns the weights in the window
 for the stage, and `accumulate` adds their gradients in float32; `reduce_scatter` sums the gradients
 of a chunk over devices when the rank leaves it. The engines decide when a rank changes chunks: the
-circular engine once per repeat, the scheduled engine by the prefetch plan of its tables.
+circular engine once per repeat, the scheduled engine by the prefetch plan of its tables. Both
+transfers can be spread over the ticks of a chunk, as the circular engine does: `prefetch_part` and
+`reduce_scatter_part` move a part.
 
 |        | prefetch | window               | unshard | accumulate      | reduce_scatter  |
 |--------|----------|----------------------|---------|-----------------|-----------------|
@@ -31,6 +33,7 @@ from ...ir.transforms import Entry
 from .._buffers import add_trees, over_leading, put, to_accum_dtype
 from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
+from ._parts import gather_part, reduce_scatter_part
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
 """From [chunks, ...] weights and the index of a chunk to the weights of that chunk."""
@@ -41,6 +44,9 @@ class WeightGather(NamedTuple):
 
     Attributes:
         prefetch: Maps the index of a chunk to the weights gathered before the rank begins it.
+        prefetch_part: Maps `(prefetched, chunk, part, num_parts, before)` to `prefetched` with one
+            part of the chunk's weights gathered and written, and `before`, which is not used before
+            the part has arrived. After all parts it has what `prefetch` returns.
         window: Maps these and the index to the weights that the rank holds while it runs the chunk.
         unshard: Maps a window to the weights that a stage reads.
         accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
@@ -52,6 +58,9 @@ class WeightGather(NamedTuple):
         entries: Maps the index of a chunk to its weights as entries of the buffers that hold them,
             or as arrays if there is one chunk. None if weights are gathered when they are read.
         reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
+        reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, before)` to gradients as
+            stored, [chunks, ...], with one part of the chunk's sum scattered into them, and
+            `before`.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
         zero_sums: Returns the initial sums of all chunks, [chunks, ...].
@@ -59,12 +68,14 @@ class WeightGather(NamedTuple):
     """
 
     prefetch: Callable[[Any], PyTree]
+    prefetch_part: Callable[[PyTree, Any, Any, int, PyTree], tuple[PyTree, PyTree]]
     window: Callable[[PyTree, Any], PyTree]
     unshard: TreeFunction
     accumulate: Callable[[PyTree, PyTree], PyTree]
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]]
     entries: Callable[[Any], PyTree] | None
     reduce_scatter: TreeFunction
+    reduce_scatter_part: Callable[[PyTree, Any, PyTree, Any, int, PyTree], tuple[PyTree, PyTree]]
     zeros: TreeFunction
     zero_unsharded: TreeFunction
     zero_sums: Callable[[], PyTree]
@@ -105,7 +116,8 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     def to_sum(dw: PyTree) -> PyTree:
         # The reduce-scatter parts product and addition: the product may as well write float32.
-        return gather.reduce_scatter(to_accum_dtype(dw, apart=False))
+        reduce = gather.reduce_products or gather.reduce_scatter
+        return reduce(to_accum_dtype(dw, apart=False))
 
     def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
@@ -121,7 +133,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         unshard=gather.unshard,
         to_sum=to_sum,
         accumulate_in_place=accumulate_in_place,
-        reduce_scatter=identity,
+        is_scattered=True,
         zero_sums=zero_sums,
     )
 
@@ -148,7 +160,12 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         return zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
 
     return _with_zeros(
-        gather, prefetch=prefetch, window=window, unshard=identity, zero_sums=zero_sums
+        gather,
+        prefetch=prefetch,
+        prefetch_part=partial(gather_part, gather, read, weights),
+        window=window,
+        unshard=identity,
+        zero_sums=zero_sums,
     )
 
 
@@ -190,6 +207,13 @@ def _num_chunks(buffers: PyTree) -> int:
     return max((len(buffer) for buffer in jax.tree.leaves(buffers)), default=0)
 
 
+def _no_part(
+    prefetched: PyTree, chunk: Any, part: Any, num_parts: int, before: PyTree
+) -> tuple[PyTree, PyTree]:
+    del chunk, part, num_parts
+    return prefetched, before
+
+
 def _with_zeros(
     gather: Gather,
     *,
@@ -200,14 +224,18 @@ def _with_zeros(
     to_sum: TreeFunction | None = None,
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]] = _in_place,
     entries: Callable[[Any], PyTree] | None = None,
-    reduce_scatter: TreeFunction | None = None,
+    prefetch_part: Callable[[PyTree, Any, Any, int, PyTree], tuple[PyTree, PyTree]] = _no_part,
+    is_scattered: bool = False,
 ) -> WeightGather:
     """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
 
-    By default sums are whole: gradients are added in place, and reduce-scattered afterwards.
+    By default sums are whole: gradients are added in place, and reduce-scattered afterwards. With
+    `is_scattered` a sum is of gradients as they are stored.
     """
     to_sum = to_sum or (lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)))
-    reduce_scatter = reduce_scatter or gather.reduce_scatter
+
+    def reduction(gather: Gather) -> TreeFunction:
+        return identity if is_scattered else gather.reduce_scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
         return add_trees(total, to_sum(dw))
@@ -217,17 +245,19 @@ def _with_zeros(
         return jax.tree.map(zeros, to_sum(floating(unshard(w))))
 
     def zero_gradients(num_chunks: int) -> PyTree:
-        scattered = reduce_scatter(zero_sum(window(prefetch(0), 0)))
+        scattered = reduction(gather)(zero_sum(window(prefetch(0), 0)))
         return jax.tree.map(lambda x: zeros(x, lead=(num_chunks,)), scattered)
 
     return WeightGather(
         prefetch=prefetch,
+        prefetch_part=prefetch_part,
         window=window,
         unshard=unshard,
         accumulate=accumulate,
         accumulate_in_place=accumulate_in_place,
         entries=entries,
-        reduce_scatter=reduce_scatter,
+        reduce_scatter=reduction(gather),
+        reduce_scatter_part=partial(reduce_scatter_part, gather, reduction),
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
         zero_sums=zero_sums,

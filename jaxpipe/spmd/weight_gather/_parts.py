@@ -1,0 +1,204 @@
+"""Weights that are gathered, and gradients that are reduce-scattered, part by part.
+
+A pipeline that gathers the weights of a chunk while it computes with those of another moves one of
+`num_parts` parts in every tick, beside the work of that tick. A dim of n entries, stored in D
+shards, is seen as [D, n / D]; a part is a slice of n / D. So a part is sharded and gathered as the
+whole is, by a `Gather` of specs with one dim more.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import PyTree
+
+from ...sharding.specs import axes_of_dim
+from .._buffers import put
+from ..ranks import AXIS, is_spec, update_if
+from ._gather import REPLICATED, Gather, TreeFunction, identity, map_leaves
+
+_LANES = 128
+"""Numbers in a row of a TPU's vector register: slices of a last dim begin at multiples."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How an array is cut: dim `dim` is shards of `length` entries, of which a part has `size`.
+
+    The last part overlaps with the one before if the length is no multiple: writing both is exact.
+    """
+
+    dim: int
+    length: int
+    size: int
+
+    def begin(self, part: Any) -> Any:
+        """Returns the first entry of a part in every shard."""
+        return jnp.minimum(part * self.size, self.length - self.size)
+
+    def split(self, x: jax.Array, lead: int = 0) -> jax.Array:
+        """Returns `x`, which has `lead` dims in front, with the dim as [shards, length]."""
+        dim = self.dim + lead
+        return x.reshape(*x.shape[:dim], -1, self.length, *x.shape[dim + 1 :])
+
+    def split_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of what `split` returns. Dims beyond the end of a spec stay beyond."""
+        if len(spec) <= self.dim:
+            return spec
+        return PartitionSpec(*spec[: self.dim + 1], None, *spec[self.dim + 1 :])
+
+    def read(self, x: jax.Array, part: Any, lead: int = 0) -> jax.Array:
+        """Returns a part of `x`, with shards and entries as dims of their own."""
+        dim = self.dim + lead + 1
+        return lax.dynamic_slice_in_dim(self.split(x, lead), self.begin(part), self.size, dim)
+
+    def write(self, buffer: jax.Array, new: jax.Array, part: Any) -> jax.Array:
+        """Returns `buffer` with a part of it written."""
+        split = self.split(buffer)
+        written = lax.dynamic_update_slice_in_dim(split, new, self.begin(part), self.dim + 1)
+        return written.reshape(buffer.shape)
+
+    def write_chunk(self, buffer: jax.Array, new: jax.Array, chunk: Any, part: Any) -> jax.Array:
+        """Returns `buffer` [chunks, ...] with a part of one chunk written."""
+        split = self.split(buffer, lead=1)
+        begin = [jnp.int32(0)] * split.ndim
+        begin[0], begin[self.dim + 2] = jnp.int32(chunk), jnp.int32(self.begin(part))
+        return lax.dynamic_update_slice(split, new[None], begin).reshape(buffer.shape)
+
+
+def gather_part(
+    gather: Gather,
+    read: Callable[[PyTree, Any], PyTree],
+    weights: PyTree,
+    buffer: PyTree,
+    chunk: Any,
+    part: Any,
+    num_parts: int,
+    before: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Returns `buffer`, weights of a chunk that are gathered, with one part gathered and written.
+
+    `weights` [chunks, ...] are stored, and `read` returns those of one chunk. `before` is returned
+    too: it is not used before the part has arrived.
+    """
+    stored = _specs_of(gather, buffer)[0]
+    parts = map_leaves(lambda w, spec: _parts_of(w.shape[1:], spec, num_parts), weights, stored)
+    cut = map_leaves(lambda w, cutting: cutting.read(w, part, lead=1), weights, parts)
+    new = _of_parts(gather, parts).cast_and_unshard(read(cut, chunk))
+    written = map_leaves(lambda b, x, cutting: cutting.write(b, x, part), buffer, new, parts)
+    return written, _after_arrival(new, before)
+
+
+def reduce_scatter_part(
+    gather: Gather,
+    reduce_scatter: Callable[[Gather], TreeFunction],
+    gradients: PyTree,
+    chunk: Any,
+    total: PyTree,
+    part: Any,
+    num_parts: int,
+    before: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Returns `gradients` [chunks, ...] as stored, with a part of a chunk's sum scattered into it.
+
+    `total` is the sum, and `reduce_scatter` returns the function of a `Gather` that scatters it.
+    Arrays that this does not move are written whole, with the first part. `before` is returned too:
+    it is not used before the part has arrived.
+    """
+    specs = _specs_of(gather, total)[2]
+    parts = map_leaves(lambda g, spec: _parts_of(g.shape[1:], spec, num_parts), gradients, specs)
+    cut = map_leaves(lambda x, cutting: cutting.read(x, part), total, parts)
+    new = reduce_scatter(_of_parts(gather, parts))(cut)
+    moves = map_leaves(lambda x, y: _communicates() and x is not y, cut, new)
+
+    def write(buffer: jax.Array, x: jax.Array, cutting: _Parts, is_moved: bool) -> jax.Array | None:
+        return cutting.write_chunk(buffer, x, chunk, part) if is_moved else None
+
+    def only(tree: PyTree, *, moved: bool) -> PyTree:
+        return map_leaves(lambda x, is_moved: x if is_moved == moved else None, tree, moves)
+
+    def put_whole(gradients: PyTree) -> PyTree:
+        return put(gradients, only(reduce_scatter(gather)(total), moved=False), chunk)
+
+    hint = f"taken_1_of_{num_parts}"
+    whole = update_if(part == 0, put_whole, only(gradients, moved=False), hint=hint)
+    written = map_leaves(write, gradients, new, parts, moves)
+    merged = jax.tree.map(
+        lambda x, y: y if x is None else x, written, whole, is_leaf=lambda x: x is None
+    )
+    return merged, _after_arrival(only(new, moved=True), before)
+
+
+def _communicates() -> bool:
+    """Returns whether the sums of gradients over devices may communicate at all."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return any(size > 1 for axis, size in sizes.items() if axis not in (AXIS, "tensor"))
+
+
+def _after_arrival(moved: PyTree, before: PyTree) -> PyTree:
+    """Returns `before`, which cannot be used before `moved` has arrived.
+
+    XLA's schedulers put transfers whose results only the next tick reads behind all other work of
+    a tick, where there is nothing to hide them.
+    """
+    return lax.optimization_barrier((moved, before))[1]
+
+
+def _specs_of(gather: Gather, tree: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns the specs of stored weights, gathered weights and stored gradients, over all axes."""
+    if gather.by_specs is not None:
+        return gather.by_specs.specs
+    return (jax.tree.map(lambda _: REPLICATED, tree),) * 3
+
+
+def _of_parts(gather: Gather, parts: PyTree) -> Gather:
+    """Returns the `Gather` of parts of weights."""
+    if gather.by_specs is None:
+        if gather.unshard is not identity or gather.reduce_scatter is not identity:
+            raise ValueError(
+                "The functions of `gather` were written by hand, so parts of weights cannot be "
+                "gathered by them. Make it by `gather_weights`."
+            )
+        return gather
+
+    def split(spec: PartitionSpec, cutting: _Parts | None) -> PartitionSpec:
+        return spec if cutting is None else cutting.split_spec(spec)
+
+    make, specs = gather.by_specs
+    return make(*(jax.tree.map(split, tree, parts, is_leaf=is_spec) for tree in specs))
+
+
+def _parts_of(shape: tuple[int, ...], spec: PartitionSpec, num_parts: int) -> _Parts:
+    """Returns how a stored array is cut into parts: along the dim that suits best."""
+    choices = [
+        _cut(dim, size // _shards(spec, dim), num_parts, is_last=dim == len(shape) - 1)
+        for dim, size in enumerate(shape or (1,))
+    ]
+
+    def rank(cutting: _Parts) -> tuple:
+        moved_twice = num_parts * cutting.size / max(cutting.length, 1)
+        return moved_twice, _shards(spec, cutting.dim) > 1, cutting.dim == len(shape) - 1
+
+    return min(choices, key=rank)
+
+
+def _cut(dim: int, length: int, num_parts: int, *, is_last: bool) -> _Parts:
+    size = math.ceil(length / num_parts)
+    if is_last and length % _LANES == 0:
+        size = math.ceil(size / _LANES) * _LANES
+    return _Parts(dim, length, size)
+
+
+def _shards(spec: PartitionSpec, dim: int) -> int:
+    """Returns over how many devices of axes that are not manual a dim is sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = axes_of_dim(spec[dim]) if dim < len(spec) else ()
+    return math.prod(
+        mesh.shape[axis] for axis in axes if types.get(axis, AxisType.Manual) != AxisType.Manual
+    )
