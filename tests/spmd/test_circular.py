@@ -17,12 +17,13 @@ from jaxpipe.autodiff import StagedModel, keep
 from jaxpipe.schedules.builders import circular_ticks
 from jaxpipe.spmd.circular_engine import (
     PipelineShape,
-    State,
     add_input,
     circular_value_and_grad,
     first_state,
     hand_over,
+    last_cotangent,
     next_input,
+    realign,
     stream_move,
     take_back,
     work_at,
@@ -138,41 +139,52 @@ def test_buffers_are_poisoned_before_they_are_written():
         return first_state(inputs, PipelineShape(2, 2, 4, 2))
 
     state = jax.vmap(first, axis_name=AXIS)(jax.tree.map(lambda x: jnp.stack([x, x]), inputs))
-    for buffer in (state.handoff, *state.in_flight, state.circ_storage):
+    for buffer in (state.storage, *state.in_flight):
         assert np.isnan(buffer["x"]).all()
         assert (np.asarray(buffer["n"]) == np.iinfo(np.int32).max).all()
     assert len(state.in_flight) == 1
 
 
-def test_the_transposed_movements_are_what_jax_makes_of_them():
-    shape = PipelineShape(3, 2, 6, 1)
-    inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
+@pytest.mark.parametrize(
+    "shape",
+    [
+        PipelineShape(3, 2, 6),
+        PipelineShape(2, 3, 2),  # the storage has one slot
+        PipelineShape(4, 1, 8),
+        PipelineShape(1, 2, 3),
+        PipelineShape(2, 2, 6, 2),
+        PipelineShape(3, 1, 3, 2),
+    ],
+)
+def test_the_movements_of_all_ticks_are_transposed_as_jax_does(shape):
+    ticks = range(shape.num_ticks)
+    parts = shape.num_ranks, shape.microbatches_per_rank, 4
+    inputs, doutputs = jax.random.normal(jax.random.key(0), (2, *parts))
 
-    def both(inputs):
-        state = State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
-        dx, t = jnp.sin(inputs[0]), jnp.int32(7)
-        from_stream = work_at(t, shape).from_stream
-        nothing = jax.tree.map(jnp.zeros_like, state)
-        _, pull = jax.vjp(lambda s: next_input(s, t, from_stream=from_stream), state)
-        return add_input(nothing, dx, t, from_stream=from_stream), pull(dx)[0]
+    def move(t):
+        return stream_move(jnp.int32(t), shape, ticks)
 
-    mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
-    jax.tree.map(np.testing.assert_array_equal, mine, jaxs)
+    def forward(inputs, added):
+        state = first_state(inputs, shape)
+        for t in ticks:
+            x = next_input(state, t, from_stream=work_at(t, shape).from_stream)
+            state = hand_over(state, (t + 2) * x + added[t], t, move=move(t))
+        return realign(state.stream, shape)
 
+    def backward(doutputs):
+        state, dys = last_cotangent(doutputs, shape), []
+        for t in reversed(ticks):
+            state, dy = take_back(state, t, move=move(t))
+            state = add_input(state, (t + 2) * dy, t, work=work_at(t, shape), hint="")
+            dys.insert(0, dy)
+        return state.stream, jnp.stack(dys)
 
-@pytest.mark.parametrize("t", [1, 7, 13])  # microbatches enter; neither; they leave
-def test_taking_back_is_what_jax_makes_of_handing_over(t):
-    shape = PipelineShape(3, 2, 6, 1)
-    inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
+    def both(inputs, doutputs):
+        added = jnp.zeros((shape.num_ticks, 4))
+        return backward(doutputs), jax.vjp(forward, inputs, added)[1](doutputs)
 
-    def both(inputs):
-        state = State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
-        move = stream_move(jnp.int32(t), shape, range(shape.num_ticks))
-        over = lambda s, y: hand_over(s, y, t, shape=shape, move=move)  # noqa: E731
-        _, pull = jax.vjp(over, state, inputs[0])
-        return take_back(state, t, shape=shape, move=move), pull(state)
-
-    mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
+    mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs, doutputs)
+    assert all(jnp.any(x) for x in mine)
     jax.tree.map(np.testing.assert_array_equal, mine, jaxs)
 
 

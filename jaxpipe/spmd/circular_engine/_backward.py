@@ -26,6 +26,7 @@ from ._shape import (
     State,
     TickWork,
     add_input,
+    hint_of_entries,
     hint_of_repeats,
     last_cotangent,
     stream_move,
@@ -121,7 +122,7 @@ def _backward_tick(
     gather, shape = invariants.gather, invariants.shape
     weight_state, (dstate, dbatch_inputs) = carry
     work = work_at(t, shape)
-    dstate, dy = take_back(dstate, t, shape=shape, move=stream_move(t, shape, phase.program))
+    dstate, dy = take_back(dstate, t, move=stream_move(t, shape, phase.program))
     daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
     batch_inputs, keys = batch_inputs_and_keys(invariants, work)
     w = gather.unshard(weight_state.window)
@@ -133,7 +134,8 @@ def _backward_tick(
         weight_state, dx = _next_weights(invariants, repeats, work, weight_state, hint, dx)
     ds = add_trees(index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
-    dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
+    hint = hint_of_entries(shape, phase.program)
+    dstate = add_input(dstate, dx, t, work=work, hint=hint)
     return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))
 
 

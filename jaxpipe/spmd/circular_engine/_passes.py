@@ -128,7 +128,7 @@ def _forward_tick(
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
     residuals = store(residuals, new, t, shape)
     move = stream_move(t, shape, phase.program)
-    state = hand_over(state, y, t, shape=shape, move=move)
+    state = hand_over(state, y, t, move=move)
     return ForwardCarry(window, prefetched, state, aux, residuals)
 
 

@@ -22,6 +22,7 @@ state has a transpose that moves the state's cotangent.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,24 +66,26 @@ class PipelineShape:
         counts = self.num_ranks, self.num_repeats, self.num_microbatches
         return circular_ticks(*counts, self.forwarding_delay)
 
+    @property
+    def ticks_until_read(self) -> int:
+        """Ticks from the one that hands over a result to rank 0 to the one that reads it."""
+        return self.num_microbatches - self.num_ranks * self.forwarding_delay + 1
+
 
 class State(NamedTuple):
     """Activation buffers that one rank carries from tick to tick.
 
     Attributes:
         stream: [n, ...] inputs not taken yet, then outputs.
-        handoff: Activation of one microbatch that the rank before has handed over.
+        storage: [`ticks_until_read`, ...], [1, ...] if R = 1: a ring buffer of the results that the
+            rank before has handed over. Tick t writes slot t. Rank 0 reads a result in its next
+            repeat, in the tick that overwrites it; all others read it in the tick after.
         in_flight: The d - 1 results that are still to be handed over, oldest first.
-        circ_storage: A ring buffer of the results that the last rank has handed over and rank 0
-            reads in its next repeat. Only rank 0 reads it. It needs M - S * d + 1 entries, the
-            ticks from the one that writes a result to the one that reads it; more do no harm. It
-            is [1, ...] if R = 1. None if rank 0 reads results in the tick after, from `handoff`.
     """
 
     stream: PyTree
-    handoff: PyTree
+    storage: PyTree
     in_flight: tuple[PyTree, ...]
-    circ_storage: PyTree
 
 
 class TickWork(NamedTuple):
@@ -128,6 +131,11 @@ def hint_of_repeats(shape: PipelineShape, ticks: range) -> str:
     return execution_count_hint([[u] for u in ticks], lambda u: bool(begins_on_rank_0(u, shape)))
 
 
+def hint_of_entries(shape: PipelineShape, ticks: range) -> str:
+    """Returns a name scope that says in how many of `ticks` a microbatch enters."""
+    return execution_count_hint([[u] for u in ticks], lambda u: u < shape.num_microbatches)
+
+
 def check_circular(
     num_ranks: int,
     num_repeats: int,
@@ -171,46 +179,35 @@ def last_cotangent(outputs: PyTree, shape: PipelineShape) -> State:
 
 def _state(stream: PyTree, x: PyTree, shape: PipelineShape) -> State:
     """Returns a state with `stream`, and `x` in every other buffer."""
-    M, delay = shape.num_microbatches, shape.forwarding_delay
-    num_stored = M - shape.num_ranks * delay + 1 if shape.num_repeats > 1 else 1
-    circ_storage = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_stored, *x.shape)), x)
-    return State(stream, x, (x,) * (delay - 1), circ_storage)
+    length = shape.ticks_until_read if shape.num_repeats > 1 else 1
+    storage = jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), x)
+    return State(stream, storage, (x,) * (shape.forwarding_delay - 1))
 
 
 def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> PyTree:
-    """Returns the stage input of this rank at tick `t`.
-
-    It is read from the stream if `from_stream`, else on rank 0 from `circ_storage` (the last rank's
-    results), and on other ranks from `handoff`.
-    """
-    rank = lax.axis_index(AXIS)
-
-    def pick(new, returned, handoff):
-        return jnp.where(from_stream, new, jnp.where(rank == 0, returned, handoff))
-
-    slot = t % _length(state.stream)
-    if state.circ_storage is None:
-        return jax.tree.map(pick, index_leading(state.stream, slot), state.handoff, state.handoff)
-    storage_slot = t % _length(state.circ_storage)
-    new, returned = (
-        index_leading(state.stream, slot),
-        index_leading(state.circ_storage, storage_slot),
-    )
-    return jax.tree.map(pick, new, returned, state.handoff)
+    """Returns the stage input of this rank at tick `t`, out of the stream if `from_stream`."""
+    new = index_leading(state.stream, t % _length(state.stream))
+    stored = index_leading(state.storage, _input_slot(state, t))
+    return jax.tree.map(partial(jnp.where, from_stream), new, stored)
 
 
-def add_input(state: State, dx: PyTree, t: TickIndex, *, from_stream: Bool[Array, ""]) -> State:
-    """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
-    first = lax.axis_index(AXIS) == 0
-    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
-    handoff = add_trees(state.handoff, _where(~from_stream & ~first, dx))
-    stream = put(
-        state.stream, add_trees(index_leading(state.stream, slot), _where(from_stream, dx)), slot
-    )
-    returned = add_trees(
-        index_leading(state.circ_storage, storage_slot), _where(~from_stream & first, dx)
-    )
-    return State(stream, handoff, state.in_flight, put(state.circ_storage, returned, storage_slot))
+def add_input(state: State, dx: PyTree, t: TickIndex, *, work: TickWork, hint: str) -> State:
+    """Gives `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
+    # Every slot of the storage is read once before it is written again, so its cotangent is set,
+    # also to zero: `take_back` leaves what it has taken.
+    storage = put(state.storage, _where(~work.from_stream, dx), _input_slot(state, t))
+
+    def add_to_slot(stream: PyTree) -> PyTree:
+        slot = t % _length(stream)
+        return put(stream, add_trees(index_leading(stream, slot), dx), slot)
+
+    stream = update_if(work.from_stream & work.busy, add_to_slot, state.stream, hint=hint)
+    return State(stream, storage, state.in_flight)
+
+
+def _input_slot(state: State, t: TickIndex) -> Int[Array, ""]:
+    """Returns the slot of the storage that this rank reads at tick `t`."""
+    return (t - jnp.minimum(lax.axis_index(AXIS), 1)) % _length(state.storage)
 
 
 class StreamMove(NamedTuple):
@@ -239,46 +236,23 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
     return StreamMove(at_t(moves), at_t(leaves), execution_count_hint([[u] for u in ticks], moves))
 
 
-def hand_over(
-    state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, move: StreamMove
-) -> State:
+def hand_over(state: State, y: PyTree, t: TickIndex, *, move: StreamMove) -> State:
     """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
-    state = _send(state, y, t, shape)
-    return state._replace(stream=_move_stream(state.stream, y, t, move))
-
-
-def _send(state: State, y: PyTree, t: TickIndex, shape: PipelineShape) -> State:
-    """Sends results to the next rank, and leaves the stream as it is."""
     sent, *in_flight = (*state.in_flight, y)
-    handoff, circ_storage = jax.tree.map(_to_next_rank, sent), state.circ_storage
-    if circ_storage is not None:
-        circ_storage = put(circ_storage, handoff, _storage_slot(t, _length(circ_storage), shape))
-    return State(state.stream, handoff, tuple(in_flight), circ_storage)
+    arrived = jax.tree.map(to_next_rank, sent)
+    storage = put(state.storage, arrived, t % _length(state.storage))
+    return State(move_stream(state.stream, y, t, move), storage, tuple(in_flight))
 
 
-def _storage_slot(t: TickIndex, length: int, shape: PipelineShape) -> TickIndex:
-    """Returns the slot of `circ_storage` for the result that is handed over in tick `t`.
-
-    Rank 0 reads slot `t % length` in tick t, and this result M - S * d + 1 ticks after it is handed
-    over. In a ring buffer of that length it is the slot that tick `t` has just read.
-    """
-    until_read = shape.num_microbatches - shape.num_ranks * shape.forwarding_delay + 1
-    offset = until_read % length
-    return (t + offset) % length if offset else t % length
-
-
-def take_back(
-    state: State, t: TickIndex, *, shape: PipelineShape, move: StreamMove
-) -> tuple[State, PyTree]:
+def take_back(state: State, t: TickIndex, *, move: StreamMove) -> tuple[State, PyTree]:
     """Transposes `hand_over`: returns the cotangents of the state before it and of `y`."""
-    # `_send` is linear: its VJP is the same at every point, so any state serves as primal.
-    _, transposed = jax.vjp(lambda s, y: _send(s, y, t, shape), state, state.handoff)
-    before, dy = transposed(state)
-    stream, dy = _move_back(before.stream, dy, t, move)
-    return before._replace(stream=stream), dy
+    arrived = index_leading(state.storage, t % _length(state.storage))
+    *in_flight, dy = jax.tree.map(_to_previous_rank, arrived), *state.in_flight
+    stream, dy = _move_back(state.stream, dy, t, move)
+    return State(stream, state.storage, tuple(in_flight)), dy
 
 
-def _move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
+def move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
     """Returns the stream after a tick with the result `y`, moved by one slot if `move` says so."""
 
     def moved(stream: PyTree) -> PyTree:
@@ -291,13 +265,13 @@ def _move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> P
 
 
 def _move_back(stream: PyTree, dy: PyTree, t: TickIndex, move: StreamMove) -> tuple[PyTree, PyTree]:
-    """Transposes `_move_stream`, and adds the cotangent of the stored result to `dy`."""
+    """Transposes `move_stream`, and adds the cotangent of the stored result to `dy`."""
 
     def moved(state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         stream, dy = state
         slot = t % _length(stream)
         new, stored = index_leading(stream, slot), _is_last() & move.leaves
-        before = jax.tree.map(_to_next_rank, _where(~stored, new))
+        before = jax.tree.map(to_next_rank, _where(~stored, new))
         return put(stream, before, slot), add_trees(dy, _where(stored, new))
 
     return _if_moves(move, moved, (stream, dy))
@@ -321,7 +295,7 @@ def _where(condition: Bool[Array, ""], x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), x)
 
 
-def _to_next_rank(x: jax.Array) -> jax.Array:
+def to_next_rank(x: jax.Array) -> jax.Array:
     ranks = lax.axis_size(AXIS)
     return lax.ppermute(x, AXIS, [(r, (r + 1) % ranks) for r in range(ranks)])
 

@@ -6,6 +6,7 @@ of every buffer holds one entry per rank.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +15,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ...autodiff.staged_model import fold_in_microbatch, with_aux
+from ...autodiff.staged_model import fold_in_microbatch, index_leading, with_aux
 from ...sharding.specs import typed_by_specs
+from .._buffers import put
 from ..circular_engine import (
     PipelineShape,
-    State,
     StreamMove,
     first_exit,
-    hand_over,
-    next_input,
+    move_stream,
     roll_slots,
+    to_next_rank,
     work_at,
     work_of_rank,
 )
@@ -119,11 +120,17 @@ def iteration_inputs(
     microbatch of its own part of `state_io`, and the result is dropped.
     """
 
-    def rank(state, t):
-        return next_input(state, t, from_stream=work_at(t, shape).from_stream)
+    def rank(state_io, circ_storage, shift, t):
+        handed_over = shift
+        if circ_storage is not None:
+            is_first, slot = lax.axis_index(AXIS) == 0, t % shape.num_microbatches
+            returned = index_leading(circ_storage, slot)
+            handed_over = jax.tree.map(partial(jnp.where, is_first), returned, shift)
+        new = index_leading(state_io, t % shape.microbatches_per_rank)
+        return jax.tree.map(partial(jnp.where, work_at(t, shape).from_stream), new, handed_over)
 
-    state = State(state_io, shift, (), circ_storage)
-    return _on_ranks(rank, mesh=mesh, in_dims=(0, None), out_dims=0)(state, jnp.int32(t))
+    run = _on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, None), out_dims=0)
+    return run(state_io, circ_storage, shift, jnp.int32(t))
 
 
 def new_loop_state(
@@ -131,21 +138,29 @@ def new_loop_state(
 ) -> LoopState:
     """Returns the buffers after an iteration, with the shapes of `loop_state`."""
 
-    def rank(state, y, t):
-        return hand_over(state, y, t, shape=shape, move=StreamMove(moves=True, leaves=True))
+    def rank(state_io, circ_storage, sent, y, t):
+        shift = jax.tree.map(to_next_rank, sent)
+        if circ_storage is not None:
+            slot = (t + shape.ticks_until_read) % shape.num_microbatches
+            circ_storage = put(circ_storage, shift, slot)
+        always = StreamMove(moves=True, leaves=True)
+        return move_stream(state_io, y, t, always), circ_storage, shift
 
     t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]
-    in_flight = () if delayed is None else (delayed,)
-    state = State(
-        loop_state["state_io"], loop_state["shift"], in_flight, loop_state["circ_storage"]
+    run = _on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0, None), out_dims=0)
+    state_io, circ_storage, shift = run(
+        loop_state["state_io"],
+        loop_state["circ_storage"],
+        output if delayed is None else delayed,
+        output,
+        t,
     )
-    state = _on_ranks(rank, mesh=mesh, in_dims=(0, 0, None), out_dims=0)(state, output, t)
     return loop_state | {
-        "state_io": state.stream,
-        "shift": state.handoff,
-        "prev_outputs": None if delayed is None else state.in_flight[0],
-        "circ_storage": state.circ_storage,
-        "circ_storage_mover": None if state.circ_storage is None else output,
+        "state_io": state_io,
+        "shift": shift,
+        "prev_outputs": None if delayed is None else output,
+        "circ_storage": circ_storage,
+        "circ_storage_mover": None if circ_storage is None else output,
         "loop_iteration": t + 1,
     }
 
