@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from .. import _compat
 from .staged_model import (
     Aux,
     StagedModel,
@@ -35,8 +34,8 @@ def value_and_grad(
         >>> float(loss), float(grads["head"]), grads["stages"].tolist()
         (32.0, 32.0, [8.0, 8.0, 8.0])
     """
-    if _compat.platform() == "gpu":  # otherwise XLA keeps logits until layers have run backwards
-        model = replace(model, loss=_gradients_at_once(model.loss))
+    # Otherwise XLA may keep logits until layers have run backwards.
+    model = replace(model, loss=_gradients_at_once(model.loss))
     loss_and_grads = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
 
     def step(grads, microbatch):

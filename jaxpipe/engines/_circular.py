@@ -210,6 +210,7 @@ CIRCULAR = Engine(
     per_stage_state=False,
     program_per_rank=False,
     shares_loss=True,
+    stage_by_stage=True,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_stacked.round_robin_layout,

@@ -124,6 +124,8 @@ class Engine:
             none runs functions of the model for a bubble. False if all devices run one program.
         shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
             the rank of the last stage computes all, unless `vocab_parallel` divides each.
+        stage_by_stage: Whether a rank runs all microbatches of a stage before those of its next: it
+            adds up gradients of that stage alone, while it moves weights and gradients of others.
         check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
             may not be called here.
         prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
@@ -197,6 +199,7 @@ class Engine:
     per_stage_state: bool
     program_per_rank: bool
     shares_loss: bool
+    stage_by_stage: bool
     check_call: Callable[[str], None]
     prepare: Callable[
         [Schedule | None, int, int, Costs | None, float | None],

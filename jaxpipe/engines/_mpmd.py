@@ -273,6 +273,7 @@ MPMD = Engine(
     per_stage_state=True,
     program_per_rank=True,
     shares_loss=False,
+    stage_by_stage=False,
     check_call=_check_call,
     prepare=_prepare,
     layout=_layout,

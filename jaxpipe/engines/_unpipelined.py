@@ -173,6 +173,7 @@ UNPIPELINED = Engine(
     per_stage_state=False,
     program_per_rank=False,
     shares_loss=False,
+    stage_by_stage=False,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_layout,

@@ -68,6 +68,10 @@ _PASSES = 3
 """A gather of weights for the forward, another for the backward, and a scatter of gradients."""
 
 
+_GATHERED_BYTES, _SCATTERED_BYTES = 2, 4
+"""Bytes of a weight that is gathered for products, and of a gradient that is summed."""
+
+
 @dataclass(frozen=True)
 class PredictedTime:
     """The predicted time of a step.
@@ -165,6 +169,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     keeps = not candidate.engine.pipelines and candidate.policy == "none"
     scatters = _SCATTERS_ON_SPARSE_CORES in flags and _GATHERS_ON_SPARSE_CORES not in flags
     parts["fsdp"] *= (_PASSES - keeps - scatters) / _PASSES
+    if candidate.engine.stage_by_stage and "fsdp" in layout.overlap:
+        parts["fsdp"] = _exposed_between_stages(candidate, parts)
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(run, step)
     if ticks is not None:
@@ -183,6 +189,15 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         parts["bubble"] / seconds,
         {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
     )
+
+
+def _exposed_between_stages(candidate: StepLayout, parts: dict[str, float]) -> float:
+    """Returns the exposed seconds of gathers and scatters that run beside the ticks of a stage."""
+    if candidate.gather not in ("once", "repeat"):
+        return parts["fsdp"]
+    before = _GATHERED_BYTES / (_GATHERED_BYTES + _SCATTERED_BYTES) * (candidate.gather == "once")
+    beside = max(0.0, (1 - before) * parts["fsdp"] - parts["products"])
+    return before * parts["fsdp"] + beside
 
 
 def _schedule_seconds(step: Prediction, candidate: StepLayout) -> float:

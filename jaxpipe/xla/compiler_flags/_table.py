@@ -35,11 +35,6 @@ def _was_measured(traits: StepTraits) -> bool:
     return not traits.program_per_rank and _kind(traits) in ("v5p", "v6e")
 
 
-def _gathers_on_sparse_cores(traits: StepTraits) -> bool:
-    gathers_once = not traits.pipelines and traits.num_microbatches == 1
-    return _was_measured(traits) and not gathers_once
-
-
 def _kind(traits: StepTraits) -> str:
     row = find_hardware(traits.device_kind)
     return "" if row is None else row.kind
@@ -170,7 +165,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
             "enable_sparse_core_collective_offload_all_gather": "True",
             "enable_sparse_core_collective_offload_2d_all_gather": "True",
         },
-        _gathers_on_sparse_cores,
+        _was_measured,
         "Runs gathers on the SparseCores, also those over two axes of the torus. Not set for one "
         "microbatch without a pipeline, where it needs 8% more memory, nor on tpu7x, for which "
         "libtpu compiles the same program without it.",
