@@ -156,14 +156,16 @@ def _next_weights(
     gather, part = invariants.gather, (work.microbatch, invariants.shape.num_microbatches)
     below = jnp.maximum(work.repeat - 1, 0)
     done = jnp.clip(work.repeat + 1, repeats[0], repeats[-1]) - repeats[0]
-    gradients, dx = gather.reduce_scatter_part(state.gradients, done, state.done, *part, dx)
+    gradients, scattered, dx = gather.reduce_scatter_part(
+        state.gradients, done, state.done, *part, dx
+    )
     prefetched, dx = gather.prefetch_part(state.prefetched, below, *part, dx)
 
     def begin(held: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         _, gradient, _ = held
         return gather.window(prefetched, work.repeat - 1), zeros_like(gradient), gradient
 
-    held = state.window, state.gradient, state.done
+    held = state.window, state.gradient, scattered
     window, gradient, done = update_if(begins_repeat(work), begin, held, hint=hint)
     return WeightState(window, prefetched, gradient, done, gradients), dx
 

@@ -103,7 +103,7 @@ def reduce_scatter_part(
     part: Any,
     num_parts: int,
     before: PyTree,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `gradients` [chunks, ...] as stored, with a part of a chunk's sum scattered into it.
 
     `total` is the sum, and `reduce_scatter` returns the function of a `Gather` that scatters it.
@@ -112,7 +112,8 @@ def reduce_scatter_part(
     """
     specs = _specs_of(gather, total)[2]
     parts = map_leaves(lambda g, spec: _parts_of(g.shape[1:], spec, num_parts), gradients, specs)
-    cut = map_leaves(lambda x, cutting: cutting.read(x, part), total, parts)
+    pairs = map_leaves(lambda x, cutting: _read_first(x, cutting.read(x, part)), total, parts)
+    total, cut = (map_leaves(lambda _, pair, i=i: pair[i], total, pairs) for i in range(2))
     new = reduce_scatter(_of_parts(gather, parts))(cut)
     moves = map_leaves(lambda x, y: _communicates() and x is not y, cut, new)
 
@@ -131,7 +132,13 @@ def reduce_scatter_part(
     merged = jax.tree.map(
         lambda x, y: y if x is None else x, written, whole, is_leaf=lambda x: x is None
     )
-    return merged, _after_arrival(only(new, moved=True), before)
+    return merged, total, _after_arrival(only(new, moved=True), before)
+
+
+def _read_first(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both; `x` can be overwritten only after its part is read, so XLA does not copy it."""
+    x, part = lax.optimization_barrier((x, part))
+    return x, part
 
 
 def _communicates() -> bool:

@@ -59,8 +59,8 @@ class WeightGather(NamedTuple):
             or as arrays if there is one chunk. None if weights are gathered when they are read.
         reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
         reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, before)` to gradients as
-            stored, [chunks, ...], with one part of the chunk's sum scattered into them, and
-            `before`.
+            stored, [chunks, ...], with one part of the chunk's sum scattered into them; the sum,
+            which may be overwritten then; and `before`.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
         zero_sums: Returns the initial sums of all chunks, [chunks, ...].
