@@ -75,7 +75,9 @@ class WeightGather(NamedTuple):
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]]
     entries: Callable[[Any], PyTree] | None
     reduce_scatter: TreeFunction
-    reduce_scatter_part: Callable[[PyTree, Any, PyTree, Any, int, PyTree], tuple[PyTree, PyTree]]
+    reduce_scatter_part: Callable[
+        [PyTree, Any, PyTree, Any, int, PyTree], tuple[PyTree, PyTree, PyTree]
+    ]
     zeros: TreeFunction
     zero_unsharded: TreeFunction
     zero_sums: Callable[[], PyTree]
