@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from ...sharding.specs import axes_of_dim
 from .._buffers import put
-from ..ranks import AXIS, is_spec, update_if
+from ..ranks import AXIS, execution_count_hint, is_spec, update_if
 from ._gather import REPLICATED, Gather, TreeFunction, identity, map_leaves
 
 _LANES = 128
@@ -57,18 +57,14 @@ class _Parts:
         dim = self.dim + lead + 1
         return lax.dynamic_slice_in_dim(self.split(x, lead), self.begin(part), self.size, dim)
 
-    def write(self, buffer: jax.Array, new: jax.Array, part: Any) -> jax.Array:
-        """Returns `buffer` with a part of it written."""
-        split = self.split(buffer)
-        written = lax.dynamic_update_slice_in_dim(split, new, self.begin(part), self.dim + 1)
-        return written.reshape(buffer.shape)
-
-    def write_chunk(self, buffer: jax.Array, new: jax.Array, chunk: Any, part: Any) -> jax.Array:
-        """Returns `buffer` [chunks, ...] with a part of one chunk written."""
-        split = self.split(buffer, lead=1)
-        begin = [jnp.int32(0)] * split.ndim
-        begin[0], begin[self.dim + 2] = jnp.int32(chunk), jnp.int32(self.begin(part))
-        return lax.dynamic_update_slice(split, new[None], begin).reshape(buffer.shape)
+    def write(self, buffer: jax.Array, new: jax.Array, part: Any, *lead: Any) -> jax.Array:
+        """Returns `buffer` with a part of its entry at `lead`, indices of the dims in front."""
+        split = self.split(buffer, len(lead))
+        begin = [*lead, *[0] * (split.ndim - len(lead))]
+        begin[len(lead) + self.dim + 1] = self.begin(part)
+        new = new.reshape((1,) * len(lead) + new.shape)
+        begin = [jnp.int32(index) for index in begin]
+        return lax.dynamic_update_slice(split, new, begin).reshape(buffer.shape)
 
 
 def gather_part(
@@ -91,7 +87,9 @@ def gather_part(
     cut = map_leaves(lambda w, cutting: cutting.read(w, part, lead=1), weights, parts)
     new = _of_parts(gather, parts).cast_and_unshard(read(cut, chunk))
     written = map_leaves(lambda b, x, cutting: cutting.write(b, x, part), buffer, new, parts)
-    return written, _after_arrival(new, before)
+    # XLA's schedulers put transfers whose results only the next tick reads behind all other work of
+    # a tick, where there is nothing to hide them.
+    return written, _only_after(new, before)
 
 
 def reduce_scatter_part(
@@ -112,13 +110,14 @@ def reduce_scatter_part(
     """
     specs = _specs_of(gather, total)[2]
     parts = map_leaves(lambda g, spec: _parts_of(g.shape[1:], spec, num_parts), gradients, specs)
-    pairs = map_leaves(lambda x, cutting: _read_first(x, cutting.read(x, part)), total, parts)
-    total, cut = (map_leaves(lambda _, pair, i=i: pair[i], total, pairs) for i in range(2))
+    cut = map_leaves(lambda x, cutting: cutting.read(x, part), total, parts)
+    # A sum can be overwritten only after its part is read: otherwise XLA:TPU copies it.
+    total = map_leaves(lambda x, read: _only_after(read, x), total, cut)
     new = reduce_scatter(_of_parts(gather, parts))(cut)
-    moves = map_leaves(lambda x, y: _communicates() and x is not y, cut, new)
+    moves = map_leaves(lambda x, y: communicates() and x is not y, cut, new)
 
     def write(buffer: jax.Array, x: jax.Array, cutting: _Parts, is_moved: bool) -> jax.Array | None:
-        return cutting.write_chunk(buffer, x, chunk, part) if is_moved else None
+        return cutting.write(buffer, x, part, chunk) if is_moved else None
 
     def only(tree: PyTree, *, moved: bool) -> PyTree:
         return map_leaves(lambda x, is_moved: x if is_moved == moved else None, tree, moves)
@@ -126,34 +125,24 @@ def reduce_scatter_part(
     def put_whole(gradients: PyTree) -> PyTree:
         return put(gradients, only(reduce_scatter(gather)(total), moved=False), chunk)
 
-    hint = f"taken_1_of_{num_parts}"
+    hint = execution_count_hint([[index] for index in range(num_parts)], lambda index: index == 0)
     whole = update_if(part == 0, put_whole, only(gradients, moved=False), hint=hint)
     written = map_leaves(write, gradients, new, parts, moves)
     merged = jax.tree.map(
         lambda x, y: y if x is None else x, written, whole, is_leaf=lambda x: x is None
     )
-    return merged, total, _after_arrival(only(new, moved=True), before)
+    return merged, total, _only_after(only(new, moved=True), before)
 
 
-def _read_first(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both; `x` can be overwritten only after its part is read, so XLA does not copy it."""
-    x, part = lax.optimization_barrier((x, part))
-    return x, part
-
-
-def _communicates() -> bool:
-    """Returns whether the sums of gradients over devices may communicate at all."""
+def communicates() -> bool:
+    """Returns whether there are devices over which weights or rows may be divided, beside ranks."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return any(size > 1 for axis, size in sizes.items() if axis not in (AXIS, "tensor"))
 
 
-def _after_arrival(moved: PyTree, before: PyTree) -> PyTree:
-    """Returns `before`, which cannot be used before `moved` has arrived.
-
-    XLA's schedulers put transfers whose results only the next tick reads behind all other work of
-    a tick, where there is nothing to hide them.
-    """
-    return lax.optimization_barrier((moved, before))[1]
+def _only_after(dependency: PyTree, tree: PyTree) -> PyTree:
+    """Returns `tree`, which XLA can neither use nor overwrite before `dependency` is computed."""
+    return lax.optimization_barrier((dependency, tree))[1]
 
 
 def _specs_of(gather: Gather, tree: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -31,9 +31,9 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...ir.transforms import Entry
 from .._buffers import add_trees, over_leading, put, to_accum_dtype
-from ..ranks import AXIS, zeros, zeros_like
+from ..ranks import zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
-from ._parts import gather_part, reduce_scatter_part
+from ._parts import communicates, gather_part, reduce_scatter_part
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
 """From [chunks, ...] weights and the index of a chunk to the weights of that chunk."""
@@ -142,10 +142,10 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
 def _is_divided(gather: Gather) -> bool:
     """Returns whether weights or gradients are divided over axes until a stage reads them."""
+    if gather.divided_over is None:
+        return communicates()
     sizes = jax.sharding.get_abstract_mesh().shape
-    axes = gather.divided_over
-    axes = set(sizes) - {AXIS, "tensor"} if axes is None else axes
-    return any(sizes.get(axis, 1) > 1 for axis in axes)
+    return any(sizes.get(axis, 1) > 1 for axis in gather.divided_over)
 
 
 def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:
