@@ -95,6 +95,17 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "remat by name": ({"stage": 2}, {"remat": "minimal"}),
     "remat of layers": (FSDP, {"remat": "none", "layer_remat": "full", "gather": "layer"}),
     "remat of layers, mpmd": ({"stage": 2}, {"layer_remat": "full", "engine": "mpmd"}),
+    "offload": (FSDP, {"remat": "minimal_offloaded"}),
+    "offload, layers, zero bubble": (
+        FSDP,
+        {"remat": "none", "layer_remat": "minimal_offloaded", "schedule": "zero_bubble_h1"},
+    ),
+    "offload, chunks": (
+        {"stage": 4},
+        {"remat": "minimal_offloaded", "schedule": "interleaved_1f1b", "chunks": 2},
+    ),
+    "offload, circular": (FSDP, {"remat": "minimal_offloaded", "schedule": "circular"}),
+    "offload, no pipeline": ({"stage": 1}, {"remat": "minimal_offloaded", "schedule": None}),
     "remat, no pipeline": ({"stage": 1}, {"remat": "full", "schedule": None}),
     "remat of layers, no pipeline": ({"stage": 1}, {"layer_remat": "full", "schedule": None}),
 }

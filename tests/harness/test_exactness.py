@@ -239,7 +239,17 @@ def policies() -> list[Row]:
         for policy in POLICIES
         for on_mesh in [policy in ("none", "minimal", "custom") or "offloaded" in policy]
     ]  # fmt: skip
-    return [*of_llama, *of_deepseek]
+    of_schedules = [
+        Row("scheduled", model, 2, 2, 4, axes=axes, packed=True, schedule=schedule, remat=policy,
+            layers_per_stage=layers, job=job(policy == "custom"))
+        for policy in ("minimal_offloaded", "custom")
+        for model, axes, schedule, layers in (
+            ("llama", (("fsdp", 2),), "interleaved_1f1b", 2),
+            ("llama", (), "zbv", 1),
+            ("deepseek", (("expert", 2),), "interleaved_1f1b", 1),
+        )
+    ]  # fmt: skip
+    return [*of_llama, *of_deepseek, *of_schedules]
 
 
 def gathered_experts() -> list[Row]:

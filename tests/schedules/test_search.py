@@ -128,6 +128,14 @@ def test_in_lock_step_a_slot_is_as_large_as_the_largest_stage_and_the_least_cap_
         find(memory_cap=11)  # 9 and 10 without lock-step
 
 
+def test_families_of_a_given_placement_are_tried_whatever_its_chunks():
+    costs, cap, loop = Costs(4.0, 4.0, 4.0), 35, rank_of_each_stage("loop", 4, 8)
+    named = build("interleaved_1f1b", ranks=4, microbatches=8, chunks=8)
+    ticks = simulate_ticks(to_lock_step(named, costs, memory_cap=cap), costs)
+    found = search(4, 8, costs, cap, placement=loop, lock_step=True)
+    assert found.makespan <= makespan(ticks)
+
+
 def test_ticks_are_synchronous():
     with pytest.raises(ValueError, match="`lock_step` is True and `synchronous` False"):
         search(2, 4, Costs(), 2, synchronous=False, lock_step=True)

@@ -141,13 +141,16 @@ def saved_names(
 
 
 def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
-    """Checks that devices have the kind of memory to which a policy offloads."""
+    """Checks that devices have the kind of memory to which a policy offloads.
+
+    GPUs that are not there, for which programs are compiled, do not say which memories they have.
+    """
     # Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
     # ignores memory kinds, because host memory is the only memory.
     _, offloaded = saved_names(policy, locations)
     device = next(iter(devices))
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if offloaded and HOST not in kinds:
+    if offloaded and kinds and HOST not in kinds:
         raise ValueError(
             f"`remat_policy` is {policy!r}, which offloads {', '.join(offloaded)} to {HOST!r}, but "
             f"{device.platform} devices have the memories {', '.join(kinds)} alone. Give a policy "

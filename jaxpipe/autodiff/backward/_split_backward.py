@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ...ir.graph import Graph, pvary_like, select, to_graph
+from ...ir.graph import Graph, in_device_memory, pvary_like, select, to_graph
 from ...ir.transforms import Entry, InputKind, accumulate, call_with_entries, partition
 from ._pullback import floating, pullback
 
@@ -40,6 +40,8 @@ class SplitBackward:
             gradient`.
         for_weight: [num_residuals] whether `weight` reads each residual. All others can be freed
             after `input`.
+        on_host: [num_residuals] whether rematerialization offloads each residual. The functions
+            return and take it on the device: its caller moves it to the host and back.
     """
 
     forward: Callable[..., tuple[PyTree, list[jax.Array]]]
@@ -47,6 +49,7 @@ class SplitBackward:
     input: Callable[..., tuple[PyTree, PyTree, list[jax.Array]]]
     weight: Callable[..., PyTree]
     for_weight: tuple[bool, ...]
+    on_host: tuple[bool, ...]
 
 
 def split_backward(
@@ -61,11 +64,11 @@ def split_backward(
     closed, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(
         weights, x, batch_inputs, rng
     )
-    computed, out_tree = to_graph(closed), jax.tree.structure(shapes[0])
+    computed, out_tree = in_device_memory(to_graph(closed)), jax.tree.structure(shapes[0])
     out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
     examples = weights, batch_inputs, rng, residuals, floating(out)
     closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
-    graph = to_graph(closed)
+    graph = in_device_memory(to_graph(closed))
 
     num_weights, num_residuals = len(jax.tree.leaves(shapes[0])), len(residuals)
     is_weight = [i < num_weights for i in range(len(graph.outputs))]
@@ -99,7 +102,8 @@ def split_backward(
         leaves = _run(second, inputs, residuals, wgrad_residuals, gradient, into=into)
         return jax.tree.unflatten(gradient_tree, leaves)
 
-    return SplitBackward(forward, backward, input, weight, for_weight)
+    on_host = tuple(aval.memory_space == jax.memory.Space.Host for aval in residuals)
+    return SplitBackward(forward, backward, input, weight, for_weight, on_host)
 
 
 _KINDS: tuple[InputKind, ...] = ("recomputable", "recomputable", "recomputable", "saved", "dead")

@@ -39,3 +39,4 @@ from ._graph import to_graph as to_graph
 from ._graph import variables as variables
 from ._in_place import copies_in_conditionals as copies_in_conditionals
 from ._in_place import run_once_if as run_once_if
+from ._memories import in_device_memory as in_device_memory

@@ -58,7 +58,7 @@ from ._phases import (
     loss_on_all_ranks,
     weight,
 )
-from ._residuals import merge_memories, split_by_memory, split_residuals
+from ._residuals import fetch, merge_memories, split_by_memory, split_residuals, with_memories
 from ._rows import FIRST_CHUNK, Index, TickRow, rows_of_rank
 from ._weights import scheduled_weights
 
@@ -287,7 +287,8 @@ def _allocate_buffers(
         out, stored = stage.forward(w, x, inputs, keys)
         return stage.input(w, inputs, keys, stored, floating(out))[2]
 
-    for_backward, for_weight = split_residuals(stage, jax.make_jaxpr(residuals)(x).out_avals)
+    stored = with_memories(stage, jax.make_jaxpr(residuals)(x).out_avals)
+    for_backward, for_weight = split_residuals(stage, stored)
     return ActivationBuffers(
         allocate(x, "inputs"),
         allocate(floating(x), "cotangents"),
@@ -347,9 +348,11 @@ def _tick(
     )
     buffers, totals = _tick_backward(invariants, tables, zero_outputs, buffers, totals, row)
     if tables.num_slots["wgrad_residuals"]:
+        slot = row.weight.residuals_for_weight_slot
+        fetched = buffers._replace(for_weight=fetch(buffers.for_weight, slot))
         totals = update_if(
             row.weight.microbatch >= 0,
-            lambda totals: weight(invariants, row.weight, buffers, totals),
+            lambda totals: weight(invariants, row.weight, fetched, totals),
             totals,
             hint=execution_count_hint(tables.weight.microbatch),
         )
@@ -370,9 +373,13 @@ def _tick_backward(
     weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
     totals = totals._replace(weight_state=weight_state)
     changed = BackwardTotals(totals, buffers.wgrad_residuals)
+    fetched = buffers._replace(
+        for_backward=fetch(buffers.for_backward, work.residuals_for_backward_slot),
+        for_weight=fetch(buffers.for_weight, work.residuals_for_weight_slot),
+    )
     (totals, wgrad_residuals), outputs = update_if(
         work.microbatch >= 0,
-        lambda state: backward(tables)(invariants, work, buffers, state[0], zero_backward),
+        lambda state: backward(tables)(invariants, work, fetched, state[0], zero_backward),
         (changed, zero_backward),
         hint=execution_count_hint(tables.backward.microbatch),
     )
@@ -401,6 +408,7 @@ def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
 
     def store(buffer: jax.Array, new: jax.Array) -> jax.Array:
         if is_on_host(buffer):  # no `where` in host memory: the last slot is never read
+            new = jax.device_put(new, jax.memory.Space.Host)
             return put(buffer, new, jnp.where(slot >= 0, slot, buffer.shape[0] - 1))
         return put(buffer, jnp.where(slot >= 0, new, index_leading(buffer, slot)), slot)
 

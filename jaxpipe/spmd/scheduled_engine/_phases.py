@@ -68,8 +68,8 @@ class ActivationBuffers(NamedTuple):
 
     inputs: PyTree
     cotangents: PyTree
-    for_backward: list[jax.Array]
-    for_weight: list[jax.Array]
+    for_backward: list[Any]
+    for_weight: list[Any]
     wgrad_residuals: list[jax.Array]
     past: list[jax.Array]
     past_cotangents: list[jax.Array]

@@ -1,10 +1,11 @@
 """Residuals of a stage in the buffers that a rank carries: in the device's memory or the host's.
 
-A branch writes those of the device to their buffers in place. Those of the host are stored after
-the branch: no conditional of XLA writes to the host's memory.
+A branch reads and writes those of the device in place. Those of the host are stored after a branch
+and read before it: XLA:TPU moves nothing inside of a conditional ("Expected computation ... to be
+called only by one caller and that caller to be a While", libtpu 0.0.48.1).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +16,19 @@ from .._buffers import is_on_host
 
 Residuals = tuple[list[Any], list[Any]]
 """Of each residual a value or None: of those that only B or I reads, and of those that W reads."""
+
+
+class Fetched(NamedTuple):
+    """An entry of a buffer on the host, on the device."""
+
+    value: jax.Array
+
+
+def with_memories(stage: SplitBackward, residuals: list[Any]) -> list[Any]:
+    """Returns the abstract values of residuals in the memory where their buffers are."""
+    host = jax.memory.Space.Host
+    pairs = zip(residuals, stage.on_host, strict=True)
+    return [r.update(memory_space=host) if is_moved else r for r, is_moved in pairs]
 
 
 def split_residuals(stage: SplitBackward, residuals: list[Any]) -> Residuals:
@@ -52,9 +66,18 @@ def entries_to_write(buffers: list[Any], slot: Any) -> list[Any]:
     return [None if buffer is None else Entry(buffer, slot) for buffer in buffers]
 
 
-def entries_to_read(buffers: list[jax.Array], slot: Any) -> list[Any]:
-    """Returns the entry `slot` of each buffer, read already if the buffer is on the host."""
-    return [index_leading(b, slot) if is_on_host(b) else Entry(b, slot) for b in buffers]
+def fetch(buffers: list[jax.Array], slot: Any) -> list[Any]:
+    """Returns the buffers, and of those on the host the entry `slot` on the device."""
+    device = jax.memory.Space.Device
+    return [
+        Fetched(jax.device_put(index_leading(b, slot), device)) if is_on_host(b) else b
+        for b in buffers
+    ]
+
+
+def entries_to_read(buffers: list[Any], slot: Any) -> list[Any]:
+    """Returns the entry `slot` of each buffer, or what `fetch` has read of it."""
+    return [b.value if isinstance(b, Fetched) else Entry(b, slot) for b in buffers]
 
 
 def run_forward(stage: SplitBackward, arguments: tuple, on_device: Residuals, slots: tuple) -> Any:

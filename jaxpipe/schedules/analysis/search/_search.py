@@ -87,7 +87,7 @@ def search(
             a `placement`, costs of a stage, one number or one per stage.
         memory_cap: The most that a rank may store, or [ranks] that of every rank; in the unit of
             `memory`. By default that unit is one microbatch's activations of a whole rank.
-        max_chunks: The most stages per rank to try.
+        max_chunks: The most stages per rank to try, where there is no `placement`.
         max_slices: The most sequence slices to try; more than 1 needs causal attention.
         placement: [num_stages] the rank of every stage, if no other placement shall be tried.
         memory: Bytes of a microbatch on a whole rank; with a `placement`, on a stage. Integers are
@@ -119,6 +119,8 @@ def search(
     costs, memory, caps = checked_arguments(ranks, costs, memory, memory_cap, placement)
     if lock_step:
         memory, caps = memory_of_slots(memory, caps, synchronous)
+    if placement is not None:
+        max_chunks = max(max_chunks, len(placement) // ranks)
     tried = _usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
     settings = [
         _Setting(_problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces), pieces)

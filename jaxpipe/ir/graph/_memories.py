@@ -1,0 +1,50 @@
+"""A graph in the device's memory alone: without moves to the host's memory and back."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from ._graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
+
+
+def in_device_memory(graph: Graph) -> Graph:
+    """Returns a graph whose values stay in the device's memory, where it moves some of them."""
+    graph_inputs = tuple(map(_of_device, graph.inputs))
+    renamed: dict[Var, Atom] = dict(zip(graph.inputs, graph_inputs, strict=True))
+
+    def look_up(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else renamed[atom]
+
+    eqns = []
+    for eqn in graph.eqns:
+        inputs = tuple(map(look_up, eqn.inputs))
+        outputs = inputs
+        if not _changes_memory(eqn):
+            outputs = tuple(map(_of_device, eqn.outputs))
+            eqns.append(Eqn(_operation(eqn.operation), inputs, outputs))
+        renamed.update(zip(eqn.outputs, outputs, strict=True))
+    return Graph(graph_inputs, tuple(eqns), tuple(map(look_up, graph.outputs)))
+
+
+def _operation(operation: Any) -> Any:
+    match operation:
+        case Scan(body=body) | ShardMap(body=body):
+            return replace(operation, body=in_device_memory(body))
+        case Cond(branches=branches):
+            return replace(operation, branches=tuple(map(in_device_memory, branches)))
+        case _:
+            return operation
+
+
+def _of_device(var: Var) -> Var:
+    return Var(var.aval.update(memory_space=jax.memory.Space.Device))
+
+
+def _changes_memory(eqn: Eqn) -> bool:
+    """Returns whether an equation moves its inputs from one memory to another."""
+    is_put = isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == "device_put"
+    return is_put and any(
+        isinstance(x, Var) and x.aval.memory_space != y.aval.memory_space
+        for x, y in zip(eqn.inputs, eqn.outputs, strict=True)
+    )
