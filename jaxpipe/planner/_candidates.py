@@ -455,9 +455,11 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
     for policy in _choices(fixed, "policy", space.policies):
         # Where a plan may choose to store everything, that is of a whole stage.
         stores_all = policy == "none" and policy in space.policies
-        if policy == OFFLOAD_INPUTS and first.engine.pipelines:
-            continue  # none of these programs has been compiled
-        for scope in ("tick",) if stores_all else _choices(fixed, "scope", scopes):
+        of_layers = policy == OFFLOAD_INPUTS and first.engine.pipelines
+        if of_layers and first.engine.program_per_rank:
+            continue  # what its programs leave for each other stays on the device
+        scopes_of_policy = ("layer",) if of_layers else ("tick",) if stores_all else scopes
+        for scope in _choices(fixed, "scope", scopes_of_policy):
             for gather in _choices(fixed, "gather", gathers):
                 if not first.engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick

@@ -27,6 +27,7 @@ DEFAULT_RULES: Rules = (
     ("activation_kv", ()),
     ("activation_vocab", ("tensor",)),
     ("activation_stage", ("stage",)),
+    ("activation_exp", ("expert",)),
     ("microbatches", ()),
     ("stage", ("stage",)),
     ("circular_repeats", ()),
@@ -196,7 +197,9 @@ GATHERED_AXES = ("fsdp", "fsdp_transpose", "context", "expert")
 
 
 def gathered_rules(rules: Rules) -> Rules:
-    """Returns `rules` for weights that are whole along `GATHERED_AXES`. Routed experts stay split.
+    """Returns `rules` for weights that are whole along `GATHERED_AXES`.
+
+    Routed experts stay split over the axes of "activation_exp", by which devices compute them.
 
     Args:
         rules: The rules of stored weights.
@@ -208,7 +211,8 @@ def gathered_rules(rules: Rules) -> Rules:
     def whole(mesh_axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in mesh_axes if axis not in GATHERED_AXES)
 
-    return [(name, mesh_axes if name == "exp" else whole(mesh_axes)) for name, mesh_axes in rules]
+    computed = dict(rules).get("activation_exp", dict(rules).get("exp", ()))
+    return [(name, computed if name == "exp" else whole(mesh_axes)) for name, mesh_axes in rules]
 
 
 def zero1_rules(rules: Rules) -> Rules:

@@ -22,6 +22,7 @@ _FSDP = {"pipeline_engine": "none", "ici_fsdp_parallelism": 4}
 
 # Model, devices, batch, length, settings and MB, by `jaxpipe compile` with libtpu 0.0.48.1.
 _POLICY = {"remat_policy": "minimal_with_context"}
+_ON_HOST = _LAYERS | {"remat_policy": "custom", "decoder_layer_input": "offload"}
 _INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "num_pipeline_repeats": 8}
 OTHERS: dict[str, tuple[str, str, int, int, dict, float]] = {
     "M = 4, most kept": (
@@ -40,6 +41,16 @@ OTHERS: dict[str, tuple[str, str, int, int, dict, float]] = {
         | {"pipeline_engine": "scheduled", "pipeline_schedule": "zero_bubble_h1"}
         | {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 16, "remat_policy": "full"},
         63_857,
+    ),
+    "circular, inputs on the host": (
+        *("llama2-7b", "v5p-8", 48, 2048),
+        _CIRCULAR | _ON_HOST | _ONCE | {"num_pipeline_microbatches": 4, "num_pipeline_repeats": 4},
+        47_162,
+    ),
+    "1F1B, inputs on the host": (
+        *("llama2-7b", "v5p-8", 48, 2048),
+        _1F1B | _ON_HOST | _ONCE | {"num_pipeline_microbatches": 4},
+        46_312,
     ),
     "llama3-8b on four ranks": (
         *("llama3-8b", "v5p-16", 32, 4096),

@@ -15,7 +15,7 @@ from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up, train
 from jaxpipe.train.optim import drop_router_biases, gradient_norm
 from jaxpipe.train.plan import MODEL_FAMILIES
-from jaxpipe.train.step import init_state, make_train_step, shard_batch
+from jaxpipe.train.step import init_state, make_train_step, shard_batch, state_shardings
 
 pytestmark = pytest.mark.ci
 
@@ -78,6 +78,46 @@ def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run
     for name in ("load_balance_loss", "gradient_norm"):
         np.testing.assert_allclose(history[-1][name], plain[-1][name], rtol=1e-5)
     assert losses(history)[-1] < losses(history)[0]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2},
+        PLAIN | {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2},
+        *(
+            pytest.param(axes, marks=pytest.mark.slow)
+            for axes in (
+                CIRCULAR | {"pipeline_fsdp_ag_per_repeat": True},
+                CIRCULAR | {"pipeline_engine": "scheduled", "pipeline_fsdp_ag_per_layer": True},
+                {
+                    "ici_pipeline_parallelism": 2,
+                    "ici_fsdp_parallelism": 2,
+                    "ici_data_parallelism": 2,
+                    "shard_optimizer_over_data": True,
+                },
+            )
+        ),
+    ],
+)
+def test_whole_experts_on_each_device_of_fsdp_change_no_loss(tmp_path, plain, axes):
+    stored = {"shard_exp_on_fsdp": True}
+    gate = state_shardings(set_up(config_of(axes, stored), jax.devices()).step)["weights"]["stages"]
+    *_, experts, embed, width = gate["moe"]["experts"]["gate"].spec
+    assert (experts, embed, width) == (("expert", "fsdp", "context"), None, "tensor")
+    history = run(tmp_path, axes, stored)
+    np.testing.assert_allclose(losses(history), losses(plain), rtol=1e-5)
+    np.testing.assert_allclose(history[-1]["gradient_norm"], plain[-1]["gradient_norm"], rtol=1e-5)
+
+
+def test_experts_that_fsdp_does_not_divide_and_two_rules_for_them_are_refused():
+    stored = {"shard_exp_on_fsdp": True}
+    with pytest.raises(ValueError, match=r"experts.* has 8 in dim .* over .*fsdp 16"):
+        config = config_of(stored, {"ici_fsdp_parallelism": 16, "pipeline_engine": "none"})
+        set_up(config, jax.devices() * 2)
+    rules = {"logical_axis_rules": [["exp", ["expert"]]]}
+    with pytest.raises(ValueError, match=r"`shard_exp_on_fsdp` is true, and .* a rule for 'exp'"):
+        set_up(config_of(stored, rules), jax.devices())
 
 
 @pytest.mark.slow

@@ -57,8 +57,9 @@ def routed_experts(
 ) -> Experts:
     """Returns a function that runs each token's experts, on the shards that `rules` define.
 
-    'exp' shards the experts, 'mlp' the width of each. Tokens are run in chunks of so many that an
-    expert has `chunk_rows` on average, and the backward computes them again; None: all at a time.
+    'activation_exp' shards the experts, 'mlp' the width of each. Tokens are run in chunks of so
+    many that an expert has `chunk_rows` on average, and the backward computes them again; None: all
+    at a time.
     """
 
     def local(run: Callable, num_experts: int, inputs, constants) -> Float[Array, "1 b T D"]:
@@ -99,9 +100,9 @@ def _weighted_bias(
 
 
 def _num_shards(rules: Rules) -> int:
-    """Returns the number of parts into which the mesh axes of `exp` split the experts."""
+    """Returns the number of parts into which `activation_exp` splits the experts."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape.get(axis, 1) for axis in dict(rules).get("exp", ()))
+    return math.prod(mesh.shape.get(axis, 1) for axis in dict(rules).get("activation_exp", ()))
 
 
 def num_chunks(num_tokens: int, at_most: int) -> int:
@@ -187,7 +188,7 @@ def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> 
 
 
 _WEIGHT_AXES = {
-    **dict.fromkeys(("gate", "up"), ("exp", None, "mlp")),
-    **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
-    "down": ("exp", "mlp", None),
+    **dict.fromkeys(("gate", "up"), ("activation_exp", None, "mlp")),
+    **dict.fromkeys(("gate_bias", "up_bias"), ("activation_exp", "mlp")),
+    "down": ("activation_exp", "mlp", None),
 }

@@ -205,7 +205,7 @@ def _residuals(
     n = candidate.layers_per_stage
     masked = _masked_weights(model, candidate)
     if candidate.policy == OFFLOAD_INPUTS:
-        return _ON_THEIR_WAY * activation
+        return 0.0 if candidate.engine.pipelines else _ON_THEIR_WAY * activation
     if candidate.scope == "layer":
         return n * (activation + kept) + masked
     passed_on = tokens * _passed_on_bytes(model, candidate.mesh, candidate.policy)
@@ -240,6 +240,9 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     work = work_with_experts(live, routed, model.saved_names(policy))
     if policy == "none":
         return work
+    if policy == OFFLOAD_INPUTS and candidate.engine.pipelines:
+        # Schedules move the inputs of a stage at a time, as no conditional moves any.
+        work += _ON_THEIR_WAY * (n if candidate.engine.runs_schedules else 1) * activation
     layers = n if candidate.scope == "tick" else 1
     if len(set(candidate.counts)) > 1:
         work += layers * model.of_layers.weight * _on_mesh(model, mesh).layer

@@ -152,6 +152,7 @@ class ConfigKeys(BaseModel):
     norm_topk_prob: bool = False
     interleave_moe_layer_step: PositiveInt = 1
     megablox: Literal["auto"] | bool = "auto"
+    shard_exp_on_fsdp: bool = False
 
     # Experts and latent attention of DeepSeek.
     first_num_dense_layers: NonNegativeInt = 0

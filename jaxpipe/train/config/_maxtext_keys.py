@@ -241,7 +241,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
     "The loss of an uneven load is that of `load_balance_loss_weight`, in every layer: leave it "
     "out.": "moe_use_megatron_seq_aux_loss",
     "Write `logical_axis_rules` for what splits weights; the names of an expert's dims are exp, "
-    "embed_no_exp and mlp.": "shard_exp_on_fsdp shard_embed_moe_on_fsdp use_2d_fsdp_sharding",
+    "embed_no_exp and mlp.": "shard_embed_moe_on_fsdp use_2d_fsdp_sharding",
     "Write `pipeline_fsdp_ag_once`, `pipeline_fsdp_ag_per_repeat` or "
     "`pipeline_fsdp_ag_per_layer`.": (
         "moe_fsdp_use_two_stage_all_gather dense_fsdp_use_two_stage_all_gather vocab_tiling_ag_once"

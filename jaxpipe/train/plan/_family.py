@@ -75,7 +75,7 @@ def _mixture(**fixed: Any) -> ModelFamily:
         models.MixtureConfig,
         models.llama_weights,
         models.llama,
-        extra_keys=("megablox",),
+        extra_keys=("megablox", "shard_exp_on_fsdp"),
         tied=attrgetter("logits_via_embedding"),
         fixed=fixed,
     )
@@ -99,7 +99,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         models.DeepseekConfig,
         models.deepseek_weights,
         models.deepseek,
-        extra_keys=("routed_bias_update_rate", "megablox"),
+        extra_keys=("routed_bias_update_rate", "megablox", "shard_exp_on_fsdp"),
     ),
 }
 

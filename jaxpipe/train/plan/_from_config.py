@@ -123,9 +123,15 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
 
 def axis_rules(config: Config) -> sharding.Rules:
     """Returns the logical axis rules of a run."""
-    return sharding.override_rules(
-        tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
-    )
+    changes = tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
+    if config.shard_exp_on_fsdp:
+        if "exp" in dict(changes):
+            raise ValueError(
+                "`shard_exp_on_fsdp` is true, and `logical_axis_rules` has a rule for 'exp'. Leave "
+                "one of them out."
+            )
+        changes += (("exp", ("expert", "fsdp", "context")),)
+    return sharding.override_rules(changes)
 
 
 def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
