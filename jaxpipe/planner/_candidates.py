@@ -29,6 +29,8 @@ _LONG = 4096
 """Tokens of a sequence that a device has at least where `context` is one of several choices."""
 _UNEVEN = 0.1
 """The share of layers by which stages of several on a rank may exceed them, if some have fewer."""
+_TILE_ROWS = 16
+"""Rows of a tile of 16-bit values on TPUs."""
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 """Policies of rematerialization that plans choose from."""
@@ -71,6 +73,7 @@ class StepLayout:
         options: Options of the engine.
         copies: The stages that each rank runs and another one stores.
         gathered_axes: Mesh axes over which weights are gathered.
+        whole_experts: Whether a device stores whole experts, and not a slice of each.
     """
 
     mesh: tuple[int, ...]
@@ -88,6 +91,7 @@ class StepLayout:
     options: EngineOptions = NO_OPTIONS
     copies: int = 0
     gathered_axes: tuple[str, ...] = GATHERED_AXES
+    whole_experts: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -166,6 +170,7 @@ class Space:
         free_options: Names of other options, which a plan may choose.
         costs: What each layer costs, by which they are divided over stages. None: all the same.
         gathered_axes: Mesh axes over which weights are gathered.
+        hidden: Channels of an activation; 0 if that decides nothing.
     """
 
     devices: Devices
@@ -184,6 +189,7 @@ class Space:
     free_options: frozenset[str] = frozenset()
     costs: tuple[float, ...] | None = None
     gathered_axes: tuple[str, ...] = GATHERED_AXES
+    hidden: int = 0
 
     def imbalance(self, counts: tuple[int, ...]) -> float:
         """Returns what the dearest stage costs over the mean of all stages."""
@@ -204,6 +210,9 @@ def candidates(space: Space) -> Iterator[StepLayout]:
         accumulation = space.fixed.get("accumulation", 1)
         rows, rest = divmod(space.batch // accumulation, row_shards(sizes))
         if rest or not rows or space.batch % accumulation:
+            continue
+        whole_experts = _stores_whole_experts(space, sizes)
+        if whole_experts and space.num_experts % expert_shards(sizes):
             continue
         for name, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
             engine = engine_named(name)
@@ -226,6 +235,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     _options(space, engine, sizes),
                     chunks if _is_on_two_ranks(schedule) else 0,
                     space.gathered_axes,
+                    whole_experts,
                 )
                 yield from _variants(first, space)
 
@@ -262,6 +272,24 @@ def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
     if sizes["data"] > 1 and "zero1" in space.free_options & engine.options:
         return space.options._replace(zero1=True)
     return space.options
+
+
+def expert_shards(sizes: Sizes) -> int:
+    """Returns the parts into which the weights of experts are divided."""
+    return sizes["expert"] * sizes["fsdp"] * sizes["context"]
+
+
+def cuts_tiles(hidden: int, sizes: Sizes) -> bool:
+    """Returns whether a slice of an expert is no whole number of tiles of a TPU."""
+    parts = sizes["fsdp"] * sizes["context"]
+    return parts > 1 and hidden % (_TILE_ROWS * parts) != 0
+
+
+def _stores_whole_experts(space: Space, sizes: Sizes) -> bool:
+    if "whole_experts" in space.fixed:
+        return space.fixed["whole_experts"]
+    divides = space.num_experts and space.num_experts % expert_shards(sizes) == 0
+    return bool(divides) and space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:

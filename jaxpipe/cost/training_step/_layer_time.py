@@ -5,6 +5,7 @@ T tokens of a microbatch on a device.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 from ...devices import Hardware, cudnn_attention
@@ -326,17 +327,16 @@ def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> f
 def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
     """Returns the seconds of one gather of layers' weights over the axes that divide them."""
     group = make_group(layout, device.network, *layout.weight_axes)
+    seconds = partial(
+        all_gather_seconds, network=device.network, in_one_ring=layout.gathers_in_one_ring
+    )
     if not layout.experts_gather:
-        return all_gather_seconds(
-            sum((layer.weight_bytes * device_parameters(layer, layout) for layer in layers), 0.0),
-            group,
-            device.network,
-        )
+        read = (layer.weight_bytes * device_parameters(layer, layout) for layer in layers)
+        return seconds(sum(read, 0.0), group)
     every = make_group(layout, device.network, *layout.weight_axes, "expert")
     dense = sum((la.weight_bytes * la.dense_parameters / layout.tensor for la in layers), 0.0)
     experts = sum((la.weight_bytes * expert_parameters(la, layout) for la in layers), 0.0)
-    seconds = all_gather_seconds(dense, every, device.network)
-    return seconds + all_gather_seconds(experts, group, device.network)
+    return seconds(dense, every) + seconds(experts, group)
 
 
 def device_parameters(layer: LayerWork, layout: Layout) -> float:

@@ -55,11 +55,14 @@ def make_group(layout: Layout, network: Network, *axes: str) -> Group:
     return Group(prod(sizes), prod(linked))
 
 
-def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> float:
+def all_gather_seconds(
+    total_bytes: float, group: Group, network: Network, *, in_one_ring: bool = False
+) -> float:
     """Returns the seconds of an all-gather to, or a reduce-scatter of, `total_bytes`."""
     if group.size == 1:
         return 0.0
-    inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, network)
+    axes = 1 if in_one_ring else _axes(group, network)
+    inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, network, axes)
     outside = total_bytes * (1 - group.linked / group.size) / (group.linked * network.network)
     return max(inside, outside) + _latency(group, network)
 
@@ -78,7 +81,7 @@ def all_to_all_seconds(
     if network.torus_axes:  # a message crosses a quarter of each ring on its way
         side = group.linked ** (1 / _axes(group, network))
         share = max(share, side / 4)
-    inside = sent_bytes * share / _ring_rate(group, network)
+    inside = sent_bytes * share / _ring_rate(group, network, _axes(group, network))
     outside = outside_share * sent_bytes * (1 - group.linked / group.size) / network.network
     return max(inside, outside) + _latency(group, network)
 
@@ -98,10 +101,10 @@ def _axes(group: Group, network: Network) -> int:
     return min(network.torus_axes, max(1, ceil(log(group.linked, _TORUS_SIDE))))
 
 
-def _ring_rate(group: Group, network: Network) -> float:
+def _ring_rate(group: Group, network: Network, axes: int) -> float:
     if not network.torus_axes:
         return network.link
-    rate = network.link * _axes(group, network)
+    rate = network.link * axes
     return rate / 2 if group.linked == 2 else rate  # two neighbours have one link
 
 

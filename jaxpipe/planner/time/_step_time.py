@@ -109,7 +109,9 @@ def least_seconds(candidate: StepLayout, request: Request) -> float:
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
     work, reduction = _work_seconds(candidate, request)
-    sums = engine_seconds(candidate, request) + expert_reduction_seconds(candidate, request)
+    hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
+    sums = engine_seconds(candidate, request)
+    sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     sums += max(reduction, data_reduction_seconds(candidate, request))
     sums += exposed_host_seconds(candidate, request, work)
     return least_seconds(candidate, request) + candidate.accumulation * sums
@@ -171,7 +173,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts["fsdp"] *= (_PASSES - keeps - scatters) / _PASSES
     if candidate.engine.stage_by_stage and "fsdp" in layout.overlap:
         parts["fsdp"] = _exposed_between_stages(candidate, parts)
-    parts["fsdp"] += expert_reduction_seconds(candidate, request)
+    hides = _SCATTERS_ON_SPARSE_CORES in flags
+    parts["fsdp"] += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     ticks = _tick_seconds(run, step)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
@@ -287,7 +290,8 @@ def _layout(
     rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
     slices = request.devices.num_slices
     data, stage, fsdp, tensor, expert, context = mesh
-    exposes = device_hardware(request.devices).torus_axes and _GATHERS_ON_SPARSE_CORES not in flags
+    on_sparse_cores = _GATHERS_ON_SPARSE_CORES in flags
+    exposes = device_hardware(request.devices).torus_axes and not on_sparse_cores
     return Layout(
         data=data,
         stage=stage,
@@ -307,11 +311,14 @@ def _layout(
         context_gathers=True,
         shared_optimizer=False,
         overlap=_HIDDEN_ON_TPUS if exposes else Layout().overlap,
+        # XLA:TPU writes two rings of all devices, one each way, beside a gather on SparseCores
+        # ("ICI_RING_TYPE_UNIDIR_CW" of 256 devices of v5p:8x8x8, libtpu 0.0.48.1).
+        gathers_in_one_ring=on_sparse_cores,
     )
 
 
 def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
-    """Returns the names of the flags of the table with which a step is compiled."""
+    """Returns the names of the flags of the table as which a step is compiled."""
     device, engine = device_hardware(request.devices), candidate.engine
     return _flags(
         StepTraits(
@@ -328,7 +335,7 @@ def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _flags(traits: StepTraits) -> frozenset[str]:
-    return frozenset(flag.option for flag in FLAGS if flag.is_set(traits))
+    return frozenset(flag.option for flag in FLAGS if flag.has_effect(traits))
 
 
 def _efficiency(request: Request, flags: frozenset[str]) -> Efficiency:

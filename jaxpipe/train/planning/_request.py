@@ -55,6 +55,7 @@ _FIXED = {
     "remat_policy": "policy",
     "num_vocab_tiling": "vocab_tiling",
     "gradient_accumulation_steps": "accumulation",
+    "shard_exp_on_fsdp": "whole_experts",
     _LAYERS_KEY: "layers_per_stage",
 }
 """Keys that fix a field of a candidate, and the field."""
@@ -219,6 +220,7 @@ def _space(
             config.pipeline_vocab_parallel,
         ),
         free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
+        hidden=sizes.base_emb_dim,
     )
 
 

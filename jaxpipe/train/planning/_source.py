@@ -88,6 +88,8 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
         values["gradient_accumulation_steps"] = candidate.accumulation
     if candidate.vocab_tiling > 1:
         values["num_vocab_tiling"] = candidate.vocab_tiling
+    if candidate.whole_experts:
+        values["shard_exp_on_fsdp"] = True
     values |= {key: True for name, key in OPTION_KEYS.items() if getattr(candidate.options, name)}
     if not candidate.engine.pipelines:
         return values

@@ -60,6 +60,8 @@ class CompilerFlag:
     gain: str = ""  # what a measurement says that it changes; "" if nothing was measured
     ran_on_device: bool = False  # whether a program with it has run on a device of the platform
     slows_compilation: bool = False  # whether compilation takes more than a quarter longer with it
+    # Kinds of devices for which the compiler does so by itself.
+    built_in: tuple[str, ...] = ()
 
     def suits(self, traits: StepTraits) -> bool:
         """Returns whether the compiler of these devices has the flag."""
@@ -71,6 +73,10 @@ class CompilerFlag:
         level = traits.default_flags
         is_allowed = level == "all" or (level == "quick" and not self.slows_compilation)
         return self.suits(traits) and self.is_default(traits) and (is_allowed or self.is_required)
+
+    def has_effect(self, traits: StepTraits) -> bool:
+        """Returns whether a step is compiled as this flag says, also if it is not set."""
+        return self.is_set(traits) or traits.device_kind in self.built_in
 
     def value_for(self, traits: StepTraits) -> str:
         """Returns the value for a step of these traits."""

@@ -54,6 +54,7 @@ def _on_sparse_cores(
             *(group, f"xla_tpu_{option}", value, "tpu", reason, _LIBTPU, is_default),
             device_kinds=_WITH_SPARSE_CORES,
             gain=gain,
+            built_in=HARDWARE["tpu7x"].device_kinds,
         )
         for option, value in options.items()
     ]
