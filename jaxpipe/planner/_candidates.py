@@ -211,12 +211,12 @@ def candidates(space: Space) -> Iterator[StepLayout]:
         rows, rest = divmod(space.batch // accumulation, row_shards(sizes))
         if rest or not rows or space.batch % accumulation:
             continue
-        whole_experts = _stores_whole_experts(space, sizes)
-        if whole_experts and space.num_experts % expert_shards(sizes):
-            continue
         for name, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
             engine = engine_named(name)
             if engine.program_per_rank and not _is_on_a_host(space.devices, sizes["stage"]):
+                continue
+            whole_experts = _stores_whole_experts(space, engine, sizes)
+            if whole_experts and space.num_experts % _expert_shards(sizes):
                 continue
             for microbatches in _microbatches(space, rows, sizes["stage"], engine):
                 first = StepLayout(
@@ -274,7 +274,7 @@ def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
     return space.options
 
 
-def expert_shards(sizes: Sizes) -> int:
+def _expert_shards(sizes: Sizes) -> int:
     """Returns the parts into which the weights of experts are divided."""
     return sizes["expert"] * sizes["fsdp"] * sizes["context"]
 
@@ -285,11 +285,12 @@ def cuts_tiles(hidden: int, sizes: Sizes) -> bool:
     return parts > 1 and hidden % (_TILE_ROWS * parts) != 0
 
 
-def _stores_whole_experts(space: Space, sizes: Sizes) -> bool:
+def _stores_whole_experts(space: Space, engine: Engine, sizes: Sizes) -> bool:
     if "whole_experts" in space.fixed:
         return space.fixed["whole_experts"]
-    divides = space.num_experts and space.num_experts % expert_shards(sizes) == 0
-    return bool(divides) and space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
+    divides = space.num_experts and space.num_experts % _expert_shards(sizes) == 0
+    is_slower = space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
+    return bool(divides) and is_slower and engine.pipelines
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:

@@ -84,7 +84,7 @@ def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run
     "axes",
     [
         {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2},
-        PLAIN | {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2},
+        PLAIN | {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2},
         *(
             pytest.param(axes, marks=pytest.mark.slow)
             for axes in (
@@ -115,6 +115,8 @@ def test_experts_that_fsdp_does_not_divide_and_two_rules_for_them_are_refused():
     with pytest.raises(ValueError, match=r"experts.* has 8 in dim .* over .*fsdp 16"):
         config = config_of(stored, {"ici_fsdp_parallelism": 16, "pipeline_engine": "none"})
         set_up(config, jax.devices() * 2)
+    with pytest.raises(ValueError, match=r"each of 8 devices would store one expert.*at false"):
+        set_up(config_of(stored, PLAIN), jax.devices())
     rules = {"logical_axis_rules": [["exp", ["expert"]]]}
     with pytest.raises(ValueError, match=r"`shard_exp_on_fsdp` is true, and .* a rule for 'exp'"):
         set_up(config_of(stored, rules), jax.devices())
