@@ -57,8 +57,6 @@ def _default_options(plan: PipelineSpec) -> dict[str, str]:
         device.platform,
         device.device_kind,
         "pipeline" if is_pipeline else "none",
-        pipelines=is_pipeline,
-        num_microbatches=plan.num_microbatches * plan.num_calls,
     )
     return default_options(FLAGS, traits, device)
 

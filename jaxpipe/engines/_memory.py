@@ -91,7 +91,6 @@ class StepSizes(NamedTuple):
         head_read: Without a pipeline: what the loss of one microbatch gathers, the head.
         outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
         outer_residuals: Without a pipeline: what layers of embedding and head store.
-        tiled_head_grads: Without a pipeline: sums of the head's gradient over parts of the logits.
         kept_read: Without a pipeline: gathered weights that forwards store for backwards.
         narrow_logits: Without a pipeline: logits in a narrower dtype than the loss computes in.
     """
@@ -118,7 +117,6 @@ class StepSizes(NamedTuple):
     head_read: float = 0.0
     outer_read: float = 0.0
     outer_residuals: float = 0.0
-    tiled_head_grads: float = 0.0
     kept_read: float = 0.0
     narrow_logits: float = 0.0
 

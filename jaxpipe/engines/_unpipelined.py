@@ -148,7 +148,6 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     gathers = 0.0
     if counts.gather:
         gathers = sizes.kept_read or sizes.layer_read
-        late += sizes.tiled_head_grads * (counts.num_microbatches == 1)
         cast += sizes.outer_read
     activations = buffers.residuals * sizes.residuals + sizes.outer_residuals
     work = sizes.work + sizes.largest_grad

@@ -289,8 +289,8 @@ def _stores_whole_experts(space: Space, engine: Engine, sizes: Sizes) -> bool:
     if "whole_experts" in space.fixed:
         return space.fixed["whole_experts"]
     divides = space.num_experts and space.num_experts % _expert_shards(sizes) == 0
-    is_slower = space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
-    return bool(divides) and is_slower and engine.pipelines
+    copies = space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
+    return bool(divides) and copies and engine.pipelines and sizes["expert"] == 1
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:
@@ -484,10 +484,10 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
     for policy in _choices(fixed, "policy", space.policies):
         # Where a plan may choose to store everything, that is of a whole stage.
         stores_all = policy == "none" and policy in space.policies
-        of_layers = policy == OFFLOAD_INPUTS and first.engine.pipelines
-        if of_layers and first.engine.program_per_rank:
+        offloads = policy == OFFLOAD_INPUTS and first.engine.pipelines
+        if offloads and first.engine.program_per_rank:
             continue  # what its programs leave for each other stays on the device
-        scopes_of_policy = ("layer",) if of_layers else ("tick",) if stores_all else scopes
+        scopes_of_policy = ("layer",) if offloads else ("tick",) if stores_all else scopes
         for scope in _choices(fixed, "scope", scopes_of_policy):
             for gather in _choices(fixed, "gather", gathers):
                 if not first.engine.pipelines and policy != "none":

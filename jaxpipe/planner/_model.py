@@ -270,7 +270,7 @@ def gathered_parameters(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
 
 def largest_weight(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
     """Returns the parameters of the largest weight while a layer reads it, on a device."""
-    return max(group.largest / split(group.gathered, sizes) for group in groups)
+    return max((group.largest / split(group.gathered, sizes) for group in groups), default=0.0)
 
 
 def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int) -> float:

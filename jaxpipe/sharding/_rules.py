@@ -211,12 +211,27 @@ def gathered_rules(rules: Rules) -> Rules:
     def whole(mesh_axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in mesh_axes if axis not in GATHERED_AXES)
 
-    computed = dict(rules).get("activation_exp", dict(rules).get("exp", ()))
+    computed = expert_axes(rules)
     return [(name, computed if name == "exp" else whole(mesh_axes)) for name, mesh_axes in rules]
+
+
+def expert_axes(rules: Rules) -> Sequence[str]:
+    """Returns the mesh axes over whose devices experts are divided where they are computed.
+
+    Args:
+        rules: The rules of stored weights. Without "activation_exp" experts are computed where
+            they are stored.
+
+    Returns:
+        Names of mesh axes.
+    """
+    return dict(rules).get("activation_exp", dict(rules).get("exp", ()))
 
 
 def zero1_rules(rules: Rules) -> Rules:
     """Returns `rules` for ZeRO-1: every dim that is split over fsdp is split over data too.
+
+    Whole experts are not: of them another dim is split over data.
 
     Args:
         rules: The rules.
@@ -229,7 +244,7 @@ def zero1_rules(rules: Rules) -> Rules:
     """
 
     def also(name: str, mesh_axes: Sequence[str]) -> tuple[str, ...]:
-        is_weight = "fsdp" in mesh_axes and not name.startswith("activation")
+        is_weight = "fsdp" in mesh_axes and not name.startswith("activation") and name != "exp"
         return (*mesh_axes, "data") if is_weight else tuple(mesh_axes)
 
     return [(name, also(name, mesh_axes)) for name, mesh_axes in rules]

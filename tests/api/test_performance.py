@@ -13,6 +13,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxpipe as jp
+from jaxpipe._compat import jaxprs_in_params
+from jaxpipe.autodiff.backward import check_offload
 
 B, D, L = 16, 8, 8
 NAMES = ("embed", "layers", "head")
@@ -124,6 +126,41 @@ def test_numbers_are_those_of_the_plain_program(name: str):
     sizes, options = ROWS[name]
     pipe = pipeline(sizes, **options)
     pipe.check(params(), batch(), optimizer=optax.adam(1e-3, eps=1e-4), steps=3)
+
+
+def shapes_on_host(jaxpr: Any) -> list[tuple[int, ...]]:
+    """The shapes of what loops carry in the host's memory."""
+    found: list[tuple[int, ...]] = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            avals = [x.aval for x in equation.outvars]
+            found += [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
+        for inner in jaxprs_in_params(equation.params):
+            found += shapes_on_host(getattr(inner, "jaxpr", inner))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots"), [("1f1b", 4), ("zero_bubble_h1", 4), ("interleaved_1f1b", 6)]
+)
+def test_schedules_keep_what_is_offloaded_in_slots_on_the_host(schedule: str, slots: int):
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    options = {"chunks": chunks} if chunks > 1 else {}
+    pipe = pipeline(FSDP, schedule=schedule, remat="minimal_offloaded", **options)
+    with jax.set_mesh(pipe.mesh):
+        traced = jax.make_jaxpr(pipe.value_and_grad)(pipe.shard(params()), batch())
+    of_layers = (L // 2 // chunks, B // 4 // 2, 2 * D)  # layers of a stage, rows, channels
+    assert set(shapes_on_host(traced.jaxpr)) == {(slots, *of_layers)}
+
+
+def test_devices_that_do_not_say_their_memories_may_be_offloaded_to():
+    class Gpu:
+        platform = "gpu"
+
+        def addressable_memories(self) -> list[Any]:
+            return []
+
+    check_offload("minimal_offloaded", None, [Gpu()])
 
 
 V, T = 12, 3

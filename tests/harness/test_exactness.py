@@ -239,7 +239,7 @@ def policies() -> list[Row]:
         for policy in POLICIES
         for on_mesh in [policy in ("none", "minimal", "custom") or "offloaded" in policy]
     ]  # fmt: skip
-    of_schedules = [
+    schedules = [
         Row("scheduled", model, 2, 2, 4, axes=axes, packed=True, schedule=schedule, remat=policy,
             layers_per_stage=layers, job=job(policy == "custom"))
         for policy in ("minimal_offloaded", "custom")
@@ -249,7 +249,7 @@ def policies() -> list[Row]:
             ("deepseek", (("expert", 2),), "interleaved_1f1b", 1),
         )
     ]  # fmt: skip
-    return [*of_llama, *of_deepseek, *of_schedules]
+    return [*of_llama, *of_deepseek, *schedules]
 
 
 def gathered_experts() -> list[Row]:

@@ -191,7 +191,7 @@ EXPERTS: dict[str, tuple[str, str, int, int, dict, float]] = {
         100_031,
     ),
     "512 chips, 1": (*_ON_512, _OUT_PROJ | _sizes(1, fsdp=128, expert=4) | _TILES, 84_254),
-    "512 chips, 2": (*_ON_512, _FULL | _sizes(1, fsdp=256, expert=2) | _TILES, 92_776),
+    "512 chips, 2": (*_ON_512, _FULL | _sizes(1, fsdp=256, expert=2) | _TILES, 89_078),
     "512 chips, 3": (*_ON_512, _FULL | _sizes(1, fsdp=128, tensor=2, expert=2) | _TILES, 85_022),
     "fsdp 64": (*_ON_512, _OUT_PROJ | _sizes(1, fsdp=64, expert=8) | _TILES, 80_589),
     "data 2": (*_ON_512, _FULL | _sizes(1, data=2, fsdp=32, expert=8) | _TILES, 93_721),

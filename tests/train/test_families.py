@@ -1,5 +1,6 @@
 """Every family of models trains; keys that it does not read are refused; layers outside stages."""
 
+import dataclasses
 import functools
 import io
 import operator
@@ -12,9 +13,12 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
+from jaxpipe.engines import CONFIG_ENGINES
 from jaxpipe.train import Config, set_up, train
 from jaxpipe.train.optim import drop_router_biases, gradient_norm
 from jaxpipe.train.plan import MODEL_FAMILIES
+from jaxpipe.train.plan._devices import DeviceLayout
+from jaxpipe.train.plan._from_config import _check_experts
 from jaxpipe.train.step import init_state, make_train_step, shard_batch, state_shardings
 
 pytestmark = pytest.mark.ci
@@ -83,7 +87,7 @@ def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run
 @pytest.mark.parametrize(
     "axes",
     [
-        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2},
+        CIRCULAR,
         PLAIN | {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2},
         *(
             pytest.param(axes, marks=pytest.mark.slow)
@@ -115,11 +119,40 @@ def test_experts_that_fsdp_does_not_divide_and_two_rules_for_them_are_refused():
     with pytest.raises(ValueError, match=r"experts.* has 8 in dim .* over .*fsdp 16"):
         config = config_of(stored, {"ici_fsdp_parallelism": 16, "pipeline_engine": "none"})
         set_up(config, jax.devices() * 2)
-    with pytest.raises(ValueError, match=r"each of 8 devices would store one expert.*at false"):
-        set_up(config_of(stored, PLAIN), jax.devices())
+    axes = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2}
+    with pytest.raises(ValueError, match=r"stored in 4 parts.*computed in 2: .*at 1\."):
+        set_up(config_of(stored, axes), jax.devices())
     rules = {"logical_axis_rules": [["exp", ["expert"]]]}
     with pytest.raises(ValueError, match=r"`shard_exp_on_fsdp` is true, and .* a rule for 'exp'"):
         set_up(config_of(stored, rules), jax.devices())
+
+
+class Tpus(DeviceLayout):
+    @property
+    def platform(self) -> str:
+        return "tpu"
+
+
+def test_one_expert_on_each_tpu_is_refused_without_a_pipeline():
+    setup = set_up(config_of(PLAIN, {"shard_exp_on_fsdp": True}), jax.devices())
+    weights = setup.step.state.weights
+    on_tpus = Tpus(weights.devices.mesh, weights.devices.rules)
+    weights = dataclasses.replace(weights, devices=on_tpus)
+    with pytest.raises(ValueError, match=r"there are 8 of them\. XLA:TPU gathers one on each"):
+        _check_experts(CONFIG_ENGINES["none"], weights)
+    _check_experts(CONFIG_ENGINES["circular"], weights)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_whole_experts_and_zero_1_is_read_where_data_divides_no_expert(tmp_path):
+    two = {"num_experts": 2, "num_experts_per_tok": 1, "n_routing_groups": 1}
+    two |= {"topk_routing_group": 1, "checkpoint_period": 1, "shard_exp_on_fsdp": True}
+    axes = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_data_parallelism": 2}
+    settings = (two, axes, {"shard_optimizer_over_data": True})
+    plain = run(tmp_path / "plain", PLAIN, two, {"shard_exp_on_fsdp": False})
+    first = run(tmp_path / "piped", *settings, {"steps": 2})
+    second = run(tmp_path / "piped", *settings)
+    np.testing.assert_allclose(losses(first + second), losses(plain), rtol=1e-5)
 
 
 @pytest.mark.slow

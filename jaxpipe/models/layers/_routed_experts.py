@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ...sharding import (
     Rules,
     automatic_axes,
+    expert_axes,
     on_shards,
     partition_spec,
     rules_without_manual_axes,
@@ -100,9 +101,9 @@ def _weighted_bias(
 
 
 def _num_shards(rules: Rules) -> int:
-    """Returns the number of parts into which `activation_exp` splits the experts."""
+    """Returns the number of parts into which devices divide the experts that they compute."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape.get(axis, 1) for axis in dict(rules).get("activation_exp", ()))
+    return math.prod(mesh.shape.get(axis, 1) for axis in expert_axes(rules))
 
 
 def num_chunks(num_tokens: int, at_most: int) -> int:
@@ -171,7 +172,8 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
 
 def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> Callable:
     """Returns `local` on the shards of all automatic axes, whose leading dim holds partial sums."""
-    auto_rules = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
+    computed = [(name, expert_axes(rules) if name == "exp" else axes) for name, axes in rules]
+    auto_rules = rules_without_manual_axes(computed, jax.sharding.get_abstract_mesh())
     specs = {name: partition_spec(_WEIGHT_AXES[name], auto_rules) for name in weights}
     inward = specs["gate"]
     parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))
@@ -188,7 +190,7 @@ def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> 
 
 
 _WEIGHT_AXES = {
-    **dict.fromkeys(("gate", "up"), ("activation_exp", None, "mlp")),
-    **dict.fromkeys(("gate_bias", "up_bias"), ("activation_exp", "mlp")),
-    "down": ("activation_exp", "mlp", None),
+    **dict.fromkeys(("gate", "up"), ("exp", None, "mlp")),
+    **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
+    "down": ("exp", "mlp", None),
 }

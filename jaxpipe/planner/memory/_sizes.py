@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
-from .._candidates import StepLayout
+from .._candidates import StepLayout, cuts_tiles
 from .._model import (
     OFFLOAD_INPUTS,
     PlannedModel,
@@ -27,9 +27,9 @@ _LIVE_ON_CPU = 1.15
 _ON_THEIR_WAY = 2
 """Inputs of layers that are on the device while others are on their way to the host, or back."""
 
-_COPIED = 1.6
-"""Bytes for each byte of an expert weight that copies of gathered slices take, and whole experts do
-not: deepseek3-671b on 512 chips of v5p, circular, compiles to 94.2 GB and to 82.3."""
+_COPY_BYTES_HELD = 1.6
+"""Bytes for each byte of an expert weight that copies of gathered slices take where these are no
+tiles, and whole experts do not: fitted to one pair of programs (docs/compile.md)."""
 
 _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
@@ -195,7 +195,6 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         head_read=of_boundary.read * reads_head,
         outer_read=of_boundary.read * outer,
         outer_residuals=model.num_outer * (activation + kept),
-        tiled_head_grads=head_grads * (candidate.vocab_tiling > 1),
         kept_read=model.gathered_bytes * whole * keeps_gathered,
         # What `none` keeps is counted too high by as much: XLA stores no casts of what is stored.
         narrow_logits=model.narrow_logits / _FLOAT32 * logits * (policy != "none"),
@@ -244,8 +243,9 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     work = work_with_experts(live, routed, model.saved_names(policy))
     if policy == "none":
         return work
-    if candidate.whole_experts:
-        work -= _COPIED * model.of_layers.read * largest_weight(model.experts, candidate.sizes)
+    if candidate.whole_experts and cuts_tiles(model.hidden, candidate.sizes):
+        weight = model.of_layers.read * largest_weight(model.experts, candidate.sizes)
+        work -= _COPY_BYTES_HELD * weight
     if policy == OFFLOAD_INPUTS and candidate.engine.pipelines:
         # Schedules move the inputs of a stage at a time, as no conditional moves any.
         work += _ON_THEIR_WAY * (n if candidate.engine.runs_schedules else 1) * activation

@@ -27,7 +27,7 @@ _OWN_STACK_BYTES = 4.0
 """The same of layers of own models, of which nothing but what they keep is counted as kept."""
 
 
-_COPIED_BYTES = 5.5
+_COPY_BYTES_MOVED = 5.5
 """Bytes that XLA:TPU reads and writes to bring a byte of gathered experts into tiles, by the cycles
 of deepseek3-671b on v5p:8x8x8 (libtpu 0.0.48.1): 9.7 s of circular, 3.2 s of FSDP."""
 
@@ -93,7 +93,7 @@ def _copy_seconds(candidate: StepLayout, request: Request) -> float:
     visits = candidate.layers_per_stage * candidate.chunks
     visits *= candidate.microbatches if gathers_again else 1
     passes = 3 if engine.pipelines else 2
-    return visits * passes * _COPIED_BYTES * size / _memory_rate(request)
+    return visits * passes * _COPY_BYTES_MOVED * size / _memory_rate(request)
 
 
 def expert_reduction_seconds(
@@ -162,22 +162,28 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     return times * seconds
 
 
-def exposed_host_seconds(candidate: StepLayout, request: Request, work: float) -> float:
+def exposed_host_seconds(
+    candidate: StepLayout, request: Request, work: float, ticks: int | None = None
+) -> float:
     """Returns the seconds in which a device waits for inputs of layers on the host.
 
     They are sent and come back beside `work`, the seconds in which layers compute, but for GPUs: on
-    an H200 nothing of it was hidden (docs/benchmarks.md, "1B, minimal_offloaded").
+    an H200 nothing of it was hidden (docs/benchmarks.md, "1B, minimal_offloaded"). `ticks` are
+    those of a schedule; None: the least.
     """
     hidden = 0.0 if device_hardware(request.devices).is_gpu else work
-    return max(0.0, _host_seconds(candidate, request) - hidden)
+    return max(0.0, _host_seconds(candidate, request, ticks) - hidden)
 
 
-def _host_seconds(candidate: StepLayout, request: Request) -> float:
+def _host_seconds(candidate: StepLayout, request: Request, ticks: int | None) -> float:
     if candidate.policy != OFFLOAD_INPUTS:
         return 0.0
-    layers = candidate.layers_per_stage * candidate.chunks
+    visits, times = candidate.microbatches * candidate.chunks, 2
+    if candidate.engine.runs_schedules:  # which moves in every tick, and for a W once more
+        visits = ticks or visits + 2 * (candidate.num_ranks - 1)
+        times += splits_backward(candidate)
     size = request.model.activation_bytes * request.model.hidden * request.tokens(candidate)
-    moved = 2 * candidate.microbatches * layers * size
+    moved = times * visits * candidate.layers_per_stage * size
     return moved / device_hardware(request.devices).host_bandwidth
 
 

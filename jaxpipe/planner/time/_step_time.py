@@ -18,6 +18,7 @@ from ...cost.training_step import (
 )
 from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
+from ...schedules.lock_step import num_ticks
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
@@ -169,8 +170,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts["gradient_reduction"] = max(parts["gradient_reduction"], reduction)
     # Without rematerialization the forward keeps what it gathers.
     keeps = not candidate.engine.pipelines and candidate.policy == "none"
-    scatters = _SCATTERS_ON_SPARSE_CORES in flags and _GATHERS_ON_SPARSE_CORES not in flags
-    parts["fsdp"] *= (_PASSES - keeps - scatters) / _PASSES
+    parts["fsdp"] *= (_PASSES - keeps) / _PASSES
     if candidate.engine.stage_by_stage and "fsdp" in layout.overlap:
         parts["fsdp"] = _exposed_between_stages(candidate, parts)
     hides = _SCATTERS_ON_SPARSE_CORES in flags
@@ -179,7 +179,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     work = parts["products"] + parts["other_compute"]
-    parts["host"] = exposed_host_seconds(candidate, request, work)
+    moves = num_ticks(run.pipeline.ticks) if run.pipeline.ticks else None
+    parts["host"] = exposed_host_seconds(candidate, request, work, moves)
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -318,15 +319,13 @@ def _layout(
 
 
 def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
-    """Returns the names of the flags of the table as which a step is compiled."""
+    """Returns the names of the flags that have an effect on a step."""
     device, engine = device_hardware(request.devices), candidate.engine
     return _flags(
         StepTraits(
             request.devices.platform,
             device.device_kinds[0],
             engine.config_name,
-            pipelines=engine.pipelines,
-            num_microbatches=candidate.microbatches * candidate.accumulation,
             program_per_rank=engine.program_per_rank,
             default_flags=request.default_flags,
         )

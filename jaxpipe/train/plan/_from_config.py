@@ -382,9 +382,6 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         device.platform,
         device.device_kind,
         config.pipeline_engine,
-        pipelines=config.engine.pipelines,
-        num_microbatches=max(1, config.num_pipeline_microbatches)
-        * config.gradient_accumulation_steps,
         program_per_rank=config.engine.program_per_rank,
         deterministic=config.deterministic,
         layer_bytes=layer_bytes(config),
@@ -426,28 +423,37 @@ def _check_shardings(engine: Engine, weights: WeightPlan, batch: BatchPlan) -> N
     """Checks that arrays divide over the devices, as programs of all or of single ranks do it."""
     if engine.program_per_rank:
         _check_mpmd_axis_rules(weights.devices.rules)
-    elif not engine.pipelines:
-        _check_experts(weights)
+    _check_experts(engine, weights)
     tree = weights.abstract
     weights.devices.shardings(weight_shapes(tree), logical_axes(tree))
     _ = batch.shardings
 
 
-def _check_experts(weights: WeightPlan) -> None:
-    """Refuses one expert per device, which libtpu 0.0.48.1 does not gather, but in a pipeline.
-
-    It fills whole weights with zeros and sums them over the devices: 32 s of 68 are exposed of a
-    step of deepseek3-671b on 256 chips of v5p.
-    """
-    mesh, rules = weights.devices.mesh.shape, dict(weights.devices.rules)
-    if set(rules["exp"]) <= set(rules["activation_exp"]):
+def _check_experts(engine: Engine, weights: WeightPlan) -> None:
+    """Refuses whole experts where XLA's partitioner would not gather them as they are stored."""
+    mesh, rules = weights.devices.mesh.shape, weights.devices.rules
+    stored, computed = (
+        math.prod(mesh[axis] for axis in axes)
+        for axes in (dict(rules)["exp"], sharding.expert_axes(rules))
+    )
+    num_experts = getattr(weights.sizes, "num_experts", 0)
+    if stored == computed or not num_experts:
         return
-    parts = math.prod(mesh[axis] for axis in rules["exp"])
-    if parts > 1 and getattr(weights.sizes, "num_experts", 0) == parts:
+    rule = f"Experts are stored in {stored} parts, by `shard_exp_on_fsdp` or a rule for 'exp', and "
+    if engine.pipelines and not engine.program_per_rank and computed > 1:
         raise ValueError(
-            f"`shard_exp_on_fsdp` is true, and each of {parts} devices would store one expert. "
-            "Without a pipeline XLA:TPU then sums whole weights over the devices in place of "
-            "gathering them, which takes longer than to gather slices. Leave it at false."
+            f"{rule}computed in {computed}: to gather each part, XLA's partitioner would gather "
+            "all experts on every device. Leave `shard_exp_on_fsdp` at false, or "
+            "`ici_expert_parallelism` at 1."
+        )
+    # libtpu 0.0.48.1 fills whole weights with zeros and adds them up: 32 s of 68 are exposed of a
+    # step of deepseek3-671b on 256 chips of v5p.
+    by_partitioner = engine.program_per_rank or not engine.pipelines
+    if by_partitioner and stored == num_experts and weights.devices.platform == "tpu":
+        raise ValueError(
+            f"{rule}there are {stored} of them. XLA:TPU gathers one on each device by an "
+            "all-reduce of whole weights, which takes longer than slices. Leave "
+            "`shard_exp_on_fsdp` at false."
         )
 
 

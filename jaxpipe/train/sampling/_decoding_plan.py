@@ -31,6 +31,7 @@ from ._generate import Decoder
 _PLAIN: dict[str, Any] = {
     "attention": "dot_product",  # kernels read whole sequences
     "megablox": False,  # its tiles are larger than a few rows
+    "shard_exp_on_fsdp": False,  # what divides over the mesh of a run may not over another
     "quantization": "",
     "enable_dropout": False,
     "remat_policy": "none",
@@ -106,12 +107,12 @@ class DecodingPlan:
 
 def decoding_plan(config: Config, mesh: Mesh) -> DecodingPlan:
     """Returns the plan of decoding the model of a config on a mesh, whose axes are automatic."""
+    plain = config.model_copy(update=_PLAIN)
     rules = sharding.override_rules(
-        (("activation_batch", ()), ("activation_length", ())), axis_rules(config)
+        (("activation_batch", ()), ("activation_length", ())), axis_rules(plain)
     )
     devices, sizes = DeviceLayout(mesh, rules), model_config(config)
     layout = LayerLayout(1, 1, sizes.num_pipeline_layers)
     family = MODEL_FAMILIES[config.decoder_block]
     weights = WeightPlan(family, sizes, config.weight_dtype, layout, 0, None, devices)
-    plain = config.model_copy(update=_PLAIN)
     return DecodingPlan(weights, model_plan(plain, sizes, devices.platform))

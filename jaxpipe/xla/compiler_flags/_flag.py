@@ -20,8 +20,6 @@ class StepTraits:
     platform: str  # the platform of the devices: `tpu`, `gpu` or `cpu`
     device_kind: str  # their `device_kind` in JAX, such as "TPU v5"
     engine: str  # the name of the engine, for the reader
-    pipelines: bool = True  # whether the layers run in a pipeline
-    num_microbatches: int = 0  # microbatches of a step; 0 if they are unknown
     program_per_rank: bool = False  # whether ranks run programs of their own
     deterministic: bool = False  # whether results must be equal bit for bit in every run
     # Bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown.
