@@ -74,6 +74,7 @@ class StepLayout:
         copies: The stages that each rank runs and another one stores.
         gathered_axes: Mesh axes over which weights are gathered.
         whole_experts: Whether a device stores whole experts, and not a slice of each.
+        cuts_tiles: Whether such slices are no whole number of a TPU's tiles.
     """
 
     mesh: tuple[int, ...]
@@ -92,6 +93,7 @@ class StepLayout:
     copies: int = 0
     gathered_axes: tuple[str, ...] = GATHERED_AXES
     whole_experts: bool = False
+    cuts_tiles: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -170,7 +172,7 @@ class Space:
         free_options: Names of other options, which a plan may choose.
         costs: What each layer costs, by which they are divided over stages. None: all the same.
         gathered_axes: Mesh axes over which weights are gathered.
-        hidden: Channels of an activation; 0 if that decides nothing.
+        hidden: D, the channels of an activation.
     """
 
     devices: Devices
@@ -215,8 +217,13 @@ def candidates(space: Space) -> Iterator[StepLayout]:
             engine = engine_named(name)
             if engine.program_per_rank and not _is_on_a_host(space.devices, sizes["stage"]):
                 continue
-            whole_experts = _stores_whole_experts(space, engine, sizes)
-            if whole_experts and space.num_experts % _expert_shards(sizes):
+            cuts_tiles = _cuts_tiles(space, sizes)
+            divides = space.num_experts % _expert_shards(sizes) == 0
+            # XLA's partitioner would gather all experts of a shard of `expert`, or add them up.
+            gathers = engine.pipelines and not engine.program_per_rank and sizes["expert"] == 1
+            saves = cuts_tiles and space.num_experts > 0 and divides and gathers
+            whole_experts = space.fixed.get("whole_experts", saves)
+            if whole_experts and not divides:
                 continue
             for microbatches in _microbatches(space, rows, sizes["stage"], engine):
                 first = StepLayout(
@@ -236,6 +243,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     chunks if _is_on_two_ranks(schedule) else 0,
                     space.gathered_axes,
                     whole_experts,
+                    cuts_tiles,
                 )
                 yield from _variants(first, space)
 
@@ -279,18 +287,11 @@ def _expert_shards(sizes: Sizes) -> int:
     return sizes["expert"] * sizes["fsdp"] * sizes["context"]
 
 
-def cuts_tiles(hidden: int, sizes: Sizes) -> bool:
-    """Returns whether a slice of an expert is no whole number of tiles of a TPU."""
+def _cuts_tiles(space: Space, sizes: Sizes) -> bool:
+    """Returns whether devices are TPUs, of whose tiles a slice of an expert is no whole number."""
     parts = sizes["fsdp"] * sizes["context"]
-    return parts > 1 and hidden % (_TILE_ROWS * parts) != 0
-
-
-def _stores_whole_experts(space: Space, engine: Engine, sizes: Sizes) -> bool:
-    if "whole_experts" in space.fixed:
-        return space.fixed["whole_experts"]
-    divides = space.num_experts and space.num_experts % _expert_shards(sizes) == 0
-    copies = space.devices.platform == "tpu" and cuts_tiles(space.hidden, sizes)
-    return bool(divides) and copies and engine.pipelines and sizes["expert"] == 1
+    is_cut = parts > 1 and space.hidden % (_TILE_ROWS * parts) != 0
+    return is_cut and space.devices.platform == "tpu"
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:
@@ -487,8 +488,8 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
         offloads = policy == OFFLOAD_INPUTS and first.engine.pipelines
         if offloads and first.engine.program_per_rank:
             continue  # what its programs leave for each other stays on the device
-        scopes_of_policy = ("layer",) if offloads else ("tick",) if stores_all else scopes
-        for scope in _choices(fixed, "scope", scopes_of_policy):
+        chosen = _choices(fixed, "scope", ("layer",) if offloads else scopes)
+        for scope in ("tick",) if stores_all else chosen:
             for gather in _choices(fixed, "gather", gathers):
                 if not first.engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick

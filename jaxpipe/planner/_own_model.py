@@ -228,6 +228,7 @@ def own_request(
         free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
         costs=costs,
         gathered_axes=("fsdp",),
+        hidden=planned.hidden,
     )
     num_layers = _num_layers(model, work)
     source = OwnSource(model, params, example, num_layers, options, devices.num_slices, make)

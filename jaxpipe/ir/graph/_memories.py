@@ -1,4 +1,4 @@
-"""A graph in the device's memory alone: without moves to the host's memory and back."""
+"""A graph in the device's memory alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from ._graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardM
 
 
 def in_device_memory(graph: Graph) -> Graph:
-    """Returns a graph whose values stay in the device's memory, where it moves some of them."""
+    """Removes the moves between the device's and the host's memory from a graph."""
     graph_inputs = tuple(map(_of_device, graph.inputs))
     renamed: dict[Var, Atom] = dict(zip(graph.inputs, graph_inputs, strict=True))
 

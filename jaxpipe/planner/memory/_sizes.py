@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
-from .._candidates import StepLayout, cuts_tiles
+from .._candidates import StepLayout
 from .._model import (
     OFFLOAD_INPUTS,
     PlannedModel,
@@ -243,7 +243,7 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     work = work_with_experts(live, routed, model.saved_names(policy))
     if policy == "none":
         return work
-    if candidate.whole_experts and cuts_tiles(model.hidden, candidate.sizes):
+    if candidate.whole_experts and candidate.cuts_tiles:
         weight = model.of_layers.read * largest_weight(model.experts, candidate.sizes)
         work -= _COPY_BYTES_HELD * weight
     if policy == OFFLOAD_INPUTS and candidate.engine.pipelines:

@@ -6,7 +6,7 @@ S ranks, v stages on each, M microbatches.
 from dataclasses import replace
 
 from ...cost.training_step import efficiency
-from .._candidates import StepLayout, cuts_tiles, splits_backward
+from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
 from .._request import Request
@@ -84,11 +84,10 @@ def _copy_seconds(candidate: StepLayout, request: Request) -> float:
 
     Pipelines do so with gradients too, before they are scattered.
     """
-    model, sizes, engine = request.model, candidate.sizes, candidate.engine
-    torus = device_hardware(request.devices).torus_axes
-    if candidate.whole_experts or not torus or not cuts_tiles(model.hidden, sizes):
+    if candidate.whole_experts or not candidate.cuts_tiles:
         return 0.0
-    size = model.of_layers.read * gathered_parameters(model.experts, sizes)
+    model, engine = request.model, candidate.engine
+    size = model.of_layers.read * gathered_parameters(model.experts, candidate.sizes)
     gathers_again = not engine.pipelines or candidate.gather in ("tick", "layer")
     visits = candidate.layers_per_stage * candidate.chunks
     visits *= candidate.microbatches if gathers_again else 1

@@ -440,7 +440,8 @@ def _check_experts(engine: Engine, weights: WeightPlan) -> None:
     if stored == computed or not num_experts:
         return
     rule = f"Experts are stored in {stored} parts, by `shard_exp_on_fsdp` or a rule for 'exp', and "
-    if engine.pipelines and not engine.program_per_rank and computed > 1:
+    by_partitioner = engine.program_per_rank or not engine.pipelines
+    if computed > 1 and not by_partitioner:
         raise ValueError(
             f"{rule}computed in {computed}: to gather each part, XLA's partitioner would gather "
             "all experts on every device. Leave `shard_exp_on_fsdp` at false, or "
@@ -448,7 +449,6 @@ def _check_experts(engine: Engine, weights: WeightPlan) -> None:
         )
     # libtpu 0.0.48.1 fills whole weights with zeros and adds them up: 32 s of 68 are exposed of a
     # step of deepseek3-671b on 256 chips of v5p.
-    by_partitioner = engine.program_per_rank or not engine.pipelines
     if by_partitioner and stored == num_experts and weights.devices.platform == "tpu":
         raise ValueError(
             f"{rule}there are {stored} of them. XLA:TPU gathers one on each device by an "

@@ -120,7 +120,7 @@ def search(
     if lock_step:
         memory, caps = memory_of_slots(memory, caps, synchronous)
     if placement is not None:
-        max_chunks = max(max_chunks, len(placement) // ranks)
+        max_chunks = len(placement) // ranks
     tried = _usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
     settings = [
         _Setting(_problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces), pieces)
