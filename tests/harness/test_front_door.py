@@ -45,7 +45,7 @@ PRODUCT = [
 ]
 
 RANKS = [
-    Row("gpt", schedule, ranks, engine=engine, layers=24, microbatches=m, rows=2 * m)
+    Row("gpt", schedule, ranks, engine=engine, layers=24, microbatches=m, rows=2 * m, float64=True)
     for schedule, engine in (("circular", "auto"), ("1f1b", "auto"), ("1f1b", "mpmd"))
     for ranks, m in ((3, 6), (8, 8))
 ]
