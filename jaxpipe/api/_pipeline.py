@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -37,6 +39,7 @@ def pipeline(
     layer_remat: Remat | str | None = None,
     gather: When | None = None,
     zero1: bool = False,
+    reduce_dtype: Any = None,
     forwarding_delay: bool = False,
     vocab_parallel: bool = False,
     accumulate: int = 1,
@@ -84,6 +87,10 @@ def pipeline(
             decides. Default: "tick".
         zero1: Whether gradients and the state of an optimizer are divided over `data` too, as
             ZeRO-1 does: updates are gathered, not parameters.
+        reduce_dtype: The dtype, such as `jnp.bfloat16`, to which one program rounds gradients to
+            sum them over `data` and `fsdp`, which are scattered in half the time. Each addition
+            rounds, too (docs/speed-and-memory.md has errors). Default: float32, in which sums of
+            microbatches are; without a pipeline the dtype in which layers compute.
         forwarding_delay: Whether the engine "circular" hands x over one tick late, so that
             communication runs beside a whole tick.
         vocab_parallel: Whether all ranks of one program compute the loss together, by
@@ -162,6 +169,7 @@ def pipeline(
         {
             "gather": gather,
             "zero1": zero1 or None,
+            "reduce_dtype": reduce_dtype,
             "forwarding_delay": forwarding_delay or None,
             "vocab_parallel": vocab_parallel or None,
             "costs": costs,
@@ -194,6 +202,7 @@ def pipeline(
         scan_repeats=scan_repeats,
         scan_ticks=scan_ticks,
         zero1=zero1,
+        reduce_dtype=_reduce_dtype(reduce_dtype),
         num_calls=accumulate,
         compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
         compute_dtype=compute_dtype,
@@ -223,6 +232,21 @@ def _check_options(engine: Engine, options: dict[str, Any]) -> None:
     if options["gather"] not in (None, *get_args(When)):
         names = ", ".join(map(repr, get_args(When)))
         raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")
+
+
+def _reduce_dtype(given: Any) -> np.dtype | None:
+    """Returns the dtype; None for float32, in which gradients are summed without rounding."""
+    if given is None:
+        return None
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError as error:
+        raise ValueError(
+            f"`reduce_dtype` is {given!r}. Give a dtype such as 'bfloat16'."
+        ) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`reduce_dtype` is {dtype}. Give a floating-point dtype.")
+    return dtype
 
 
 def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:

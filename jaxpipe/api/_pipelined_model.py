@@ -549,6 +549,12 @@ class PipelinedModel(InspectedModel):
                     "a mean over rows."
                 )
             whole = report.whole_microbatches and not (names or draws)
+            if whole and self.told.reduce_dtype is not None:
+                raise ValueError(
+                    f"`reduce_dtype` is {self.told.reduce_dtype}, and {report.summary}, whose "
+                    "gradients XLA sums as it divides them. Leave it out, or say by `row_wise` "
+                    "that these functions treat rows one by one."
+                )
             if names or draws:
                 model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)

@@ -205,7 +205,10 @@ CIRCULAR = Engine(
     pipelines=True,
     runs_schedules=False,
     options=frozenset(
-        {"gather", "zero1", "forwarding_delay", "vocab_parallel", "scan_repeats", "scan_ticks"}
+        {
+            *("gather", "zero1", "reduce_dtype", "forwarding_delay", "vocab_parallel"),
+            *("scan_repeats", "scan_ticks"),
+        }
     ),
     per_stage_state=False,
     program_per_rank=False,

@@ -63,6 +63,8 @@ class PipelineSpec:
         compute_dtype: The dtype to which floating-point parameters are cast before they are
             gathered; or `path -> dtype or None`, where `path` is such as `['layers']['up']`. None:
             they stay as they are.
+        reduce_dtype: The dtype in which one program sums gradients over `data` and `fsdp`. None:
+            float32, in which they are summed over microbatches.
     """
 
     mesh: Mesh
@@ -87,6 +89,7 @@ class PipelineSpec:
     num_calls: int = 1
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     compute_dtype: Any = None
+    reduce_dtype: Any = None
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:

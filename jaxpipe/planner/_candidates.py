@@ -43,11 +43,13 @@ class EngineOptions(NamedTuple):
         forwarding_delay: Whether activations are handed over one tick late.
         zero1: Whether gradients and the optimizer's state are divided over `data` too.
         vocab_parallel: Whether all ranks compute the loss together.
+        reduce_dtype: The name of the dtype in which gradients are scattered over devices.
     """
 
     forwarding_delay: bool = False
     zero1: bool = False
     vocab_parallel: bool = False
+    reduce_dtype: str = "float32"
 
 
 NO_OPTIONS = EngineOptions()

@@ -380,6 +380,55 @@ def test_parameters_are_cast_before_they_are_gathered(options: dict[str, Any]):
         assert gathers and all("bf16" in line for line in gathers)
 
 
+def rounded(x: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), x)
+
+
+def added(trees: Any) -> Any:
+    return jax.tree.map(lambda *leaves: sum(leaves), *trees)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular"])
+@pytest.mark.parametrize("gather", ["tick", "once", "repeat", "layer"])
+def test_gradients_are_summed_over_devices_in_the_dtype_of_reductions(gather: str, schedule: str):
+    """Against gradients of the plain program on the rows of each device, rounded and added here."""
+    model = dataclasses.replace(
+        MODEL, loss=lambda w, x, batch: jnp.mean(jnp.sum((x @ w - batch["y"]) ** 2, -1))
+    )
+    pipe = pipeline(FSDP, model, gather=gather, schedule=schedule, reduce_dtype="bfloat16")
+    loss, grads = pipe.jit(pipe.value_and_grad)(pipe.shard(params()), batch())
+    grads = jax.device_get(pipe.unshard(grads))
+
+    def plain(params: Any, rows: Any) -> Any:
+        x = rows["x"] @ params["embed"]
+        for w in params["layers"]:
+            x = layer(w, x, rows)
+        return jnp.mean(jnp.sum((x @ params["head"] - rows["y"]) ** 2, -1))
+
+    def of_rows(microbatch: int, device: int) -> Any:
+        start = 4 * microbatch + 2 * device
+        rows = jax.tree.map(lambda x: x[start : start + 2], batch())
+        return jax.tree.map(lambda g: g / 8, jax.grad(plain)(params(), rows))
+
+    each = [[of_rows(m, d) for d in range(2)] for m in range(4)]
+    sums = [added(devices) for devices in zip(*each, strict=True)]  # of a device
+    once = rounded(added([rounded(x) for x in sums]))
+    in_ticks = added([rounded(added(map(rounded, devices))) for devices in each])
+    wanted = {
+        **once,
+        "layers": in_ticks["layers"] if gather in ("tick", "layer") else once["layers"],
+    }
+    np.testing.assert_allclose(loss[0], plain(params(), batch()), rtol=1e-6)
+    pipe.check(params(), batch())  # by the rounding of bfloat16
+    exact = added(sums)
+    for a, b, c in zip(*map(jax.tree.leaves, (grads, wanted, exact)), strict=True):
+        largest = np.abs(b).max()
+        # A sum in another order may round to the neighbour in bfloat16.
+        assert np.abs(a - b).max() <= 2**-7 * largest
+        assert np.mean(np.abs(a - b) <= 1e-6 * largest) > 0.95
+        assert np.mean(np.abs(a - c) <= 1e-6 * largest) < 0.5
+
+
 def test_calls_have_dropout_masks_of_their_own():
     def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
         return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), layer(w, x, batch), 0)
@@ -404,6 +453,17 @@ REFUSED = {
     "too few microbatches for a delay": (
         {"forwarding_delay": True, "schedule": "circular", "microbatches": 2, "chunks": 2},
         "Make `microbatches` at least 4, or `forwarding_delay` False",
+    ),
+    "sums without a pipeline": (
+        {"schedule": None, "reduce_dtype": "bfloat16"},
+        "`reduce_dtype` is 'bfloat16', .*'unpipelined'",
+    ),
+    "sums of mpmd": ({"engine": "mpmd", "reduce_dtype": jnp.bfloat16}, "'mpmd' has no such option"),
+    "sums of integers": ({"reduce_dtype": "int8"}, "`reduce_dtype` is int8"),
+    "sums in no dtype": ({"reduce_dtype": "half-ish"}, "`reduce_dtype` is 'half-ish'"),
+    "sums that XLA places": (
+        {"reduce_dtype": "bfloat16", "row_wise": {"layer": False}, "schedule": "circular"},
+        "`reduce_dtype` is bfloat16, and whole microbatches, as layer",
     ),
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),

@@ -77,7 +77,7 @@ def test_engines_read_the_settings_that_the_page_about_engines_says():
     rows = [line.replace("\\|", "!") for line in table.splitlines() if line.startswith("|")]
     engines, _, *settings = [[cell.strip(" `") for cell in row.split("|")[2:-1]] for row in rows]
     names = [row.split("|")[1].strip(" `").replace("!", "|") for row in rows[2:]]
-    assert len(names) == 13
+    assert len(names) == 14
     for name, answers in zip(names, settings, strict=True):
         said = dict(zip(engines, answers, strict=True))
         assert said == {e: "yes" if reads(e, name) else "no" for e in engines}, name

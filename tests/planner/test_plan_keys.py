@@ -201,6 +201,7 @@ WITH: dict[str, dict[str, Any]] = {
         "ici_data_parallelism": 2,
         "shard_optimizer_over_data": False,
     },
+    "reduce_dtype": _SCHEDULED | {"pipeline_fsdp_ag_once": True},
     "pipeline_vocab_parallel": _SCHEDULED | {"pipeline_vocab_parallel": False},
     "pipeline_schedule": {"pipeline_engine": "scheduled", "pipeline_schedule": "zero_bubble_h1"},
     "pipeline_fsdp_ag_once": {"pipeline_fsdp_ag_per_layer": True},

@@ -53,6 +53,14 @@ def test_explicit_axes_and_zero_1_have_the_losses_of_the_plain_run(tmp_path, pla
     np.testing.assert_allclose(got, plain, rtol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [PER_REPEAT, (*RANKS, ZERO, EXPLICIT)], ids=["repeat", "tick"])
+def test_sums_in_bfloat16_have_losses_that_are_near_the_plain_run(tmp_path, plain, keys):
+    got = losses(tmp_path, *keys, "reduce_dtype=bfloat16")
+    np.testing.assert_allclose(got[0], plain[0], rtol=1e-5)  # nothing was updated yet
+    np.testing.assert_allclose(got, plain, rtol=1e-3)
+    assert abs(got[-1] / plain[-1] - 1) > 1e-6
+
+
 def test_explicit_axes_communicate_what_automatic_ones_do_and_need_no_more_memory(auto):
     explicit = compiled(ZERO, EXPLICIT)
     sizes = [xla.totals(xla.audit(step.as_text() or "")) for step in (auto, explicit)]

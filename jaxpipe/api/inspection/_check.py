@@ -40,7 +40,7 @@ class Reference:
 
     Attributes:
         result: Loss, metrics and gradients on the host.
-        dtype: The narrowest dtype that the program computes with.
+        dtype: The narrowest dtype that the program computes with, or the pipeline sums in.
         num_layers: L.
         text: What was run.
     """
@@ -147,6 +147,7 @@ def reference_result(
     value, dtype = on_one_device(pipe.mesh, function, whole, batch, key)
     (loss, metrics), grads = jax.tree.map(np.asarray, value)
     result = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
+    dtype = min(dtype, pipe.told.reduce_dtype or dtype, key=lambda each: jnp.finfo(each).bits)
     return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 

@@ -93,8 +93,8 @@ class InspectedModel:
                 the user's tree.
             tolerance: The largest relative error that is accepted: the largest difference divided
                 by the largest magnitude of the leaf. Default: by the narrowest dtype that the
-                program computes with, 1e-5 for float32, 1e-12 for float64; for 16 bits by their
-                eps and the number of layers.
+                program computes with, or gradients are summed in: 1e-5 for float32, 1e-12 for
+                float64; for 16 bits by their eps and the number of layers.
 
         Returns:
             The relative error of each leaf, which prints as a table.

@@ -4,7 +4,7 @@ T tokens of a microbatch on a device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 
@@ -280,11 +280,12 @@ def stage_seconds(
             work, layout, device, index == 0, index == len(layers) - 1, len(layers)
         )
         times = [*(each[kind] for kind in kinds), boundary]
-        gathers = _gathers(kinds, layout, device)
+        gathers, scatters = _gathers(kinds, layout, device)
+        moved = {"forward": gathers, "input": gathers, "weight": scatters}
         actions = []
-        for name in ("forward", "input", "weight"):
+        for name, seconds in moved.items():
             computing = add(*(getattr(time, name) for time in times))
-            actions.append(add(computing, _exposed(gathers, computing, layout)))
+            actions.append(add(computing, _exposed(seconds, computing, layout)))
         stages.append(ActionSeconds(*actions))
     return stages
 
@@ -317,10 +318,17 @@ def _embedding_and_head(
     return seconds
 
 
-def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
-    """Returns the seconds of one gather of a stage's weights, or one scatter of its gradients."""
+def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> tuple[float, float]:
+    """Returns the seconds of one gather of a stage's weights, and of one scatter of gradients."""
     if layout.num_weight_shards == 1 or layout.gather in ("once", "repeat"):
-        return 0.0
+        return 0.0, 0.0
+    return gather_seconds(layers, layout, device), scatter_seconds(layers, layout, device)
+
+
+def scatter_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
+    """Returns the seconds of one scatter of layers' gradients, which sends what a gather does."""
+    if layout.scattered_bytes is not None:
+        layers = tuple(replace(layer, weight_bytes=layout.scattered_bytes) for layer in layers)
     return gather_seconds(layers, layout, device)
 
 

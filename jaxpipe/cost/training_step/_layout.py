@@ -35,6 +35,8 @@ class Layout:
     # microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer in every
     # action ("layer").
     gather: Gather = "tick"
+    # Bytes of a gradient that is scattered; None: those of a weight that is gathered.
+    scattered_bytes: float | None = None
     # Whether the devices that share weights are one ring, also along several axes of a torus.
     gathers_in_one_ring: bool = False
     hosts: int = 0  # groups that only the network joins; 0: as few as the hardware's links allow

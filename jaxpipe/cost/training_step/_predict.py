@@ -13,6 +13,7 @@ from ._layer_time import (
     add,
     device_parameters,
     gather_seconds,
+    scatter_seconds,
     split_layers,
     stage_seconds,
 )
@@ -88,8 +89,9 @@ def predict(
     parts["gradient_reduction"] = _gradients(work, held, layout, device, backward)
     if layout.num_weight_shards > 1 and layout.gather in ("once", "repeat"):
         # A gather and a scatter, and with "repeat" another gather for the backward.
-        passes = 3 if layout.gather == "repeat" else 2
-        parts["fsdp"] = passes * gather_seconds(held, layout, device)
+        gathers = 2 if layout.gather == "repeat" else 1
+        parts["fsdp"] = gathers * gather_seconds(held, layout, device)
+        parts["fsdp"] += scatter_seconds(held, layout, device)
     parts["optimizer"] = _optimizer(work, held, layout, device)
     seconds = sum(parts.values())
     flops = flops_per_token(work, layout.sequence)

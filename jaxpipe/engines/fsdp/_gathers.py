@@ -45,7 +45,9 @@ def boundary_gather(plan: PipelineSpec, boundary: dict[str, PyTree]) -> Gather:
 def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
     specs = _specs(plan, "stages", stages)
     of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
-    of_layers = partial(gather_in_layers, batch_axes=manual_row_axes(plan))
+    of_layers = partial(
+        gather_in_layers, batch_axes=manual_row_axes(plan), reduce_dtype=plan.reduce_dtype
+    )
     if plan.gather != "layer":
         gather = of_all(*specs)
     elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
@@ -58,7 +60,13 @@ def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
 
 def _whole_gather(plan: PipelineSpec, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
     when = "once" if plan.gather == "layer" else plan.gather
-    return gather_by_specs(*specs, when=when, cast=cast, batch_axes=manual_row_axes(plan))
+    return gather_by_specs(
+        *specs,
+        when=when,
+        cast=cast,
+        batch_axes=manual_row_axes(plan),
+        reduce_dtype=plan.reduce_dtype,
+    )
 
 
 def _specs(plan: PipelineSpec, group: str, weights: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -78,7 +86,9 @@ def gather_of_layer(plan: PipelineSpec) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a function that gathers the weights of one layer over `fsdp`."""
     stored, rows = plan.layer_specs, manual_row_axes(plan)
     unsharded, cast = read_spec_tree(stored), partial(cast_params, plan, "stages")
-    gather = layer_gather(stored, unsharded, cast=cast, batch_axes=rows)
+    gather = layer_gather(
+        stored, unsharded, cast=cast, batch_axes=rows, reduce_dtype=plan.reduce_dtype
+    )
 
     def run(weights: PyTree, x: PyTree) -> PyTree:
         # A program without ranks, such as that of shapes, has weights that are whole.

@@ -8,6 +8,8 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import jax.numpy as jnp
+
 from ...cost.training_step import (
     Efficiency,
     Layout,
@@ -69,8 +71,8 @@ _PASSES = 3
 """A gather of weights for the forward, another for the backward, and a scatter of gradients."""
 
 
-_GATHERED_BYTES, _SCATTERED_BYTES = 2, 4
-"""Bytes of a weight that is gathered for products, and of a gradient that is summed."""
+_GATHERED_BYTES = 2
+"""Bytes of a weight that is gathered for products."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def _work_seconds(candidate: StepLayout, request: Request) -> tuple[float, float
         candidate.accumulation,
         _gather(candidate) in ("once", "repeat"),
         candidate.policy == "none",
-        compiler_flags(candidate, request),
+        flags := compiler_flags(candidate, request),
+        _scattered_bytes(candidate, request, flags),
     )
     ranks = candidate.num_ranks
     return _with_policy(whole, candidate, request) / ranks, reduction / ranks
@@ -144,6 +147,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         candidate.accumulation,
         _gather(candidate),
         flags := compiler_flags(candidate, request),
+        _scattered_bytes(candidate, request, flags),
         keeps_all=candidate.policy == "none",
     )
     if candidate.engine.pipelines:
@@ -172,7 +176,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     keeps = not candidate.engine.pipelines and candidate.policy == "none"
     parts["fsdp"] *= (_PASSES - keeps) / _PASSES
     if candidate.engine.stage_by_stage and "fsdp" in layout.overlap:
-        parts["fsdp"] = _exposed_between_stages(candidate, parts)
+        parts["fsdp"] = _exposed_between_stages(candidate, parts, layout)
     hides = _SCATTERS_ON_SPARSE_CORES in flags
     parts["fsdp"] += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     ticks = _tick_seconds(run, step)
@@ -195,11 +199,14 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     )
 
 
-def _exposed_between_stages(candidate: StepLayout, parts: dict[str, float]) -> float:
+def _exposed_between_stages(
+    candidate: StepLayout, parts: dict[str, float], layout: Layout
+) -> float:
     """Returns the exposed seconds of gathers and scatters that run beside the ticks of a stage."""
     if candidate.gather not in ("once", "repeat"):
         return parts["fsdp"]
-    before = _GATHERED_BYTES / (_GATHERED_BYTES + _SCATTERED_BYTES) * (candidate.gather == "once")
+    moved = _GATHERED_BYTES + (layout.scattered_bytes or _GATHERED_BYTES)
+    before = _GATHERED_BYTES / moved * (candidate.gather == "once")
     beside = max(0.0, (1 - before) * parts["fsdp"] - parts["products"])
     return before * parts["fsdp"] + beside
 
@@ -265,6 +272,21 @@ def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
     )
 
 
+def _scattered_bytes(
+    candidate: StepLayout, request: Request, flags: frozenset[str]
+) -> float | None:
+    """Returns the bytes of a gradient that is scattered; None: those of a weight.
+
+    One program of a pipeline scatters sums, or what it adds to them, in `reduce_dtype`.
+    """
+    # What is exposed without SparseCores was compared with cycles as if of 2 bytes, over links that
+    # reach less than the compiler says: 1.04 s of row C, for 1.12.
+    hides = _SCATTERS_ON_SPARSE_CORES in flags or device_hardware(request.devices).is_gpu
+    if not hides or not candidate.engine.pipelines:
+        return None
+    return float(jnp.dtype(candidate.options.reduce_dtype).itemsize)
+
+
 def _gather(candidate: StepLayout) -> GatherMode:
     """Returns when weights are gathered: without a pipeline every layer gathers its own."""
     is_chosen = candidate.engine.pipelines and candidate.gathers
@@ -279,6 +301,7 @@ def _layout(
     accumulation: int,
     gather: GatherMode,
     flags: frozenset[str],
+    scattered_bytes: float | None,
     *,
     keeps_all: bool,
 ) -> Layout:
@@ -286,6 +309,7 @@ def _layout(
 
     Args:
         flags: Names of the compiler's flags.
+        scattered_bytes: Bytes of a gradient that is scattered; None: those of a gathered weight.
         keeps_all: Whether a backward computes nothing again.
     """
     rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
@@ -305,6 +329,7 @@ def _layout(
         sequence=request.sequence,
         remat="none" if keeps_all else "full",
         gather=gather,
+        scattered_bytes=scattered_bytes,
         hosts=slices if slices > 1 else 0,
         order=_order(across),
         sequence_parallel=False,
@@ -376,6 +401,7 @@ def _unpipelined_seconds(
     gathers_once: bool,
     keeps_all: bool,
     flags: frozenset[str],
+    scattered_bytes: float | None,
 ) -> tuple[float, float]:
     """Returns the seconds of all microbatches on a rank that has all layers, and of their sums.
 
@@ -383,7 +409,8 @@ def _unpipelined_seconds(
     """
     gather = "once" if gathers_once else "layer"
     layout = _layout(
-        request, mesh, across, microbatches, accumulation, gather, flags, keeps_all=keeps_all
+        *(request, mesh, across, microbatches, accumulation, gather, flags, scattered_bytes),
+        keeps_all=keeps_all,
     )
     kind = device_hardware(request.devices)
     step = predict(request.work, layout, kind, reached=_efficiency(request, flags))

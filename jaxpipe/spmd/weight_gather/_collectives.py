@@ -5,9 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from ... import _compat
 from ...sharding import GATHERED_AXES
 from ...sharding.specs import axes_of, axes_of_dim, only_axes
 
@@ -41,25 +43,43 @@ def reduce_scatter_leaf(
     unsharded: PartitionSpec,
     *,
     as_rows: bool = False,
+    dtype: Any = None,
 ) -> jax.Array:
     """Returns to each device of `axes` its shard of the sum over these devices.
 
     Automatic axes shard it as in `unsharded`, before and after. `as_rows` is for an array that is
-    stored with its last dim as rows.
+    stored with its last dim as rows. What is sent is rounded to `dtype`; None: it is not.
     """
     rest = tuple(axis for axis in axes if axis not in axes_of(spec))
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if all(sizes[axis] == 1 for axis in (*axes_of(spec), *rest)):
+        dtype = None  # nothing is sent
 
     scatter = _scatter_rows if as_rows else _scatter
 
     def sum_up(x: jax.Array) -> jax.Array:
+        total = _rounded(x, dtype)
         for dim, names in enumerate(spec):
-            x = scatter(x, names, dim) if names else x
-        return lax.psum(x, rest) if rest else x
+            total = scatter(total, names, dim) if names else total
+        total = lax.psum(total, rest) if rest else total
+        return _rounded(total, dtype).astype(x.dtype)
 
     # If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates
     # it, with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes
     # (`also`) keeps partial sums on their devices until the loop has ended.
     return _on_shards(sum_up, x, unsharded, moved=[*map(axes_of_dim, spec)], also=GATHERED_AXES)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `x` in a dtype, or rounded to what that has; `x` if the dtype is None."""
+    if dtype is None:
+        return x
+    if _compat.platform() != "cpu":
+        return x.astype(dtype)
+    # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy"), which it would
+    # add up in float32, and drops casts to it and back.
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def _scatter(x: jax.Array, axes: Any, dim: int) -> jax.Array:

@@ -8,7 +8,7 @@ their gradients; `gather_weights` makes them from logical axes, `gather_by_specs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +167,7 @@ def gather_by_specs(
     cast: TreeFunction = identity,
     batch_axes: tuple[str, ...] = (),
     mesh: Mesh | None = None,
+    reduce_dtype: Any = None,
 ) -> Gather:
     """Returns a `Gather` for weights described by specs over mesh axes.
 
@@ -175,6 +176,7 @@ def gather_by_specs(
             sharding.
         batch_axes: Mesh axes that are manual where the functions are called, beside `stage`: they
             communicate over these by collectives, over all others by constraints.
+        reduce_dtype: The dtype in which gradients are summed over `batch_axes`. None: their own.
 
     Returns:
         The `Gather`. Without a mesh its functions return their argument.
@@ -192,7 +194,7 @@ def gather_by_specs(
         )
 
     def reduce_scatter(tree: PyTree, *, as_rows: bool = True) -> PyTree:
-        reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows)
+        reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows, dtype=reduce_dtype)
         return constrain_gradients(map_leaves(reduce_leaf, tree, manual_gradients, unsharded))
 
     # Explicit axes keep their type only where a spec has no entries, not even of None.
@@ -208,7 +210,14 @@ def gather_by_specs(
         manual_gradients if batch_axes else no_entries,
         divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
         by_specs=BySpecs(
-            partial(gather_by_specs, when=when, cast=cast, batch_axes=batch_axes, mesh=mesh),
+            partial(
+                gather_by_specs,
+                when=when,
+                cast=cast,
+                batch_axes=batch_axes,
+                mesh=mesh,
+                reduce_dtype=reduce_dtype,
+            ),
             (stored, unsharded, gradients),
         ),
         reduce_products=partial(reduce_scatter, as_rows=False),

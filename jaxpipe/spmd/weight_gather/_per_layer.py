@@ -41,6 +41,7 @@ def gather_in_layers(
     gradients: PyTree | None = None,
     *,
     batch_axes: tuple[str, ...] = (),
+    reduce_dtype: Any = None,
 ) -> Gather:
     """Returns a `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
 
@@ -56,7 +57,8 @@ def gather_in_layers(
         x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
     ) -> jax.Array:
         axes = tuple(axis for axis in batch_axes if axis not in axes_of(done))
-        return reduce_scatter_leaf(axes, x, without_done(spec, done), unsharded)
+        left = without_done(spec, done)
+        return reduce_scatter_leaf(axes, x, left, unsharded, dtype=reduce_dtype)
 
     def reduce_scatter(tree: PyTree) -> PyTree:
         specs = weight_specs, gradient_specs, unsharded
@@ -70,7 +72,8 @@ def gather_in_layers(
         weight_specs=weight_specs,
         gradient_specs=gradient_specs,
         by_specs=BySpecs(
-            partial(gather_in_layers, batch_axes=batch_axes), (stored, unsharded, gradients)
+            partial(gather_in_layers, batch_axes=batch_axes, reduce_dtype=reduce_dtype),
+            (stored, unsharded, gradients),
         ),
     )
 
@@ -81,18 +84,19 @@ def layer_gather(
     *,
     cast: TreeFunction = identity,
     batch_axes: tuple[str, ...] = (),
+    reduce_dtype: Any = None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns `(stored weights, input of the layer) -> gathered weights` for one layer of a stage.
 
     They are gathered only after the input is computed; their gradients are reduce-scattered in
-    float32.
+    `reduce_dtype`, or else in float32.
     """
     manual = manual_specs(stored, batch_axes)
     unshard = gather_by_specs(stored, unsharded, batch_axes=batch_axes).unshard
     constrain_stored = constrain_by(stored)
 
     # The engine sums over axes that do not shard a weight, after the last tick.
-    reduce_leaf = partial(reduce_scatter_leaf, ())
+    reduce_leaf = partial(reduce_scatter_leaf, (), dtype=reduce_dtype)
 
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:

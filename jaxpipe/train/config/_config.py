@@ -55,6 +55,7 @@ _IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
     "pipeline_fsdp_ag_per_layer": _option("gather"),
     "shard_mode": _is_one_pipeline,
     "shard_optimizer_over_data": _option("zero1"),
+    "reduce_dtype": _option("reduce_dtype"),
     "mpmd_timeout_seconds": _has_programs,
     "mpmd_trace_step": _has_programs,
 }

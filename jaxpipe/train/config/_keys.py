@@ -280,6 +280,7 @@ class ConfigKeys(BaseModel):
     logical_axis_rules: AxisRules | None = None
     shard_mode: Literal["auto", "explicit"] = "auto"
     shard_optimizer_over_data: bool = False
+    reduce_dtype: FloatType = "float32"
     debug_sharding: bool = False
     compile_xla_flags: Name = ""
     compile_default_flags: Literal["all", "quick", "none"] = "all"

@@ -221,6 +221,7 @@ def _step_plan(
     options = {
         "gather": _when_gathered(config),
         "zero1": config.shard_optimizer_over_data,
+        "reduce_dtype": config.reduce_dtype,
         "forwarding_delay": config.pipeline_delay_activation_forwarding,
         "vocab_parallel": config.pipeline_vocab_parallel,
         "costs": selection and selection.costs,

@@ -218,6 +218,7 @@ def _space(
             config.pipeline_delay_activation_forwarding,
             config.shard_optimizer_over_data,
             config.pipeline_vocab_parallel,
+            config.reduce_dtype,
         ),
         free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
         hidden=sizes.base_emb_dim,
