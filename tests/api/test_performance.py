@@ -1,6 +1,7 @@
 """Options for speed and memory change no number, and each has an effect on the program."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
+from jaxpipe import xla
 from jaxpipe._compat import jaxprs_in_params
 from jaxpipe.autodiff.backward import check_offload
 
@@ -386,6 +389,26 @@ def rounded(x: Any) -> Any:
 
 def added(trees: Any) -> Any:
     return jax.tree.map(lambda *leaves: sum(leaves), *trees)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular"])
+@pytest.mark.parametrize("gather", ["tick", "once", "repeat", "layer"])
+def test_gradients_that_are_stored_whole_are_summed_over_devices_once(gather: str, schedule: str):
+    def scaled(w: Any, x: Any, batch: Any) -> Any:
+        return layer(w, x * w["scale"], batch)
+
+    def spec(path: str, leaf: Any) -> P | None:
+        return P() if "scale" in path else None
+
+    scale = jnp.linspace(0.5, 1.5, D)
+    own = params() | {"layers": [w | {"scale": scale} for w in params()["layers"]]}
+    model = dataclasses.replace(MODEL, layer=scaled)
+    pipe = pipeline(DATA, model, gather=gather, schedule=schedule, param_specs=spec)
+    pipe.check(own, batch())
+    step = pipe.jit(pipe.value_and_grad).lower(pipe.shard(own), batch()).compile()
+    sums = [site for site in xla.audit(step.as_text()).sites if site.kind == "all-reduce"]
+    # Matrices, which `fsdp` divides, may be summed over `data` in loops.
+    assert not [site for site in sums if site.loops and re.search(r"\[\d+,8\]", site.shape)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
 from jaxpipe import _compat, sharding
+from jaxpipe.autodiff import remat_by_name
 from jaxpipe.models import DeepseekConfig, initialize, logical_axes
 from jaxpipe.models.layers import (
     RouterSettings,
@@ -349,7 +350,8 @@ def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_o
         w = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "fsdp", to="varying"), w)
         return jax.tree.map(lambda g: g[None], jax.grad(loss, argnums=(0, 1))(w, x))
 
-    mesh = sharding.make_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("fsdp",), auto, devices=jax.devices()[:2])
     rows = P("fsdp")
     run = jax.shard_map(
         rank, mesh=mesh, axis_names={"fsdp"}, in_specs=(P(), rows, rows), out_specs=rows
@@ -453,3 +455,20 @@ def expert_flops(axes: dict[str, int], count: int) -> float:
 def test_every_device_does_its_share_of_the_experts_work(axis: str):
     share = expert_flops({axis: 4}, 4) / expert_flops({}, 1)
     assert 0.2 < share < 0.4, share
+
+
+@pytest.mark.parametrize("policy", ["full", "save_out_proj", "minimal_offloaded"])
+def test_a_backward_does_not_sum_over_devices_what_the_forward_has_summed(policy: str):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("fsdp",), auto, devices=jax.devices()[:2])
+
+    def on_device(logits):
+        def balance(logits):
+            return routed(logits).balance
+
+        loss, pull = jax.vjp(remat_by_name(policy)(balance), logits)
+        return loss[None], pull(jnp.ones_like(loss))[0]
+
+    both = jax.shard_map(on_device, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    program = jax.jit(both).lower(jnp.ones((4, 8, 8))).as_text()
+    assert program.count("all_reduce") == 1

@@ -63,8 +63,16 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
 """`full` keeps the input alone, `none` recomputes nothing, `custom` takes a location per tensor."""
 
+SUM_OVER_DEVICES = "sum_over_devices"
+"""The name of a few numbers that devices have summed up. Every policy saves them: to sum them again
+a backward would wait for what its devices are sending, such as gathered weights."""
+
 # Inside a scan XLA cannot merge forward and recomputation, so no barrier is needed.
-recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
+recompute: Remat = partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    policy=jax.checkpoint_policies.save_only_these_names(SUM_OVER_DEVICES),
+)
 """Keeps the input of a tick and computes the rest again in the backward."""
 
 
@@ -105,7 +113,7 @@ def remat_by_name(policy: str, locations: Mapping[str, str] | None = None) -> Re
         return keep
     saved, offloaded = saved_names(policy, locations)
     choose = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=saved,
+        names_which_can_be_saved=(*saved, SUM_OVER_DEVICES),
         names_which_can_be_offloaded=offloaded,
         offload_src="device",
         offload_dst=HOST,

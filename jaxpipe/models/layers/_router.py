@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ... import _compat
+from ...autodiff.backward import SUM_OVER_DEVICES
 from ...sharding import sum_over_rows
 
 Scores = Float[Array, "b T E"]
@@ -107,6 +109,7 @@ def _over_rows(
     # it with those in the loop, and the program computes garbage or crashes.
     scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
     sums = sum_over_rows(jnp.concatenate([choices, scalars]))
+    sums = checkpoint_name(sums, SUM_OVER_DEVICES)
     count = jnp.maximum(sums[-2], 1)  # exact: a microbatch has less than 2**24 tokens
     return sums[:-2] / count, count, sums[-1]
 

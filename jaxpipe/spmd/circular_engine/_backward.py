@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
-from .._buffers import add_trees, put
+from .._buffers import add_trees, over_leading, put
 from ..ranks import update_if, zeros_like
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
 from ._loop_phases import LoopPhase
@@ -97,6 +97,7 @@ def backward(
         carry = run_half(partial(read_first_half, residuals, shape), range(half), carry)
         halves = carry.weight_state.gradients, gradients
         gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *halves)
+    gradients = over_leading(gather.finish, gradients)
     cotangents = carry.cotangents
     return gradients, cotangents.state.stream, cotangents.batch_inputs
 

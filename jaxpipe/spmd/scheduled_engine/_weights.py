@@ -84,7 +84,7 @@ def _by_tick(gather: WeightGather) -> ScheduledWeights:
     def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
         return gather.accumulate_in_place(state, work.chunk, f)
 
-    finish = partial(over_leading, gather.reduce_scatter)
+    finish = partial(over_leading, lambda sums: gather.finish(gather.reduce_scatter(sums)))
     return ScheduledWeights(init, _unchanged, unshard, entries, accumulate, _unchanged, finish)
 
 
@@ -181,6 +181,7 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
         return state._replace(gradient=gradients, done=done)
 
-    return ScheduledWeights(
-        init, prefetch, unshard, unshard, accumulate, reduce_scatter, lambda state: state.done
-    )
+    def finish(state: _WeightWindows) -> PyTree:
+        return over_leading(gather.finish, state.done)
+
+    return ScheduledWeights(init, prefetch, unshard, unshard, accumulate, reduce_scatter, finish)

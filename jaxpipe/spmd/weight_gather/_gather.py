@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from ...sharding import GATHERED_AXES, Rules, gathered_rules, partition_spec
 from ...sharding.specs import (
+    axes_of,
     axes_of_dim,
     check_divisible,
     only_axes,
@@ -61,8 +62,12 @@ class Gather:
         divided_over: Mesh axes over which weights or gradients are divided where they are stored,
             but not where a stage reads them. None if only XLA's partitioner knows.
         by_specs: The specs that it was made of. None if its functions were written by hand.
-        reduce_products: `reduce_scatter` of gradients that products have just computed: XLA may
-            choose their layout. None if it is `reduce_scatter`.
+        scatter: `reduce_scatter` but of the few gradients, such as those of norms, that are stored
+            whole where others are divided: they stay sums of a device until `sum_rest`, so that
+            they are summed over devices once. None if it is `reduce_scatter`.
+        scatter_products: `scatter` of gradients that products have just computed: XLA may choose
+            their layout. None if it is `scatter`.
+        sum_rest: Sums over devices what `scatter` leaves.
     """
 
     when: When = "tick"
@@ -76,7 +81,9 @@ class Gather:
     key_specs: PyTree = None
     divided_over: frozenset[str] | None = None
     by_specs: "BySpecs | None" = None
-    reduce_products: TreeFunction | None = None
+    scatter: TreeFunction | None = None
+    scatter_products: TreeFunction | None = None
+    sum_rest: TreeFunction = identity
 
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""
@@ -100,13 +107,14 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
     first = next(iter(gathers.values()))
 
     def each(name: str) -> TreeFunction:
-        return lambda trees: {key: getattr(gathers[key], name)(tree) for key, tree in trees.items()}
+        functions = {key: getattr(g, name) or g.reduce_scatter for key, g in gathers.items()}
+        return lambda trees: {key: functions[key](tree) for key, tree in trees.items()}
 
     def make(*trees: dict[str, PyTree]) -> Gather:
         of_each = {key: [tree[key] for tree in trees] for key in gathers}
         return join_gathers({key: by.make(*of_each[key]) for key, by in by_specs.items()})
 
-    functions = ("cast", "unshard", "constrain_unsharded", "reduce_scatter")
+    functions = ("cast", "unshard", "constrain_unsharded", "reduce_scatter", "scatter", "sum_rest")
     specs = ("weight_specs", "gradient_specs")
     by_specs = {key: g.by_specs for key, g in gathers.items() if g.by_specs is not None}
     assert len(by_specs) == len(gathers), "only gathers by specs are joined"
@@ -119,7 +127,7 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
         **{name: {key: getattr(g, name) for key, g in gathers.items()} for name in specs},
         divided_over=None,
         by_specs=BySpecs(make, (stored, unsharded, gradients)),
-        reduce_products=None,
+        scatter_products=None,
     )
 
 
@@ -197,6 +205,8 @@ def gather_by_specs(
         reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows, dtype=reduce_dtype)
         return constrain_gradients(map_leaves(reduce_leaf, tree, manual_gradients, unsharded))
 
+    scatter, sum_rest = scatter_and_sum_rest(reduce_scatter, manual_gradients)
+
     # Explicit axes keep their type only where a spec has no entries, not even of None.
     no_entries = jax.tree.map(lambda _: REPLICATED, stored, is_leaf=is_spec)
     return Gather(
@@ -220,8 +230,37 @@ def gather_by_specs(
             ),
             (stored, unsharded, gradients),
         ),
-        reduce_products=partial(reduce_scatter, as_rows=False),
+        scatter=scatter,
+        scatter_products=partial(scatter, as_rows=False),
+        sum_rest=sum_rest,
     )
+
+
+def scatter_and_sum_rest(
+    reduce_scatter: Callable[..., PyTree], gradients: PyTree
+) -> tuple[Callable[..., PyTree], TreeFunction]:
+    """Returns `Gather.scatter` and `Gather.sum_rest`, by the manual axes of stored gradients."""
+    specs = jax.tree.leaves(gradients, is_leaf=is_spec)
+    are_divided = any(axes_of(spec) for spec in specs)
+
+    def only(tree: PyTree, *, divided: bool) -> PyTree:
+        def pick(x: jax.Array, spec: PartitionSpec) -> jax.Array | None:
+            return x if (bool(axes_of(spec)) or not are_divided) == divided else None
+
+        return map_leaves(pick, tree, gradients)
+
+    def merged(reduced: PyTree, tree: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, y: y if x is None else x, reduced, tree, is_leaf=lambda x: x is None
+        )
+
+    def scatter(tree: PyTree, **options: Any) -> PyTree:
+        return merged(reduce_scatter(only(tree, divided=True), **options), tree)
+
+    def sum_rest(tree: PyTree) -> PyTree:
+        return merged(reduce_scatter(only(tree, divided=False)), tree)
+
+    return scatter, sum_rest
 
 
 def without_done(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:

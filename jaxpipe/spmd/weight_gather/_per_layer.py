@@ -31,6 +31,7 @@ from ._gather import (
     manual_specs,
     map_leaves,
     only_after,
+    scatter_and_sum_rest,
     without_done,
 )
 
@@ -64,10 +65,13 @@ def gather_in_layers(
         specs = weight_specs, gradient_specs, unsharded
         return constrain_gradients(map_leaves(reduce_leaf, tree, *specs))
 
+    scatter, sum_rest = scatter_and_sum_rest(reduce_scatter, gradient_specs)
     return Gather(
         "once",
         constrain_unsharded=constrain_stored,
         reduce_scatter=reduce_scatter,
+        scatter=scatter,
+        sum_rest=sum_rest,
         batch_axes=batch_axes,
         weight_specs=weight_specs,
         gradient_specs=gradient_specs,

@@ -57,10 +57,12 @@ class WeightGather(NamedTuple):
             returns their buffers.
         entries: Maps the index of a chunk to its weights as entries of the buffers that hold them,
             or as arrays if there is one chunk. None if weights are gathered when they are read.
-        reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
+        reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored, of
+            which those that are whole may still be sums of a device.
         reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, before)` to gradients as
             stored, [chunks, ...], with one part of the chunk's sum scattered into them; the sum,
             which may be overwritten then; and `before`.
+        finish: Maps these, after all ticks, to gradients that are summed over devices.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
         zero_sums: Returns the initial sums of all chunks, [chunks, ...].
@@ -78,6 +80,7 @@ class WeightGather(NamedTuple):
     reduce_scatter_part: Callable[
         [PyTree, Any, PyTree, Any, int, PyTree], tuple[PyTree, PyTree, PyTree]
     ]
+    finish: TreeFunction
     zeros: TreeFunction
     zero_unsharded: TreeFunction
     zero_sums: Callable[[], PyTree]
@@ -118,15 +121,15 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     def to_sum(dw: PyTree) -> PyTree:
         # The reduce-scatter parts product and addition: the product may as well write float32.
-        reduce = gather.reduce_products or gather.reduce_scatter
-        return reduce(to_accum_dtype(dw, apart=False))
+        scatter = gather.scatter_products or gather.scatter or gather.reduce_scatter
+        return scatter(to_accum_dtype(dw, apart=False))
 
     def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
         return put(sums, add_trees(index_leading(sums, chunk), to_sum(new)), chunk), result
 
     def zero_sums() -> PyTree:
-        return zeros_of_chunks(gather.reduce_scatter(zero_unsharded()), weights)
+        return zeros_of_chunks(to_sum(zero_unsharded()), weights)
 
     return _with_zeros(
         gather,
@@ -237,7 +240,7 @@ def _with_zeros(
     to_sum = to_sum or (lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)))
 
     def reduction(gather: Gather) -> TreeFunction:
-        return identity if is_scattered else gather.reduce_scatter
+        return identity if is_scattered else gather.scatter or gather.reduce_scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
         return add_trees(total, to_sum(dw))
@@ -260,6 +263,7 @@ def _with_zeros(
         entries=entries,
         reduce_scatter=reduction(gather),
         reduce_scatter_part=partial(reduce_scatter_part, gather, reduction),
+        finish=gather.sum_rest,
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
         zero_sums=zero_sums,
