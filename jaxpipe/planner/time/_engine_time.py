@@ -5,6 +5,8 @@ S ranks, v stages on each, M microbatches.
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from ...cost.training_step import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
@@ -102,15 +104,24 @@ def expert_reduction_seconds(
 
     XLA:TPU adds them up whole on every device, and takes a part of that, without a pipeline: it
     sends twice the bytes of a scatter. Nothing runs beside it, also where scatters are hidden.
+    Pipelines that scatter in every tick do so at its end, when the layers' work is done: no product
+    is left to hide it.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
     experts = request.model.experts
-    if not kind.torus_axes or candidate.engine.pipelines or not experts or size == 1:
+    if not kind.torus_axes or not experts or size == 1:
         return 0.0
-    sent = request.model.of_layers.read * gathered_parameters(experts, candidate.sizes)
-    bandwidth = kind.link_bandwidth * efficiency(kind, "bf16").links / (2 if size == 2 else 1)
+    count = gathered_parameters(experts, candidate.sizes) * (size - 1) / size
+    bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)
+    if candidate.engine.pipelines:
+        if not hides_scatters or candidate.gather not in ("tick", "layer"):
+            return 0.0
+        visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
+        itemsize = jnp.dtype(candidate.options.reduce_dtype).itemsize
+        return visits * itemsize * count / bandwidth
     visits = candidate.microbatches * request.model.num_layers
-    return (1 + hides_scatters) * visits * (size - 1) / size * sent / bandwidth
+    sent = request.model.of_layers.read * count
+    return (1 + hides_scatters) * visits * sent / (bandwidth * efficiency(kind, "bf16").links)
 
 
 def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:

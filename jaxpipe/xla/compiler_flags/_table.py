@@ -55,6 +55,32 @@ def _on_sparse_cores(
     ]
 
 
+def _sparse_core_queue() -> list[CompilerFlag]:
+    """Returns rows by which collectives wait for less that SparseCores do."""
+    options = {
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "True",
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": "False",
+    }
+    reason = (
+        "Lets the scheduler start what SparseCores do before they have ended what they are doing, "
+        "and leaves scatters to the TensorCores: routers of experts have small ones, which had to "
+        "end before a gather of experts began."
+    )
+    gain = (
+        "With the flags above, two ranks of deepseek2-16b with gathers in every tick expose 0.00 s "
+        "of gathers on v5p instead of 0.08, of 2.5 s, at 1% more memory. Circular llama2-7b takes "
+        "3.39 s instead of 3.40, at 1% more memory; FSDP takes the same."
+    )
+    return [
+        CompilerFlag(
+            *("SparseCore queue", option, value, "tpu", reason, _LIBTPU, _was_measured),
+            device_kinds=_WITH_SPARSE_CORES,
+            gain=gain,
+        )
+        for option, value in options.items()
+    ]
+
+
 def _pipelined_permutes() -> list[CompilerFlag]:
     """Returns rows that split permutes into sends and receives of different iterations."""
     options = {
@@ -187,6 +213,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "libtpu compiles the same program without it.",
         "FSDP of one microbatch takes 3.73 s on v5p instead of 3.79, at 1% more memory.",
     ),
+    *_sparse_core_queue(),
     CompilerFlag(
         "scoped VMEM",
         "xla_tpu_scoped_vmem_limit_kib",
