@@ -87,10 +87,11 @@ def pipeline(
             decides. Default: "tick".
         zero1: Whether gradients and the state of an optimizer are divided over `data` too, as
             ZeRO-1 does: updates are gathered, not parameters.
-        reduce_dtype: The dtype, such as `jnp.bfloat16`, to which one program rounds gradients to
-            sum them over `data` and `fsdp`, which are scattered in half the time. Each addition
-            rounds, too (docs/speed-and-memory.md has errors). Default: float32, in which sums of
-            microbatches are; without a pipeline the dtype in which layers compute.
+        reduce_dtype: `jnp.bfloat16` if one program rounds gradients of layers to it to sum them
+            over `data` and `fsdp`, which halves the bytes. Each addition rounds, too
+            (docs/speed-and-memory.md has errors). Not those that are stored whole where others are
+            divided. Default: float32, or the dtype of wider parameters; without a pipeline the
+            dtype in which layers compute.
         forwarding_delay: Whether the engine "circular" hands x over one tick late, so that
             communication runs beside a whole tick.
         vocab_parallel: Whether all ranks of one program compute the loss together, by
@@ -234,19 +235,16 @@ def _check_options(engine: Engine, options: dict[str, Any]) -> None:
         raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")
 
 
-def _reduce_dtype(given: Any) -> np.dtype | None:
-    """Returns the dtype; None for float32, in which gradients are summed without rounding."""
-    if given is None:
-        return None
+def _reduce_dtype(reduce_dtype: Any) -> np.dtype | None:
+    """Returns the dtype to which gradients are rounded; None if they are not."""
+    names = ("float32", "bfloat16")
     try:
-        dtype = jnp.dtype(given)
-    except TypeError as error:
-        raise ValueError(
-            f"`reduce_dtype` is {given!r}. Give a dtype such as 'bfloat16'."
-        ) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`reduce_dtype` is {dtype}. Give a floating-point dtype.")
-    return dtype
+        name = None if reduce_dtype is None else jnp.dtype(reduce_dtype).name
+    except TypeError:
+        name = repr(reduce_dtype)
+    if name not in (None, *names):
+        raise ValueError(f"`reduce_dtype` is {name}. Give {' or '.join(map(repr, names))}.")
+    return jnp.dtype(jnp.bfloat16) if name == "bfloat16" else None
 
 
 def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:

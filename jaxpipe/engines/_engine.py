@@ -63,8 +63,8 @@ class PipelineSpec:
         compute_dtype: The dtype to which floating-point parameters are cast before they are
             gathered; or `path -> dtype or None`, where `path` is such as `['layers']['up']`. None:
             they stay as they are.
-        reduce_dtype: The dtype in which one program sums gradients over `data` and `fsdp`. None:
-            float32, in which they are summed over microbatches.
+        reduce_dtype: The dtype to which one program rounds gradients of layers to sum them over
+            `data` and `fsdp`. None: they stay as they are summed over microbatches.
     """
 
     mesh: Mesh

@@ -331,3 +331,19 @@ def test_cudnn_has_heads_of_256_channels_from_hopper_on():
         return jp.plan("gemma3-1b", devices, 64, 4096, **keys).best.memory.total
 
     assert memory("h100:8") < memory("a100:8")
+
+
+@pytest.mark.parametrize("devices", ["v5p-8", "v4-8", "h100:4"])
+def test_sums_in_bfloat16_take_less_time(devices: str):
+    def seconds(dtype: str, **axes: int) -> dict[str, float]:
+        given = {f"ici_{axis}_parallelism": size for axis, size in axes.items()}
+        given |= {"model_name": "llama2-7b", "pipeline_engine": "scheduled", "reduce_dtype": dtype}
+        given |= {"pipeline_schedule": "1f1b", "num_pipeline_microbatches": 8}
+        given |= {"remat_policy": "full", "pipeline_fsdp_ag_once": axes["fsdp"] > 1}
+        return jp.plan(given, devices, 16, 512, memory_gb=200).best.time.parts
+
+    exact, rounded = (seconds(x, pipeline=2, data=2, fsdp=1) for x in ("float32", "bfloat16"))
+    if "h100" not in devices:  # where it is hidden
+        assert 0.4 < rounded["gradient_reduction"] / exact["gradient_reduction"] < 0.9
+    exact, rounded = (seconds(x, pipeline=2, data=1, fsdp=2) for x in ("float32", "bfloat16"))
+    assert 0.6 < rounded["fsdp"] / exact["fsdp"] < 0.8  # gathers are as before

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ...engines.fsdp import num_row_shards
 from .._frozen import trainable_leaves
 from .._params import is_stored
 from ..reference import (
@@ -147,7 +148,8 @@ def reference_result(
     value, dtype = on_one_device(pipe.mesh, function, whole, batch, key)
     (loss, metrics), grads = jax.tree.map(np.asarray, value)
     result = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
-    dtype = min(dtype, pipe.told.reduce_dtype or dtype, key=lambda each: jnp.finfo(each).bits)
+    if num_row_shards(pipe.mesh) > 1:
+        dtype = min(dtype, pipe.told.reduce_dtype or dtype, key=lambda each: jnp.finfo(each).bits)
     return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 

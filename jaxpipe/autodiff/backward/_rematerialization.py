@@ -61,11 +61,12 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
 """Tensors that a policy keeps in host memory."""
 
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
-"""`full` keeps the input alone, `none` recomputes nothing, `custom` takes a location per tensor."""
+"""`full` keeps the input and sums over devices, `none` recomputes nothing, `custom` takes a place
+for each tensor."""
 
 SUM_OVER_DEVICES = "sum_over_devices"
-"""The name of a few numbers that devices have summed up. Every policy saves them: to sum them again
-a backward would wait for what its devices are sending, such as gathered weights."""
+"""The name of a few numbers that devices have summed up. Every policy with a name saves them: to
+sum them again a backward would wait for what its devices are sending, such as gathered weights."""
 
 # Inside a scan XLA cannot merge forward and recomputation, so no barrier is needed.
 recompute: Remat = partial(
@@ -73,7 +74,7 @@ recompute: Remat = partial(
     prevent_cse=False,
     policy=jax.checkpoint_policies.save_only_these_names(SUM_OVER_DEVICES),
 )
-"""Keeps the input of a tick and computes the rest again in the backward."""
+"""Keeps the input of a tick and sums over devices; the backward computes the rest again."""
 
 
 def keep(work: Callable) -> Callable:

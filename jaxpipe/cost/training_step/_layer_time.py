@@ -281,9 +281,9 @@ def stage_seconds(
         )
         times = [*(each[kind] for kind in kinds), boundary]
         gathers, scatters = _gathers(kinds, layout, device)
-        moved = {"forward": gathers, "input": gathers, "weight": scatters}
+        transfers = {"forward": gathers, "input": gathers, "weight": scatters}
         actions = []
-        for name, seconds in moved.items():
+        for name, seconds in transfers.items():
             computing = add(*(getattr(time, name) for time in times))
             actions.append(add(computing, _exposed(seconds, computing, layout)))
         stages.append(ActionSeconds(*actions))

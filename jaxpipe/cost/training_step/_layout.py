@@ -37,6 +37,7 @@ class Layout:
     gather: Gather = "tick"
     # Bytes of a gradient that is scattered; None: those of a weight that is gathered.
     scattered_bytes: float | None = None
+    summed_bytes: float = 4.0  # of a gradient that replicas sum
     # Whether the devices that share weights are one ring, also along several axes of a torus.
     gathers_in_one_ring: bool = False
     hosts: int = 0  # groups that only the network joins; 0: as few as the hardware's links allow

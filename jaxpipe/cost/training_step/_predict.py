@@ -140,9 +140,10 @@ def _gradients(
     all_axes = make_group(layout, device.network, *copies, "expert")
     replicas = make_group(layout, device.network, *copies)
     # Gradients in float32 are scattered, and weights in bfloat16 gathered; or they are all-reduced.
-    passes = 1.5 if layout.shared_optimizer else 2.0
-    seconds = passes * all_gather_seconds(4.0 * dense, all_axes, device.network)
-    seconds += passes * all_gather_seconds(4.0 * experts, replicas, device.network)
+    itemsize = layout.summed_bytes
+    passes = 1 + 2.0 / itemsize if layout.shared_optimizer else 2.0
+    seconds = passes * all_gather_seconds(itemsize * dense, all_axes, device.network)
+    seconds += passes * all_gather_seconds(itemsize * experts, replicas, device.network)
     if not work.head_parameters:  # the first and the last stage sum the gradients of their copies
         shared = 4.0 * work.embedding_parameters / layout.tensor / own
         seconds += send_seconds(shared, layout, device.network)

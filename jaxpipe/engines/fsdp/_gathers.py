@@ -39,7 +39,9 @@ def boundary_gather(plan: PipelineSpec, boundary: dict[str, PyTree]) -> Gather:
     def cast(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
         return {name: cast_params(plan, name, tree) for name, tree in boundary.items()}
 
-    return _whole_gather(plan, cast, stored, read, gradients)
+    # Once in a step, XLA:TPU sums their gradients as all-reduces, which fail in bfloat16 ("Value
+    # element type 'f32' does not match base element type 'bf16'", libtpu 0.0.48.1).
+    return _whole_gather(replace(plan, reduce_dtype=None), cast, stored, read, gradients)
 
 
 def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:

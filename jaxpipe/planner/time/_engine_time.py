@@ -104,24 +104,38 @@ def expert_reduction_seconds(
 
     XLA:TPU adds them up whole on every device, and takes a part of that, without a pipeline: it
     sends twice the bytes of a scatter. Nothing runs beside it, also where scatters are hidden.
-    Pipelines that scatter in every tick do so at its end, when the layers' work is done: no product
-    is left to hide it.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
     experts = request.model.experts
+    if not kind.torus_axes or candidate.engine.pipelines or not experts or size == 1:
+        return 0.0
+    sent = request.model.of_layers.read * gathered_parameters(experts, candidate.sizes)
+    bandwidth = kind.link_bandwidth * efficiency(kind, "bf16").links / (2 if size == 2 else 1)
+    visits = candidate.microbatches * request.model.num_layers
+    return (1 + hides_scatters) * visits * (size - 1) / size * sent / bandwidth
+
+
+def tick_scatter_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which pipelines of TPUs scatter experts' gradients in every tick.
+
+    They do so at its end, when the layers' work is done: no product is left to hide it.
+    """
+    kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
+    experts, engine = request.model.experts, candidate.engine
     if not kind.torus_axes or not experts or size == 1:
         return 0.0
+    if not engine.pipelines or engine.program_per_rank or candidate.gather != "tick":
+        return 0.0
     count = gathered_parameters(experts, candidate.sizes) * (size - 1) / size
+    visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
+    # At the rate of XLA:TPU's estimates, by which the programs were played that this was found in.
     bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)
-    if candidate.engine.pipelines:
-        if not hides_scatters or candidate.gather not in ("tick", "layer"):
-            return 0.0
-        visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
-        itemsize = jnp.dtype(candidate.options.reduce_dtype).itemsize
-        return visits * itemsize * count / bandwidth
-    visits = candidate.microbatches * request.model.num_layers
-    sent = request.model.of_layers.read * count
-    return (1 + hides_scatters) * visits * sent / (bandwidth * efficiency(kind, "bf16").links)
+    return visits * reduced_bytes(candidate) * count / bandwidth
+
+
+def reduced_bytes(candidate: StepLayout) -> float:
+    """Returns the bytes of a gradient of a layer that a pipeline sums over devices."""
+    return float(jnp.dtype(candidate.options.reduce_dtype).itemsize)
 
 
 def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:
@@ -155,7 +169,7 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     kind, size = device_hardware(request.devices), candidate.sizes["data"]
     if not kind.torus_axes or size == 1:
         return 0.0
-    times, itemsize = 1, request.model.of_layers.gradient
+    times, itemsize = 1, min(request.model.of_layers.gradient, reduced_bytes(candidate))
     if not candidate.engine.pipelines:
         times = candidate.microbatches
         itemsize = min(itemsize, request.work.layers[-1].weight_bytes)

@@ -8,8 +8,6 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import jax.numpy as jnp
-
 from ...cost.training_step import (
     Efficiency,
     Layout,
@@ -31,6 +29,8 @@ from ._engine_time import (
     engine_seconds,
     expert_reduction_seconds,
     exposed_host_seconds,
+    reduced_bytes,
+    tick_scatter_seconds,
 )
 
 _COMMUNICATION = (
@@ -115,6 +115,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
     sums = engine_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
+    sums += hides * tick_scatter_seconds(candidate, request)
     sums += max(reduction, data_reduction_seconds(candidate, request))
     sums += exposed_host_seconds(candidate, request, work)
     return least_seconds(candidate, request) + candidate.accumulation * sums
@@ -158,6 +159,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
             schedule=schedule,
             chunks=candidate.chunks,
             layers_per_stage=counts,
+            summed_bytes=reduced_bytes(candidate),
             # A share of the microbatches takes a rank as long as a share of the vocabulary.
             vocab_parallel=candidate.engine.shares_loss or candidate.options.vocab_parallel,
         )
@@ -179,6 +181,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         parts["fsdp"] = _exposed_between_stages(candidate, parts, layout)
     hides = _SCATTERS_ON_SPARSE_CORES in flags
     parts["fsdp"] += expert_reduction_seconds(candidate, request, hides_scatters=hides)
+    parts["fsdp"] = max(parts["fsdp"], hides * tick_scatter_seconds(candidate, request))
     ticks = _tick_seconds(run, step)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
@@ -205,8 +208,8 @@ def _exposed_between_stages(
     """Returns the exposed seconds of gathers and scatters that run beside the ticks of a stage."""
     if candidate.gather not in ("once", "repeat"):
         return parts["fsdp"]
-    moved = _GATHERED_BYTES + (layout.scattered_bytes or _GATHERED_BYTES)
-    before = _GATHERED_BYTES / moved * (candidate.gather == "once")
+    sent = _GATHERED_BYTES + (layout.scattered_bytes or _GATHERED_BYTES)
+    before = _GATHERED_BYTES / sent * (candidate.gather == "once")
     beside = max(0.0, (1 - before) * parts["fsdp"] - parts["products"])
     return before * parts["fsdp"] + beside
 
@@ -275,16 +278,14 @@ def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
 def _scattered_bytes(
     candidate: StepLayout, request: Request, flags: frozenset[str]
 ) -> float | None:
-    """Returns the bytes of a gradient that is scattered; None: those of a weight.
-
-    One program of a pipeline scatters sums, or what it adds to them, in `reduce_dtype`.
-    """
-    # What is exposed without SparseCores was compared with cycles as if of 2 bytes, over links that
-    # reach less than the compiler says: 1.04 s of row C, for 1.12.
-    hides = _SCATTERS_ON_SPARSE_CORES in flags or device_hardware(request.devices).is_gpu
-    if not hides or not candidate.engine.pipelines:
+    """Returns the bytes of a gradient that is scattered; None: those of a weight."""
+    if not candidate.engine.pipelines or candidate.engine.program_per_rank:
         return None
-    return float(jnp.dtype(candidate.options.reduce_dtype).itemsize)
+    sent = reduced_bytes(candidate)
+    # Without SparseCores TPUs expose all of it. These plans were compared with cycles (1.12 s of
+    # row C of docs/benchmarks.md) when scatters counted as 2 bytes, and links as slower: 1.04 s.
+    hides = _SCATTERS_ON_SPARSE_CORES in flags or device_hardware(request.devices).is_gpu
+    return sent if hides else sent / 2
 
 
 def _gather(candidate: StepLayout) -> GatherMode:

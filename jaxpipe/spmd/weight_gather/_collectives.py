@@ -48,7 +48,7 @@ def reduce_scatter_leaf(
     """Returns to each device of `axes` its shard of the sum over these devices.
 
     Automatic axes shard it as in `unsharded`, before and after. `as_rows` is for an array that is
-    stored with its last dim as rows. What is sent is rounded to `dtype`; None: it is not.
+    stored with its last dim as rows. What is sent is rounded to `dtype`, if it is not None.
     """
     rest = tuple(axis for axis in axes if axis not in axes_of(spec))
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -75,7 +75,8 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype is None:
         return x
     if _compat.platform() != "cpu":
-        return x.astype(dtype)
+        # Without the barrier XLA:TPU (libtpu 0.0.48.1) scatters float32 where a product wrote `x`.
+        return lax.optimization_barrier(x.astype(dtype))
     # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy"), which it would
     # add up in float32, and drops casts to it and back.
     info = jnp.finfo(dtype)

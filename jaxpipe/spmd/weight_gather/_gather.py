@@ -63,11 +63,11 @@ class Gather:
             but not where a stage reads them. None if only XLA's partitioner knows.
         by_specs: The specs that it was made of. None if its functions were written by hand.
         scatter: `reduce_scatter` but of the few gradients, such as those of norms, that are stored
-            whole where others are divided: they stay sums of a device until `sum_rest`, so that
-            they are summed over devices once. None if it is `reduce_scatter`.
+            whole where others are sharded: they stay sums of a device until `sum_whole`, so that
+            they are summed over devices once. Default: `reduce_scatter`.
         scatter_products: `scatter` of gradients that products have just computed: XLA may choose
-            their layout. None if it is `scatter`.
-        sum_rest: Sums over devices what `scatter` leaves.
+            their layout. Default: `scatter`.
+        sum_whole: Sums over devices the gradients that `scatter` leaves.
     """
 
     when: When = "tick"
@@ -81,9 +81,15 @@ class Gather:
     key_specs: PyTree = None
     divided_over: frozenset[str] | None = None
     by_specs: "BySpecs | None" = None
-    scatter: TreeFunction | None = None
-    scatter_products: TreeFunction | None = None
-    sum_rest: TreeFunction = identity
+    scatter: TreeFunction = identity
+    scatter_products: TreeFunction = identity
+    sum_whole: TreeFunction = identity
+
+    def __post_init__(self) -> None:
+        if self.scatter is identity:
+            object.__setattr__(self, "scatter", self.reduce_scatter)
+        if self.scatter_products is identity:
+            object.__setattr__(self, "scatter_products", self.scatter)
 
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""
@@ -107,14 +113,16 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
     first = next(iter(gathers.values()))
 
     def each(name: str) -> TreeFunction:
-        functions = {key: getattr(g, name) or g.reduce_scatter for key, g in gathers.items()}
-        return lambda trees: {key: functions[key](tree) for key, tree in trees.items()}
+        return lambda trees: {key: getattr(gathers[key], name)(tree) for key, tree in trees.items()}
 
     def make(*trees: dict[str, PyTree]) -> Gather:
         of_each = {key: [tree[key] for tree in trees] for key in gathers}
         return join_gathers({key: by.make(*of_each[key]) for key, by in by_specs.items()})
 
-    functions = ("cast", "unshard", "constrain_unsharded", "reduce_scatter", "scatter", "sum_rest")
+    functions = (
+        *("cast", "unshard", "constrain_unsharded", "reduce_scatter"),
+        *("scatter", "scatter_products", "sum_whole"),
+    )
     specs = ("weight_specs", "gradient_specs")
     by_specs = {key: g.by_specs for key, g in gathers.items() if g.by_specs is not None}
     assert len(by_specs) == len(gathers), "only gathers by specs are joined"
@@ -127,7 +135,6 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
         **{name: {key: getattr(g, name) for key, g in gathers.items()} for name in specs},
         divided_over=None,
         by_specs=BySpecs(make, (stored, unsharded, gradients)),
-        scatter_products=None,
     )
 
 
@@ -201,11 +208,14 @@ def gather_by_specs(
             map_leaves(all_gather_leaf, tree, manual_stored, manual_unsharded, unsharded)
         )
 
-    def reduce_scatter(tree: PyTree, *, as_rows: bool = True) -> PyTree:
-        reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows, dtype=reduce_dtype)
+    def reduce(tree: PyTree, *, dtype: Any, as_rows: bool = True) -> PyTree:
+        reduce_leaf = partial(reduce_scatter_leaf, batch_axes, as_rows=as_rows, dtype=dtype)
         return constrain_gradients(map_leaves(reduce_leaf, tree, manual_gradients, unsharded))
 
-    scatter, sum_rest = scatter_and_sum_rest(reduce_scatter, manual_gradients)
+    scatter, sum_whole = scatter_and_sum_whole(reduce, manual_gradients, reduce_dtype)
+
+    def reduce_scatter(tree: PyTree) -> PyTree:
+        return sum_whole(scatter(tree))
 
     # Explicit axes keep their type only where a spec has no entries, not even of None.
     no_entries = jax.tree.map(lambda _: REPLICATED, stored, is_leaf=is_spec)
@@ -232,35 +242,43 @@ def gather_by_specs(
         ),
         scatter=scatter,
         scatter_products=partial(scatter, as_rows=False),
-        sum_rest=sum_rest,
+        sum_whole=sum_whole,
     )
 
 
-def scatter_and_sum_rest(
-    reduce_scatter: Callable[..., PyTree], gradients: PyTree
+def scatter_and_sum_whole(
+    reduce: Callable[..., PyTree], gradients: PyTree, reduce_dtype: Any
 ) -> tuple[Callable[..., PyTree], TreeFunction]:
-    """Returns `Gather.scatter` and `Gather.sum_rest`, by the manual axes of stored gradients."""
-    specs = jax.tree.leaves(gradients, is_leaf=is_spec)
-    are_divided = any(axes_of(spec) for spec in specs)
+    """Returns `Gather.scatter` and `Gather.sum_whole`.
 
-    def only(tree: PyTree, *, divided: bool) -> PyTree:
-        def pick(x: jax.Array, spec: PartitionSpec) -> jax.Array | None:
-            return x if (bool(axes_of(spec)) or not are_divided) == divided else None
+    `gradients` are the manual specs of stored gradients, and `reduce(tree, dtype=)` sums and shards
+    the leaves that are not None.
+    """
+    are_sharded = any(axes_of(spec) for spec in jax.tree.leaves(gradients, is_leaf=is_spec))
 
-        return map_leaves(pick, tree, gradients)
+    def select(tree: PyTree, *, sharded: bool) -> PyTree:
+        def keep(x: jax.Array, spec: PartitionSpec) -> jax.Array | None:
+            return x if (bool(axes_of(spec)) or not are_sharded) == sharded else None
 
-    def merged(reduced: PyTree, tree: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x, y: y if x is None else x, reduced, tree, is_leaf=lambda x: x is None
-        )
+        return map_leaves(keep, tree, gradients)
 
     def scatter(tree: PyTree, **options: Any) -> PyTree:
-        return merged(reduce_scatter(only(tree, divided=True), **options), tree)
+        reduced = reduce(select(tree, sharded=True), dtype=reduce_dtype, **options)
+        return first_of_leaves(reduced, tree)
 
-    def sum_rest(tree: PyTree) -> PyTree:
-        return merged(reduce_scatter(only(tree, divided=False)), tree)
+    def sum_whole(tree: PyTree) -> PyTree:
+        # They are small. libtpu 0.0.48.1 fails on sums of few numbers in bfloat16
+        # ("'sc_tpu.vector_store' op Value element type 'f32' does not match").
+        return first_of_leaves(reduce(select(tree, sharded=False), dtype=None), tree)
 
-    return scatter, sum_rest
+    return scatter, sum_whole
+
+
+def first_of_leaves(tree: PyTree, other: PyTree) -> PyTree:
+    """Returns `tree` with the leaves of `other` where it has None."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None
+    )
 
 
 def without_done(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:

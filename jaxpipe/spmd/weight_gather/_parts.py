@@ -20,7 +20,14 @@ from jaxtyping import PyTree
 from ...sharding.specs import axes_of_dim
 from .._buffers import put
 from ..ranks import AXIS, execution_count_hint, is_spec, update_if
-from ._gather import REPLICATED, Gather, TreeFunction, identity, map_leaves
+from ._gather import (
+    REPLICATED,
+    Gather,
+    TreeFunction,
+    first_of_leaves,
+    identity,
+    map_leaves,
+)
 
 _LANES = 128
 """Numbers in a row of a TPU's vector register: slices of a last dim begin at multiples."""
@@ -128,10 +135,7 @@ def reduce_scatter_part(
     hint = execution_count_hint([[index] for index in range(num_parts)], lambda index: index == 0)
     whole = update_if(part == 0, put_whole, only(gradients, moved=False), hint=hint)
     written = map_leaves(write, gradients, new, parts, moves)
-    merged = jax.tree.map(
-        lambda x, y: y if x is None else x, written, whole, is_leaf=lambda x: x is None
-    )
-    return merged, total, _only_after(only(new, moved=True), before)
+    return first_of_leaves(written, whole), total, _only_after(only(new, moved=True), before)
 
 
 def communicates() -> bool:

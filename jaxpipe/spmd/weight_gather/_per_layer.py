@@ -31,7 +31,7 @@ from ._gather import (
     manual_specs,
     map_leaves,
     only_after,
-    scatter_and_sum_rest,
+    scatter_and_sum_whole,
     without_done,
 )
 
@@ -55,23 +55,27 @@ def gather_in_layers(
     constrain_stored, constrain_gradients = constrain_by(stored), constrain_by(gradients)
 
     def reduce_leaf(
-        x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
+        dtype: Any,
+        x: jax.Array,
+        done: PartitionSpec,
+        spec: PartitionSpec,
+        unsharded: PartitionSpec,
     ) -> jax.Array:
         axes = tuple(axis for axis in batch_axes if axis not in axes_of(done))
         left = without_done(spec, done)
-        return reduce_scatter_leaf(axes, x, left, unsharded, dtype=reduce_dtype)
+        return reduce_scatter_leaf(axes, x, left, unsharded, dtype=dtype)
 
-    def reduce_scatter(tree: PyTree) -> PyTree:
+    def reduce(tree: PyTree, *, dtype: Any) -> PyTree:
         specs = weight_specs, gradient_specs, unsharded
-        return constrain_gradients(map_leaves(reduce_leaf, tree, *specs))
+        return constrain_gradients(map_leaves(partial(reduce_leaf, dtype), tree, *specs))
 
-    scatter, sum_rest = scatter_and_sum_rest(reduce_scatter, gradient_specs)
+    scatter, sum_whole = scatter_and_sum_whole(reduce, gradient_specs, reduce_dtype)
     return Gather(
         "once",
         constrain_unsharded=constrain_stored,
-        reduce_scatter=reduce_scatter,
+        reduce_scatter=lambda tree: sum_whole(scatter(tree)),
         scatter=scatter,
-        sum_rest=sum_rest,
+        sum_whole=sum_whole,
         batch_axes=batch_axes,
         weight_specs=weight_specs,
         gradient_specs=gradient_specs,

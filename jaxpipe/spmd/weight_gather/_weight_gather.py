@@ -62,7 +62,8 @@ class WeightGather(NamedTuple):
         reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, before)` to gradients as
             stored, [chunks, ...], with one part of the chunk's sum scattered into them; the sum,
             which may be overwritten then; and `before`.
-        finish: Maps these, after all ticks, to gradients that are summed over devices.
+        finish: Maps gradients of a chunk that `reduce_scatter` returned, after all ticks, to those
+            that are summed over devices.
         zeros: Maps a window to the initial sum, zeros.
         zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
         zero_sums: Returns the initial sums of all chunks, [chunks, ...].
@@ -121,8 +122,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     def to_sum(dw: PyTree) -> PyTree:
         # The reduce-scatter parts product and addition: the product may as well write float32.
-        scatter = gather.scatter_products or gather.scatter or gather.reduce_scatter
-        return scatter(to_accum_dtype(dw, apart=False))
+        return gather.scatter_products(to_accum_dtype(dw, apart=False))
 
     def accumulate_in_place(sums: PyTree, chunk: Any, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
@@ -240,7 +240,7 @@ def _with_zeros(
     to_sum = to_sum or (lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)))
 
     def reduction(gather: Gather) -> TreeFunction:
-        return identity if is_scattered else gather.scatter or gather.reduce_scatter
+        return identity if is_scattered else gather.scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
         return add_trees(total, to_sum(dw))
@@ -263,7 +263,7 @@ def _with_zeros(
         entries=entries,
         reduce_scatter=reduction(gather),
         reduce_scatter_part=partial(reduce_scatter_part, gather, reduction),
-        finish=gather.sum_rest,
+        finish=gather.sum_whole,
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
         zero_sums=zero_sums,
