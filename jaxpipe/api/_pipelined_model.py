@@ -540,7 +540,7 @@ class PipelinedModel(InspectedModel):
         model, names, draws, whole = of_user, (), {}, False
         if num_row_shards(self.mesh) > 1:
             report = self._row_report(of_user, plan, all_weights, batch, keys[0])
-            report.check(self.mesh)
+            report.check(self.mesh, plan.reduce_dtype)
             names, draws = report.run_on_every_device, report.draws
             if self.told.vocab_parallel and "loss" in {*names, *draws}:
                 raise ValueError(
@@ -549,12 +549,6 @@ class PipelinedModel(InspectedModel):
                     "a mean over rows."
                 )
             whole = report.whole_microbatches and not (names or draws)
-            if whole and self.told.reduce_dtype is not None:
-                raise ValueError(
-                    f"`reduce_dtype` is {self.told.reduce_dtype}, and {report.summary}, whose "
-                    "gradients XLA sums as it divides them. Leave it out, or say by `row_wise` "
-                    "that these functions treat rows one by one."
-                )
             if names or draws:
                 model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
         plan = replace(plan, whole_microbatches=whole)

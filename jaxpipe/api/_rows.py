@@ -145,15 +145,22 @@ class RowReport:
             return f"row-wise: {', '.join(f.name for f in self.functions)}"
         return f"whole microbatches, as {', '.join(others)}"
 
-    def check(self, mesh: Mesh) -> None:
+    def check(self, mesh: Mesh, reduce_dtype: Any = None) -> None:
         """Checks that functions can be given whole microbatches, if they are to be.
 
         Raises:
-            ValueError: If axes that divide rows are explicit, or x is not known well enough.
+            ValueError: If axes that divide rows are explicit, x is not known well enough, or
+                gradients that XLA sums are to be rounded to `reduce_dtype`.
         """
         if not self.whole_microbatches:
             return
         on_each = self.run_on_every_device or self.draws
+        if reduce_dtype is not None and not on_each:
+            raise ValueError(
+                f"`reduce_dtype` is {reduce_dtype}, and {self.summary}, whose gradients XLA sums "
+                "as it divides them. Leave it out, or say by `row_wise` that these functions treat "
+                "rows one by one."
+            )
         why = "; ".join(f"{f.name}: {f.reason}" for f in self.functions if not f.is_row_wise)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         explicit = [axis for axis in row_axes(mesh) if types[axis] == AxisType.Explicit]
