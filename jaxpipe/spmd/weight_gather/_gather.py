@@ -267,8 +267,7 @@ def scatter_and_sum_whole(
         return first_of_leaves(reduced, tree)
 
     def sum_whole(tree: PyTree) -> PyTree:
-        # They are small. libtpu 0.0.48.1 fails on sums of few numbers in bfloat16
-        # ("'sc_tpu.vector_store' op Value element type 'f32' does not match").
+        # They are small: to round them would save nothing.
         return first_of_leaves(reduce(select(tree, sharded=False), dtype=None), tree)
 
     return scatter, sum_whole

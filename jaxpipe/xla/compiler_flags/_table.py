@@ -6,7 +6,7 @@ compile --probe-flags` shows what they do to a step. `compile_xla_flags` wins ov
 """
 
 from ...devices import HARDWARE, Hardware, find_hardware
-from ._flag import CompilerFlag, Predicate, StepTraits, never
+from ._flag import CompilerFlag, StepTraits, never
 
 # Versions of JAX whose XLA:CPU or XLA:GPU took the option, and versions of libtpu.
 _JAX = ("0.10.2", "0.11.2", "0.12.0.1")
@@ -40,43 +40,21 @@ def _kind(traits: StepTraits) -> str:
     return "" if row is None else row.kind
 
 
-def _on_sparse_cores(
-    group: str, options: dict[str, str], is_default: Predicate, reason: str, gain: str
+def _for_sparse_cores(
+    group: str,
+    options: dict[str, str],
+    reason: str,
+    gain: str,
+    *,
+    built_in: tuple[str, ...] = HARDWARE["tpu7x"].device_kinds,
 ) -> list[CompilerFlag]:
-    """Returns rows that run collectives on SparseCores, beside the work of the TensorCores."""
+    """Returns rows about what SparseCores do beside the work of the TensorCores."""
     return [
         CompilerFlag(
-            *(group, f"xla_tpu_{option}", value, "tpu", reason, _LIBTPU, is_default),
+            *(group, f"xla_tpu_{option}", value, "tpu", reason, _LIBTPU, _was_measured),
             device_kinds=_WITH_SPARSE_CORES,
             gain=gain,
-            built_in=HARDWARE["tpu7x"].device_kinds,
-        )
-        for option, value in options.items()
-    ]
-
-
-def _sparse_core_queue() -> list[CompilerFlag]:
-    """Returns rows by which collectives wait less for other operations of SparseCores."""
-    options = {
-        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "True",
-        "xla_tpu_enable_offloading_scatter_to_sparsecore": "False",
-    }
-    reason = (
-        "Lets the scheduler start an operation on a SparseCore before the one before it has ended, "
-        "and leaves scatters to the TensorCores: routers of experts have small ones, which had to "
-        "end before a gather of experts began."
-    )
-    gain = (
-        "With the flags above, two ranks of deepseek2-16b with gathers in every tick expose 0.00 s "
-        "of gathers on v5p instead of 0.08, of 2.5 s, at 1% more memory. Circular llama2-7b takes "
-        "3.39 s instead of 3.40, at 1% more memory, and on v6e 1.13 s instead of 1.20, at 3% more; "
-        "FSDP takes the same."
-    )
-    return [
-        CompilerFlag(
-            *("SparseCore queue", option, value, "tpu", reason, _LIBTPU, _was_measured),
-            device_kinds=_WITH_SPARSE_CORES,
-            gain=gain,
+            built_in=built_in,
         )
         for option, value in options.items()
     ]
@@ -187,13 +165,12 @@ FLAGS: tuple[CompilerFlag, ...] = (
     ),
     *_pipelined_permutes(),
     *_combine_thresholds(),
-    *_on_sparse_cores(
+    *_for_sparse_cores(
         "SparseCore gathers",
         {
             "enable_sparse_core_collective_offload_all_gather": "True",
             "enable_sparse_core_collective_offload_2d_all_gather": "True",
         },
-        _was_measured,
         "Runs gathers on the SparseCores, also those over two axes of the torus. Not set on tpu7x, "
         "for which libtpu compiles the same program without it.",
         "With the reductions, circular with gathers in every tick takes 4.04 s on v5p instead of "
@@ -201,20 +178,33 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "of one microbatch 3.02 s instead of 3.12 on v5p, and 1.11 instead of 1.22 on v6e, both in "
         "1% less memory.",
     ),
-    *_on_sparse_cores(
+    *_for_sparse_cores(
         "SparseCore reductions",
         {
             "enable_sparse_core_collective_offload_reduce_scatter": "True",
             "enable_sparse_core_collective_offload_all_reduce": "True",
             "sparse_core_reduce_scatter_latency_multiplier": "3",
         },
-        _was_measured,
         "Runs reductions on the SparseCores, and tells the scheduler that reduce-scatters take "
         "three times as long, so that it puts more work beside them. Not set on tpu7x, for which "
         "libtpu compiles the same program without it.",
         "FSDP of one microbatch takes 3.73 s on v5p instead of 3.79, at 1% more memory.",
     ),
-    *_sparse_core_queue(),
+    *_for_sparse_cores(
+        "SparseCore queue",
+        {
+            "enable_sparse_core_offload_queuing_in_lhs": "True",
+            "enable_offloading_scatter_to_sparsecore": "False",
+        },
+        "Lets the scheduler start an operation on a SparseCore before the one before it has ended, "
+        "and leaves scatters to the TensorCores: routers of experts have small ones, which had to "
+        "end before a gather of experts began.",
+        "With the flags above, two ranks of deepseek2-16b with gathers in every tick expose 0.00 s "
+        "of gathers on v5p instead of 0.08, of 2.5 s, at 1% more memory. Circular llama2-7b takes "
+        "3.39 s instead of 3.40, at 1% more memory, and on v6e 1.13 s instead of 1.20, at 3% more; "
+        "FSDP takes the same.",
+        built_in=(),
+    ),
     CompilerFlag(
         "scoped VMEM",
         "xla_tpu_scoped_vmem_limit_kib",
