@@ -14,7 +14,14 @@ from ..spmd import circular_engine
 from . import _stacked
 from ._engine import Engine, OwnSchedule, PipelineSpec
 from ._jit import jit
-from ._memory import Buffers, PeakMemory, StepCounts, StepSizes, boundary_memory
+from ._memory import (
+    Buffers,
+    PeakMemory,
+    StepCounts,
+    StepSizes,
+    boundary_memory,
+    residuals_and_sums,
+)
 from ._memory_cap import check_cap
 from .fsdp import weight_gathers
 
@@ -147,11 +154,8 @@ def _expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
 
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
     v, grads = counts.chunks, sizes.grads
-    every = kept = buffers.residuals * sizes.residuals
-    gradients = grads.stored
-    if buffers.first_half:  # the later half is freed before gradients of the earlier half exist
-        later, first = grads.stored * (v - v // 2) / v, buffers.first_half * sizes.residuals
-        kept, gradients = max((kept, later), (first, gradients), key=sum)
+    every = buffers.residuals * sizes.residuals
+    kept, gradients = residuals_and_sums(buffers, sizes, v)
     gathered = _gathered(counts, sizes)
     gradients += 2 * (grads.stored if counts.gather == "tick" else grads.whole) / v
     work, logits = sizes.work, 0.0

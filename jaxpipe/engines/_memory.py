@@ -7,6 +7,8 @@ model. Constants that are the compiler's are named. S ranks, v stages on each, M
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..schedules import lock_step
+
 LIVE = 0.8
 """What of the residuals of a layer exists at a time while XLA computes its backward."""
 
@@ -165,6 +167,18 @@ def boundary_memory(counts: StepCounts, sizes: StepSizes) -> tuple[float, float]
     if counts.gather:
         return sizes.boundary_grads.whole, sizes.boundary_read
     return sizes.boundary_grads.stored, sizes.boundary_cast
+
+
+def residuals_and_sums(buffers: Buffers, sizes: StepSizes, chunks: int) -> tuple[float, float]:
+    """Returns the bytes of residuals and of stored sums of gradients when both together are most.
+
+    Of two sets of buffers the later one is freed before there are gradients of the earlier chunks.
+    """
+    every, sums = buffers.residuals * sizes.residuals, sizes.grads.stored
+    if not buffers.first_half:
+        return every, sums
+    of_later = sums * (chunks - lock_step.middle_chunk(chunks)) / chunks
+    return max((every, of_later), (buffers.first_half * sizes.residuals, sums), key=sum)
 
 
 def stored_activations(buffers: Buffers, sizes: StepSizes) -> float:

@@ -21,6 +21,7 @@ from ._memory import (
     StepCounts,
     StepSizes,
     boundary_memory,
+    residuals_and_sums,
     stored_activations,
 )
 from ._memory_cap import activation_cap
@@ -109,9 +110,10 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
     assert plan.ticks is not None
-    slots, num_slices = _slots(plan.ticks)
+    slots, num_slices, sets = _slots(plan.ticks, plan.gather == "repeat")
     on_rank = Buffers(
-        max(slots["residuals_for_backward"], slots["residuals_for_weight"]),
+        sum(sets),
+        sets[0] if len(sets) > 1 else 0,
         wgrad_residuals=slots["wgrad_residuals"],
         activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
         past=slots["past"],
@@ -122,10 +124,19 @@ def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
 
 
 @lru_cache(maxsize=8)
-def _slots(ticks: Ticks) -> tuple[dict[str, int], int]:
-    """Returns the slots of every buffer, and the slices of a microbatch."""
+def _slots(ticks: Ticks, in_halves: bool) -> tuple[dict[str, int], int, list[int]]:
+    """Returns the slots of every buffer, the slices of a microbatch, and slots of residuals.
+
+    The last are those of each set of buffers, in the order in which forwards fill them.
+    """
     tables = lock_step.tick_tables(ticks)
-    return tables.num_slots, tables.num_slices
+    loops = lock_step.tick_loops(tables, in_halves=in_halves)
+    sets = [
+        max(loop.num_slots["residuals_for_backward"], loop.num_slots["residuals_for_weight"])
+        for loop in loops
+        if not loop.forward.is_idle
+    ]
+    return tables.num_slots, tables.num_slices, sets
 
 
 def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
@@ -134,23 +145,33 @@ def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
     if family not in FAMILIES:
         return Buffers(min(M * v, 2 * S - 1), activations=3)
     facts = FAMILIES[family]
+    live, first = facts.most_live(S, M, v), 0
+    if facts.is_breadth_first and counts.gather == "repeat" and lock_step.middle_chunk(v):
+        live, first = live + S - 1, lock_step.middle_chunk(v) * M
     return Buffers(
-        facts.most_live(S, M, v),
+        live,
+        first,
         wgrad_residuals=min(M * v, S) if facts.splits_backward else 0,
         activations=facts.most_waiting(S, M) + 1,
     )
 
 
 def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
-    """Returns the peak: buffers, gradients and gathered weights all exist during every tick."""
+    """Returns the peak: buffers, gradients and gathered weights all exist during every tick.
+
+    Where loops are cut in two, they are those of one of the two loops of backwards.
+    """
     v, grads, reads = counts.chunks, sizes.grads, sizes.reads
+    activations = stored_activations(buffers, sizes)
     match counts.gather:
         case None:
             gathered, gradients = sizes.casts.whole, grads.whole
         case "once":
             gathered, gradients = reads.whole, grads.whole
         case "repeat":
-            gathered, gradients = 2 * reads.whole / v, grads.stored + grads.whole / v
+            kept, sums = residuals_and_sums(buffers, sizes, v)
+            activations -= (buffers.residuals * sizes.residuals - kept) / buffers.num_slices
+            gathered, gradients = 2 * reads.whole / v, sums + grads.whole / v
         case "layer":  # sums are divided as weights are, also with ZeRO-1
             gathered, gradients = sizes.layer_read, grads.whole * reads.stored / reads.whole
         case "tick":
@@ -163,7 +184,7 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
         sizes.optimizer,
         gradients + boundary_grads,
         gathered + boundary,
-        stored_activations(buffers, sizes),
+        activations,
         loss if loss > work else 0.0,
         0.0 if loss > work else work,
     )

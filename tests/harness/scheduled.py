@@ -99,8 +99,21 @@ def compositions() -> list[Row]:
         # The sums over rows that it stores are the same on all devices of these axes.
         scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
                   remat="none"),
+        # Loops in halves.
+        llama(4, 8, 8, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual,
+              explicit=True),
+        llama(3, 9, 3, axes=fsdp, schedule="looped_bfs", gather="repeat", remat="none"),
+        llama(2, 8, 5, axes=both, schedule="looped_bfs", gather="repeat", layers_per_stage=2,
+              remat="minimal"),
+        scheduled("mlp", 8, 8, 8, axes=(), schedule="looped_bfs", gather="repeat", dropout=0.1),
+        scheduled("llama", 2, 8, 4, axes=(("data", 2), ("fsdp", 2)), schedule="looped_bfs",
+                  batch_axes=manual, gather="repeat", zero=True, vocab_parallel=True),
+        scheduled("deepseek", 2, 8, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="looped_bfs",
+                  gather="repeat", batch_axes=manual, packed=True),
     ]  # fmt: skip
     return [
+        scheduled("mlp", 2, 8, 4, axes=fsdp, schedule="looped_bfs", gather="repeat", tied=True,
+                  dropout=0.1, remat="none"),
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),

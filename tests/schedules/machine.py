@@ -4,6 +4,7 @@ Its buffers refuse to be read where nothing or something else lies, and to be wr
 is still something.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe.schedules import Action, Op, Schedule
@@ -12,25 +13,56 @@ from jaxpipe.schedules.lock_step import TickTables
 Buffer = dict[int, tuple[int, int]]
 """Slots with the (stage, microbatch) of what lies there."""
 
+_RESIDUALS = "residuals_for_backward", "residuals_for_weight"
+
 
 def run_tables(table: TickTables, schedule: Schedule) -> set[Action]:
     """Every action that ran. Fails where an engine would compute with the wrong array."""
+    return run_loops((table,), schedule)
+
+
+def run_loops(loops: Sequence[TickTables], schedule: Schedule) -> set[Action]:
+    """The same for loops one after the other.
+
+    Each with forwards has buffers of residuals of its own. One without takes the last of those
+    that wait, and leaves them empty.
+    """
     buffers: list[dict[str, Buffer]] = [
-        {name: {} for name in table.num_slots} for _ in schedule.programs
+        {name: {} for name in loops[0].num_slots} for _ in schedule.programs
     ]
     done: set[Action] = set()
-    last = schedule.num_stages - 1
-    for tick in range(len(table.forward.microbatch)):
-        for rank, mine in enumerate(buffers):
-            done |= _forward(_row(table.forward, tick, rank), mine, last)
+    waiting: list[list[dict[str, Buffer]]] = []
+    for table in loops:
+        new = [{name: {} for name in _RESIDUALS} for _ in buffers]
+        for mine, residuals in zip(
+            buffers, waiting.pop() if table.forward.is_idle else new, strict=True
+        ):
+            mine |= residuals
+        for tick in range(len(table.forward.microbatch)):
+            done |= _tick(table, tick, buffers, schedule.num_stages - 1)
+        if table.backward.is_idle:
+            waiting.append([{name: mine[name] for name in _RESIDUALS} for mine in buffers])
+            continue
+        for mine in buffers:
+            for name, buffer in mine.items():
+                if name in _RESIDUALS or table is loops[-1]:
+                    assert not buffer, f"{name} still has {buffer}"
+    return done
+
+
+def _tick(table: TickTables, tick: int, buffers: list[dict[str, Buffer]], last: int) -> set[Action]:
+    done: set[Action] = set()
+    for rank, mine in enumerate(buffers):
+        done |= _forward(_row(table.forward, tick, rank), mine, last)
+        for name in _RESIDUALS:
+            assert max(mine[name], default=-1) < table.num_slots[name]
+    if not table.forward.is_idle:
         _hand_over(table, "activation_arrivals", tick, buffers, 1, last)
-        for rank, mine in enumerate(buffers):
-            done |= _backward(_row(table.backward, tick, rank), mine)
-            done |= _weight(_row(table.weight, tick, rank), mine)
+    for rank, mine in enumerate(buffers):
+        done |= _backward(_row(table.backward, tick, rank), mine)
+        done |= _weight(_row(table.weight, tick, rank), mine)
+    if not table.backward.is_idle:
         _hand_over(table, "cotangent_arrivals", tick, buffers, -1, 0)
-    for mine in buffers:
-        for name, buffer in mine.items():
-            assert not buffer, f"{name} still has {buffer}"
     return done
 
 
@@ -49,7 +81,7 @@ def _forward(row: dict[str, int], mine: dict[str, Buffer], last: int) -> set[Act
     place = row["stage"], row["microbatch"]
     if place[0]:
         assert mine["inputs"].pop(row["input_slot"]) == place
-    for name in ("residuals_for_backward", "residuals_for_weight"):
+    for name in _RESIDUALS:
         _write(mine[name], row[f"{name}_slot"], place)
     if place[0] == last:
         _write(mine["cotangents"], row["cotangent_slot"], place)

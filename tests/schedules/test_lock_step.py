@@ -35,12 +35,13 @@ from jaxpipe.schedules.lock_step import (
     rank_and_chunk_by_stage,
     rank_orders,
     simulate_ticks,
+    tick_loops,
     tick_tables,
     ticks_from_grid,
     to_lock_step,
 )
 
-from .machine import run_tables
+from .machine import run_loops, run_tables
 from .random_schedules import drafts, random_schedule
 
 ONES = Costs()
@@ -128,6 +129,42 @@ def test_tables_can_be_run_and_nothing_is_overwritten_before_it_is_read(draft):
     assert run_tables(tick_tables(ticks), schedule) == {
         action for _, _, action in enumerate_ticks(ticks)
     }
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 3), (3, 8)])
+@pytest.mark.parametrize("chunks", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_all_forwards_before_all_backwards_run_in_loops(ranks, microbatches, chunks, in_halves):
+    schedule = build("looped_bfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    ticks = to_lock_step(schedule)
+    whole = tick_tables(ticks)
+    loops = tick_loops(whole, in_halves=in_halves)
+    assert run_loops(loops, schedule) == {action for _, _, action in enumerate_ticks(ticks)}
+    halves = 2 if in_halves and chunks >= 8 else 1
+    assert [loop.forward.is_idle for loop in loops] == [False] * halves + [True] * halves
+    assert sum(len(loop.forward.microbatch) for loop in loops) <= len(whole.forward.microbatch) + 1
+    completed = [  # the chunks whose last backward is in a loop
+        {
+            chunk
+            for ends, at in zip(loop.backward.ends_residency, loop.backward.chunk, strict=True)
+            for end, chunk in zip(ends, at, strict=True)
+            if end == 1
+        }
+        for loop in loops
+    ]
+    assert completed == [set(loop.chunks) for loop in loops]
+    assert sorted(chunk for loop in loops for chunk in loop.chunks) == [*range(chunks)]
+    stored = [loop.num_slots["residuals_for_weight"] for loop in loops[:halves]]
+    assert sum(stored) <= microbatches * chunks + (ranks - 1) * (halves - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(drafts(), st.booleans())
+def test_loops_run_any_schedule(draft, in_halves):
+    schedule = random_schedule(draft)
+    ticks = to_lock_step(schedule)
+    loops = tick_loops(tick_tables(ticks), in_halves=in_halves)
+    assert run_loops(loops, schedule) == {action for _, _, action in enumerate_ticks(ticks)}
 
 
 def test_buffers_are_as_large_as_the_peak_of_the_grid():

@@ -16,6 +16,8 @@ if typing.TYPE_CHECKING:
     from ._grid_search import candidate_lags as candidate_lags
     from ._grid_search import candidate_spares as candidate_spares
     from ._grid_search import to_lock_step as to_lock_step
+    from ._loops import middle_chunk as middle_chunk
+    from ._loops import tick_loops as tick_loops
     from ._slices import slices_as_microbatches as slices_as_microbatches
     from ._tables import PhaseTable as PhaseTable
     from ._tables import TickTables as TickTables

@@ -47,6 +47,11 @@ class PhaseTable(NamedTuple):
     past_slot: Table
     past_cotangent_slot: Table
 
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether no rank has work in this phase, in any tick."""
+        return max(map(max, self.microbatch)) < 0
+
 
 class TickTables(NamedTuple):
     """A grid of ticks as tables of F, of B and I, and of W.
@@ -60,6 +65,8 @@ class TickTables(NamedTuple):
             (`_weight_prefetch`).
         copies: How a rank obtains the weights of its chunks; None if it stores all of them.
         num_slices: Slices of each sequence. Every slice counts as a microbatch in the tables.
+        chunks: The chunks of a rank whose gradients are complete after these ticks; empty if no
+            backward runs in them.
     """
 
     forward: PhaseTable
@@ -72,6 +79,7 @@ class TickTables(NamedTuple):
     separate_backward_weights: bool
     copies: WeightCopies | None
     num_slices: int
+    chunks: range
 
 
 _RESIDUALS = "residuals_for_backward_slot", "residuals_for_weight_slot"
@@ -122,6 +130,7 @@ def tick_tables(ticks: Ticks) -> TickTables:
         separate,
         copies,
         slices,
+        range(max(map(len, chunks)) if sizes["cotangents"] else 0),
     )
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ...autodiff.staged_model import index_leading
 from ...ir.graph import pvary_like
+from ...schedules.lock_step import middle_chunk
 from .._buffers import allocate_buffer, put
 from ._shape import PipelineShape, TickIndex
 
@@ -35,12 +36,8 @@ class Residuals(NamedTuple):
 
 
 def middle_repeat(shape: PipelineShape) -> int:
-    """Returns the first repeat whose residuals are in the buffers `second_half`.
-
-    Below 8 repeats it is 0, so that there are no buffers of a first half: a second set of buffers
-    is then not worth its compile time.
-    """
-    return shape.num_repeats // 2 if shape.num_repeats >= 8 else 0
+    """Returns the first repeat whose residuals are in the buffers `second_half`."""
+    return middle_chunk(shape.num_repeats)
 
 
 def num_entries(shape: PipelineShape) -> tuple[int, int]:

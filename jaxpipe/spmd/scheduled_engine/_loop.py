@@ -1,16 +1,18 @@
-"""The loop over ticks that runs any schedule, forward and backward, seen by one rank.
+"""The loops over ticks that run any schedule, forward and backward, seen by one rank.
 
 A tick is F, then B or I, then W, each under a condition, so that a rank skips a phase in which it
 has no work; then activations are sent to the ranks of the next stages and cotangents to those of
 the stages before. Tables that `jaxpipe.schedules` makes from the schedule say what a rank runs in a
 tick and in which slot of a buffer every array is stored. So the program has one F and one B,
-whatever the schedule, and buffers are as large as its peak.
+whatever the schedule, and buffers are as large as its peak. Most schedules run in one loop; where
+all forwards run before all backwards, each have loops of their own (`lock_step.tick_loops`).
 
 S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stages` and `keys` have
 the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -29,7 +31,7 @@ from ...autodiff.staged_model import (
     split_metrics,
     sum_scalars,
 )
-from ...schedules.lock_step import TickTables
+from ...schedules.lock_step import TickTables, tick_loops
 from .._boundary import sum_over_devices
 from .._buffers import (
     allocate_buffer,
@@ -58,7 +60,14 @@ from ._phases import (
     loss_on_all_ranks,
     weight,
 )
-from ._residuals import fetch, merge_memories, split_by_memory, split_residuals, with_memories
+from ._residuals import (
+    Residuals,
+    fetch,
+    merge_memories,
+    split_by_memory,
+    split_residuals,
+    with_memories,
+)
 from ._rows import FIRST_CHUNK, Index, TickRow, rows_of_rank
 from ._weights import scheduled_weights
 
@@ -101,14 +110,12 @@ def rank_value_and_grad(
     Over the batch axes, if there are any, each device runs on its own rows.
     """
     copies = options.tables.copies
-    invariants, zero_outputs, buffers, totals = _prepare(
-        model, options, stages, boundary, batch_inputs, keys
-    )
-    totals = _all_ticks(options, invariants, zero_outputs, buffers, totals)
+    invariants, zero_outputs, carry = _prepare(model, options, stages, boundary, batch_inputs, keys)
+    totals, sums = _all_ticks(options, invariants, zero_outputs, carry)
     # Over rows first, so that ranks sum the shards of a device.
     boundary_grads = options.boundary_gather.reduce_scatter(all_sums(totals.boundary))
     boundary_grads = lax.psum(boundary_grads, AXIS)
-    stage_grads = return_gradients(invariants.gather.finish(totals.weight_state), copies)
+    stage_grads = return_gradients(invariants.gather.finish(sums), copies)
     return _summed(options, totals), (
         cast_like(stage_grads, stages),
         cast_like(boundary_grads, boundary),
@@ -125,17 +132,18 @@ def rank_value(
 ) -> tuple[tuple[Scalar, Aux], Aux]:
     """Returns ((loss, metrics), metrics that are arrays), by a schedule that has only forwards."""
     prepared = _prepare(model, options, stages, boundary, batch_inputs, keys)
-    invariants, zero_outputs, _, totals = prepared
+    invariants, zero_outputs, (_, totals) = prepared
     _, arrays = split_metrics(totals.loss_metrics)
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
     stored = num_microbatches * _num_bytes(zero_outputs.activation)
     if options.vocab_parallel or _num_bytes(arrays) <= stored:
-        return _summed(options, _all_ticks(options, *prepared))
+        return _summed(options, _all_ticks(options, *prepared)[0])
     # Such as logits, which are larger than y, of which they are computed. The loop stores y of
     # every microbatch, and each rank computes the loss of a share behind it; otherwise every rank
     # would hold the logits of the whole batch.
     last = replace(model, loss=lambda boundary, y, inputs: (jnp.zeros(()), leaves_by_path(y)))
-    totals = _all_ticks(options, *_prepare(last, options, stages, boundary, batch_inputs, keys))
+    prepared = _prepare(last, options, stages, boundary, batch_inputs, keys)
+    totals, _ = _all_ticks(options, *prepared)
     losses = _losses_of_share(invariants, own_entries(totals.loss_metrics))
     return sum_over_devices(options.gather, *losses, totals.stage_aux)
 
@@ -169,22 +177,51 @@ def _all_ticks(
     options: ScheduledOptions,
     invariants: ScheduledInvariants,
     zero_outputs: ForwardOutputs,
-    buffers: ActivationBuffers,
-    totals: Totals,
-) -> Totals:
+    carry: TickCarry,
+) -> tuple[Totals, PyTree]:
+    """Runs all loops; returns totals, and sums of the gradients of all chunks.
+
+    Residuals of a loop of forwards wait for a loop of backwards; the last ones are read first.
+    """
+    gather, waiting, sums = invariants.gather, [], {}
+    for tables in tick_loops(options.tables, in_halves=options.gather.when == "repeat"):
+        in_loop = invariants._replace(tables=tables)
+        buffers, totals = carry
+        residuals = waiting.pop() if tables.forward.is_idle else _allocate_residuals(in_loop)
+        buffers = buffers._replace(for_backward=residuals[0], for_weight=residuals[1])
+        if tables.chunks:
+            weight_state = gather.with_sums(totals.weight_state, tables)
+            totals = totals._replace(weight_state=weight_state)
+        carry = _run_loop(options, in_loop, zero_outputs, TickCarry(buffers, totals))
+        buffers, totals = carry
+        if tables.backward.is_idle:
+            waiting.append((buffers.for_backward, buffers.for_weight))
+        else:
+            weight_state, sums[tables.chunks.start] = gather.take_sums(totals.weight_state)
+            totals = totals._replace(weight_state=weight_state)
+    in_order = [sums[start] for start in sorted(sums)]
+    return totals, jax.tree.map(lambda *parts: jnp.concatenate(parts), *in_order) if sums else ()
+
+
+def _run_loop(
+    options: ScheduledOptions,
+    invariants: ScheduledInvariants,
+    zero_outputs: ForwardOutputs,
+    carry: TickCarry,
+) -> TickCarry:
     def tick(carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
-        return _tick(invariants, options.tables, zero_outputs, carry, row), None
+        return _tick(invariants, zero_outputs, carry, row), None
 
-    rows = rows_of_rank(options.tables)
+    rows = rows_of_rank(invariants.tables)
     if options.vocab_parallel:
-        rows = rows._replace(loss_microbatches=_loss_microbatches(options))
-    return lax.scan(tick, TickCarry(buffers, totals), rows)[0].totals
+        leaving = _loss_microbatches(invariants.tables, options.num_stages - 1)
+        rows = rows._replace(loss_microbatches=leaving)
+    return lax.scan(tick, carry, rows)[0]
 
 
-def _loss_microbatches(options: ScheduledOptions) -> tuple[Index, ...]:
+def _loss_microbatches(tables: TickTables, last: int) -> tuple[Index, ...]:
     """Returns [num_ticks] the microbatch, or -1, that leaves each rank of the last stage."""
-    forward, last = options.tables.forward, options.num_stages - 1
-    microbatches, stages = np.asarray(forward.microbatch), np.asarray(forward.stage)
+    microbatches, stages = np.asarray(tables.forward.microbatch), np.asarray(tables.forward.stage)
     leaving = np.where(stages == last, microbatches, -1).T
     return tuple(jnp.asarray(row, jnp.int32) for row in leaving if (row >= 0).any())
 
@@ -203,12 +240,12 @@ def _prepare(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[ScheduledInvariants, ForwardOutputs, ActivationBuffers, Totals]:
-    """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
+) -> tuple[ScheduledInvariants, ForwardOutputs, TickCarry]:
+    """Traces and splits the stage; returns (invariants, zero outputs of an F, carry)."""
     stages, keys = receive_copies((stages, keys), options.tables.copies)
     gather = scheduled_weights(options.gather, stages, options.tables)
     has_backward = options.tables.num_slots["cotangents"] > 0
-    weight_state = gather.init(has_backward)
+    weight_state = gather.init()
     gathered = options.boundary_gather.cast_and_unshard(boundary)
     # Only the types of these arguments are used, to trace the stage.
     first_inputs = index_leading(batch_inputs, 0)
@@ -241,6 +278,7 @@ def _prepare(
         batch_inputs,
         keys,
         daux,
+        ([], []),
     )
     totals = Totals(
         zeros(loss_shape),
@@ -249,12 +287,12 @@ def _prepare(
         weight_state,
         zero_sums(model, gathered, options.vocab_parallel) if has_backward else {},
     )
-    buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
-    _, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))
+    invariants, buffers = _allocate_buffers(invariants, examples)
+    _, on_host = split_by_memory(_allocate_residuals(invariants))  # only its types are used
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
     zero_stored = zeros_like(index_leading(on_host, 0))
     zero_outputs = ForwardOutputs(y, dy, zero_stored, zeros_like(outputs.new))
-    return invariants, zero_outputs, buffers, totals
+    return invariants, zero_outputs, TickCarry(buffers, totals)
 
 
 def _zero_metrics(shapes: PyTree, num_microbatches: int) -> Aux:
@@ -266,19 +304,15 @@ def _zero_metrics(shapes: PyTree, num_microbatches: int) -> Aux:
 
 
 def _allocate_buffers(
-    invariants: ScheduledInvariants, num_slots: dict[str, int], examples: tuple
-) -> ActivationBuffers:
-    """Allocates the buffers."""
+    invariants: ScheduledInvariants, examples: tuple
+) -> tuple[ScheduledInvariants, ActivationBuffers]:
+    """Allocates all buffers but those of residuals, whose types are in the invariants returned."""
     w, x, inputs, keys = examples
-    past = inputs.earlier
-
-    def allocate(tree: PyTree, name: str) -> PyTree:
-        slots = max(1, num_slots[name])
-        return jax.tree.map(lambda a: allocate_buffer(type_of(a), slots + is_on_host(a)), tree)
-
-    stage = invariants.stage
+    past, stage = inputs.earlier, invariants.stage
+    allocate = partial(_allocate, invariants.tables.num_slots)
+    buffers = ActivationBuffers(allocate(x, "inputs"), (), [], [], [], allocate(past, "past"), [])
     if stage is None:
-        return ActivationBuffers(allocate(x, "inputs"), (), [], [], [], allocate(past, "past"), [])
+        return invariants, buffers
 
     def residuals(x):
         return stage.forward(w, x, inputs, keys)[1]
@@ -288,36 +322,63 @@ def _allocate_buffers(
         return stage.input(w, inputs, keys, stored, floating(out))[2]
 
     stored = with_memories(stage, jax.make_jaxpr(residuals)(x).out_avals)
-    for_backward, for_weight = split_residuals(stage, stored)
-    return ActivationBuffers(
-        allocate(x, "inputs"),
-        allocate(floating(x), "cotangents"),
-        allocate(for_backward, "residuals_for_backward"),
-        allocate(for_weight, "residuals_for_weight"),
-        allocate(jax.make_jaxpr(wgrad_residuals)(x).out_avals, "wgrad_residuals")
-        if num_slots["wgrad_residuals"]
+    buffers = buffers._replace(
+        cotangents=allocate(floating(x), "cotangents"),
+        wgrad_residuals=allocate(jax.make_jaxpr(wgrad_residuals)(x).out_avals, "wgrad_residuals")
+        if invariants.tables.num_slots["wgrad_residuals"]
         else [],
-        allocate(past, "past"),
-        allocate(to_accum_dtype(jax.tree.leaves(floating(past))), "past_cotangents"),
+        past_cotangents=allocate(
+            to_accum_dtype(jax.tree.leaves(floating(past))), "past_cotangents"
+        ),
     )
+    return invariants._replace(residuals=split_residuals(stage, stored)), buffers
+
+
+def _allocate_residuals(invariants: ScheduledInvariants) -> Residuals:
+    """Allocates the buffers of residuals of a loop."""
+    early, late = invariants.residuals
+    num_slots = invariants.tables.num_slots
+    return (
+        _allocate(num_slots, early, "residuals_for_backward"),
+        _allocate(num_slots, late, "residuals_for_weight"),
+    )
+
+
+def _allocate(num_slots: dict[str, int], tree: PyTree, name: str) -> PyTree:
+    """Allocates a buffer of so many slots for every leaf; one on the host has one more."""
+    slots = max(1, num_slots[name])
+    return jax.tree.map(lambda a: allocate_buffer(type_of(a), slots + is_on_host(a)), tree)
 
 
 def _tick(
     invariants: ScheduledInvariants,
-    tables: TickTables,
     zero_outputs: ForwardOutputs,
     carry: TickCarry,
     row: TickRow,
 ) -> TickCarry:
-    """Runs one tick.
+    """Runs one tick, without the phases in which no rank has work in any tick of the loop."""
+    if not invariants.tables.forward.is_idle:
+        carry = _tick_forward(invariants, zero_outputs, carry, row)
+    if not invariants.tables.backward.is_idle:
+        carry = _tick_backward(invariants, zero_outputs, carry, row)
+    return carry
 
-    `zero_outputs` is zeros like the results of an F. Totals and the buffers of residuals are
-    operands of conditionals: a branch changes them in place, and JAX forwards what it does not
-    change. Of what is stored or sent by all, a branch returns the new entry.
+
+def _tick_forward(
+    invariants: ScheduledInvariants,
+    zero_outputs: ForwardOutputs,
+    carry: TickCarry,
+    row: TickRow,
+) -> TickCarry:
+    """Runs F.
+
+    `zero_outputs` is zeros like its results. Totals and the buffers of residuals are operands of
+    conditionals: a branch changes them in place, and JAX forwards what it does not change. Of what
+    is stored or sent by all, a branch returns the new entry.
     """
-    buffers, totals = carry
+    (buffers, totals), tables = carry, invariants.tables
     totals = totals._replace(
-        weight_state=invariants.gather.prefetch(totals.weight_state, row.forward, True)
+        weight_state=invariants.gather.prefetch(totals.weight_state, tables, row.forward, True)
     )
     on_device, on_host = split_by_memory((buffers.for_backward, buffers.for_weight))
     changed = ForwardTotals(totals, on_device)
@@ -346,31 +407,21 @@ def _tick(
         for_backward=for_backward,
         for_weight=for_weight,
     )
-    buffers, totals = _tick_backward(invariants, tables, zero_outputs, buffers, totals, row)
-    if tables.num_slots["wgrad_residuals"]:
-        slot = row.weight.residuals_for_weight_slot
-        fetched = buffers._replace(for_weight=fetch(buffers.for_weight, slot))
-        totals = update_if(
-            row.weight.microbatch >= 0,
-            lambda totals: weight(invariants, row.weight, fetched, totals),
-            totals,
-            hint=execution_count_hint(tables.weight.microbatch),
-        )
     return TickCarry(buffers, totals)
 
 
 def _tick_backward(
     invariants: ScheduledInvariants,
-    tables: TickTables,
     zero_outputs: ForwardOutputs,
-    buffers: ActivationBuffers,
-    totals: Totals,
+    carry: TickCarry,
     row: TickRow,
-) -> tuple[ActivationBuffers, Totals]:
-    work = row.backward
+) -> TickCarry:
+    """Runs B or I, then W."""
+    (buffers, totals), tables, work = carry, invariants.tables, row.backward
+    gather = invariants.gather
     zero_past = index_leading(buffers.past_cotangents, 0)
     zero_backward = BackwardOutputs(zero_outputs.cotangent, zero_past)
-    weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
+    weight_state = gather.prefetch(totals.weight_state, tables, work, False)
     totals = totals._replace(weight_state=weight_state)
     changed = BackwardTotals(totals, buffers.wgrad_residuals)
     fetched = buffers._replace(
@@ -383,15 +434,25 @@ def _tick_backward(
         (changed, zero_backward),
         hint=execution_count_hint(tables.backward.microbatch),
     )
-    weight_state = invariants.gather.reduce_scatter(totals.weight_state, work)
+    weight_state = gather.reduce_scatter(totals.weight_state, tables, work)
     totals = totals._replace(weight_state=weight_state)
-    return buffers._replace(
+    buffers = buffers._replace(
         cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
         wgrad_residuals=wgrad_residuals,
         past_cotangents=_past.add_past_cotangents(
             invariants.past, buffers.past_cotangents, outputs.past, work
         ),
-    ), totals
+    )
+    if tables.num_slots["wgrad_residuals"]:
+        slot = row.weight.residuals_for_weight_slot
+        fetched = buffers._replace(for_weight=fetch(buffers.for_weight, slot))
+        totals = update_if(
+            row.weight.microbatch >= 0,
+            lambda totals: weight(invariants, row.weight, fetched, totals),
+            totals,
+            hint=execution_count_hint(tables.weight.microbatch),
+        )
+    return TickCarry(buffers, totals)
 
 
 def _hand_over(buffers: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:

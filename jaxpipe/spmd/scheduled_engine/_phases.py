@@ -32,11 +32,13 @@ class ScheduledInvariants(NamedTuple):
     Attributes:
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
+        tables: Those of the ticks of the loop.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
         boundary: Weights of embedding and head, gathered.
         daux: Cotangents of a stage's auxiliary losses and metrics.
+        residuals: Types of what F stores, in the memory where it is stored.
     """
 
     model: StagedModel
@@ -51,6 +53,7 @@ class ScheduledInvariants(NamedTuple):
     batch_inputs: PyTree[Shaped[Array, "M ..."]]
     keys: PyTree[Shaped[Array, "c ..."]]
     daux: Aux
+    residuals: Residuals
 
 
 class ActivationBuffers(NamedTuple):

@@ -6,10 +6,13 @@ chunk of a row: in every tick, or, with a prefetch plan, whenever the rank chang
 |        | state              | prefetch       | unshard  | accumulate      | reduce_scatter      |
 |--------|--------------------|----------------|----------|-----------------|---------------------|
 | tick   | stored gradients   |                | gathers  | reduce-scatters |                     |
-| once   | whole gradients    |                | a copy   |                 | reduce-scatters     |
+| once   | whole gradients    |                | a copy   |                 |                     |
 | repeat | windows, one whole | gathers,       | a window |                 | reduce-scatters     |
 |        | gradient, others   | moves a window |          |                 | after a residency   |
 |        | stored             |                |          |                 |                     |
+
+Forwards need no sums: a loop over ticks in which backwards run is given them, and they are taken
+when it ends.
 """
 
 from collections.abc import Callable
@@ -25,7 +28,7 @@ from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._buffers import over_leading, put
 from ..ranks import AXIS, cond, execution_count_hint, update_if, zeros_like
-from ..weight_gather import Gather, WeightGather, read_after, weight_gather, zeros_of_chunks
+from ..weight_gather import Gather, WeightGather, read_after, weight_gather
 from ._rows import PhaseRow
 
 
@@ -35,44 +38,57 @@ class ScheduledWeights(NamedTuple):
     `state` is what a rank carries from tick to tick: sums of gradients, and with "repeat" also
     windows of weights.
 
+    `tables` are those of the loop that runs.
+
     Attributes:
-        init: `(whether a backward follows) -> state`, before the first tick.
-        prefetch: `(state, work, is_forward) -> state`, before an F, B or I.
+        init: Returns the state before the first tick, without sums.
+        with_sums: `(state, tables) -> state`, before a loop in which backwards run, with zeros for
+            the sums of its chunks.
+        take_sums: `state -> (state without sums, sums)`, after such a loop.
+        prefetch: `(state, tables, work, is_forward) -> state`, before an F, B or I.
         unshard: `(state, work, is_forward) -> weights` of its stage.
         entries: The same, or in place of weights the entries of the buffers that hold them.
         accumulate: `(state, work, f) -> (state, result)`, where `f` maps the gradient of a stage
             to this gradient with more added, and a result. `f` may be given entries of buffers; it
             then returns their buffers.
-        reduce_scatter: `(state, work) -> state`, after a B.
-        finish: `state -> gradients`, after the last tick, sharded as they are stored.
+        reduce_scatter: `(state, tables, work) -> state`, after a B.
+        finish: `sums -> gradients`, of all chunks after the last tick, sharded as they are stored.
     """
 
-    init: Callable[[bool], PyTree]
-    prefetch: Callable[[PyTree, PhaseRow, bool], PyTree]
+    init: Callable[[], PyTree]
+    with_sums: Callable[[PyTree, TickTables], PyTree]
+    take_sums: Callable[[PyTree], tuple[PyTree, PyTree]]
+    prefetch: Callable[[PyTree, TickTables, PhaseRow, bool], PyTree]
     unshard: Callable[[PyTree, PhaseRow, bool], PyTree]
     entries: Callable[[PyTree, PhaseRow, bool], PyTree]
     accumulate: Callable[[PyTree, PhaseRow, Callable], tuple[PyTree, PyTree]]
-    reduce_scatter: Callable[[PyTree, PhaseRow], PyTree]
+    reduce_scatter: Callable[[PyTree, TickTables, PhaseRow], PyTree]
     finish: Callable[[PyTree], PyTree]
 
 
 def scheduled_weights(gather: Gather, weights: PyTree, tables: TickTables) -> ScheduledWeights:
-    """Returns the functions of `ScheduledWeights` for weights with [v, ...] leaves."""
+    """Returns the functions of `ScheduledWeights` for weights with [v, ...] leaves.
+
+    `tables` are those of all ticks.
+    """
     if gather.when == "repeat":
-        return _by_residency(weight_gather(gather, weights, read=read_after), weights, tables)
+        return _by_residency(weight_gather(gather, weights, read=read_after), tables)
     return _by_tick(weight_gather(gather, weights))
 
 
-def _unchanged(state: PyTree, work: PhaseRow, is_forward: bool = True) -> PyTree:
-    del work, is_forward
+def _unchanged(
+    state: PyTree, tables: TickTables, work: PhaseRow, is_forward: bool = True
+) -> PyTree:
+    del tables, work, is_forward
     return state
 
 
 def _by_tick(gather: WeightGather) -> ScheduledWeights:
     """Looks up weights and gradient sums of the chunk in every tick; the state is all sums."""
 
-    def init(with_gradients: bool) -> PyTree:
-        return gather.zero_sums() if with_gradients else ()
+    def with_sums(state: PyTree, tables: TickTables) -> PyTree:
+        del state, tables
+        return gather.zero_sums()
 
     def unshard(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
         del state, is_forward
@@ -84,8 +100,17 @@ def _by_tick(gather: WeightGather) -> ScheduledWeights:
     def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
         return gather.accumulate_in_place(state, work.chunk, f)
 
-    finish = partial(over_leading, lambda sums: gather.finish(gather.reduce_scatter(sums)))
-    return ScheduledWeights(init, _unchanged, unshard, entries, accumulate, _unchanged, finish)
+    return ScheduledWeights(
+        init=tuple,
+        with_sums=with_sums,
+        take_sums=lambda sums: ((), sums),
+        prefetch=_unchanged,
+        unshard=unshard,
+        entries=entries,
+        accumulate=accumulate,
+        reduce_scatter=_unchanged,
+        finish=partial(over_leading, lambda sums: gather.finish(gather.reduce_scatter(sums))),
+    )
 
 
 class _WeightWindows(NamedTuple):
@@ -97,30 +122,40 @@ class _WeightWindows(NamedTuple):
     Attributes:
         backward: Weights of the backward's residency; () if it reads those of `forward`.
         prefetched: Weights of the next residency of either.
-        done: Sums of the gradients of earlier residencies, sharded as they are stored.
+        gradient: The sum of the gradients of the backward's residency; None before the first loop
+            in which backwards run.
+        done: [chunks, ...] sums of the gradients of earlier residencies, sharded as they are
+            stored, of the chunks that the loop completes; None where no backwards run.
     """
 
     forward: PyTree
     backward: PyTree
     prefetched: PyTree
-    gradient: PyTree
-    done: PyTree
+    gradient: PyTree = None
+    done: PyTree = None
 
 
-def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> ScheduledWeights:
+def _by_residency(gather: WeightGather, tables: TickTables) -> ScheduledWeights:
     """Holds windows, which the rank changes by the prefetch plan of `tables`."""
+    separate = tables.separate_backward_weights
 
-    def init(with_gradients: bool) -> _WeightWindows:
+    def init() -> _WeightWindows:
         prefetched = gather.prefetch(jnp.asarray(tables.first_chunks)[lax.axis_index(AXIS)])
         zero_weights = zeros_like(prefetched)
-        if not with_gradients:
-            return _WeightWindows(zero_weights, (), prefetched, (), ())
-        gradient = gather.zero_unsharded(prefetched)
-        done = zeros_of_chunks(gather.reduce_scatter(gradient), weights)
-        backward = zero_weights if tables.separate_backward_weights else ()
-        return _WeightWindows(zero_weights, backward, prefetched, gradient, done)
+        return _WeightWindows(zero_weights, zero_weights if separate else (), prefetched)
 
-    def prefetch(state: _WeightWindows, work: PhaseRow, is_forward: bool) -> _WeightWindows:
+    def with_sums(state: _WeightWindows, tables: TickTables) -> _WeightWindows:
+        gradient = state.gradient
+        if gradient is None:
+            gradient = gather.zero_unsharded(state.prefetched)
+        return state._replace(gradient=gradient, done=gather.zero_gradients(len(tables.chunks)))
+
+    def take_sums(state: _WeightWindows) -> tuple[_WeightWindows, PyTree]:
+        return state._replace(done=None), state.done
+
+    def prefetch(
+        state: _WeightWindows, tables: TickTables, work: PhaseRow, is_forward: bool
+    ) -> _WeightWindows:
         name = _window_name(is_forward)
         window = getattr(state, name)
         phase = tables.forward if is_forward else tables.backward
@@ -151,7 +186,7 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         return gather.unshard(getattr(state, _window_name(is_forward)))
 
     def _window_name(is_forward: bool) -> str:
-        return "forward" if is_forward or not tables.separate_backward_weights else "backward"
+        return "backward" if separate and not is_forward else "forward"
 
     def accumulate(
         state: _WeightWindows, work: PhaseRow, f: Callable
@@ -160,17 +195,17 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         gradient, result = f(state.gradient)
         return state._replace(gradient=gradient), result
 
-    def reduce_scatter(state: _WeightWindows, work: PhaseRow) -> _WeightWindows:
+    def reduce_scatter(state: _WeightWindows, tables: TickTables, work: PhaseRow) -> _WeightWindows:
         """Reduce-scatters one weight after the other, to keep temporary buffers small."""
         gradients, tree = jax.tree.flatten(state.gradient)
-        done = jax.tree.leaves(state.done)
+        done, chunk = jax.tree.leaves(state.done), work.chunk - tables.chunks.start
 
         def scatter(i: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             gradient, done = pair
             alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
             (scattered,) = jax.tree.leaves(gather.reduce_scatter(alone))
             return jnp.zeros_like(gradient), put(
-                done, index_leading(done, work.chunk) + scattered, work.chunk
+                done, index_leading(done, chunk) + scattered, chunk
             )
 
         hint = execution_count_hint(tables.backward.ends_residency, lambda ends: ends == 1)
@@ -181,7 +216,14 @@ def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> 
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
         return state._replace(gradient=gradients, done=done)
 
-    def finish(state: _WeightWindows) -> PyTree:
-        return over_leading(gather.finish, state.done)
-
-    return ScheduledWeights(init, prefetch, unshard, unshard, accumulate, reduce_scatter, finish)
+    return ScheduledWeights(
+        init=init,
+        with_sums=with_sums,
+        take_sums=take_sums,
+        prefetch=prefetch,
+        unshard=unshard,
+        entries=unshard,
+        accumulate=accumulate,
+        reduce_scatter=reduce_scatter,
+        finish=partial(over_leading, gather.finish),
+    )

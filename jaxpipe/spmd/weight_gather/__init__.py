@@ -21,6 +21,5 @@ if typing.TYPE_CHECKING:
     from ._weight_gather import WeightGather as WeightGather
     from ._weight_gather import read_after as read_after
     from ._weight_gather import weight_gather as weight_gather
-    from ._weight_gather import zeros_of_chunks as zeros_of_chunks
 else:
     __getattr__, __dir__, __all__ = _lazy.names(__name__)

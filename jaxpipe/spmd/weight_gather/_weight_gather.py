@@ -117,7 +117,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
             prefetch=_nothing,
             window=window,
             unshard=gather.unshard,
-            zero_sums=lambda: zeros_of_chunks(zero_unsharded(), weights),
+            zero_sums=lambda: _zeros_of_chunks(zero_unsharded(), weights),
         )
 
     def to_sum(dw: PyTree) -> PyTree:
@@ -129,7 +129,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         return put(sums, add_trees(index_leading(sums, chunk), to_sum(new)), chunk), result
 
     def zero_sums() -> PyTree:
-        return zeros_of_chunks(to_sum(zero_unsharded()), weights)
+        return _zeros_of_chunks(to_sum(zero_unsharded()), weights)
 
     return _with_zeros(
         gather,
@@ -162,7 +162,7 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         return prefetched
 
     def zero_sums() -> PyTree:
-        return zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
+        return _zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
 
     return _with_zeros(
         gather,
@@ -271,7 +271,7 @@ def _with_zeros(
     )
 
 
-def zeros_of_chunks(gradient: PyTree, weights: PyTree) -> PyTree:
+def _zeros_of_chunks(gradient: PyTree, weights: PyTree) -> PyTree:
     """Returns zeros like the gradient of a stage, with the dim of chunks of `weights` in front."""
     counts = {leaf.shape[0] for leaf in jax.tree.leaves(weights)}
     return jax.tree.map(lambda x: zeros(x, lead=tuple(counts)), gradient)
