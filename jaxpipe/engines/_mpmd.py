@@ -246,7 +246,7 @@ def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     assert plan.schedule is not None
     past, num_slices = {}, language.num_slices(plan.schedule)
     if num_slices > 1:
-        slots = lock_step.tick_tables(lock_step.to_lock_step(plan.schedule)).num_slots
+        slots = lock_step.buffer_slots(lock_step.to_lock_step(plan.schedule))
         past = {name: slots[name] for name in ("past", "past_cotangents")}
         past |= {"num_slices": num_slices}
     peaks = schedules.peak_activations(plan.schedule)

@@ -110,7 +110,7 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
     assert plan.ticks is not None
-    slots, num_slices, sets = _slots(plan.ticks, plan.gather == "repeat")
+    slots, sets = _slots(plan.ticks, plan.gather == "repeat")
     on_rank = Buffers(
         sum(sets),
         sets[0] if len(sets) > 1 else 0,
@@ -118,25 +118,26 @@ def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
         activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
         past=slots["past"],
         past_cotangents=slots["past_cotangents"],
-        num_slices=num_slices,
+        num_slices=language.num_slices(plan.ticks.schedule),
     )
     return (on_rank,) * plan.layout.num_ranks
 
 
 @lru_cache(maxsize=8)
-def _slots(ticks: Ticks, in_halves: bool) -> tuple[dict[str, int], int, list[int]]:
-    """Returns the slots of every buffer, the slices of a microbatch, and slots of residuals.
+def _slots(ticks: Ticks, in_halves: bool) -> tuple[dict[str, int], list[int]]:
+    """Returns the slots of every buffer, and those of each set of buffers of residuals.
 
-    The last are those of each set of buffers, in the order in which forwards fill them.
+    Sets are in the order in which forwards fill them.
     """
-    tables = lock_step.tick_tables(ticks)
-    loops = lock_step.tick_loops(tables, in_halves=in_halves)
-    sets = [
-        max(loop.num_slots["residuals_for_backward"], loop.num_slots["residuals_for_weight"])
-        for loop in loops
-        if not loop.forward.is_idle
-    ]
-    return tables.num_slots, tables.num_slices, sets
+
+    def residuals(slots: dict[str, int]) -> int:
+        return max(slots["residuals_for_backward"], slots["residuals_for_weight"])
+
+    slots = lock_step.buffer_slots(ticks)
+    if not in_halves:
+        return slots, [residuals(slots)]
+    loops = lock_step.tick_loops(lock_step.tick_tables(ticks), in_halves=True)
+    return slots, [residuals(loop.num_slots) for loop in loops if not loop.forward.is_idle]
 
 
 def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:

@@ -7,6 +7,7 @@ microbatches.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...cost.training_step import (
     Efficiency,
@@ -99,7 +100,7 @@ class PredictedTime:
 
 def least_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the part of `rough_seconds` that is quick to compute: the work of the model alone."""
-    seconds = candidate.accumulation * _work_seconds(candidate, request)[0]
+    seconds = candidate.accumulation * _work_seconds(candidate, request).work
     if not candidate.engine.pipelines:
         return seconds
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
@@ -111,19 +112,32 @@ def least_seconds(candidate: StepLayout, request: Request) -> float:
 
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
-    work, reduction = _work_seconds(candidate, request)
+    work, reduction, exposed = _work_seconds(candidate, request)
     hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
     sums = engine_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
-    sums += hides * tick_scatter_seconds(candidate, request)
+    sums += max(0.0, hides * tick_scatter_seconds(candidate, request) - exposed)
     sums += max(reduction, data_reduction_seconds(candidate, request))
     sums += exposed_host_seconds(candidate, request, work)
     return least_seconds(candidate, request) + candidate.accumulation * sums
 
 
-def _work_seconds(candidate: StepLayout, request: Request) -> tuple[float, float]:
-    """Returns the seconds of a rank without bubbles, and of its sums of gradients over replicas."""
-    whole, reduction = _unpipelined_seconds(
+class _WorkSeconds(NamedTuple):
+    """Seconds of a rank without bubbles.
+
+    Attributes:
+        work: All seconds but those of `reduction`.
+        reduction: Those of the sums of gradients over replicas.
+        exposed: Those in `work` of exposed gathers and scatters over `fsdp`.
+    """
+
+    work: float
+    reduction: float
+    exposed: float
+
+
+def _work_seconds(candidate: StepLayout, request: Request) -> _WorkSeconds:
+    whole, reduction, exposed = _unpipelined_seconds(
         request,
         candidate.mesh,
         candidate.across,
@@ -135,7 +149,8 @@ def _work_seconds(candidate: StepLayout, request: Request) -> tuple[float, float
         _scattered_bytes(candidate, request, flags),
     )
     ranks = candidate.num_ranks
-    return _with_policy(whole, candidate, request) / ranks, reduction / ranks
+    whole = _with_policy(whole, candidate, request)
+    return _WorkSeconds(whole / ranks, reduction / ranks, exposed / ranks)
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
@@ -403,11 +418,8 @@ def _unpipelined_seconds(
     keeps_all: bool,
     flags: frozenset[str],
     scattered_bytes: float | None,
-) -> tuple[float, float]:
-    """Returns the seconds of all microbatches on a rank that has all layers, and of their sums.
-
-    The sums are those of gradients over replicas; the first seconds are without them.
-    """
+) -> _WorkSeconds:
+    """Returns the seconds of all microbatches on a rank that has all layers."""
     gather = "once" if gathers_once else "layer"
     layout = _layout(
         *(request, mesh, across, microbatches, accumulation, gather, flags, scattered_bytes),
@@ -416,7 +428,7 @@ def _unpipelined_seconds(
     kind = device_hardware(request.devices)
     step = predict(request.work, layout, kind, reached=_efficiency(request, flags))
     reduction = step.parts["gradient_reduction"]
-    return step.seconds - reduction, reduction
+    return _WorkSeconds(step.seconds - reduction, reduction, step.parts["fsdp"])
 
 
 def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:

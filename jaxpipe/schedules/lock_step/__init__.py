@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
     from ._slices import slices_as_microbatches as slices_as_microbatches
     from ._tables import PhaseTable as PhaseTable
     from ._tables import TickTables as TickTables
+    from ._tables import buffer_slots as buffer_slots
     from ._tables import tick_tables as tick_tables
     from ._ticks import Ticks as Ticks
     from ._ticks import check_no_slices as check_no_slices

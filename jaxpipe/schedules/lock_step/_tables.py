@@ -95,11 +95,28 @@ _FIELDS = {
 _Draft = list[list[int]]
 
 
+def buffer_slots(ticks: Ticks) -> dict[str, int]:
+    """Returns the slots of every buffer of a grid: `TickTables.num_slots` without the tables."""
+    _, slots, past = _assigned(ticks)
+    return _sizes(slots, past)
+
+
+def _assigned(ticks: Ticks) -> tuple[Ticks, Slots, PastSlots]:
+    """Returns a grid without slices, and the slots of its arrays."""
+    slices, ticks = num_slices(ticks.schedule), ticks_of_pieces(ticks)
+    return ticks, assign_slots(ticks), assign_past_slots(ticks, slices)
+
+
+def _sizes(slots: Slots, past: PastSlots) -> dict[str, int]:
+    both = slots._asdict() | past._asdict()
+    return {name: num_slots(buffer) for name, buffer in both.items()}
+
+
 def tick_tables(ticks: Ticks) -> TickTables:
     """Returns the tables of a grid."""
     slices = num_slices(ticks.schedule)
-    ticks = ticks_of_pieces(ticks)
-    schedule, slots, past = ticks.schedule, assign_slots(ticks), assign_past_slots(ticks, slices)
+    ticks, slots, past = _assigned(ticks)
+    schedule = ticks.schedule
     copies = weight_copies(schedule)
     chunks = _chunks_by_rank(schedule)
     visiting: list[list[Action]] = [[] for _ in schedule.programs]
@@ -113,8 +130,7 @@ def tick_tables(ticks: Ticks) -> TickTables:
         for v in chunk_residencies(program, separate_backward_weights=separate)
     )
     forward, backward, weight = _phases(ticks, chunks, slots, past, upcoming)
-    both = slots._asdict() | past._asdict()
-    sizes = {name: num_slots(buffer) for name, buffer in both.items()}
+    sizes = _sizes(slots, past)
     first = tuple(
         chunk_of[actions_of(program[0])[0].stage]
         for chunk_of, program in zip(chunks, schedule.programs, strict=True)
