@@ -21,6 +21,7 @@ from ._memory import (
     StepSizes,
     boundary_memory,
     residuals_and_sums,
+    stored_residuals,
 )
 from ._memory_cap import check_cap
 from .fsdp import weight_gathers
@@ -154,7 +155,7 @@ def _expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
 
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
     v, grads = counts.chunks, sizes.grads
-    every = buffers.residuals * sizes.residuals
+    every = stored_residuals(buffers, sizes)
     kept, gradients = residuals_and_sums(buffers, sizes, v)
     gathered = _gathered(counts, sizes)
     gradients += 2 * (grads.stored if counts.gather == "tick" else grads.whole) / v

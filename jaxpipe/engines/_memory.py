@@ -49,6 +49,8 @@ class Buffers(NamedTuple):
         past: Entries of the state that slices of sequences carry.
         past_cotangents: Entries of its cotangents.
         num_slices: Slices of each microbatch.
+        forwards_first: Whether all losses are computed before there are sums of gradients of
+            stages.
     """
 
     residuals: int
@@ -58,6 +60,7 @@ class Buffers(NamedTuple):
     past: int = 0
     past_cotangents: int = 0
     num_slices: int = 1
+    forwards_first: bool = False
 
 
 class Sharded(NamedTuple):
@@ -169,24 +172,28 @@ def boundary_memory(counts: StepCounts, sizes: StepSizes) -> tuple[float, float]
     return sizes.boundary_grads.stored, sizes.boundary_cast
 
 
+def stored_residuals(buffers: Buffers, sizes: StepSizes) -> float:
+    """Returns the bytes of the buffers of residuals."""
+    return buffers.residuals * sizes.residuals / buffers.num_slices
+
+
 def residuals_and_sums(buffers: Buffers, sizes: StepSizes, chunks: int) -> tuple[float, float]:
     """Returns the bytes of residuals and of stored sums of gradients when both together are most.
 
     Of two sets of buffers the later one is freed before there are gradients of the earlier chunks.
     """
-    every, sums = buffers.residuals * sizes.residuals, sizes.grads.stored
+    stored, sums = stored_residuals(buffers, sizes), sizes.grads.stored
     if not buffers.first_half:
-        return every, sums
-    of_later = sums * (chunks - lock_step.middle_chunk(chunks)) / chunks
-    return max((every, of_later), (buffers.first_half * sizes.residuals, sums), key=sum)
+        return stored, sums
+    sums_of_later = sums * (chunks - lock_step.middle_chunk(chunks)) / chunks
+    first = stored * buffers.first_half / buffers.residuals
+    return max((stored, sums_of_later), (first, sums), key=sum)
 
 
-def stored_activations(buffers: Buffers, sizes: StepSizes) -> float:
-    """Returns the bytes of residuals, activations on their way and states of slices."""
+def other_activations(buffers: Buffers, sizes: StepSizes) -> float:
+    """Returns the bytes that are stored beside residuals: for W, on their way, and of slices."""
     of_slices = (
-        buffers.residuals * sizes.residuals
-        + buffers.wgrad_residuals * sizes.wgrad_residuals
-        + buffers.activations * sizes.activation
+        buffers.wgrad_residuals * sizes.wgrad_residuals + buffers.activations * sizes.activation
     )
     past = buffers.past * sizes.past + buffers.past_cotangents * sizes.past_cotangent
     return of_slices / buffers.num_slices + past

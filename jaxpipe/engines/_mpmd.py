@@ -244,7 +244,8 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers of every rank by the order of its actions; of slices as in ticks."""
     assert plan.schedule is not None
-    past, num_slices = {}, language.num_slices(plan.schedule)
+    past: dict[str, Any] = {}
+    num_slices = language.num_slices(plan.schedule)
     if num_slices > 1:
         slots = lock_step.buffer_slots(lock_step.to_lock_step(plan.schedule))
         past = {name: slots[name] for name in ("past", "past_cotangents")}

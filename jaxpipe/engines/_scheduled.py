@@ -21,8 +21,9 @@ from ._memory import (
     StepCounts,
     StepSizes,
     boundary_memory,
+    other_activations,
     residuals_and_sums,
-    stored_activations,
+    stored_residuals,
 )
 from ._memory_cap import activation_cap
 from .fsdp import weight_gathers
@@ -110,15 +111,16 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
     assert plan.ticks is not None
-    slots, sets = _slots(plan.ticks, plan.gather == "repeat")
+    slots, residuals = _slots(plan.ticks, plan.gather == "repeat")
     on_rank = Buffers(
-        sum(sets),
-        sets[0] if len(sets) > 1 else 0,
+        sum(residuals),
+        residuals[0] if len(residuals) > 1 else 0,
         wgrad_residuals=slots["wgrad_residuals"],
         activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
         past=slots["past"],
         past_cotangents=slots["past_cotangents"],
         num_slices=language.num_slices(plan.ticks.schedule),
+        forwards_first=lock_step.has_forwards_first(plan.ticks),
     )
     return (on_rank,) * plan.layout.num_ranks
 
@@ -148,30 +150,32 @@ def expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
     facts = FAMILIES[family]
     live, first = facts.most_live(S, M, v), 0
     if facts.is_breadth_first and counts.gather == "repeat" and lock_step.middle_chunk(v):
+        # Where a loop ends ranks are S - 1 microbatches apart; fewer if they wait, as M < S.
         live, first = live + S - 1, lock_step.middle_chunk(v) * M
     return Buffers(
         live,
         first,
         wgrad_residuals=min(M * v, S) if facts.splits_backward else 0,
         activations=facts.most_waiting(S, M) + 1,
+        forwards_first=facts.is_breadth_first,
     )
 
 
 def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
-    """Returns the peak: buffers, gradients and gathered weights all exist during every tick.
+    """Returns the peak of a step.
 
-    Where loops are cut in two, they are those of one of the two loops of backwards.
+    Buffers, gradients and gathered weights all exist during every tick; but if forwards come first,
+    losses are computed before there are gradients of stages.
     """
     v, grads, reads = counts.chunks, sizes.grads, sizes.reads
-    activations = stored_activations(buffers, sizes)
+    stored = residuals = stored_residuals(buffers, sizes)
     match counts.gather:
         case None:
             gathered, gradients = sizes.casts.whole, grads.whole
         case "once":
             gathered, gradients = reads.whole, grads.whole
         case "repeat":
-            kept, sums = residuals_and_sums(buffers, sizes, v)
-            activations -= (buffers.residuals * sizes.residuals - kept) / buffers.num_slices
+            residuals, sums = residuals_and_sums(buffers, sizes, v)
             gathered, gradients = 2 * reads.whole / v, sums + grads.whole / v
         case "layer":  # sums are divided as weights are, also with ZeRO-1
             gathered, gradients = sizes.layer_read, grads.whole * reads.stored / reads.whole
@@ -180,14 +184,23 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
             gradients = grads.stored + grads.whole / v
     boundary_grads, boundary = boundary_memory(counts, sizes)
     work, loss = sizes.work / buffers.num_slices, sizes.loss / buffers.num_slices
+    if buffers.forwards_first:
+        is_in_loss = stored + loss > residuals + gradients + work
+    else:
+        is_in_loss = loss > work
+    if is_in_loss:
+        residuals, work = stored, 0.0
+        gradients *= not buffers.forwards_first
+    else:
+        loss = 0.0
     return PeakMemory(
         sizes.weights,
         sizes.optimizer,
         gradients + boundary_grads,
         gathered + boundary,
-        activations,
-        loss if loss > work else 0.0,
-        0.0 if loss > work else work,
+        residuals + other_activations(buffers, sizes),
+        loss,
+        work,
     )
 
 

@@ -24,5 +24,4 @@ from ._rules import no_constraint as no_constraint
 from ._rules import override_rules as override_rules
 from ._rules import partition_spec as partition_spec
 from ._rules import rules_without_manual_axes as rules_without_manual_axes
-from ._rules import zero1_rules as zero1_rules
 from .specs import reshard as reshard

@@ -228,28 +228,6 @@ def expert_axes(rules: Rules) -> Sequence[str]:
     return dict(rules).get("activation_exp", dict(rules).get("exp", ()))
 
 
-def zero1_rules(rules: Rules) -> Rules:
-    """Returns `rules` for ZeRO-1: every dim that is split over fsdp is split over data too.
-
-    Whole experts are not: of them another dim is split over data.
-
-    Args:
-        rules: The rules.
-
-    Returns:
-        Rules for optimizer state.
-
-    References:
-        Rajbhandari et al., 2020, arXiv 1910.02054, stage 1.
-    """
-
-    def also(name: str, mesh_axes: Sequence[str]) -> tuple[str, ...]:
-        is_weight = "fsdp" in mesh_axes and not name.startswith("activation") and name != "exp"
-        return (*mesh_axes, "data") if is_weight else tuple(mesh_axes)
-
-    return [(name, also(name, mesh_axes)) for name, mesh_axes in rules]
-
-
 def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """Returns `x` unchanged: the constraint of a model that runs on one device.
 

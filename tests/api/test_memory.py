@@ -147,6 +147,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B, by layers": {"sizes": FSDP, "schedule": "1f1b", "gather": "layer"},
     "1F1B, nothing again": {"sizes": TWO, "schedule": "1f1b", "remat": "none"},
     "GPipe": {"sizes": FSDP, "schedule": "gpipe"},
+    "BFS, halves": {"sizes": {"stage": 1, "fsdp": 2}, "schedule": "looped_bfs", "chunks": 8}
+    | {"gather": "repeat"},
     "interleaved": {"sizes": FSDP, "schedule": "interleaved_1f1b"},
     "zero bubble": {"sizes": TWO, "schedule": "zero_bubble_h1"},
     "no pipeline": {"sizes": {"stage": 1, "fsdp": 2}, "schedule": None},

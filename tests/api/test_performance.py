@@ -156,6 +156,15 @@ def test_schedules_keep_what_is_offloaded_in_slots_on_the_host(schedule: str, sl
     assert set(shapes_on_host(traced.jaxpr)) == {(slots, *of_layers)}
 
 
+def test_halves_keep_what_is_offloaded_in_two_buffers():
+    options = {"schedule": "looped_bfs", "chunks": L, "gather": "repeat"}
+    pipe = pipeline({"stage": 1, "fsdp": 2}, remat="minimal_offloaded", **options)
+    with jax.set_mesh(pipe.mesh):
+        traced = jax.make_jaxpr(pipe.value_and_grad)(pipe.shard(params()), batch())
+    slots = 4 * L // 2 + 1  # and one that is never read
+    assert set(shapes_on_host(traced.jaxpr)) == {(slots, B // 4 // 2, 2 * D)}
+
+
 def test_devices_that_do_not_say_their_memories_may_be_offloaded_to():
     class Gpu:
         platform = "gpu"

@@ -314,8 +314,16 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
         rules,
         when=row.gather,
         batch_axes=row.batch_axes,
-        gradient_rules=sharding.zero1_rules(rules) if row.zero else None,
+        gradient_rules=also_over_data(rules) if row.zero else None,
     )
+
+
+def also_over_data(rules: Any) -> Any:
+    """Rules of gradients with ZeRO-1: what weights have over fsdp, they have over data too."""
+    return [
+        (name, (*axes, "data") if "fsdp" in axes and "activation" not in name else axes)
+        for name, axes in rules
+    ]
 
 
 # For rows of `custom`: something in every place.

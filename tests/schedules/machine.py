@@ -22,7 +22,7 @@ def run_tables(table: TickTables, schedule: Schedule) -> set[Action]:
 
 
 def run_loops(loops: Sequence[TickTables], schedule: Schedule) -> set[Action]:
-    """The same for loops one after the other.
+    """Runs loops one after the other, as `run_tables` runs one.
 
     Each with forwards has buffers of residuals of its own. One without takes the last of those
     that wait, and leaves them empty.

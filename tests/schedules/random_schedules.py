@@ -31,6 +31,34 @@ def drafts(ranks: tuple[int, ...] = (1, 2, 3, 4), copies: int = 2) -> st.SearchS
     )
 
 
+def forwards_first(draft: Draft, *, mirrored: bool) -> Schedule:
+    """All forwards before all backwards, on ranks that have `draft.chunks` stages each.
+
+    Stages are in a ring, or anywhere if not `mirrored`: then a rank runs what is ready in any
+    order, and may come back to a chunk. Otherwise backwards retrace forwards, chunk by chunk.
+    """
+    rng = Random(draft.seed)
+    num_stages = draft.ranks * draft.chunks
+    home = [stage % draft.ranks for stage in range(num_stages)]
+    if not mirrored:
+        rng.shuffle(home)
+    forwards, backwards = (
+        [Action(s, op, m) for s in range(num_stages) for m in range(draft.microbatches)]
+        for op in (Op.F, Op.B)
+    )
+    if mirrored:
+        backwards.reverse()
+    programs, done = [[] for _ in range(draft.ranks)], set[Action]()
+    for actions in (forwards, backwards):
+        while actions:
+            ready = (a for a in actions if done.issuperset(dependencies(a, num_stages, 1)))
+            action = next(ready) if mirrored else rng.choice([*ready])
+            actions.remove(action)
+            programs[home[action.stage]].append(action)
+            done.update(outputs(action))
+    return check(Schedule(num_stages, draft.microbatches, tuple(map(tuple, programs))))
+
+
 def random_schedule(draft: Draft) -> Schedule:
     """Stages lie anywhere, as many on every rank; each backward is whole or split.
 

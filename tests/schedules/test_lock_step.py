@@ -1,5 +1,6 @@
 """Ticks: what lock-step costs, what it never breaks, and where everything lies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from jaxpipe.schedules.lock_step import (
     Grid,
     RankAndChunk,
     Ticks,
+    TickTables,
     WeightCopies,
     candidate_lags,
     candidate_spares,
@@ -42,7 +44,7 @@ from jaxpipe.schedules.lock_step import (
 )
 
 from .machine import run_loops, run_tables
-from .random_schedules import drafts, random_schedule
+from .random_schedules import Draft, drafts, forwards_first, random_schedule
 
 ONES = Costs()
 LIKE_MODELS = Costs(10, 20, 10)
@@ -131,6 +133,19 @@ def test_tables_can_be_run_and_nothing_is_overwritten_before_it_is_read(draft):
     }
 
 
+def completed_chunks(loops: Sequence[TickTables]) -> list[set[int]]:
+    """Returns for each loop the chunks of which a residency of backwards ends in it."""
+    return [
+        {
+            chunk
+            for ends, at in zip(loop.backward.ends_residency, loop.backward.chunk, strict=True)
+            for end, chunk in zip(ends, at, strict=True)
+            if end == 1
+        }
+        for loop in loops
+    ]
+
+
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 3), (3, 8)])
 @pytest.mark.parametrize("chunks", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("in_halves", [False, True])
@@ -143,28 +158,52 @@ def test_all_forwards_before_all_backwards_run_in_loops(ranks, microbatches, chu
     halves = 2 if in_halves and chunks >= 8 else 1
     assert [loop.forward.is_idle for loop in loops] == [False] * halves + [True] * halves
     assert sum(len(loop.forward.microbatch) for loop in loops) <= len(whole.forward.microbatch) + 1
-    completed = [  # the chunks whose last backward is in a loop
-        {
-            chunk
-            for ends, at in zip(loop.backward.ends_residency, loop.backward.chunk, strict=True)
-            for end, chunk in zip(ends, at, strict=True)
-            if end == 1
-        }
-        for loop in loops
-    ]
-    assert completed == [set(loop.chunks) for loop in loops]
+    assert completed_chunks(loops) == [set(loop.chunks) for loop in loops]
     assert sorted(chunk for loop in loops for chunk in loop.chunks) == [*range(chunks)]
     stored = [loop.num_slots["residuals_for_weight"] for loop in loops[:halves]]
     assert sum(stored) <= microbatches * chunks + (ranks - 1) * (halves - 1)
 
 
-@settings(max_examples=100, deadline=None)
-@given(drafts(), st.booleans())
-def test_loops_run_any_schedule(draft, in_halves):
-    schedule = random_schedule(draft)
+def check_loops(schedule: Schedule, *, in_halves: bool) -> int:
+    """Runs the loops of a schedule, and returns how many there are."""
     ticks = to_lock_step(schedule)
     loops = tick_loops(tick_tables(ticks), in_halves=in_halves)
     assert run_loops(loops, schedule) == {action for _, _, action in enumerate_ticks(ticks)}
+    if len(loops) > 1:
+        assert completed_chunks(loops) == [set(loop.chunks) for loop in loops]
+    return len(loops)
+
+
+@settings(max_examples=100, deadline=None)
+@given(drafts(), st.booleans())
+def test_loops_run_any_schedule(draft, in_halves):
+    check_loops(random_schedule(draft), in_halves=in_halves)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.builds(
+        Draft, st.integers(1, 3), st.integers(7, 9), st.integers(1, 4), st.integers(0, 2**32)
+    ),
+    st.booleans(),
+)
+def test_loops_are_cut_where_ranks_leave_the_later_chunks(draft, mirrored):
+    schedule = forwards_first(draft, mirrored=mirrored)
+    assert check_loops(schedule, in_halves=False) == 2
+    count = check_loops(schedule, in_halves=True)
+    assert count in (2, 4)
+    if draft.ranks == 1 and mirrored:
+        assert count == (4 if draft.chunks >= 8 else 2)
+
+
+def test_loops_are_whole_where_ranks_come_back_to_a_chunk():
+    draft = Draft(ranks=2, chunks=8, microbatches=3, seed=0)
+    assert check_loops(forwards_first(draft, mirrored=True), in_halves=True) == 4
+    counts = {
+        check_loops(forwards_first(draft._replace(seed=seed), mirrored=False), in_halves=True)
+        for seed in range(8)
+    }
+    assert 2 in counts
 
 
 def test_buffers_are_as_large_as_the_peak_of_the_grid():

@@ -14,4 +14,5 @@ from ._params import over_data as over_data
 from ._params import param_spec_tree as param_spec_tree
 from ._params import read_spec_tree as read_spec_tree
 from ._params import row_axes as row_axes
+from ._params import spec_over_data as spec_over_data
 from ._params import with_layer_specs as with_layer_specs

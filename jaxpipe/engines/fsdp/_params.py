@@ -156,7 +156,7 @@ def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
     """
-    return _with_specs(plan, weights, _over_data) if plan.zero1 else plan
+    return _with_specs(plan, weights, spec_over_data) if plan.zero1 else plan
 
 
 def gathered_plan(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
@@ -177,7 +177,7 @@ def _with_specs(
     return replace(plan, param_specs=tuple(specs))
 
 
-def _over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def spec_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Returns a spec with an entry for every dim, one of which is divided over `data` if it can."""
     size = mesh.shape.get("data", 1)
     axes = [tuple(axes_of_dim(dim)) for dim in spec]

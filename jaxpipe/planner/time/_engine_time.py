@@ -187,24 +187,24 @@ def data_reduction_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def exposed_host_seconds(
-    candidate: StepLayout, request: Request, work: float, ticks: int | None = None
+    candidate: StepLayout, request: Request, work: float, moves: float | None = None
 ) -> float:
     """Returns the seconds in which a device waits for inputs of layers on the host.
 
     They are sent and come back beside `work`, the seconds in which layers compute, but for GPUs: on
-    an H200 nothing of it was hidden (docs/benchmarks.md, "1B, minimal_offloaded"). `ticks` are
-    those of a schedule; None: the least.
+    an H200 nothing of it was hidden (docs/benchmarks.md, "1B, minimal_offloaded"). `moves` is how
+    often a schedule moves them one way; None: the least.
     """
     hidden = 0.0 if device_hardware(request.devices).is_gpu else work
-    return max(0.0, _host_seconds(candidate, request, ticks) - hidden)
+    return max(0.0, _host_seconds(candidate, request, moves) - hidden)
 
 
-def _host_seconds(candidate: StepLayout, request: Request, ticks: int | None) -> float:
+def _host_seconds(candidate: StepLayout, request: Request, moves: float | None) -> float:
     if candidate.policy != OFFLOAD_INPUTS:
         return 0.0
     visits, times = candidate.microbatches * candidate.chunks, 2
     if candidate.engine.runs_schedules:  # which moves in every tick, and for a W once more
-        visits = ticks or visits + 2 * (candidate.num_ranks - 1)
+        visits = moves or visits + 2 * (candidate.num_ranks - 1)
         times += splits_backward(candidate)
     size = request.model.activation_bytes * request.model.hidden * request.tokens(candidate)
     moved = times * visits * candidate.layers_per_stage * size

@@ -19,7 +19,7 @@ from ...cost.training_step import (
 )
 from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
-from ...schedules.lock_step import num_ticks
+from ...schedules.lock_step import has_forwards_first, num_ticks
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
 from .._devices import device_hardware
@@ -201,8 +201,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     work = parts["products"] + parts["other_compute"]
-    moves = num_ticks(run.pipeline.ticks) if run.pipeline.ticks else None
-    parts["host"] = exposed_host_seconds(candidate, request, work, moves)
+    parts["host"] = exposed_host_seconds(candidate, request, work, _num_moves(run))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -215,6 +214,15 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         parts["bubble"] / seconds,
         {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
     )
+
+
+def _num_moves(run: PreparedPipeline) -> float | None:
+    """Returns how often a schedule moves residuals to the host, and how often back."""
+    ticks = run.pipeline.ticks
+    if ticks is None:
+        return None
+    # Where forwards come first, a tick of one of two loops moves one way.
+    return (num_ticks(ticks) + 1) / 2 if has_forwards_first(ticks) else num_ticks(ticks)
 
 
 def _exposed_between_stages(

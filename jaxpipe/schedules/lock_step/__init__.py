@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from ._ticks import check_no_slices as check_no_slices
     from ._ticks import check_ticks as check_ticks
     from ._ticks import enumerate_ticks as enumerate_ticks
+    from ._ticks import has_forwards_first as has_forwards_first
     from ._ticks import num_ticks as num_ticks
     from ._ticks import simulate_ticks as simulate_ticks
     from ._weight_prefetch import PREFETCHED as PREFETCHED

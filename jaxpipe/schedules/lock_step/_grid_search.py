@@ -8,6 +8,7 @@ GPipe; and a rank holds no more activations than it may, so a lean schedule stay
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from ..analysis._measure import makespan, peak_activations
@@ -69,7 +70,8 @@ def to_lock_step(
     if memory_cap is not None:
         tried = (*spares[:-1:thinned], spares[-1])
         grid = _fastest(orders, [_with_spare(peaks, caps, spare) for spare in tried], lags)
-        return ticks_of_slices(ticks_from_grid(plain, grid), slice_ids(schedule))
+        ticks = replace(ticks_from_grid(plain, grid), memory_cap=int(max(caps)))
+        return ticks_of_slices(ticks, slice_ids(schedule))
     free = 0 if spare is not None else makespan(simulate(plain, costs))
     *lean, most = spares
     grid = _cheapest(orders, _with_spare(peaks, caps, most), lags)

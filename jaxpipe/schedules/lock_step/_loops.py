@@ -1,6 +1,6 @@
 """The loops in which the ticks of a schedule run; those of most schedules run in one.
 
-If all forwards run before all backwards, each have a loop of their own, with one phase to a tick.
+If all forwards run before all backwards, each kind has a loop of its own, with one phase to a tick.
 Both may be cut in two, where backwards change to the earlier half of a rank's chunks: what forwards
 of the later half have stored is then freed before there are gradients of the earlier half.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from ._tables import PhaseTable, Table, TickTables
 
-Work = tuple[int, int, int]
-"""Rank, stage and microbatch."""
+RankAction = tuple[int, int, int]
+"""Rank, stage and microbatch of an F, or of its B."""
 
 
 def middle_chunk(num_chunks: int) -> int:
@@ -22,38 +22,51 @@ def middle_chunk(num_chunks: int) -> int:
 
 
 def tick_loops(tables: TickTables, *, in_halves: bool) -> tuple[TickTables, ...]:
-    """Returns the tables of the loops that run one after the other.
+    """Returns the tables of the loops that run one after the other: one, two or four.
 
     Every loop of forwards has buffers of residuals of its own, and those of the last one are read
     first. `chunks` of a loop are the chunks whose gradients it completes.
 
     Args:
+        tables: Those of all ticks.
         in_halves: Whether a rank completes the gradients of its chunks one after the other, so that
-            loops may be cut in two.
+            loops may be cut in two. They are not if both sets of buffers exceed the memory cap of
+            the grid.
+
+    Returns:
+        One loop of all ticks; or one of forwards and one of backwards; or of each the first and the
+        second.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> from jaxpipe.schedules.lock_step import tick_tables, to_lock_step
+        >>> ticks = to_lock_step(build("looped_bfs", ranks=2, microbatches=4, chunks=8))
+        >>> loops = tick_loops(tick_tables(ticks), in_halves=True)
+        >>> [len(loop.forward.microbatch) for loop in loops]
+        [16, 17, 17, 16]
+        >>> [[*loop.chunks] for loop in loops]
+        [[], [], [4, 5, 6, 7], [0, 1, 2, 3]]
     """
-    if tables.backward.is_idle:
+    if not tables.forwards_first:
         return (tables,)
-    forwards, backwards = _working_ticks(tables.forward), _working_ticks(tables.backward)
-    if forwards[-1] > backwards[0]:
-        return (tables,)
-    of_forwards = range(forwards[-1] + 1)
-    of_backwards = range(backwards[0], len(tables.forward.microbatch))
+    forward_ticks = range(_working_ticks(tables.forward)[-1] + 1)
+    backward_ticks = range(_working_ticks(tables.backward)[0], len(tables.forward.microbatch))
     cut = _cut(tables) if in_halves else None
     if cut is None:
-        return _forwards(tables, of_forwards), _backwards(tables, of_backwards, tables.chunks)
-    (forward_cut, backward_cut), middle = cut, middle_chunk(len(tables.chunks))
-    tables, (first, second) = _numbered_by_half(tables, forward_cut)
+        return (
+            _forward_loop(tables, forward_ticks),
+            _backward_loop(tables, backward_ticks, tables.chunks),
+        )
+    forward_cut, backward_cut, middle = cut
+    by_half, (earlier, later) = _with_slots_by_half(tables, forward_cut)
+    if tables.memory_cap is not None and earlier + later > tables.memory_cap:
+        return tick_loops(tables, in_halves=False)
+    backward_cut -= backward_ticks.start
     return (
-        _with_residuals(_forwards(tables, of_forwards[:forward_cut]), first),
-        _with_residuals(_forwards(tables, of_forwards[forward_cut:]), second),
-        _with_residuals(
-            _backwards(tables, range(of_backwards.start, backward_cut), tables.chunks[middle:]),
-            second,
-        ),
-        _with_residuals(
-            _backwards(tables, range(backward_cut, of_backwards.stop), tables.chunks[:middle]),
-            first,
-        ),
+        _with_residual_slots(_forward_loop(by_half, forward_ticks[:forward_cut]), earlier),
+        _with_residual_slots(_forward_loop(by_half, forward_ticks[forward_cut:]), later),
+        _backward_loop(by_half, backward_ticks[:backward_cut], tables.chunks[middle:]),
+        _backward_loop(by_half, backward_ticks[backward_cut:], tables.chunks[:middle]),
     )
 
 
@@ -61,7 +74,7 @@ def _working_ticks(phase: PhaseTable) -> list[int]:
     return [tick for tick, row in enumerate(phase.microbatch) if max(row) >= 0]
 
 
-def _forwards(tables: TickTables, ticks: range) -> TickTables:
+def _forward_loop(tables: TickTables, ticks: range) -> TickTables:
     """Returns the forwards of a range of ticks, and the activations that are handed over."""
     return tables._replace(
         forward=_rows(tables.forward, ticks),
@@ -73,7 +86,7 @@ def _forwards(tables: TickTables, ticks: range) -> TickTables:
     )
 
 
-def _backwards(tables: TickTables, ticks: range, chunks: range) -> TickTables:
+def _backward_loop(tables: TickTables, ticks: range, chunks: range) -> TickTables:
     """Returns the backwards of a range of ticks, and the cotangents that are handed over."""
     return tables._replace(
         forward=_idle(tables.forward, ticks),
@@ -90,41 +103,42 @@ def _rows(phase: PhaseTable, ticks: range) -> PhaseTable:
 
 
 def _idle(phase: PhaseTable, ticks: range) -> PhaseTable:
-    nothing = ((-1,) * len(phase.microbatch[0]),) * len(ticks)
-    return PhaseTable(*(nothing for _ in phase))
+    no_work = ((-1,) * len(phase.microbatch[0]),) * len(ticks)
+    return PhaseTable(*(no_work for _ in phase))
 
 
 def _arrivals(arrivals: dict[int, Table], ticks: range) -> dict[int, Table]:
     return {offset: table[ticks.start : ticks.stop] for offset, table in arrivals.items()}
 
 
-def _with_residuals(loop: TickTables, slots: int) -> TickTables:
-    own = dict.fromkeys(("residuals_for_backward", "residuals_for_weight"), slots)
-    return loop._replace(num_slots=loop.num_slots | own)
+def _with_residual_slots(loop: TickTables, slots: int) -> TickTables:
+    residuals = dict.fromkeys(("residuals_for_backward", "residuals_for_weight"), slots)
+    return loop._replace(num_slots=loop.num_slots | residuals)
 
 
-def _cut(tables: TickTables) -> tuple[int, int] | None:
+def _cut(tables: TickTables) -> tuple[int, int, int] | None:
     """Returns the ticks with which the second loops of forwards and of backwards begin, or None.
 
     On every rank the first loop of backwards completes the gradients of the later half of the
-    chunks and no other, and reads what the second loop of forwards has stored and nothing else.
+    chunks and no other, and reads what the second loop of forwards has stored and nothing else. The
+    third result is the first chunk of the later half.
     """
     middle, backward = middle_chunk(len(tables.chunks)), tables.backward
     if not middle or not tables.weight.is_idle:
         return None
-    completed: dict[bool, list[int]] = {False: [], True: []}
+    earlier, later = [], []
     for tick, rank in _entries(backward.ends_residency):
         if backward.ends_residency[tick][rank] == 1:
-            completed[backward.chunk[tick][rank] >= middle].append(tick)
-    backward_cut = max(completed[True]) + 1
-    read_by_second = {key for tick, key in _work(backward) if tick >= backward_cut}
-    stored = [(tick, key in read_by_second) for tick, key in _work(tables.forward)]
-    forward_cut = min(tick for tick, is_second in stored if not is_second)
-    if backward_cut > min(completed[False]) or any(
-        is_second and tick >= forward_cut for tick, is_second in stored
-    ):
+            (later if backward.chunk[tick][rank] >= middle else earlier).append(tick)
+    backward_cut = max(later) + 1
+    read_late = {action for tick, action in _actions(backward) if tick >= backward_cut}
+    stored_first, stored_second = [], []
+    for tick, action in _actions(tables.forward):
+        (stored_first if action in read_late else stored_second).append(tick)
+    forward_cut = min(stored_second)
+    if backward_cut > min(earlier) or max(stored_first) >= forward_cut:
         return None
-    return forward_cut, backward_cut
+    return forward_cut, backward_cut, middle
 
 
 def _entries(table: Table) -> Iterator[tuple[int, int]]:
@@ -135,34 +149,37 @@ def _entries(table: Table) -> Iterator[tuple[int, int]]:
                 yield tick, rank
 
 
-def _work(phase: PhaseTable) -> Iterator[tuple[int, Work]]:
-    """Yields the tick of all work of a phase."""
+def _actions(phase: PhaseTable) -> Iterator[tuple[int, RankAction]]:
+    """Yields every action of a phase with its tick."""
     for tick, rank in _entries(phase.microbatch):
         yield tick, (rank, phase.stage[tick][rank], phase.microbatch[tick][rank])
 
 
-def _numbered_by_half(tables: TickTables, forward_cut: int) -> tuple[TickTables, tuple[int, int]]:
-    """Returns tables with a slot of its own half for all residuals, and the slots of both halves.
+def _with_slots_by_half(tables: TickTables, forward_cut: int) -> tuple[TickTables, tuple[int, int]]:
+    """Returns tables with slots in two sets of buffers of residuals, and the slots of each set.
 
-    All of a half are stored before the first one is read, so that none shares a slot.
+    Forwards before the cut fill the first set. All of a set are stored before the first one is
+    read, so that none shares a slot.
     """
     counts: dict[tuple[bool, int], int] = {}
     slots = {}
-    for tick, key in _work(tables.forward):
-        half = tick >= forward_cut, key[0]
-        slots[key] = counts.get(half, 0)
-        counts[half] = slots[key] + 1
+    for tick, action in _actions(tables.forward):
+        key = tick >= forward_cut, action[0]
+        slots[action] = counts.get(key, 0)
+        counts[key] = slots[action] + 1
 
-    def numbered(phase: PhaseTable) -> PhaseTable:
+    def with_slots(phase: PhaseTable) -> PhaseTable:
         rows = [[-1] * len(row) for row in phase.microbatch]
-        for tick, key in _work(phase):
-            rows[tick][key[0]] = slots[key]
+        for tick, action in _actions(phase):
+            rows[tick][action[0]] = slots[action]
         table = tuple(map(tuple, rows))
         return phase._replace(residuals_for_backward_slot=table, residuals_for_weight_slot=table)
 
     first, second = (
-        max(count for (is_second, _), count in counts.items() if is_second == half)
-        for half in (False, True)
+        max(count for (is_second, _), count in counts.items() if is_second == of_second)
+        for of_second in (False, True)
     )
-    tables = tables._replace(forward=numbered(tables.forward), backward=numbered(tables.backward))
+    tables = tables._replace(
+        forward=with_slots(tables.forward), backward=with_slots(tables.backward)
+    )
     return tables, (first, second)

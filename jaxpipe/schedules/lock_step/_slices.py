@@ -6,6 +6,7 @@ backwards when it is put on a grid, so a grid of slices is one of as many microb
 `microbatch * num_slices + slice`.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..language._action import Action, Op, ScheduleStep, actions_of
@@ -39,7 +40,7 @@ def ticks_of_pieces(ticks: Ticks) -> Ticks:
     """Returns a grid whose slices are microbatches; one without slices is returned as it is."""
     if slice_ids(ticks.schedule) == (None,):
         return ticks
-    return Ticks(slices_as_microbatches(ticks.schedule), ticks.tick_of)
+    return replace(ticks, schedule=slices_as_microbatches(ticks.schedule))
 
 
 def ticks_of_slices(ticks: Ticks, slices: tuple[int | None, ...]) -> Ticks:
@@ -53,7 +54,7 @@ def ticks_of_slices(ticks: Ticks, slices: tuple[int | None, ...]) -> Ticks:
     old = ticks.schedule
     programs = tuple(tuple(map(action, program)) for program in old.programs)
     schedule = Schedule(old.num_stages, old.num_microbatches // len(slices), programs)
-    return Ticks(schedule, ticks.tick_of)
+    return replace(ticks, schedule=schedule)
 
 
 class PastSlots(NamedTuple):

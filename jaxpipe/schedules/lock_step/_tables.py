@@ -12,7 +12,7 @@ from ..language._schedule import Schedule, num_ranks, num_slices, stages_of_rank
 from ._copies import WeightCopies, weight_copies
 from ._slices import PastSlots, assign_past_slots, ticks_of_pieces
 from ._slots import HAND_OVER, Slots, assign_slots, num_slots
-from ._ticks import PHASE, Ticks, enumerate_ticks, num_ticks
+from ._ticks import PHASE, Ticks, enumerate_ticks, has_forwards_first, num_ticks
 from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights
 
 Table = tuple[tuple[int, ...], ...]
@@ -65,6 +65,8 @@ class TickTables(NamedTuple):
             (`_weight_prefetch`).
         copies: How a rank obtains the weights of its chunks; None if it stores all of them.
         num_slices: Slices of each sequence. Every slice counts as a microbatch in the tables.
+        forwards_first: Whether all forwards run before all backwards.
+        memory_cap: That of the grid.
         chunks: The chunks of a rank whose gradients are complete after these ticks; empty if no
             backward runs in them.
     """
@@ -79,6 +81,8 @@ class TickTables(NamedTuple):
     separate_backward_weights: bool
     copies: WeightCopies | None
     num_slices: int
+    forwards_first: bool
+    memory_cap: int | None
     chunks: range
 
 
@@ -146,6 +150,8 @@ def tick_tables(ticks: Ticks) -> TickTables:
         separate,
         copies,
         slices,
+        has_forwards_first(ticks),
+        ticks.memory_cap,
         range(max(map(len, chunks)) if sizes["cotangents"] else 0),
     )
 

@@ -1,8 +1,8 @@
 """A schedule in lock-step: the tick of every action, and the cost of that.
 
-One program for all ranks is one loop for all ranks. In a tick a rank runs at most one F, then at
-most one B or I, then at most one W; then all ranks hand over. A rank can use its own outputs at
-once, and those of others one tick later; and a tick takes as long as its busiest rank.
+One program for all ranks has loops of as many ticks for all ranks. In a tick a rank runs at most
+one F, then at most one B or I, then at most one W; then all ranks hand over. A rank can use its own
+outputs at once, and those of others one tick later; and a tick takes as long as its busiest rank.
 """
 
 from collections import Counter
@@ -22,10 +22,15 @@ PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 
 @dataclass(frozen=True)
 class Ticks:
-    """A schedule without fused pairs, and for every rank the ticks of its steps, counted from 0."""
+    """A schedule without fused pairs, and for every rank the ticks of its steps, counted from 0.
+
+    Attributes:
+        memory_cap: The most activations that a rank may hold, if the grid was filled with a cap.
+    """
 
     schedule: Schedule
     tick_of: tuple[tuple[int, ...], ...]
+    memory_cap: int | None = None
 
 
 def num_ticks(ticks: Ticks) -> int:
@@ -38,6 +43,15 @@ def num_ticks(ticks: Ticks) -> int:
         14
     """
     return 1 + max((tick for row in ticks.tick_of for tick in row), default=-1)
+
+
+def has_forwards_first(ticks: Ticks) -> bool:
+    """Returns whether all forwards run before all backwards, of which there are some."""
+    forwards, backwards = (
+        [tick for _, tick, action in enumerate_ticks(ticks) if action.op in ops]
+        for ops in ((Op.F,), (Op.B, Op.I))
+    )
+    return bool(backwards) and max(forwards) <= min(backwards)
 
 
 def enumerate_ticks(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:

@@ -1,4 +1,4 @@
-"""Engine that runs any schedule, forward and backward, in one loop over ticks."""
+"""Engine that runs any schedule, forward and backward, in loops over ticks."""
 
 import typing
 

@@ -3,9 +3,9 @@
 A tick is F, then B or I, then W, each under a condition, so that a rank skips a phase in which it
 has no work; then activations are sent to the ranks of the next stages and cotangents to those of
 the stages before. Tables that `jaxpipe.schedules` makes from the schedule say what a rank runs in a
-tick and in which slot of a buffer every array is stored. So the program has one F and one B,
-whatever the schedule, and buffers are as large as its peak. Most schedules run in one loop; where
-all forwards run before all backwards, each have loops of their own (`lock_step.tick_loops`).
+tick and in which slot of a buffer every array is stored. So a loop has one F and one B, whatever
+the schedule, and buffers are as large as its peak. Most schedules run in one loop; where all
+forwards run before all backwards, each kind has loops of its own (`lock_step.tick_loops`).
 
 S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stages` and `keys` have
 the chunks that a rank stores, and the loop has those that it runs (`_copies`).
@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import Remat, StagedModel
-from ...autodiff.backward import floating, split_backward
+from ...autodiff.backward import SplitBackward, floating, split_backward
 from ...autodiff.staged_model import (
     Aux,
     from_leaves_by_path,
@@ -181,13 +181,14 @@ def _all_ticks(
 ) -> tuple[Totals, PyTree]:
     """Runs all loops; returns totals, and sums of the gradients of all chunks.
 
-    Residuals of a loop of forwards wait for a loop of backwards; the last ones are read first.
+    Residuals of a loop of forwards are kept for a loop of backwards; the last ones are read first.
     """
-    gather, waiting, sums = invariants.gather, [], {}
+    gather, stored_residuals, sums = invariants.gather, [], {}
     for tables in tick_loops(options.tables, in_halves=options.gather.when == "repeat"):
         in_loop = invariants._replace(tables=tables)
         buffers, totals = carry
-        residuals = waiting.pop() if tables.forward.is_idle else _allocate_residuals(in_loop)
+        takes_stored = tables.forward.is_idle
+        residuals = stored_residuals.pop() if takes_stored else _allocate_residuals(in_loop)
         buffers = buffers._replace(for_backward=residuals[0], for_weight=residuals[1])
         if tables.chunks:
             weight_state = gather.with_sums(totals.weight_state, tables)
@@ -195,7 +196,7 @@ def _all_ticks(
         carry = _run_loop(options, in_loop, zero_outputs, TickCarry(buffers, totals))
         buffers, totals = carry
         if tables.backward.is_idle:
-            waiting.append((buffers.for_backward, buffers.for_weight))
+            stored_residuals.append((buffers.for_backward, buffers.for_weight))
         else:
             weight_state, sums[tables.chunks.start] = gather.take_sums(totals.weight_state)
             totals = totals._replace(weight_state=weight_state)
@@ -245,11 +246,11 @@ def _prepare(
     stages, keys = receive_copies((stages, keys), options.tables.copies)
     gather = scheduled_weights(options.gather, stages, options.tables)
     has_backward = options.tables.num_slots["cotangents"] > 0
-    weight_state = gather.init()
     gathered = options.boundary_gather.cast_and_unshard(boundary)
     # Only the types of these arguments are used, to trace the stage.
     first_inputs = index_leading(batch_inputs, 0)
     x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
+    weight_state = gather.init()
     w = gather.unshard(weight_state, FIRST_CHUNK, True)
     first_keys = index_leading(keys, 0)
     past = _past.past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
@@ -273,12 +274,12 @@ def _prepare(
         past,
         run_stage,
         split,
+        _residual_types(split, examples) if split else ([], []),
         gather,
         gathered,
         batch_inputs,
         keys,
         daux,
-        ([], []),
     )
     totals = Totals(
         zeros(loss_shape),
@@ -287,11 +288,11 @@ def _prepare(
         weight_state,
         zero_sums(model, gathered, options.vocab_parallel) if has_backward else {},
     )
-    invariants, buffers = _allocate_buffers(invariants, examples)
-    _, on_host = split_by_memory(_allocate_residuals(invariants))  # only its types are used
+    buffers = _allocate_buffers(invariants, examples)
+    _, on_host = split_by_memory(invariants.residuals)
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
-    zero_stored = zeros_like(index_leading(on_host, 0))
-    zero_outputs = ForwardOutputs(y, dy, zero_stored, zeros_like(outputs.new))
+    one_of_each = jax.tree.map(lambda a: index_leading(allocate_buffer(a, 1), 0), on_host)
+    zero_outputs = ForwardOutputs(y, dy, zeros_like(one_of_each), zeros_like(outputs.new))
     return invariants, zero_outputs, TickCarry(buffers, totals)
 
 
@@ -303,26 +304,27 @@ def _zero_metrics(shapes: PyTree, num_microbatches: int) -> Aux:
     }
 
 
-def _allocate_buffers(
-    invariants: ScheduledInvariants, examples: tuple
-) -> tuple[ScheduledInvariants, ActivationBuffers]:
-    """Allocates all buffers but those of residuals, whose types are in the invariants returned."""
+def _residual_types(stage: SplitBackward, examples: tuple) -> Residuals:
+    """Returns the types of what F stores, in the memory where it is stored."""
+    w, x, inputs, keys = examples
+    stored = jax.make_jaxpr(lambda x: stage.forward(w, x, inputs, keys)[1])(x).out_avals
+    return split_residuals(stage, with_memories(stage, stored))
+
+
+def _allocate_buffers(invariants: ScheduledInvariants, examples: tuple) -> ActivationBuffers:
+    """Allocates all buffers but those of residuals."""
     w, x, inputs, keys = examples
     past, stage = inputs.earlier, invariants.stage
     allocate = partial(_allocate, invariants.tables.num_slots)
     buffers = ActivationBuffers(allocate(x, "inputs"), (), [], [], [], allocate(past, "past"), [])
     if stage is None:
-        return invariants, buffers
-
-    def residuals(x):
-        return stage.forward(w, x, inputs, keys)[1]
+        return buffers
 
     def wgrad_residuals(x):
         out, stored = stage.forward(w, x, inputs, keys)
         return stage.input(w, inputs, keys, stored, floating(out))[2]
 
-    stored = with_memories(stage, jax.make_jaxpr(residuals)(x).out_avals)
-    buffers = buffers._replace(
+    return buffers._replace(
         cotangents=allocate(floating(x), "cotangents"),
         wgrad_residuals=allocate(jax.make_jaxpr(wgrad_residuals)(x).out_avals, "wgrad_residuals")
         if invariants.tables.num_slots["wgrad_residuals"]
@@ -331,7 +333,6 @@ def _allocate_buffers(
             to_accum_dtype(jax.tree.leaves(floating(past))), "past_cotangents"
         ),
     )
-    return invariants._replace(residuals=split_residuals(stage, stored)), buffers
 
 
 def _allocate_residuals(invariants: ScheduledInvariants) -> Residuals:

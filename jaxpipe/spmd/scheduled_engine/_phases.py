@@ -22,7 +22,7 @@ from ..ranks import AXIS, cond, update_if
 from ._boundary_sums import add_embed_gradient, add_loss_gradients, add_whole, embed_group
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._residuals import Residuals, entries_to_read, entries_to_write, merge_residuals, run_forward
-from ._rows import Index, PhaseRow, stage_hint
+from ._rows import Index, PhaseRow, stage_hint, visits_stage
 from ._weights import ScheduledWeights
 
 
@@ -32,13 +32,13 @@ class ScheduledInvariants(NamedTuple):
     Attributes:
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
-        tables: Those of the ticks of the loop.
+        tables: Those of the ticks of the loop that runs; of all ticks, outside of loops.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
+        residuals: Types of what F stores, in the memory where it is stored.
         boundary: Weights of embedding and head, gathered.
         daux: Cotangents of a stage's auxiliary losses and metrics.
-        residuals: Types of what F stores, in the memory where it is stored.
     """
 
     model: StagedModel
@@ -48,12 +48,12 @@ class ScheduledInvariants(NamedTuple):
     past: PastLayout
     run_stage: Callable
     stage: SplitBackward | None
+    residuals: Residuals
     gather: ScheduledWeights
     boundary: dict[str, PyTree]
     batch_inputs: PyTree[Shaped[Array, "M ..."]]
     keys: PyTree[Shaped[Array, "c ..."]]
     daux: Aux
-    residuals: Residuals
 
 
 class ActivationBuffers(NamedTuple):
@@ -135,11 +135,11 @@ def forward(
     totals = changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     arrived = index_leading(buffers.inputs, work.input_slot)
-    embed = lambda: invariants.model.embed(invariants.boundary["embed"], inputs.batch)  # noqa: E731
-    embed_hint, loss_hint = (
-        stage_hint(invariants.tables.forward, stage) for stage in (0, invariants.loss_stage)
-    )
-    x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=embed_hint)
+    x, table = arrived, invariants.tables.forward
+    if visits_stage(table, 0):
+        embed = lambda: invariants.model.embed(invariants.boundary["embed"], inputs.batch)  # noqa: E731
+        hint = stage_hint(table, 0)
+        x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=hint)
     written, on_host = changed.residuals, ([], [])
     if invariants.stage is None:
         w = invariants.gather.unshard(totals.weight_state, work, True)
@@ -151,12 +151,14 @@ def forward(
             invariants.stage, (w, x, inputs, keys), changed.residuals, slots
         )
     totals = totals._replace(stage_aux=add_trees(totals.stage_aux, aux))
-    totals, cotangent = update_if(
-        work.stage == invariants.loss_stage,
-        lambda state: _loss(invariants, y, inputs.batch, work.microbatch, state[0]),
-        (totals, zero_outputs.cotangent),
-        hint=loss_hint,
-    )
+    cotangent = zero_outputs.cotangent
+    if visits_stage(table, invariants.loss_stage):
+        totals, cotangent = update_if(
+            work.stage == invariants.loss_stage,
+            lambda state: _loss(invariants, y, inputs.batch, work.microbatch, state[0]),
+            (totals, cotangent),
+            hint=stage_hint(table, invariants.loss_stage),
+        )
     return ForwardTotals(totals, written), ForwardOutputs(y, cotangent, on_host, new)
 
 
@@ -392,11 +394,14 @@ def _with_embed_gradient(
     totals: Totals,
 ) -> Totals:
     """Adds the gradient of the embedding, if this is the backward of the first stage."""
-    hint = stage_hint(invariants.tables.backward, 0)
+    table = invariants.tables.backward
+    if not visits_stage(table, 0):
+        return totals
     add = partial(
         add_embed_gradient, invariants.model, invariants.boundary["embed"], batch_inputs, dx
     )
     group = embed_group(invariants.model)
-    sums = update_if(work.stage == 0, add, totals.boundary[group]["embed"], hint=hint)
+    sums = totals.boundary[group]["embed"]
+    sums = update_if(work.stage == 0, add, sums, hint=stage_hint(table, 0))
     of_group = totals.boundary[group] | {"embed": sums}
     return totals._replace(boundary=totals.boundary | {group: of_group})

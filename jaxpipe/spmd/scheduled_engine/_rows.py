@@ -81,6 +81,15 @@ def rows_of_rank(tables: TickTables) -> TickRow:
 
 def stage_hint(table: PhaseTable, stage: int) -> str:
     """Returns the `execution_count_hint` of the ticks in which a phase works on a stage."""
+    return execution_count_hint(_working_stages(table), lambda at: at == stage)
+
+
+def visits_stage(table: PhaseTable, stage: int) -> bool:
+    """Returns whether a phase works on a stage, on any rank and in any tick."""
+    return any(stage in row for row in _working_stages(table))
+
+
+def _working_stages(table: PhaseTable) -> list[list[int]]:
+    """Returns [ticks, ranks] the stage on which a rank works, or -1."""
     pairs = zip(table.microbatch, table.stage, strict=True)
-    stages = [[at if work >= 0 else -1 for work, at in zip(*ranks, strict=True)] for ranks in pairs]
-    return execution_count_hint(stages, lambda at: at == stage)
+    return [[at if work >= 0 else -1 for work, at in zip(*ranks, strict=True)] for ranks in pairs]

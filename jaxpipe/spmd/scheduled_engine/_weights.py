@@ -72,7 +72,11 @@ def scheduled_weights(gather: Gather, weights: PyTree, tables: TickTables) -> Sc
     `tables` are those of all ticks.
     """
     if gather.when == "repeat":
-        return _by_residency(weight_gather(gather, weights, read=read_after), tables)
+        return _by_residency(
+            weight_gather(gather, weights, read=read_after),
+            tables.first_chunks,
+            separate=tables.separate_backward_weights,
+        )
     return _by_tick(weight_gather(gather, weights))
 
 
@@ -84,7 +88,7 @@ def _unchanged(
 
 
 def _by_tick(gather: WeightGather) -> ScheduledWeights:
-    """Looks up weights and gradient sums of the chunk in every tick; the state is all sums."""
+    """Looks up weights and sums of gradients of the chunk in every tick; the state is the sums."""
 
     def with_sums(state: PyTree, tables: TickTables) -> PyTree:
         del state, tables
@@ -135,17 +139,21 @@ class _WeightWindows(NamedTuple):
     done: PyTree = None
 
 
-def _by_residency(gather: WeightGather, tables: TickTables) -> ScheduledWeights:
-    """Holds windows, which the rank changes by the prefetch plan of `tables`."""
-    separate = tables.separate_backward_weights
+def _by_residency(
+    gather: WeightGather, first_chunks: tuple[int, ...], *, separate: bool
+) -> ScheduledWeights:
+    """Holds windows, which the rank changes by the prefetch plan of the tables.
+
+    They are `separate` if the backward has windows of its own.
+    """
 
     def init() -> _WeightWindows:
-        prefetched = gather.prefetch(jnp.asarray(tables.first_chunks)[lax.axis_index(AXIS)])
+        prefetched = gather.prefetch(jnp.asarray(first_chunks)[lax.axis_index(AXIS)])
         zero_weights = zeros_like(prefetched)
         return _WeightWindows(zero_weights, zero_weights if separate else (), prefetched)
 
     def with_sums(state: _WeightWindows, tables: TickTables) -> _WeightWindows:
-        gradient = state.gradient
+        gradient = state.gradient  # of a residency that the loop before has begun
         if gradient is None:
             gradient = gather.zero_unsharded(state.prefetched)
         return state._replace(gradient=gradient, done=gather.zero_gradients(len(tables.chunks)))

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import sharding
+from ...engines.fsdp import spec_over_data
 from ...sharding import LogicalAxes
 from ...sharding.specs import axes_of_dim
 from ..plan._optimizer import make_optimizer
@@ -51,13 +52,14 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
     num_layers, mesh = plan.weights.layout.num_layers, plan.weights.devices.mesh
 
     def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-        of_part = sharding.zero1_rules(rules) if plan.zero1 and name == "optimizer" else rules
+        is_divided = plan.zero1 and name == "optimizer"
 
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
-            shape, spec = leaf.shape, sharding.partition_spec(axes, of_part)
-            if is_stacked(axes):
-                shape = (num_layers, *shape[len(STACK_AXES) :])
-                spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
+            stacked = len(STACK_AXES) if is_stacked(axes) else 0
+            shape, spec = leaf.shape[stacked:], sharding.partition_spec(axes[stacked:], rules)
+            spec = spec_over_data(spec, shape, mesh) if is_divided else spec
+            if stacked:
+                shape, spec = (num_layers, *shape), PartitionSpec(None, *spec)
             where = NamedSharding(mesh, spec)
             if is_per_stage or is_stacked(axes):
                 where = shard_over_ranks(shape, where, in_order and is_stacked(axes))
