@@ -161,6 +161,7 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     gradients += 2 * (grads.stored if counts.gather == "tick" else grads.whole) / v
     work, logits = sizes.work, 0.0
     boundary_grads, boundary = boundary_memory(counts, sizes)
+    embedded = max(1, counts.num_microbatches // counts.num_ranks)  # by each rank, before all ticks
     head = sizes.head_grads or boundary_grads
     embed = boundary_grads - head  # whose gradient is computed after the last tick
     if grads.stored + embed > kept + gradients + work:
@@ -173,7 +174,7 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
         sizes.optimizer,
         gradients + head,
         gathered,
-        kept + buffers.activations * sizes.activation,
+        kept + buffers.activations * sizes.activation + embedded * sizes.outer_residuals,
         logits,
         work,
     )

@@ -95,7 +95,8 @@ class StepSizes(NamedTuple):
         past_cotangent: These cotangents.
         head_read: Without a pipeline: what the loss of one microbatch gathers, the head.
         outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
-        outer_residuals: Without a pipeline: what layers of embedding and head store.
+        outer_residuals: What layers of embedding and head store of a microbatch, if they are not
+            computed again.
         kept_read: Without a pipeline: gathered weights that forwards store for backwards.
         narrow_logits: Without a pipeline: logits in a narrower dtype than the loss computes in.
     """
