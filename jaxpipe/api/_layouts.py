@@ -51,7 +51,7 @@ def counts_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     stages. `even_counts` stays if it saves less than `_LEAST_GAIN` of the largest stage.
 
     Args:
-        costs: What each layer costs, in forward order.
+        costs: The cost of each layer, in forward order.
         num_stages: The number of stages.
 
     Returns:

@@ -112,7 +112,7 @@ class Model:
         order: The kind of every layer in the order in which they run, such as `("local", "local",
             "global") * 8`, if kinds do not run one after the other. `params["layers"]` is then a
             list of all layers in this order.
-        layer_costs: What a layer of each kind costs, such as `layer_flops` returns. Layers are
+        layer_costs: The cost of a layer of each kind, such as `layer_flops` returns. Layers are
             divided over stages so that the largest stage costs least, if that is at least a
             twentieth less than with equal numbers of layers. Default: all layers cost the same.
         output: `(first argument of loss, x, batch) -> arrays [b, ...]`, any pytree, such as logits:

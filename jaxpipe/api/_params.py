@@ -46,9 +46,9 @@ class StoredLayers:
         specs: The specs of parameters that have one of the user's.
         layer_ids: The layer at every place of `stages`, -1 for padding; for `mpmd` the layers of
             every stage.
-        role: What the arrays are. Gradients have a role of their own, so that an optimizer that
-            is given stored arrays raises an error: it would see stacks of layers, and decide by
-            their dims.
+        role: The kind of arrays that these are. Gradients have a role of their own, so that an
+            optimizer that is given stored arrays raises an error: it would see stacks of layers,
+            and decide by their dims.
     """
 
     stages: Any

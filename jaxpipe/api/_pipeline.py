@@ -75,7 +75,7 @@ def pipeline(
             a layer of the last kind, "mtp". Default: as even as possible, by `Model.layer_costs`.
         engine: "unpipelined", "circular", "scheduled" (one program), "mpmd" (a program for each
             rank), or "auto": the first that can run the schedule.
-        remat: What a stage stores for its backward: a wrapper of functions such as
+        remat: The residuals that a stage stores: a wrapper of functions such as
             `jax.checkpoint`, or the name of a policy of `autodiff.remat_by_name` that saves named
             tensors, some of them in the host's memory. Default: "full", its input, and the rest is
             computed again; without a pipeline "none".

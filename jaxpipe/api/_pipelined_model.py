@@ -81,13 +81,13 @@ class PipelinedModel(InspectedModel):
     Attributes:
         model: The model.
         engine: The engine that runs it.
-        told: What the engine is told of a model with one layer in a stage; `plan` says it of one
-            with others. It has the mesh, the schedule and the options of `pipeline`.
+        told: The specification that the engine is given of a model with one layer in a stage;
+            `plan` returns that of one with others. It has the mesh, the schedule and the options of `pipeline`.
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
         param_specs: How leaves of the user's tree are sharded over other axes than `stage`.
-        row_wise: What the user says of functions by name: whether they treat rows one by one.
+        row_wise: The user's word on functions, by name: whether they treat rows one by one.
         last_rows: Holds the last report of `rows`, which `repr` shows.
     """
 

@@ -50,9 +50,9 @@ class FunctionRows:
     Attributes:
         name: "embed", "layer" or the name of a kind of layers, or "loss".
         is_row_wise: Whether it may run on the rows of a device.
-        draws: What a device draws if the function needs all rows for nothing but the random numbers
-            that it draws: the shapes, and their dims of rows. None if it needs them for more, or
-            draws in a loop.
+        draws: The random numbers that a device draws if the function needs all rows for nothing
+            else: the shapes, and their dims of rows. None if it needs them for more, or draws in a
+            loop.
         reason: Why, such as "`sort` goes along rows (model.py:12)".
     """
 
@@ -211,7 +211,7 @@ class Activations:
 
     Attributes:
         shapes: x for all rows of a microbatch, and for those of a device.
-        relations: Of every leaf.
+        relations: The relation of every leaf to the rows.
     """
 
     shapes: tuple[PyTree, PyTree]

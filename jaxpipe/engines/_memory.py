@@ -42,8 +42,8 @@ class Buffers(NamedTuple):
 
     Attributes:
         residuals: Entries that hold what a backward reads.
-        first_half: Those of `residuals` that are freed after all others, of two sets of buffers; 0
-            if there is one set.
+        first_half: Entries of `residuals` that are freed after all others, of two sets of buffers;
+            0 if there is one set.
         wgrad_residuals: Entries that hold what W reads, from I on.
         activations: Entries of activations and cotangents on their way.
         past: Entries of the state that slices of sequences carry.
@@ -86,17 +86,17 @@ class StepSizes(NamedTuple):
         call_grads: All gradients in the dtype in which a call of the engine returns them.
         layer_read: One layer, gathered.
         largest_grad: The gradient of the largest weight of a layer, gathered.
-        activation: What a stage is given: one microbatch.
-        residuals: What a stage stores of a microbatch for its backward.
-        wgrad_residuals: What I stores of a microbatch for W.
-        work: What the backward of a stage computes with, beside `residuals`.
-        loss: What the loss of a microbatch computes with.
+        activation: The input of a stage: one microbatch.
+        residuals: Residuals of a stage and a microbatch.
+        wgrad_residuals: Residuals of a microbatch that I leaves for W.
+        work: Temporary arrays of the backward of a stage, beside `residuals`.
+        loss: Temporary arrays of the loss of a microbatch.
         past: The state that slices of a sequence carry; its cotangents are in float32 at least.
         past_cotangent: These cotangents.
         head_read: Without a pipeline: what the loss of one microbatch gathers, the head.
         outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
-        outer_residuals: What layers of embedding and head store of a microbatch, if they are not
-            computed again.
+        outer_residuals: Residuals of layers of embedding and head and a microbatch, if they are
+            not computed again.
         kept_read: Without a pipeline: gathered weights that forwards store for backwards.
         narrow_logits: Without a pipeline: logits in a narrower dtype than the loss computes in.
     """

@@ -34,8 +34,8 @@ class MeshSpecs(NamedTuple):
     """How arguments of attention are divided over the axes of a mesh that are not manual.
 
     Attributes:
-        queries: Of [b, T, H, C].
-        keys: Of [b, T, K, C].
+        queries: The spec of [b, T, H, C].
+        keys: The spec of [b, T, K, C].
         length_axis: The axis that sequences are split over, manual or not. None: they are whole.
     """
 

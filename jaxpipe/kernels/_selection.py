@@ -30,7 +30,7 @@ class AttentionPlan:
         context_size: The number of devices that sequences are split over.
         scores: How scores are computed.
         has_sinks: Whether every head has a sink, a score without a value.
-        key: What users call `wanted`.
+        key: The user's name for `wanted`.
         widest_head: The most channels of a head that cuDNN has on GPUs that are absent; None: what
             JAX says of those of this process.
 
@@ -149,7 +149,7 @@ def check_stored_scores(plan: AttentionPlan, rows: int, heads: int) -> None:
     """Checks that scores which no one asked to store are not too large.
 
     Args:
-        plan: What the kernel is selected by.
+        plan: The facts by which the kernel is selected.
         rows: The sequences of a device.
         heads: Its query heads.
 

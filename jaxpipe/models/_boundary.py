@@ -53,10 +53,10 @@ def next_token_logits(
 
     Args:
         boundary: `{"head"}`, and "embed" if the logits are computed with its table.
-        x: What leaves the last layer.
+        x: The output of the last layer.
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
-        norm_offset: What is added to the scales of the last norm.
+        norm_offset: A number that is added to the scales of the last norm.
 
     Returns:
         The logits, whose softmax `next_token_loss` takes.

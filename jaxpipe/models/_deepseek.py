@@ -288,7 +288,7 @@ def deepseek(
     Args:
         config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
-        experts: What `routed_experts` returns: `(weights, x, chosen, shares, *, gated,
+        experts: The result of `routed_experts`: `(weights, x, chosen, shares, *, gated,
             scales_inputs) -> y`.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.

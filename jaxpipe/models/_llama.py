@@ -314,7 +314,7 @@ def llama(
         attention: `(q, k, v, segment_ids) -> out`, or with sinks behind them for a config that has
             them; for several kinds of layers a function for each of `config.attention_scores`.
         constrain: Shards an activation by its logical axes.
-        experts: What `routed_experts` returns: `(weights, x, chosen, shares, *, gated,
+        experts: The result of `routed_experts`: `(weights, x, chosen, shares, *, gated,
             scales_inputs) -> y`. Only a `MixtureConfig` needs it.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
         dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a layer

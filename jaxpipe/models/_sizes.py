@@ -10,7 +10,7 @@ class DecoderSizes:
 
     Attributes:
         base_num_decoder_layers: The number of layers.
-        norm_offset: What is added to stored scales of norms.
+        norm_offset: A number that is added to stored scales of norms.
         has_biases_and_sinks: Whether the products of attention add biases, and heads have sinks:
             scores without a value.
     """

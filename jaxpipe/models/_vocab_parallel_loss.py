@@ -29,7 +29,7 @@ def vocab_parallel_next_token_loss(
     Args:
         epsilon: Added to the mean square in the last norm.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
-        norm_offset: What is added to the scales of the last norm.
+        norm_offset: A number that is added to the scales of the last norm.
 
     Returns:
         A function `(boundary, x, batch_inputs, axis) -> ((loss, metrics), (gradients of boundary,

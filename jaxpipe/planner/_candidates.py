@@ -172,7 +172,7 @@ class Space:
         engines: Names of engines in configs that may run it; None for all.
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
-        costs: What each layer costs, by which they are divided over stages. None: all the same.
+        costs: The cost of each layer, by which stages are divided. None: all the same.
         gathered_axes: Mesh axes over which weights are gathered.
         hidden: D, the channels of an activation.
     """

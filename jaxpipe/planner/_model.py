@@ -149,16 +149,16 @@ class PlannedModel:
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
         state_of_layer: Bytes of the optimizer's state for a layer.
-        state_of_boundary: Those for the embedding and the head.
+        state_of_boundary: The same bytes for the embedding and the head.
         gathered_bytes: Bytes of a parameter of the layers as it is gathered.
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
         hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
         locations: The location of each tensor, for the policy `custom`.
-        wgrad: What I stores of a token for W; None: the named tensors, and half of the others.
+        wgrad: The tensor that I leaves for W; None: the named tensors, and half of the others.
         layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
-        past: What a layer carries of a token for later slices of its sequence; None: the named keys
+        past: The tensor that a layer carries for later slices of its sequence; None: the named keys
             and values.
         narrow_logits: Bytes of a logit that the head makes in a narrower dtype than float32, in
             which the loss reads it; 0 if it makes them in float32.

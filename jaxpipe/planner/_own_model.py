@@ -82,7 +82,7 @@ class OwnSource:
         num_layers: L; or a pair for each kind of layers, its name and number of layers.
         options: Other arguments of `jaxpipe.pipeline`.
         num_slices: The number of slices of TPUs.
-        make: What makes the model for a mesh; None if it is the same for all.
+        make: A function that makes the model for a mesh; None if it is the same for all.
     """
 
     model: Model

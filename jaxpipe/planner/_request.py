@@ -67,7 +67,7 @@ class Request:
         limit: Bytes of memory that a plan may use on a device.
         model: The model's sizes that decide memory.
         work: The work of the model per token.
-        source: What the model is made of, which knows what a layout is called there.
+        source: The origin of the model, which knows what a layout is called there.
         space: The sizes and limits from which candidates are made.
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.

@@ -25,7 +25,7 @@ class VerifiedPlan:
             program; None on CPUs.
         busy_seconds: Seconds of them in which a device computes or communicates; likewise.
         compile_seconds: The seconds that setting up and compiling took.
-        judge: What `step_seconds` are by.
+        judge: The origin of `step_seconds`.
     """
 
     plan: Plan

@@ -173,7 +173,11 @@ WITH: dict[str, dict[str, Any]] = {
         "num_layers_per_pipeline_stage": 4,
         "set_remat_policy_on_layers_per_stage": False,
     },
-    "num_vocab_tiling": {"num_vocab_tiling": 2},
+    "num_vocab_tiling": {
+        "pipeline_engine": "scheduled",
+        "pipeline_schedule": "1f1b",
+        "pipeline_vocab_parallel": False,
+    },
     "optimizer_arguments": {"optimizer": "sgd"},
     **{f"sliding_window_{name}": {"model_name": "gemma3-1b"} for name in ("size", "pattern")},
     "local_rope_max_timescale": {"model_name": "gemma3-1b"},

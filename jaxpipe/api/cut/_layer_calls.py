@@ -25,7 +25,7 @@ class LayerCall:
         args: Its positional arguments.
         kwargs: Its arguments by name.
         run: Runs the layer on other arguments of the same form.
-        static: What the layer is besides its parameters: equal for layers of equal programs.
+        static: The layer without its parameters: equal for layers of equal programs.
         sown: Auxiliary losses and metrics of the last `run` that the layer did not return.
         attributes: The layer's class and its settings by name, which name the kind of the layer.
     """

@@ -36,7 +36,7 @@ class CutModule:
         split: `params -> (outer, list of the parameters of every layer)`, or their stack.
         join: The inverse of `split`.
         outer: Shapes and dtypes of parameters outside of layers, by name.
-        layers: Those of every layer; those of the stack, with leaves [L, ...].
+        layers: The parameters of every layer; or of the stack, with leaves [L, ...].
         names: The names of layers, for errors.
         takes_key: Whether the call may read a dropout key.
         by_row: Whether `run` takes one row of a batch.
@@ -63,7 +63,7 @@ class Parts:
     Attributes:
         output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
         has_output: Whether `output` is the user's.
-        forms: What was found out about batches of every form that were seen.
+        forms: The facts about batches, by their form, of those that were seen.
         kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
     """
 

@@ -37,7 +37,7 @@ class Reads(NamedTuple):
         order: The layers in the order of their calls.
         leaves: [L] the arrays of the arguments of every layer, tracers whose identity counts.
         of_layers: [L] what each of these depends on.
-        of_output: What each array of the output depends on.
+        of_output: The inputs on which each array of the output depends.
         draws_twice: Whether the output depends on numbers that were drawn for layers too.
     """
 

@@ -43,7 +43,7 @@ class Reference:
         result: Loss, metrics and gradients on the host.
         dtype: The narrowest dtype that the program computes with, or the pipeline sums in.
         num_layers: L.
-        text: What was run.
+        text: The name of what was run.
     """
 
     result: Result

@@ -20,7 +20,7 @@ class Comparison:
         errors: For the loss, every metric, every gradient leaf and, after steps of an optimizer,
             every parameter, the largest difference divided by the largest magnitude.
         tolerance: The largest error that is accepted.
-        reference: What the pipeline is compared with, and why the tolerance is what it is.
+        reference: The program that the pipeline is compared with, and the reason for the tolerance.
         rounding: The largest error that rounding explains, the default of the tolerance.
         dtype: The narrowest dtype that the user's program computes with.
         noise: The names of results that are zero but for rounding, such as the gradient of a bias

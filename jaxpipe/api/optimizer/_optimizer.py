@@ -41,7 +41,7 @@ class StoredTree:
     """Stored trainable parameters, and the user's tree that they are of.
 
     Attributes:
-        plan: What the engine is told.
+        plan: The specification that the engine is given.
         groups: The groups of the user's tree, as shapes.
         slots: The slot of each leaf of `groups`.
         in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].

@@ -13,7 +13,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         rows: Published steps of such devices and models; 0 if there are none.
-        pipelined: Those of them that had a pipeline.
+        pipelined: The number of them that had a pipeline.
         low: The least of measured over predicted seconds, without a tenth of many rows.
         high: The most of it, likewise.
         last: The year and month of the newest; "" if no source says it.

@@ -134,7 +134,7 @@ def peak_memory(
     """Returns the memory of the fullest device, as the engine of a layout says it.
 
     Args:
-        buffers: Those of every rank, or of the fullest one.
+        buffers: The buffers of every rank, or of the fullest one.
     """
     counts = step_counts(candidate)
     sizes = [step_sizes(*of_rank, tokens) for of_rank in ranks(model, candidate)]

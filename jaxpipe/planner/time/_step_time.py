@@ -127,8 +127,8 @@ class _WorkSeconds(NamedTuple):
 
     Attributes:
         work: All seconds but those of `reduction`.
-        reduction: Those of the sums of gradients over replicas.
-        exposed: Those in `work` of exposed gathers and scatters over `fsdp`.
+        reduction: Seconds of the sums of gradients over replicas.
+        exposed: Seconds in `work` of exposed gathers and scatters over `fsdp`.
     """
 
     work: float

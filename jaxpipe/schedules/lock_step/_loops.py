@@ -28,7 +28,7 @@ def tick_loops(tables: TickTables, *, in_halves: bool) -> tuple[TickTables, ...]
     first. `chunks` of a loop are the chunks whose gradients it completes.
 
     Args:
-        tables: Those of all ticks.
+        tables: The tables of all ticks.
         in_halves: Whether a rank completes the gradients of its chunks one after the other, so that
             loops may be cut in two. They are not if both sets of buffers exceed the memory cap of
             the grid.

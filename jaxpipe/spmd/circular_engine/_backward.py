@@ -47,7 +47,7 @@ class WeightState(NamedTuple):
 
     Attributes:
         window: The weights of the repeat that the rank works on.
-        prefetched: Those of the next lower repeat, as far as they are gathered.
+        prefetched: The weights of the next lower repeat, as far as they are gathered.
         gradient: The sum of the gradients of the repeat so far.
         done: The complete gradient of the next higher repeat.
         gradients: [repeats, ...] gradients as they are stored, as far as they are scattered.

@@ -32,7 +32,7 @@ class ScheduledInvariants(NamedTuple):
     Attributes:
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
-        tables: Those of the ticks of the loop that runs; of all ticks, outside of loops.
+        tables: The tables of the loop that runs; outside of loops, of all ticks.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
@@ -115,7 +115,7 @@ class ForwardOutputs(NamedTuple):
         activation: The output of the stage, of one microbatch.
         cotangent: Its cotangent, where the loss is computed, else zeros; () without backwards.
         on_host: The residuals that are stored in the host's memory, None for all others.
-        new: What a slice writes to the state that it carries; [] without slices.
+        new: The keys and values that a slice adds to the state; [] without slices.
     """
 
     activation: PyTree

@@ -40,7 +40,7 @@ class DataPlan:
 
     Attributes:
         sources: The sources that the run trains on; () for synthetic data.
-        eval_sources: Those that it is evaluated on; () for none of their own.
+        eval_sources: Sources that it is evaluated on; () for none of their own.
         is_mixture: Whether keys of the config list several sources.
         tokenizer_path: The tokenizer; "" for bytes.
         vocab_size: The largest id of a token is below it.

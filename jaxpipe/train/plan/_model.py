@@ -77,13 +77,13 @@ class ModelPlan:
 
     Attributes:
         dtype: The dtype of activations.
-        attentions: What the kernel of attention of each kind of layers is selected by.
+        attentions: The facts by which the kernel of each kind of layers is selected.
         grouped_matmul: Multiplies rows with the weights of their experts.
         quantization: The name of the projections, a key of `PROJECTIONS`.
         dropout_rate: The share of activations that dropout sets to 0.
         num_vocab_tiling: Number of parts in which logits are computed.
         z_loss_multiplier: Factor of the z-loss.
-        remat: What forwards store for backwards.
+        remat: The residuals that forwards store.
     """
 
     dtype: str

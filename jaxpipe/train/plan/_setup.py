@@ -74,7 +74,7 @@ class Setup:
 
     Attributes:
         config: The config that everything else is derived from.
-        step: What the programs of a step are made of.
+        step: The parts of which the programs of a step are made.
         schedule_reason: One line that says why a schedule was selected; None for an engine that
             runs a single one.
     """

@@ -42,7 +42,7 @@ class SamplingOptions:
 
     Attributes:
         max_tokens: N, the most tokens that follow a prompt.
-        temperature: What logits are divided by before a token is drawn; 0 takes the likeliest.
+        temperature: The divisor of logits before a token is drawn; 0 takes the likeliest.
         top_p: The share of the probability of which the likeliest tokens are drawn.
         seed: The seed of all draws.
         bos: The id of a token in front of every prompt; None for none.

@@ -56,7 +56,7 @@ def sample(
         run: The folder of a run, or one that `jaxpipe convert` made.
         prompts: Texts of at least one token, which run as one batch.
         max_tokens: The most tokens that follow a prompt. Fewer do if the document ends.
-        temperature: What logits are divided by before a token is drawn; 0 takes the likeliest.
+        temperature: The divisor of logits before a token is drawn; 0 takes the likeliest.
         top_p: Tokens are drawn of the fewest that have this share of the probability together.
         seed: The seed of all draws. That of a token depends on it and on the indices of the prompt
             and of the token alone.
