@@ -82,7 +82,7 @@ class PipelinedModel(InspectedModel):
         model: The model.
         engine: The engine that runs it.
         told: The specification that the engine is given of a model with one layer in a stage;
-            `plan` returns that of one with others. It has the mesh, the schedule and the options of `pipeline`.
+            `plan` returns that of one with others. It has the mesh and the options of `pipeline`.
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
