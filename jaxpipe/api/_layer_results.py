@@ -13,7 +13,7 @@ from ._losses import check_metrics
 def x_and_aux(
     returned: Any, x: PyTree, *, may_change_x: bool = False
 ) -> tuple[PyTree, dict[str, Any]]:
-    """Returns what a layer returned as (x, auxiliary scalars), given the x before it.
+    """Returns the result of a layer as (x, auxiliary scalars), given the x before it.
 
     A pair that has the structure of that x is x. `may_change_x` allows an x of another structure.
     """

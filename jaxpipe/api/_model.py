@@ -208,7 +208,7 @@ class Model:
 
     @property
     def loss_name(self) -> str:
-        """Returns what users call the function `loss`: "output" if it computes that instead."""
+        """Returns the user's name of the function `loss`: "output" if it computes that instead."""
         return "output" if self.functions[-1].is_output else "loss"
 
     @property
@@ -254,7 +254,7 @@ def layer_function(function: Callable, name: str) -> ModelFunction:
 
 
 def _without_past(returned: Any, name: str) -> tuple[Any, Past]:
-    """Returns what a layer computes, and the state that it returns last."""
+    """Returns the result of a layer, and the state that it returns last."""
     past = returned[-1] if isinstance(returned, tuple) and len(returned) in (2, 3) else None
     if not isinstance(past, Past) or past.new is None:
         raise ValueError(

@@ -38,7 +38,7 @@ class XType:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Returns how many numbers of each dtype a row has."""
+        """Returns the count of numbers of each dtype in a row."""
         sums: dict[str, int] = {}
         for shape, dtype in self.leaves:
             sums[dtype.name] = sums.get(dtype.name, 0) + math.prod(shape)
@@ -85,7 +85,7 @@ class PackedX:
         return x_type.tree.unflatten(leaves)
 
     def hand_overs(self, layers_of_stages: Sequence[range]) -> tuple[HandOver, ...]:
-        """Returns what programs of ranks hand over: x as it is, of d pieces."""
+        """Returns the arrays that programs of ranks hand over: x as it is, of d pieces."""
 
         def of(x_type: XType) -> HandOver:
             return HandOver(

@@ -468,7 +468,7 @@ class PipelinedModel(InspectedModel):
         return self.engine.jit(self.plan(self._any_num_layers), function, donated)
 
     def plan(self, num_layers: NumLayers, specs: ParamSpecs = ()) -> PipelineSpec:
-        """Returns what the engine is told about a model of so many layers.
+        """Returns the specification that the engine is given of a model of so many layers.
 
         Args:
             num_layers: L; or a pair for each kind of layers, its name and number of layers.

@@ -219,7 +219,7 @@ class Activations:
 
 
 def no_activations() -> Activations:
-    """Returns what enters the embedding."""
+    """Returns the inputs of the embedding."""
     return Activations(((), ()), ())
 
 
@@ -349,7 +349,7 @@ def _judge_embed(
     num_blocks: int,
     x: Activations,
 ) -> tuple[str | None, dict[str, Any], Activations]:
-    """Returns why an embedding may mix rows, if it does, what it draws, and what it returns."""
+    """Returns the reason for which an embedding may mix rows, its draws, and its result."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
@@ -369,7 +369,7 @@ def _judge_layer(
     num_blocks: int,
     x: Activations,
 ) -> tuple[str | None, dict[str, Any], Activations]:
-    """Returns why a layer may mix rows, if it does, what it draws, and what it returns."""
+    """Returns the reason for which a layer may mix rows, its draws, and its result."""
 
     def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return x_and_aux(function(weights, x, batch, key), x)
@@ -422,7 +422,7 @@ def _judge_loss(
     num_blocks: int,
     x: Activations,
 ) -> tuple[str | None, dict[str, Any], None]:
-    """Returns why a loss or metric may be no mean over rows, if one is none, and what it draws."""
+    """Returns the reason for which a loss or metric may be no mean over rows, and its draws."""
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         parts = loss_parts(model.loss(weights, x, batch, key))
@@ -489,7 +489,7 @@ def _draws(
     num_keys: int,
     noted: dict[tuple[int, ...], set[int | None]],
 ) -> dict[str, Any]:
-    """Returns what a function draws: {} for nothing, or "own": `FunctionRows.draws`."""
+    """Returns the draws of a function: {} for none, or "own": `FunctionRows.draws`."""
     if not num_keys:
         return {}
     _, used = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars))

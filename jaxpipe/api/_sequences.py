@@ -40,7 +40,7 @@ def check_sequences(model: Model, mesh: Mesh, num_slices: int, *, has_specs: boo
 def boundary_of_slices(
     embed: Callable, mesh: Mesh, dim: int | None, loss: Callable | None = None
 ) -> BoundaryOfSlices | None:
-    """Returns how functions that treat tokens one by one run on slices along a dim, if known."""
+    """Returns the rule by which functions of single tokens run on slices along a dim, if known."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if dim is None or mesh.shape.get(CONTEXT, 1) == 1 or types[CONTEXT] != AxisType.Auto:
         return None

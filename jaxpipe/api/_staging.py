@@ -470,7 +470,7 @@ def _sliced_layer(
 
 
 def _shares(metrics: dict[str, Any], mean: float) -> dict[str, Any]:
-    """Returns what a piece contributes to means over all pieces."""
+    """Returns the share of a piece in means over all pieces."""
     return {name: jnp.asarray(x, accum_dtype(x)) * mean for name, x in metrics.items()}
 
 

@@ -62,7 +62,7 @@ def on_slices(
 
 
 def tail_length(scores: Scores, length: int, granularity: int) -> int | None:
-    """Returns how many tokens before its slice a device sees, if that is at most another slice."""
+    """Returns the tokens before its slice that a device sees, if they are at most another slice."""
     if scores.window is None or not scores.causal:
         return None
     tail = -(-(scores.window - 1) // granularity) * granularity

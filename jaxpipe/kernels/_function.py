@@ -208,7 +208,7 @@ def _enough_heads(x: Float[Array, "b T K C"], q: Float[Array, "b T H C"]) -> Arr
 
 
 def _specs(q: jax.Array, k: jax.Array) -> MeshSpecs | None:
-    """Returns how rows, sequences and heads are divided over the mesh in context."""
+    """Returns the specs of rows, sequences and heads on the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None

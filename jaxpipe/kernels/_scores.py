@@ -99,7 +99,7 @@ class Placement(NamedTuple):
         return (starts[:, None] + jnp.arange(self.run, dtype=jnp.int32)).reshape(-1)
 
     def most_pairs(self, visible: Visible) -> int:
-        """Returns how many pairs of a query and a key see each other, on the device of the most."""
+        """Returns the pairs of a query and a key that see each other, on the busiest device."""
         queries = self.starts[:, :, None] + np.arange(self.run)  # [n, R, run]
         first, last = np.zeros_like(queries), np.full_like(queries, self.num_keys - 1)
         if visible.most is not None:

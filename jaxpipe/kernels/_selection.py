@@ -88,7 +88,7 @@ class AttentionPlan:
 
     @property
     def problems(self) -> dict[str, tuple[str, ...]]:
-        """Returns why each kernel that is wanted cannot run, in the order of preference."""
+        """Returns the reasons for which requested kernels cannot run, by preference."""
         names = tuple(_PROBLEMS) if self.wanted == "auto" else (self.wanted,)
         return {
             name: tuple(text for text, applies in _PROBLEMS[name](self).items() if applies)

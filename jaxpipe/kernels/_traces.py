@@ -59,12 +59,12 @@ def for_heads_up_to(channels: int | None) -> AbstractContextManager[None]:
 
 
 def trace_is_read_for() -> str:
-    """Returns what a trace is read for, "rows", "tokens" or "work"; "" if it is run."""
+    """Returns the purpose of a trace, "rows", "tokens" or "work"; "" if it is run."""
     return _read_for.value
 
 
 def traced_widest_head() -> int | None:
-    """Returns what `trace_for` was told of the heads of cuDNN, or None."""
+    """Returns the width of cuDNN's heads that `trace_for` was given, or None."""
     return _widest_head.value
 
 

@@ -42,7 +42,7 @@ class GemmaConfig(LlamaConfig):
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
-        """Returns how local layers attend, and how global ones do."""
+        """Returns the attention of local layers, and that of global ones."""
         scale = self.query_pre_attn_scalar**-0.5
         return Scores(window=self.sliding_window_size, scale=scale), Scores(scale=scale)
 

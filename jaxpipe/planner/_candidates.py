@@ -196,7 +196,7 @@ class Space:
     hidden: int = 0
 
     def imbalance(self, counts: tuple[int, ...]) -> float:
-        """Returns what the dearest stage costs over the mean of all stages."""
+        """Returns the cost of the dearest stage over the mean of all stages."""
         return _imbalance(self.costs, counts)
 
 

@@ -133,7 +133,7 @@ class OwnSource:
         return pipe.compile(params, _rows(self.example, num_rows), optimizer=optax.adamw(1e-3))
 
     def pipeline(self, settings: Values, devices: Sequence[Any]) -> PipelinedModel:
-        """Returns what `jaxpipe.pipeline` returns for the settings."""
+        """Returns the pipeline that `jaxpipe.pipeline` makes with the settings."""
         mesh, arguments = self._arguments(settings, devices)
         model = self.model if self.make is None else self.make(mesh)[0]
         return self._pipeline(model, mesh, arguments)
@@ -237,7 +237,7 @@ def own_request(
 
 
 def _made(made: Any) -> tuple[Model, PyTree]:
-    """Returns what a function of a mesh has made, checked."""
+    """Returns the checked model that a function of a mesh has made."""
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Model):
         return made
     raise ValueError(

@@ -88,7 +88,7 @@ def runner_up(plans: BestPlans) -> str:
 
 
 def plain_words(request: Request, plans: BestPlans) -> str:
-    """Returns what data parallelism alone would take; "" if it is the best plan."""
+    """Returns a line about data parallelism alone; "" if it is the best plan."""
     best, plain = plans.plans[0], plans.plain
     if is_plain(best.candidate):
         return ""

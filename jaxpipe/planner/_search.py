@@ -166,7 +166,7 @@ def is_plain(candidate: StepLayout) -> bool:
 
 
 def _simplicity(candidate: StepLayout) -> tuple[int, int]:
-    """Returns what makes a layout hard to run: how it pipelines, and what it divides and moves."""
+    """Returns the difficulty of a layout: of its pipeline, and of what it divides and moves."""
     engine = candidate.engine
     pipelines = engine.pipelines + (engine.pipelines and engine.program_per_rank)
     offloads = candidate.policy == OFFLOAD_INPUTS

@@ -149,7 +149,7 @@ class BranchParts(HookParts):
     def _result_of(
         self, index: int, outputs: dict[int, Any], row: PyTree, extras: list[Any] | None = None
     ) -> Any:
-        """Returns what a layer returns, or zeros of its shapes if nothing reads it."""
+        """Returns the result of a layer, or zeros of its shapes if nothing reads it."""
         y = outputs.get(index)
         if y is None:
             y = zeros_of(self.outputs_of_layers(row)[index])
@@ -193,7 +193,7 @@ class BranchParts(HookParts):
         return tuple(kinds)
 
     def _live(self, batch: PyTree) -> _Live:
-        """Returns what x is between layers, for batches of a form."""
+        """Returns the arrays that are x between layers, for batches of a form."""
         live = self.of_form("live", self.row(batch), self._find_live)
         if self.kinds:
             self.check_kinds(jax.tree.map(shape_of, batch))

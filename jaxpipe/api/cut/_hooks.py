@@ -142,7 +142,7 @@ class HookParts(Parts):
         return self.cut.names
 
     def x_and_extras(self, result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Returns what is x of what a layer returned, and (what it returned besides,) or ()."""
+        """Returns x out of the result of a layer, and (the rest of the result,) or ()."""
         return x_and_extras(result, x)
 
     def extras_of_layers(self, row: PyTree) -> list[tuple[PyTree, ...]]:
@@ -188,7 +188,7 @@ class HookParts(Parts):
         return outputs, forms
 
     def returned(self, y: PyTree, extras: list[Any] | None, index: int, row: PyTree) -> Any:
-        """Returns what a layer returns: x, or x with its extras, out of those of all layers."""
+        """Returns the result of a layer: x, or x with its extras, out of those of all layers."""
         forms = self.extras_of_layers(row)
         if index >= len(forms) or not forms[index]:
             return y

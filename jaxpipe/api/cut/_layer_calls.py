@@ -63,7 +63,7 @@ class LayerArguments:
 
     @property
     def form(self) -> Any:
-        """Returns what tells calls apart: structure, shapes of arrays, and other values."""
+        """Returns the form of a call: structure, shapes of arrays, and other values."""
         arrays = jax.tree.map(shape_of, self.x)
         others = [shape_of(leaf) if _is_array(leaf) else leaf for leaf in self.leaves]
         return jax.tree.structure(self.x), jax.tree.leaves(arrays), self.tree, others

@@ -95,7 +95,7 @@ class Parts:
 
     @abstractmethod
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
-        """Returns what the first layer is given, of all rows."""
+        """Returns the input of the first layer, of all rows."""
 
     def x_of_kind(self, kind: int, batch: PyTree, key: Any) -> PyTree:
         """Returns the shapes of x that enters layers of a kind."""
@@ -110,7 +110,7 @@ class Parts:
     def layer_and_extras(
         self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
-        """Returns what leaves a layer, its extras, and auxiliary losses that it has itself."""
+        """Returns the output of a layer, its extras, and auxiliary losses of its own."""
 
     @abstractmethod
     def extras(self, batch: PyTree) -> list[list[jax.ShapeDtypeStruct]]:
@@ -125,7 +125,7 @@ class Parts:
     def layer(
         self, w: PyTree, shared: Outer, x: PyTree, batch: PyTree, key: Any, kind: int = 0
     ) -> Any:
-        """Returns what leaves a layer; as (x, aux) if there are auxiliary losses or metrics."""
+        """Returns the output of a layer; as (x, aux) if there are auxiliary losses or metrics."""
         x, extras, aux = self.layer_and_extras(w, shared, x, batch, key, kind)
         counts = [len(of_kind) for of_kind in self.extras(batch)]
         first = sum(counts[:kind])
@@ -151,7 +151,7 @@ class Parts:
         return self.read(with_loss, outer, batch, x, key)[0]
 
     def output_of(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> PyTree:
-        """Returns what `apply` returns, from what left the last layer."""
+        """Returns the result of `apply`, from the output of the last layer."""
 
         def check(batch: PyTree) -> None:
             extras = [*chain(*self.extras(batch))]
@@ -177,7 +177,7 @@ class Parts:
         return self._output(zeros, outer, x, batch, key)
 
     def weights(self, batch: PyTree) -> Weights:
-        """Returns what the extras of a layer are multiplied by, for the loss and each metric."""
+        """Returns the factors of the extras of a layer, for the loss and each metric."""
         return self.of_form("weights", batch, self._weights)
 
     def _weights(self, batch: PyTree) -> Weights:
@@ -280,7 +280,7 @@ def packed(x: PyTree, carried: list[Any]) -> PyTree:
 
 
 def unpacked(x: PyTree, carried: Sequence[Any]) -> tuple[PyTree, list[Any]]:
-    """Returns what `packed` has packed."""
+    """Returns the tree that `packed` has packed."""
     return (x["x"], x["carried"]) if carried else (x, [])
 
 

@@ -276,7 +276,7 @@ def nth_layer(layers: PyTree, i: int) -> PyTree:
 
 
 def x_and_aux(returned: Any, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
-    """Returns what a layer returned, which may be x alone, as (x, auxiliary scalars)."""
+    """Returns the result of a layer, which may be x alone, as (x, auxiliary scalars)."""
     if jax.tree.structure(returned) == jax.tree.structure(x):
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2:

@@ -62,7 +62,7 @@ class BoundaryOfSlices(NamedTuple):
     dim: int
 
     def specs(self, tree: Any) -> Any:
-        """Returns how the leaves of inputs, or of x, are divided on the mesh in context."""
+        """Returns the specs of the leaves of inputs, or of x, on the mesh in context."""
         size = jax.sharding.get_abstract_mesh().shape[self.axis]
 
         def spec(leaf: Any) -> PartitionSpec:

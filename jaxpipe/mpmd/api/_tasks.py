@@ -26,7 +26,7 @@ class TaskType(Enum):
 
     @property
     def default_latency(self) -> int:
-        """Returns how long the task is, where a forward is 1."""
+        """Returns the length of the task, where a forward is 1."""
         return 2 if self is TaskType.BWD else 1
 
 

@@ -201,7 +201,7 @@ def _are_ready(arrays: Sequence[jax.Array]) -> bool:
 
 
 def _failure(item: PendingItem) -> str | None:
-    """Returns why arrays that are ready have failed, None if they have not."""
+    """Returns the error of arrays that are ready and have failed, None if they have not."""
     for array in item.arrays or ():
         try:
             array.block_until_ready()

@@ -139,7 +139,7 @@ def reduced_bytes(candidate: StepLayout) -> float:
 
 
 def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns how much longer products of gathered weights take, if flags are asked to be none.
+    """Returns the seconds by which products of gathered weights are slower without flags.
 
     Fitted to three programs of llama3.1-70b. Published steps of FSDP on up to 512 chips, which have
     such flags, show none of it.

@@ -217,7 +217,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
 
 
 def _num_moves(run: PreparedPipeline) -> float | None:
-    """Returns how often a schedule moves residuals to the host, and how often back."""
+    """Returns the number of times that a schedule moves residuals to the host, and also back."""
     ticks = run.pipeline.ticks
     if ticks is None:
         return None

@@ -225,7 +225,7 @@ class StreamMove(NamedTuple):
 
 
 def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
-    """Returns what the stream does at tick `t`, in a program that runs in all of `ticks`."""
+    """Returns the move of the stream at tick `t`, in a program that runs in all of `ticks`."""
     leaves = lambda u: u >= first_exit(shape)  # noqa: E731
     moves = lambda u: (u < shape.num_microbatches) | leaves(u)  # noqa: E731
 

@@ -108,7 +108,7 @@ def remat_of_pieces(remat: Remat, layout: PastLayout) -> Remat:
 def slice_inputs(
     layout: PastLayout, batch: PyTree, buffers: list[jax.Array], work: PhaseRow
 ) -> SliceInputs:
-    """Returns what the stage reads for the slice of `work`; `buffers` are leaves of states."""
+    """Returns the inputs of the stage for the slice of `work`; `buffers` are leaves of states."""
     if layout.num_slices == 1:
         return SliceInputs(batch, [])
     offset = _offset(layout, work)

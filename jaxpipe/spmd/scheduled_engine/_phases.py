@@ -377,7 +377,7 @@ def _split_stage(invariants: ScheduledInvariants) -> SplitBackward:
 def _stored_residuals(
     invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers
 ) -> tuple[list[Any], tuple[StageOutputs, Aux]]:
-    """Returns what F stored, or the entries where it is, and the cotangent of the results of F."""
+    """Returns the residuals of F, or their entries, and the cotangent of its results."""
     early = entries_to_read(buffers.for_backward, work.residuals_for_backward_slot)
     late = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
     residuals = merge_residuals(_split_stage(invariants), (early, late))

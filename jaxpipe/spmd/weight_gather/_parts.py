@@ -174,7 +174,7 @@ def _of_parts(gather: Gather, parts: PyTree) -> Gather:
 
 
 def _parts_of(shape: tuple[int, ...], spec: PartitionSpec, num_parts: int) -> _Parts:
-    """Returns how a stored array is cut into parts: along the dim that suits best."""
+    """Returns the cut of a stored array into parts: along the dim that suits best."""
     choices = [
         _cut(dim, size // _shards(spec, dim), num_parts, is_last=dim == len(shape) - 1)
         for dim, size in enumerate(shape or (1,))

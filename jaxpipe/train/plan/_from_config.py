@@ -185,7 +185,7 @@ def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> S
 
 
 def _slice_problems(config: Config) -> tuple[str, ...]:
-    """Returns why a run cannot cut sequences into slices, whatever their number."""
+    """Returns the reasons for which a run cannot cut sequences into slices at all."""
     family = MODEL_FAMILIES[config.decoder_block]
     problems = {
         f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
@@ -303,7 +303,7 @@ def model_plan(
     platform: str,
     context_size: int = 1,
 ) -> ModelPlan:
-    """Returns how the functions of a run's model compute on a platform such as "tpu"."""
+    """Returns the choices by which a run's model computes on a platform such as "tpu"."""
     return ModelPlan(
         dtype=config.dtype,
         attentions=tuple(
@@ -378,7 +378,7 @@ def compiler_options(config: Config, device: Any) -> dict[str, str]:
 
 
 def step_traits(config: Config, device: Any) -> StepTraits:
-    """Returns what the defaults of compiler flags depend on."""
+    """Returns the traits on which the defaults of compiler flags depend."""
     return StepTraits(
         device.platform,
         device.device_kind,

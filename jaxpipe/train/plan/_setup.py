@@ -54,7 +54,7 @@ class StepPlan:
 
     @cached_property
     def pipeline(self) -> PipelineSpec:
-        """Returns what the engine is told about the pipeline."""
+        """Returns the specification of the pipeline that the engine is given."""
         layers = self.stored["layers"]
         return self.pipe.plan(layers.num_layers, layers.specs)
 
@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def pipeline(self) -> PipelineSpec:
-        """Returns what the engine is told about the pipeline."""
+        """Returns the specification of the pipeline that the engine is given."""
         return self.step.pipeline
 
     @property

@@ -110,7 +110,7 @@ def check_step(
 
 
 def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
-    """Returns why a step is bad, such as `its loss is nan`; "" if it is good."""
+    """Returns the reason for which a step is bad, such as `its loss is nan`; "" if it is good."""
     values = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
     bad = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
     norm = values.get("gradient_norm", 0.0)

@@ -77,7 +77,7 @@ def gradient_shardings(plan: StepPlan) -> PyTree[NamedSharding]:
 
 
 def of_gradients(plan: StepPlan) -> PipelineSpec:
-    """Returns what the engine is told of gradients, which ZeRO-1 divides over `data` too."""
+    """Returns the specification of gradients, which ZeRO-1 divides over `data` too."""
     return over_data(plan.pipeline, plan.groups)
 
 

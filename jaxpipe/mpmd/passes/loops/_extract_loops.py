@@ -67,7 +67,7 @@ def _all_mark_ids(traced: ClosedJaxpr, body: Graph) -> tuple[int, ...]:
 
 
 def _count_marks(jaxpr: Any) -> int:
-    """Returns how many equations of a jaxpr are marks, at any depth."""
+    """Returns the number of equations of a jaxpr that are marks, at any depth."""
     return sum(
         1
         if eqn.primitive.name == STAGE_END
