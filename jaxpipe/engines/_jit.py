@@ -57,6 +57,7 @@ def _default_options(plan: PipelineSpec) -> dict[str, str]:
         device.platform,
         device.device_kind,
         "pipeline" if is_pipeline else "none",
+        has_experts=plan.mesh.shape.get("expert", 1) > 1,
     )
     return default_options(FLAGS, traits, device)
 

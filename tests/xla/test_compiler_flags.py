@@ -122,6 +122,15 @@ def test_no_instruction_may_use_more_vector_memory_than_a_core_has(kind):
     assert ("SparseCore gathers" in options) == bool(row.sparse_cores)
 
 
+@pytest.mark.parametrize(("kind", "dense", "experts"), [("v5p", False, True), ("v6e", True, True)])
+def test_a_queue_of_sparse_cores_is_set_where_it_was_faster(kind, dense, experts):
+    for has_experts, is_set in ((False, dense), (True, experts)):
+        device_kind = hardware(kind).device_kinds[0]
+        traits = StepTraits("tpu", device_kind, "circular", has_experts=has_experts)
+        rows = [row for row in FLAGS if row.group == "SparseCore queue"]
+        assert [row.is_set(traits) for row in rows] == [is_set, is_set]
+
+
 def test_versions_of_one_series_are_equal():
     row = flag(accepted_by=("0.0.48.1", "0.12.0.1"))
     assert flags.is_tried(row, "0.0.48.7")

@@ -376,6 +376,7 @@ def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
             device.device_kinds[0],
             engine.config_name,
             program_per_rank=engine.program_per_rank,
+            has_experts=bool(request.model.experts),
             default_flags=request.default_flags,
         )
     )

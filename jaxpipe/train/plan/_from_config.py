@@ -385,6 +385,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         config.pipeline_engine,
         program_per_rank=config.engine.program_per_rank,
         deterministic=config.deterministic,
+        has_experts=config.num_experts > 1,
         layer_bytes=layer_bytes(config),
         default_flags=config.compile_default_flags,
     )
