@@ -184,13 +184,9 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
             gradients = grads.stored + grads.whole / v
     boundary_grads, boundary = boundary_memory(counts, sizes)
     work, loss = sizes.work / buffers.num_slices, sizes.loss / buffers.num_slices
-    if buffers.forwards_first:
-        is_in_loss = stored + loss > residuals + gradients + work
-    else:
-        is_in_loss = loss > work
-    if is_in_loss:
-        residuals, work = stored, 0.0
-        gradients *= not buffers.forwards_first
+    in_loss = 0.0 if buffers.forwards_first else gradients
+    if stored + in_loss + loss > residuals + gradients + work:
+        residuals, gradients, work = stored, in_loss, 0.0
     else:
         loss = 0.0
     return PeakMemory(

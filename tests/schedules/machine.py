@@ -43,10 +43,11 @@ def run_loops(loops: Sequence[TickTables], schedule: Schedule) -> set[Action]:
         if table.backward.is_idle:
             waiting.append([{name: mine[name] for name in _RESIDUALS} for mine in buffers])
             continue
-        for mine in buffers:
-            for name, buffer in mine.items():
-                if name in _RESIDUALS or table is loops[-1]:
-                    assert not buffer, f"{name} still has {buffer}"
+        assert not any(mine[name] for mine in buffers for name in _RESIDUALS)
+    assert not waiting
+    for mine in buffers:
+        for name, buffer in mine.items():
+            assert not buffer, f"{name} still has {buffer}"
     return done
 
 

@@ -201,7 +201,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
     work = parts["products"] + parts["other_compute"]
-    parts["host"] = exposed_host_seconds(candidate, request, work, _num_moves(run))
+    parts["host"] = exposed_host_seconds(candidate, request, work, _num_moves(candidate, run))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
@@ -216,10 +216,10 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     )
 
 
-def _num_moves(run: PreparedPipeline) -> float | None:
+def _num_moves(candidate: StepLayout, run: PreparedPipeline) -> float | None:
     """Returns the number of times that a schedule moves residuals to the host, and also back."""
     ticks = run.pipeline.ticks
-    if ticks is None:
+    if ticks is None or candidate.policy != OFFLOAD_INPUTS:
         return None
     # Where forwards come first, a tick of one of two loops moves one way.
     return (num_ticks(ticks) + 1) / 2 if has_forwards_first(ticks) else num_ticks(ticks)

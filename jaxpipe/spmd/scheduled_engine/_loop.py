@@ -190,7 +190,7 @@ def _all_ticks(
         takes_stored = tables.forward.is_idle
         residuals = stored_residuals.pop() if takes_stored else _allocate_residuals(in_loop)
         buffers = buffers._replace(for_backward=residuals[0], for_weight=residuals[1])
-        if tables.chunks:
+        if not tables.backward.is_idle:
             weight_state = gather.with_sums(totals.weight_state, tables)
             totals = totals._replace(weight_state=weight_state)
         carry = _run_loop(options, in_loop, zero_outputs, TickCarry(buffers, totals))
