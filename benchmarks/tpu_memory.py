@@ -71,6 +71,11 @@ ROWS: dict[str, tuple[dict, str, str]] = {
         "42226 | 107.4 54.0 0.4 1.2 10.1",
         "",
     ),
+    "C 4 layers, layers": (
+        TWO_RANKS | LAYERS | {"num_layers_per_pipeline_stage": 4},
+        "",
+        "",
+    ),
     "GPipe": (
         TWO_RANKS | ONCE | BOTH | {"num_layers_per_pipeline_stage": 16},
         "96602 | 7.0 0.3 44.2 1.2 1.8",

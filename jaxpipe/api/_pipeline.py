@@ -84,7 +84,8 @@ def pipeline(
             schedule ("tick"), "once" in a step, once for all microbatches of a stage, ahead of them
             ("repeat"), or by every "layer" that reads them, which holds one layer at a time. Of one
             program; without a pipeline layers gather their own, and in programs of ranks XLA
-            decides. Default: "tick".
+            decides. Default: "tick" for stages of one layer; for others "layer", as a loop over
+            layers begins when all that it reads are gathered, with nothing beside them.
         zero1: Whether gradients and the state of an optimizer are divided over `data` too, as
             ZeRO-1 does: updates are gathered, not parameters.
         reduce_dtype: `jnp.bfloat16` if one program rounds gradients of layers to it to sum them
@@ -197,7 +198,6 @@ def pipeline(
         remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
         layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
         forwarding_delay=forwarding_delay,
-        gather="tick" if gather is None else gather,
         vocab_parallel=vocab_parallel,
         scan_layers=scan_layers,
         scan_repeats=scan_repeats,
@@ -212,6 +212,7 @@ def pipeline(
         cast_model(model, compute_dtype),
         selected,
         told,
+        gather=gather,
         layers_per_stage=counts,
         frozen=frozen,
         num_mtp_layers=num_mtp,

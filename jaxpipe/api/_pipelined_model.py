@@ -15,9 +15,8 @@ from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import slice_sequences, split_metrics
-from ..engines import Engine, PipelineSpec
+from ..engines import Engine, PipelineSpec, When
 from ..engines.fsdp import gathered_size, num_row_shards, with_layer_specs
-from ..schedules import language
 from ._frozen import (
     FrozenRule,
     check_trainable,
@@ -82,7 +81,8 @@ class PipelinedModel(InspectedModel):
         model: The model.
         engine: The engine that runs it.
         told: The specification that the engine is given of a model with one layer in a stage;
-            `plan` returns that of one with others. It has the mesh and the options of `pipeline`.
+            `plan` returns that of one with others. It has the mesh and most options of `pipeline`.
+        gather: When weights are gathered. None: as is usual for the layers of a stage.
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
@@ -94,6 +94,7 @@ class PipelinedModel(InspectedModel):
     model: Model
     engine: Engine
     told: PipelineSpec
+    gather: When | None = None
     layers_per_stage: tuple[int, ...] | None = None
     frozen: FrozenRule | None = None
     num_mtp_layers: int | None = None
@@ -482,8 +483,6 @@ class PipelinedModel(InspectedModel):
         """
         told = replace(
             self.told,
-            # Without shards there is nothing to gather.
-            gather=self.told.gather if gathered_size(self.mesh, specs) > 1 else "once",
             kinds=() if isinstance(num_layers, int) else num_layers,
             order=tuple(self.model.order or ()),
             param_specs=specs,
@@ -493,7 +492,9 @@ class PipelinedModel(InspectedModel):
         total, given = total_layers(num_layers), self.layers_per_stage
         counts = layer_counts(total, self.num_stages, given, of_layers)
         layout = self.engine.layout(self.schedule, self.mesh.shape["stage"], counts)
-        return replace(told, layout=layout)
+        gather = self.gather or self.engine.usual_gather(layout.layers_per_stage)
+        has_shards = gathered_size(self.mesh, specs) > 1  # without, there is nothing to gather
+        return replace(told, layout=layout, gather=gather if has_shards else "once")
 
     @property
     def num_pieces(self) -> int:
@@ -504,11 +505,6 @@ class PipelinedModel(InspectedModel):
     def num_stages(self) -> int:
         """Number of stages; 1 without a pipeline."""
         return 1 if self.schedule is None else self.schedule.num_stages
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices of each sequence; 1 if the schedule has whole microbatches."""
-        return 1 if self.schedule is None else language.num_slices(self.schedule)
 
     @property
     def takes_key(self) -> bool:

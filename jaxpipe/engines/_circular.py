@@ -158,7 +158,7 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     every = stored_residuals(buffers, sizes)
     kept, gradients = residuals_and_sums(buffers, sizes, v)
     gathered = _gathered(counts, sizes)
-    gradients += 2 * (grads.stored if counts.gather == "tick" else grads.whole) / v
+    gradients += 2 * (grads.stored if counts.gather in ("tick", "layer") else grads.whole) / v
     work, logits = sizes.work, 0.0
     boundary_grads, boundary = boundary_memory(counts, sizes)
     embedded = max(1, counts.num_microbatches // counts.num_ranks)  # by each rank, before all ticks
@@ -192,8 +192,8 @@ def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
             return 2 * reads.whole / v
         case "tick":  # beside the window a tick's weights, and a gradient before it is a sum
             return reads.stored / v + reads.whole / v + sizes.largest_grad
-        case "layer":
-            return sizes.casts.stored + 2 * sizes.layer_read
+        case "layer":  # beside the window of a stage as it is stored
+            return sizes.weights / v + 2 * sizes.layer_read
 
 
 def _has_branches(plan: PipelineSpec) -> bool:

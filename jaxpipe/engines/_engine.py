@@ -237,6 +237,14 @@ class Engine:
     sliced_stage: Callable[[PipelineSpec, Any], Callable] | None = None
     own_schedule: OwnSchedule | None = None
 
+    def usual_gather(self, layers_per_stage: int) -> When:
+        """Returns when weights are gathered, for users who do not say it.
+
+        A stage of several layers runs them in a loop, which reads all that were gathered before it:
+        nothing is left to run beside their gathers, unless each layer has its own.
+        """
+        return "layer" if "gather" in self.options and layers_per_stage > 1 else "tick"
+
     @property
     def runs_ticks(self) -> bool:
         """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""

@@ -124,6 +124,11 @@ class StepLayout:
         return max(self.counts)
 
     @property
+    def usual_gather(self) -> GatherMode:
+        """Returns when weights are gathered unless it is said."""
+        return self.engine.usual_gather(self.layers_per_stage)
+
+    @property
     def gathers(self) -> bool:
         """Returns whether weights are split by axes over which they are gathered."""
         return any(self.sizes[axis] > 1 for axis in self.gathered_axes)
@@ -473,17 +478,14 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
     scopes: Sequence[RematScope] = ("layer",)
     if first.engine.pipelines:
         scopes = ("tick",) if one_layer else ("layer", "both")
-    gathers: Sequence[GatherMode] = ("tick",)
-    if first.engine.pipelines and row_shards(first.sizes) > first.sizes["data"]:
-        gathers = ("once", "layer", "tick", "repeat")
-        if one_layer:
-            gathers = ("once", "tick", "repeat")
-        if first.engine.program_per_rank:
-            gathers = ("tick",)
+    usual = first.usual_gather
+    gathers: Sequence[GatherMode] = (usual,)
+    if "gather" in first.engine.options and row_shards(first.sizes) > first.sizes["data"]:
         family = FAMILIES.get(first.family_name)
-        if "gather" in first.engine.options and not (family and family.is_breadth_first):
+        gathers = ("once", usual, "repeat")
+        if not (family and family.is_breadth_first):
             gathers = ("once", "layer")
-    gathers = [gather for gather in gathers if gather not in space.without]
+    gathers = [gather for gather in gathers if gather == usual or gather not in space.without]
     for policy in _choices(fixed, "policy", space.policies):
         # Where a plan may choose to store everything, that is of a whole stage.
         stores_all = policy == "none" and policy in space.policies

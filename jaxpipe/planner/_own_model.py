@@ -65,7 +65,6 @@ NOT_CHOSEN: Values = {
     "tensor": 1,
     "expert": 1,
     "context": 1,
-    "gather": "tick",
     "vocab_tiling": 1,
 }
 """Choices that are the same in every plan of an own model; errors leave them out."""
@@ -111,6 +110,8 @@ class OwnSource:
             settings["layer_remat"] = candidate.policy
         if candidate.options.zero1:
             settings["zero1"] = True
+        if candidate.gathers and candidate.gather != candidate.usual_gather:
+            settings["gather"] = candidate.gather
         if candidate.chunks > 1:
             settings["chunks"] = candidate.chunks
         if engine.runs_schedules:

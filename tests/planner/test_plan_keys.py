@@ -209,6 +209,8 @@ WITH: dict[str, dict[str, Any]] = {
     "pipeline_vocab_parallel": _SCHEDULED | {"pipeline_vocab_parallel": False},
     "pipeline_schedule": {"pipeline_engine": "scheduled", "pipeline_schedule": "zero_bubble_h1"},
     "pipeline_fsdp_ag_once": {"pipeline_fsdp_ag_per_layer": True},
+    # Layers of longer stages gather their own without it.
+    "pipeline_fsdp_ag_per_layer": {"num_pipeline_repeats": 16},
     "gradient_accumulation_steps": {"num_pipeline_microbatches": 4},
     "num_layers_per_pipeline_stage": {"num_layers_per_pipeline_stage": 4},
     # A slice of 1,032 rows is no whole number of tiles.

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from ...engines import Engine, PipelineSpec, engine_of_any_schedule
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
-from ...schedules.language import describe
+from ...schedules.language import describe, num_slices
 from ...schedules.lock_step import Ticks
 from ...xla.compile_report import CompileReport
 from .._model import check_means
@@ -58,6 +58,11 @@ class InspectedModel:
     def schedule(self) -> Schedule | None:
         """Returns the order of the actions of each rank; None without a pipeline."""
         return self.told.schedule
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of each sequence; 1 if the schedule has whole microbatches."""
+        return 1 if self.schedule is None else num_slices(self.schedule)
 
     @property
     def ticks(self) -> Ticks | None:

@@ -218,7 +218,7 @@ def _trace(
         The plan, and bytes of one microbatch on a device: what the largest stage is given, stores
         with its rematerialization and without that of ticks ("kept"), and what the loss makes.
     """
-    pipe = replace(pipe, told=replace(pipe.told, gather="tick", **options))
+    pipe = replace(pipe, gather="tick", told=replace(pipe.told, **options))
     traced: dict[str, Any] = dict.fromkeys(
         ("activation", "kept", "residuals", "wgrad_residuals", "past", "past_cotangent"), 0
     )

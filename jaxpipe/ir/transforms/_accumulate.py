@@ -203,17 +203,15 @@ def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eq
         value = moved
 
 
-def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns `(sums) -> sums + f(*arguments)`, in place where possible.
+def add_gradients(sums: PyTree, f: Callable, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns `sums` plus gradients, in place where possible, and the result that `f` has besides.
 
-    `f` returns a pytree of gradients, with None where a leaf has none.
+    `f` is `(*arguments) -> (gradients, result)`: gradients are like `sums`, with None where a leaf
+    has none.
     """
-    closed, shape = jax.make_jaxpr(f, return_shape=True)(*arguments)
-    count = len(jax.tree.leaves(shape))
-    add = accumulate(to_graph(closed), [True] * count)
-
-    def added(sums: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten(sums)
-        return tree.unflatten(add(*jax.tree.leaves(arguments), *leaves))
-
-    return added
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*arguments)
+    leaves, tree = jax.tree.flatten(sums)
+    result = jax.tree.structure(shapes[1])
+    is_gradient = [True] * len(leaves) + [False] * result.num_leaves
+    new = accumulate(to_graph(closed), is_gradient)(*jax.tree.leaves(arguments), *leaves)
+    return tree.unflatten(new[: len(leaves)]), result.unflatten(new[len(leaves) :])

@@ -33,6 +33,10 @@ _COPY_BYTES_MOVED = 5.5
 """Bytes that XLA:TPU reads and writes to bring a byte of gathered experts into tiles, by the cycles
 of deepseek3-671b on v5p:8x8x8 (libtpu 0.0.48.1): 9.7 s of circular, 3.2 s of FSDP."""
 
+_WINDOW_BYTES = 20.0
+"""Bytes of a weight that are read and written when a rank begins its stage: a copy of 2 bytes for
+the forward and for the backward, and of its sum 4 bytes of zeros and a copy."""
+
 _PRODUCT_PASSES = 1.5
 """Extra passes over a product's result, for each shard of its weight, that reproduce how much
 slower products are in programs of XLA:TPU without jaxpipe's flags."""
@@ -45,6 +49,7 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of what engines and compilers do beside the model's own work."""
     seconds = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
     seconds += _store_seconds(candidate, request) + _copy_seconds(candidate, request)
+    seconds += _window_seconds(candidate, request)
     if candidate.engine.pipelines:
         return seconds
     return seconds + _slow_product_seconds(candidate, request)
@@ -65,6 +70,15 @@ def _store_seconds(candidate: StepLayout, request: Request) -> float:
     passes = _OWN_STACK_BYTES if request.source.is_own else _STACK_BYTES
     visits = candidate.microbatches * candidate.chunks
     return visits * passes * kept / _memory_rate(request)
+
+
+def _window_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which a rank changes the windows of weights of its stages."""
+    if candidate.gather != "repeat" or not candidate.gathers:
+        return 0.0
+    layers = candidate.layers_per_stage * candidate.chunks
+    parameters = layers * gathered_parameters(request.model.layer, candidate.sizes)
+    return _WINDOW_BYTES * parameters / _memory_rate(request)
 
 
 def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
@@ -116,18 +130,20 @@ def expert_reduction_seconds(
 
 
 def tick_scatter_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which pipelines of TPUs scatter experts' gradients in every tick.
+    """Returns the seconds in which pipelines of TPUs scatter experts' gradients in their ticks.
 
-    They do so at its end, when the layers' work is done: no product is left to hide it.
+    They do so at its end, when the layers' work is done: no product is left to hide it. In every
+    tick they scatter all of a stage, or of a stage that is left a part.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
     experts, engine = request.model.experts, candidate.engine
     if not kind.torus_axes or not experts or size == 1:
         return 0.0
-    if not engine.pipelines or engine.program_per_rank or candidate.gather != "tick":
+    if not engine.pipelines or engine.program_per_rank or candidate.gather == "once":
         return 0.0
     count = gathered_parameters(experts, candidate.sizes) * (size - 1) / size
-    visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
+    visits = candidate.layers_per_stage * candidate.chunks
+    visits *= 1 if candidate.gather == "repeat" else candidate.microbatches
     # At the rate of XLA:TPU's estimates, by which the programs were played that this was found in.
     bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)
     return visits * reduced_bytes(candidate) * count / bandwidth

@@ -126,9 +126,13 @@ def _backward_tick(
     dstate, dy = take_back(dstate, t, move=stream_move(t, shape, phase.program))
     daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
     batch_inputs, keys = batch_inputs_and_keys(invariants, work)
-    w = gather.unshard(weight_state.window)
-    dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
-    gradient = gather.accumulate(weight_state.gradient, dw)
+
+    def backward(*arguments: PyTree) -> tuple[PyTree, PyTree]:
+        dw, *cotangents = invariants.stage.backward(*arguments)
+        return dw, cotangents
+
+    arguments = gather.unshard(weight_state.window), batch_inputs, keys, read(t), (dy, daux_of_tick)
+    gradient, (dx, ds) = gather.accumulate(weight_state.gradient, backward, *arguments)
     weight_state = weight_state._replace(gradient=gradient)
     if shape.num_repeats > 1:
         hint = hint_of_repeats(shape, phase.program)

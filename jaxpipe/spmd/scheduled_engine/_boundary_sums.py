@@ -115,9 +115,9 @@ def _adding(embed: Callable) -> Callable[[PyTree, PyTree, PyTree, PyTree], PyTre
             return floating(jax.tree.map(pvary, embed(weights, batch_inputs)))
 
         _, pull = jax.vjp(of_weights, weights)
-        return pull(dx)[0]
+        return pull(dx)[0], ()
 
-    return lambda weights, inputs, dx, sums: add_gradients(gradient, weights, inputs, dx)(sums)
+    return lambda weights, inputs, dx, sums: add_gradients(sums, gradient, weights, inputs, dx)[0]
 
 
 def _with_own_sums(

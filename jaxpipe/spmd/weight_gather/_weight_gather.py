@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
-from ...ir.transforms import Entry
+from ...ir.transforms import Entry, add_gradients
 from .._buffers import add_trees, over_leading, put, to_accum_dtype
 from ..ranks import zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
@@ -49,8 +49,9 @@ class WeightGather(NamedTuple):
             the part has arrived. After all parts it has what `prefetch` returns.
         window: Maps these and the index to the weights that the rank holds while it runs the chunk.
         unshard: Maps a window to the weights that a stage reads.
-        accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
-            that a stage read, to their sum.
+        accumulate: Maps `(sum, backward, *arguments)` to `(new sum, result)`, where the sum is of
+            float32 gradients over ticks, and `backward(*arguments)` returns the gradients of the
+            weights that a stage read, and a result.
         accumulate_in_place: Maps `(sums, chunk, add)` to `(new sums, result)`, where sums have
             [chunks, ...] float32 leaves, and `add` maps the unsharded sum of a chunk to this sum
             with gradients added, and a result. `add` may be given entries of the sums; it then
@@ -74,7 +75,7 @@ class WeightGather(NamedTuple):
     prefetch_part: Callable[[PyTree, Any, Any, int, PyTree], tuple[PyTree, PyTree]]
     window: Callable[[PyTree, Any], PyTree]
     unshard: TreeFunction
-    accumulate: Callable[[PyTree, PyTree], PyTree]
+    accumulate: Callable[..., tuple[PyTree, PyTree]]
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]]
     entries: Callable[[Any], PyTree] | None
     reduce_scatter: TreeFunction
@@ -242,8 +243,12 @@ def _with_zeros(
     def reduction(gather: Gather) -> TreeFunction:
         return identity if is_scattered else gather.scatter
 
-    def accumulate(total: PyTree, dw: PyTree) -> PyTree:
-        return add_trees(total, to_sum(dw))
+    def accumulate(total: PyTree, backward: Callable, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+        if is_scattered:
+            dw, result = backward(*arguments)
+            return add_trees(total, to_sum(dw)), result
+        total, result = add_gradients(total, backward, *arguments)
+        return gather.constrain_unsharded(total), result
 
     # Only the types of what these two compute are used.
     def zero_sum(w: PyTree) -> PyTree:

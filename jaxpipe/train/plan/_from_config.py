@@ -288,13 +288,13 @@ def _check_stored_scores(model: ModelPlan, weights: WeightPlan, batch: BatchPlan
     check_stored_scores(model.attention, max(batch.microbatch_size // rows, 1), num_heads)
 
 
-def _when_gathered(config: Config) -> When:
-    """Returns when weights that are sharded over `fsdp` are gathered."""
+def _when_gathered(config: Config) -> When | None:
+    """Returns when weights that are sharded over `fsdp` are gathered; None if no key says it."""
     if config.pipeline_fsdp_ag_per_layer:
         return "layer"
     if config.pipeline_fsdp_ag_per_repeat:
         return "repeat"
-    return "once" if config.pipeline_fsdp_ag_once else "tick"
+    return "once" if config.pipeline_fsdp_ag_once else None
 
 
 def model_plan(
