@@ -490,8 +490,8 @@ class PipelinedModel(InspectedModel):
         )
         costs, has_costs = self.model.layer_costs or {}, told.kinds and self.model.layer_costs
         of_layers = [costs[kind] for kind in told.kinds_of_layers] if has_costs else None
-        total, given = total_layers(num_layers), self.layers_per_stage
-        counts = layer_counts(total, self.num_stages, given, of_layers)
+        total = total_layers(num_layers)
+        counts = layer_counts(total, self.num_stages, self.layers_per_stage, of_layers)
         layout = self.engine.layout(self.schedule, self.mesh.shape["stage"], counts)
         return replace(told, layout=layout)
 
@@ -689,10 +689,10 @@ class PipelinedModel(InspectedModel):
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
 
         def staged(model: Model) -> StagedModel:
-            made = staged_model(
+            without_hand_overs = staged_model(
                 model, num_pieces, own_copy, *stages_of, divide=divide, tokens_over=tokens_over
             )
-            return replace(made, hand_overs=hand_overs)
+            return replace(without_hand_overs, hand_overs=hand_overs)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             return staged(close_over(of_user, frozen))

@@ -290,7 +290,7 @@ def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], s
     """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
     if not states:  # the embedding could not be traced, and the next trace of it says why
         return (), None
-    found: list[int | None] = []
+    row_dims: list[int | None] = []
     for relations in zip(*(state.relations for state in states), strict=True):
         dims = {r.dim if isinstance(r, Rows) else None for r in relations}
         if len(dims) > 1:
@@ -298,8 +298,8 @@ def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], s
         strange = next((r for r in relations if not _is_rows_or_mean(r)), None)
         if strange is not None:
             return (), f"x has a leaf that is neither rows nor a mean: {described(strange)}"
-        found.append(dims.pop())
-    return tuple(found), None
+        row_dims.append(dims.pop())
+    return tuple(row_dims), None
 
 
 def _is_rows_or_mean(relation: Relation) -> bool:

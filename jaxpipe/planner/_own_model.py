@@ -267,8 +267,8 @@ def _specs(
         raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
     sizes = [axes.get(axis, 1) for axis in sharding.AXES]
     mesh = Mesh(np.array(absent_devices(devices)[: math.prod(sizes)]).reshape(sizes), sharding.AXES)
-    found = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
-    return {path: tuple(sorted(axes_of(spec))) for path, spec in found}
+    specs = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
+    return {path: tuple(sorted(axes_of(spec))) for path, spec in specs}
 
 
 def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:

@@ -111,9 +111,9 @@ def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
                 f"No rule for the logical axis {axis!r}. `logical_axis_rules` has "
                 f"{', '.join(sorted(table))}."
             )
-        wanted = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
-        used.update(wanted)
-        dims.append(wanted if len(wanted) > 1 else wanted[0] if wanted else None)
+        mesh_axes = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
+        used.update(mesh_axes)
+        dims.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
     return PartitionSpec(*dims)
 
 

@@ -163,9 +163,9 @@ class NoChainError(ValueError):
 def check_order(order: Sequence[int], names: Sequence[str]) -> None:
     """Raises a `ValueError` if a layer is not called exactly once and in order."""
     if list(order) != list(range(len(names))):
-        found = ", ".join(names[i] for i in order[:12]) or "none of them"
+        called = ", ".join(names[i] for i in order[:12]) or "none of them"
         raise ValueError(
-            f"The module has the layers {names[0]} to {names[-1]}, and its call runs {found}. A "
+            f"The module has the layers {names[0]} to {names[-1]}, and its call runs {called}. A "
             "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.) If "
             "each call is meant to be a layer, say so by a tuple of one name, `layers=('blocks',)`."
         )

@@ -101,13 +101,13 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
     ours, theirs, true = map(_by_name, (got, wanted, exact))
     largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)
     rounding = float(jnp.finfo(jnp.float32).eps) * largest
-    found = set()
+    names = set()
     for name in set(ours) & set(theirs) & set(true):
         of_pipe, of_user = (_magnitude(x[name] - true[name]) for x in (ours, theirs))
         misses = of_user > tolerance * _magnitude(true[name])
         if misses and of_pipe <= 4 * max(of_user, rounding):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def _by_name(result: Result) -> dict[str, Any]:

@@ -110,11 +110,13 @@ class InspectedModel:
         check_means(self.model, "check")
         if plain is None and not self.takes_key and self.told.compute_dtype is None:
             plain = self.model.plain
-        found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
+        comparison = check(self, params, batch, key, plain=plain, tolerance=tolerance)
         if optimizer is None:
-            return found
+            return comparison
         lifted = self.optimizer(optimizer)
-        return check_steps(self, lifted, optimizer, steps, params, batch, key, found, plain=plain)
+        return check_steps(
+            self, lifted, optimizer, steps, params, batch, key, comparison, plain=plain
+        )
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
@@ -196,11 +198,11 @@ class InspectedModel:
         plan = pipe.plan(layers.num_layers, layers.specs)
         weights = weights_of(stored)
         where = self.engine.shardings(plan, weights, self.model.tied)
-        given = jax.tree.map(
+        shapes = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
         )
-        layers = replace(layers, stages=given.pop("stages"))
-        arguments, function = (given | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
+        layers = replace(layers, stages=shapes.pop("stages"))
+        arguments, function = (shapes | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
             state = state_shapes(optimizer, pipe.model, pipe.engine, plan, arguments[0])
             arguments = arguments[0], state, batch
