@@ -57,7 +57,7 @@ class PackedX:
         kinds: The kind of every layer, in forward order.
         entering: The type of x that enters each layer, in forward order, and that which enters the
             loss.
-        widths: K, by dtype.
+        widths: K, the numbers of a row in each vector, by the name of its dtype.
     """
 
     kinds: tuple[str, ...]

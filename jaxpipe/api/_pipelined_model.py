@@ -79,7 +79,7 @@ class PipelinedModel(InspectedModel):
     """A model under a schedule on a mesh. `pipeline` makes one.
 
     Attributes:
-        model: The model.
+        model: The model, with casts of its parameters if there is a `compute_dtype`.
         engine: The engine that runs it.
         told: The specification that the engine is given of a model with one layer in a stage;
             `plan` returns that of one with others. It has the mesh and the options of `pipeline`.
@@ -257,7 +257,7 @@ class PipelinedModel(InspectedModel):
         """Divides parameters into trainable and frozen ones, as `equinox.partition` does.
 
         Args:
-            params: Parameters from `shard`.
+            params: Stored parameters, trainable and frozen ones.
 
         Returns:
             (trainable, frozen), each with None at the leaves of the other. Gradients are like
@@ -270,7 +270,7 @@ class PipelinedModel(InspectedModel):
 
         Args:
             trainable: Trainable parameters, such as those after an update.
-            frozen: Frozen parameters.
+            frozen: The frozen parameters that `partition` returned.
 
         Returns:
             Parameters for `value`, `value_and_grad` and `unshard`.
@@ -343,8 +343,8 @@ class PipelinedModel(InspectedModel):
         """Computes loss and metrics of a batch, forwards only.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
@@ -370,8 +370,8 @@ class PipelinedModel(InspectedModel):
         """Computes the output of the model for every row of a batch, forwards only.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
             spec: How outputs are sharded: a spec of [B, ...] arrays, or a tree of specs that is a
                 prefix of the output. Default: rows over `data` and `fsdp`; if these have one
@@ -432,8 +432,8 @@ class PipelinedModel(InspectedModel):
         """Computes loss, metrics and gradients of a batch.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
@@ -441,7 +441,7 @@ class PipelinedModel(InspectedModel):
             those of `value`.
 
         Raises:
-            ValueError: As from `value`.
+            ValueError: If `value` raises one for these arguments.
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
@@ -512,7 +512,7 @@ class PipelinedModel(InspectedModel):
 
     @property
     def takes_key(self) -> bool:
-        """Whether a function of the model takes a dropout key."""
+        """Returns whether a function of the model takes a dropout key."""
         return self.model.takes_key
 
     @property

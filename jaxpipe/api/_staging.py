@@ -179,6 +179,9 @@ def on_all_rows(
             of those of all rows; with the shapes that they draw.
         x_dims: The dim of rows of every leaf of x. A leaf without, None, is the same on all
             devices, or a mean over rows.
+
+    Returns:
+        A model whose functions take and return the rows of a device, as those of `model` do.
     """
     axes = row_axes(mesh)
 

@@ -76,7 +76,7 @@ class OwnSource:
     """A model of plain functions: layouts are arguments of `jaxpipe.pipeline`.
 
     Attributes:
-        model: The model.
+        model: The user's model, or the one that `make` returned to be traced.
         params: Its parameters, or their shapes.
         example: A batch, or its shapes.
         num_layers: L; or a pair for each kind of layers, its name and number of layers.

@@ -49,6 +49,9 @@ def cut_model(
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
         stacked: Whether `cut` is that of a scan over a stack of layers.
+
+    Returns:
+        A model whose functions run parts of the module, and whose `to_groups` takes its parameters.
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)

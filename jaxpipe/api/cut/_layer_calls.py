@@ -22,7 +22,7 @@ class LayerCall:
 
     Attributes:
         index: The index of the layer, from 0.
-        args: Its positional arguments.
+        args: The positional arguments of the call.
         kwargs: Its arguments by name.
         run: Runs the layer on other arguments of the same form.
         static: The layer without its parameters: equal for layers of equal programs.
@@ -44,10 +44,10 @@ class LayerArguments:
     """The arguments of a layer, taken apart.
 
     Attributes:
-        x: The first one.
+        x: The first argument, by position or by name.
         leaves: The leaves of all others.
         names: The paths of these leaves, for errors.
-        tree: Their structure.
+        tree: The structure of the arguments without x.
     """
 
     x: PyTree

@@ -42,7 +42,7 @@ class Reference:
     Attributes:
         result: Loss, metrics and gradients on the host.
         dtype: The narrowest dtype that the program computes with, or the pipeline sums in.
-        num_layers: L.
+        num_layers: L, the number of layers, of all kinds.
         text: The name of what was run.
     """
 
@@ -64,7 +64,10 @@ def check(
     """Compares loss, metrics and gradients of a pipeline with those of the user's program.
 
     Args:
-        batch: [B, ...] leaves.
+        batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
+
+    Returns:
+        The relative error of each leaf, which prints as a table.
 
     Raises:
         AssertionError: If an error is larger. It says why.

@@ -41,13 +41,13 @@ class Comparison:
 
     @property
     def worse(self) -> list[str]:
-        """The names of results whose error is larger than the tolerance, or NaN; without noise."""
+        """Returns the names of results with an error above the tolerance, or NaN; without noise."""
         errors = self.errors.items()
         return [name for name, x in errors if not x <= self.tolerance and name not in self.noise]
 
     @property
     def worst(self) -> str:
-        """The name of the result whose error is the largest, or NaN."""
+        """Returns the name of the result whose error is the largest, or NaN."""
         return largest_error(self.errors)
 
     def __repr__(self) -> str:

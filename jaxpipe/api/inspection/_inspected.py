@@ -84,7 +84,7 @@ class InspectedModel:
         of its own, it is the same for the microbatches one by one.
 
         Args:
-            batch: [B, ...] leaves.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             plain: The user's program, to be compared with in place of these: `(params, batch) ->
                 loss` or `-> (loss, metrics)`, where `params` is the user's tree and the loss a
                 scalar or `jp.Weighted`.
@@ -223,7 +223,7 @@ class InspectedModel:
 
     @property
     def _said_of_rows(self) -> str:
-        """What the user says of rows; empty if that is nothing."""
+        """Returns the user's word on rows, such as "row_wise layer True"; empty without one."""
         said = ", ".join(f"{name} {is_row_wise}" for name, is_row_wise in self.row_wise)
         return said and f"row_wise {said}"
 

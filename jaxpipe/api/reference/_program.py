@@ -22,7 +22,7 @@ class Result:
     """What a program computes of a batch.
 
     Attributes:
-        loss: A scalar.
+        loss: The loss of the batch, a scalar.
         metrics: Scalars, and arrays [B, ...], by name.
         grads: The gradient of every trainable leaf, by its path in the user's tree.
     """

@@ -18,9 +18,13 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
     """Parses a layout string to the number of layers per stage.
 
     Args:
-        text: Such as `Et*3|t*4|t*4|t*3L`.
+        text: The layout, such as `Et*3|t*4|t*4|t*3L`: E is the embedding, t a layer, L the loss,
+            and | separates stages; x*n and (xy)*n repeat.
         mtp_layers: Whether the model has layers that predict further tokens (MTP), m, behind all
             others.
+
+    Returns:
+        [num_stages] the number of layers of each stage, t and m, in forward order.
 
     Raises:
         ValueError: If the text has other signs, does not begin with E or end with L, if a stage in

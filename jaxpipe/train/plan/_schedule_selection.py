@@ -23,7 +23,7 @@ class ScheduleSelection:
 
     Attributes:
         schedule: The actions of every rank, in order.
-        reason: The line.
+        reason: One line that says why it was selected.
         costs: The costs of its stages.
     """
 
@@ -39,8 +39,8 @@ class ScheduleRequest:
     Attributes:
         engine: The engine that runs it.
         name: The value of `pipeline_schedule`.
-        num_ranks: S.
-        num_microbatches: M.
+        num_ranks: S, the ranks of the pipeline.
+        num_microbatches: M, those of one call of the engine.
         num_pipeline_repeats: Stages per rank; -1 leaves it open.
         num_layers_per_pipeline_stage: Layers of a stage; 1 leaves it open.
         recomputes: Whether backwards compute the forward again, or a part of it.
