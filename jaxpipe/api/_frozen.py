@@ -47,12 +47,12 @@ def mark_frozen(
 ) -> dict[str, PyTree]:
     """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf."""
     flags = _flags(rule, params)
-    found = jax.tree.leaves(flags)
-    if all(found) or not any(found):
+    leaf_flags = jax.tree.leaves(flags)
+    if all(leaf_flags) or not any(leaf_flags):
         paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        advice = "Leave one trainable." if all(found) else "Select one, or leave `frozen` out."
+        advice = "Leave one trainable." if all(leaf_flags) else "Select one, or leave `frozen` out."
         raise ValueError(
-            f"`frozen` selects {'every' if all(found) else 'no'} leaf of `params`, such as "
+            f"`frozen` selects {'every' if all(leaf_flags) else 'no'} leaf of `params`, such as "
             f"{', '.join(paths[:4])}. {advice}"
         )
     groups = to_groups(params)
@@ -104,10 +104,10 @@ def _flags(rule: FrozenRule, params: PyTree) -> PyTree:
 
 def _flags_of_groups(flags: PyTree, params: PyTree, to_groups: Callable) -> dict[str, PyTree]:
     sources, structure = dependent_inputs(to_groups, params)
-    found = jax.tree.leaves(flags)
+    leaf_flags = jax.tree.leaves(flags)
     marks = []
     for (used,) in sources:
-        of_leaf = {flag for flag, is_used in zip(found, jax.tree.leaves(used)) if is_used}  # noqa: B905
+        of_leaf = {flag for flag, is_used in zip(leaf_flags, jax.tree.leaves(used)) if is_used}  # noqa: B905
         if len(of_leaf) == 2:
             names = [
                 _name(path)
@@ -125,10 +125,10 @@ def _flags_of_groups(flags: PyTree, params: PyTree, to_groups: Callable) -> dict
 def _check_alike(layers: Sequence[PyTree], name: str) -> None:
     first = jax.tree_util.tree_leaves_with_path(layers[0])
     for i, layer in enumerate(layers):
-        for (path, wanted), mark in zip(first, jax.tree.leaves(layer), strict=False):
-            if mark != wanted:
+        for (path, first_mark), mark in zip(first, jax.tree.leaves(layer), strict=False):
+            if mark != first_mark:
                 raise ValueError(
-                    f"`frozen` is {wanted} for `{name}[0]{_name(path)}` and {mark} for "
+                    f"`frozen` is {first_mark} for `{name}[0]{_name(path)}` and {mark} for "
                     f"`{name}[{i}]{_name(path)}`. Layers of one pipeline run one "
                     "program: freeze a parameter in all layers or in none."
                 )
@@ -178,11 +178,11 @@ def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
         return model.loss(join(weights, of_loss), x, batch, key)
 
-    vocab_parallel = given = model.vocab_parallel_loss
-    if given is not None:
+    vocab_parallel = model_loss = model.vocab_parallel_loss
+    if model_loss is not None:
 
         def of_ranks(weights: PyTree, x: PyTree, batch: PyTree, axis: str) -> Any:
-            return given(join(weights, of_loss), x, batch, axis)
+            return model_loss(join(weights, of_loss), x, batch, axis)
 
         vocab_parallel = of_ranks
     of_embed, of_last = model.functions[0], model.functions[-1]

@@ -72,10 +72,10 @@ def check_all(layer: Any, layers: PyTree) -> tuple[NumLayers, InList]:
     """
     if not isinstance(layer, Mapping):
         return check_layers(layers)
-    found = sorted(map(str, layers)) if isinstance(layers, Mapping) else type(layers).__name__
-    if found != sorted(layer):
+    kinds = sorted(map(str, layers)) if isinstance(layers, Mapping) else type(layers).__name__
+    if kinds != sorted(layer):
         raise ValueError(
-            f"`params['layers']` is {found} and `model.layer` has the kinds {list(layer)}. Give a "
+            f"`params['layers']` is {kinds} and `model.layer` has the kinds {list(layer)}. Give a "
             "dict with the layers of each kind, such as {'encoder': [...], 'decoder': [...]}."
         )
     checked = [check_layers(layers[kind], f"params['layers']['{kind}']") for kind in layer]
@@ -103,9 +103,9 @@ def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTre
 def check_mtp(num_layers: NumLayers, num_mtp: int) -> None:
     """Checks that the letters m of a layout string are the layers of the last kind."""
     kinds = () if isinstance(num_layers, int) else num_layers
-    found = kinds[-1][1] if kinds and kinds[-1][0] == MTP else 0
-    if found != num_mtp:
+    num_mtp_layers = kinds[-1][1] if kinds and kinds[-1][0] == MTP else 0
+    if num_mtp_layers != num_mtp:
         raise ValueError(
-            f"`layers_per_stage` has {num_mtp} m, and the model has {found} layers of a last kind "
-            f"{MTP!r}. Give an m for each of them, behind t for all others."
+            f"`layers_per_stage` has {num_mtp} m, and the model has {num_mtp_layers} layers of a "
+            f"last kind {MTP!r}. Give an m for each of them, behind t for all others."
         )

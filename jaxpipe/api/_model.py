@@ -247,8 +247,8 @@ def layer_function(function: Callable, name: str) -> ModelFunction:
 
     def call(params: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
         returned = keyed(params, x, batch, Past() if past is None else past, key)
-        result, made = _without_past(returned, name)
-        return result if past is None else (result, made)
+        result, new_past = _without_past(returned, name)
+        return result if past is None else (result, new_past)
 
     return ModelFunction(call, keyed.takes_key, takes_past=True)
 
@@ -289,10 +289,10 @@ def model_function(function: Callable, name: str, count: int) -> ModelFunction:
 
 
 def _takes_one_more(function: Callable, name: str, count: int) -> bool:
-    found = _parameters(function)
-    if found is None:
+    by_name = _parameters(function)
+    if by_name is None:
         return False
-    parameters = found.values()
+    parameters = by_name.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = [p for p in parameters if p.kind in kinds and p.default is p.empty]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -57,7 +57,7 @@ class PackedX:
         kinds: The kind of every layer, in forward order.
         entering: The type of x that enters each layer, in forward order, and that which enters the
             loss.
-        widths: K, by dtype.
+        widths: K, the numbers of a row in each vector, by the name of its dtype.
     """
 
     kinds: tuple[str, ...]
@@ -119,18 +119,18 @@ def packed_x(
     shapes, key = jax.tree.map(shape_of, (weights, key))
     groups = {name: shapes[name] for name in shapes if name != "stages"}
     groups["layers"] = engine.layers_by_kind(plan, shapes["stages"])
-    found: list[PyTree] = []
+    x_shapes: list[PyTree] = []
     makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(plan.kinds_of_layers))
     between = x_of_layers(model, plan.kinds_of_layers, groups, rows, key)
     for maker, x in zip(makers, between, strict=True):
-        found.append(x)
+        x_shapes.append(x)
         # Before the next layer is traced, whose own error would hide the cause.
-        if _hashable(x) != _hashable(found[0]):
+        if _hashable(x) != _hashable(x_shapes[0]):
             _check_has_rows(x, num_rows(rows), maker)
-    if len({_hashable(x) for x in found}) == 1:
+    if len({_hashable(x) for x in x_shapes}) == 1:
         return None
-    _check_has_rows(found[0], num_rows(rows), makers[0])
-    entering = tuple(map(_x_type, found))
+    _check_has_rows(x_shapes[0], num_rows(rows), makers[0])
+    entering = tuple(map(_x_type, x_shapes))
     _check_kinds(plan.kinds_of_layers, entering)
     _check_whole(plan)
     widths: dict[str, int] = {}

@@ -85,13 +85,14 @@ def weights_of(params: dict[str, Any]) -> dict[str, Any]:
 
 def check_groups(groups: Any, shared: bool, *, needs_arrays: bool = False) -> None:
     """Checks that parameters are in the groups of a model."""
-    found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
-    wanted = (*(("shared",) if shared else ()), *GROUPS)
-    if found != sorted(wanted):
+    names = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
+    required = (*(("shared",) if shared else ()), *GROUPS)
+    if names != sorted(required):
         raise ValueError(
-            f"`params` is {found}. Give a dict with {', '.join(map(repr, wanted[:-1]))} and "
-            f"{wanted[-1]!r}, such as {{'embed': ..., 'layers': [one tree for each layer], 'head': "
-            "...}. Parameters that all layers share are 'shared', of a `Model(shared=True)`."
+            f"`params` is {names}. Give a dict with {', '.join(map(repr, required[:-1]))} and "
+            f"{required[-1]!r}, such as {{'embed': ..., 'layers': [one tree for each layer], "
+            "'head': ...}. Parameters that all layers share are 'shared', of a "
+            "`Model(shared=True)`."
         )
     if needs_arrays and not shared and not jax.tree.leaves(groups["layers"]):
         raise ValueError(

@@ -57,7 +57,8 @@ def pipeline(
     """Makes the pipeline of a model: its loss and gradients are those of the plain program.
 
     Args:
-        model: The model.
+        model: A `Model` of plain functions, or one that `model` of `jaxpipe.linen`, `jaxpipe.nnx`
+            or `jaxpipe.equinox` makes of a module.
         schedule: The name of a family (`jaxpipe schedule list`), a `Schedule`, "circular", or None
             for no pipeline. `jaxpipe.plan(...).pipeline()` chooses one.
         mesh: The mesh of all devices. Its axis `stage` has one rank for each of its S entries; the

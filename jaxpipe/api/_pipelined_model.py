@@ -78,7 +78,7 @@ class PipelinedModel(InspectedModel):
     """A model under a schedule on a mesh. `pipeline` makes one.
 
     Attributes:
-        model: The model.
+        model: The model, with casts of its parameters if there is a `compute_dtype`.
         engine: The engine that runs it.
         told: The specification that the engine is given of a model with one layer in a stage;
             `plan` returns that of one with others. It has the mesh and most options of `pipeline`.
@@ -258,7 +258,7 @@ class PipelinedModel(InspectedModel):
         """Divides parameters into trainable and frozen ones, as `equinox.partition` does.
 
         Args:
-            params: Parameters from `shard`.
+            params: Stored parameters, trainable and frozen ones.
 
         Returns:
             (trainable, frozen), each with None at the leaves of the other. Gradients are like
@@ -271,7 +271,7 @@ class PipelinedModel(InspectedModel):
 
         Args:
             trainable: Trainable parameters, such as those after an update.
-            frozen: Frozen parameters.
+            frozen: The frozen parameters that `partition` returned.
 
         Returns:
             Parameters for `value`, `value_and_grad` and `unshard`.
@@ -344,8 +344,8 @@ class PipelinedModel(InspectedModel):
         """Computes loss and metrics of a batch, forwards only.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
@@ -371,8 +371,8 @@ class PipelinedModel(InspectedModel):
         """Computes the output of the model for every row of a batch, forwards only.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
             spec: How outputs are sharded: a spec of [B, ...] arrays, or a tree of specs that is a
                 prefix of the output. Default: rows over `data` and `fsdp`; if these have one
@@ -433,8 +433,8 @@ class PipelinedModel(InspectedModel):
         """Computes loss, metrics and gradients of a batch.
 
         Args:
-            params: Parameters from `shard`.
-            batch: [B, ...] leaves.
+            params: Stored parameters, from `shard` or `init`, or updated by an optimizer.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
@@ -442,7 +442,7 @@ class PipelinedModel(InspectedModel):
             those of `value`.
 
         Raises:
-            ValueError: As from `value`.
+            ValueError: If `value` raises one for these arguments.
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
@@ -489,8 +489,8 @@ class PipelinedModel(InspectedModel):
         )
         costs, has_costs = self.model.layer_costs or {}, told.kinds and self.model.layer_costs
         of_layers = [costs[kind] for kind in told.kinds_of_layers] if has_costs else None
-        total, given = total_layers(num_layers), self.layers_per_stage
-        counts = layer_counts(total, self.num_stages, given, of_layers)
+        total = total_layers(num_layers)
+        counts = layer_counts(total, self.num_stages, self.layers_per_stage, of_layers)
         layout = self.engine.layout(self.schedule, self.mesh.shape["stage"], counts)
         gather = self.gather or self.engine.usual_gather(layout.layers_per_stage)
         has_shards = gathered_size(self.mesh, specs) > 1  # without, there is nothing to gather
@@ -508,7 +508,7 @@ class PipelinedModel(InspectedModel):
 
     @property
     def takes_key(self) -> bool:
-        """Whether a function of the model takes a dropout key."""
+        """Returns whether a function of the model takes a dropout key."""
         return self.model.takes_key
 
     @property
@@ -685,10 +685,10 @@ class PipelinedModel(InspectedModel):
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
 
         def staged(model: Model) -> StagedModel:
-            made = staged_model(
+            without_hand_overs = staged_model(
                 model, num_pieces, own_copy, *stages_of, divide=divide, tokens_over=tokens_over
             )
-            return replace(made, hand_overs=hand_overs)
+            return replace(without_hand_overs, hand_overs=hand_overs)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             return staged(close_over(of_user, frozen))

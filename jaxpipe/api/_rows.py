@@ -63,7 +63,7 @@ class FunctionRows:
 
     @property
     def verdict(self) -> str:
-        """The result in words."""
+        """Returns the result in words."""
         if self.is_row_wise:
             return "row-wise"
         return "may mix rows" if self.draws is None else "draws for all rows"
@@ -92,18 +92,18 @@ class RowReport:
 
     @property
     def whole_microbatches(self) -> bool:
-        """Whether functions are given whole microbatches, and not the rows of a device."""
+        """Returns whether functions are given whole microbatches, and not the rows of a device."""
         return not all(function.is_row_wise for function in self.functions)
 
     @property
     def seen_rows(self) -> int:
-        """The rows of which a function computes something on a device, or XLA divides them."""
+        """Returns the number of rows that a function sees, on a device or divided by XLA."""
         is_whole = self.whole_microbatches and (self.is_divided or self.run_on_every_device)
         return self.num_rows if is_whole else self.num_rows // self.num_shards
 
     @property
     def run_on_every_device(self) -> tuple[str, ...]:
-        """The names of functions that each of the D devices runs on all rows."""
+        """Returns the names of functions that each of the D devices runs on all rows."""
         if self.is_divided or self.num_shards == 1:
             return ()
         return tuple(f.name for f in self.functions if not f.is_row_wise and f.draws is None)
@@ -139,7 +139,7 @@ class RowReport:
 
     @property
     def summary(self) -> str:
-        """The report in one line."""
+        """Returns the report in one line."""
         others = [f"{f.name} {f.verdict}" for f in self.functions if not f.is_row_wise]
         if not others:
             return f"row-wise: {', '.join(f.name for f in self.functions)}"
@@ -254,6 +254,9 @@ def row_report(
     Args:
         weights: Shapes of the groups "embed", "layers", "head" and, if there is one, "shared".
             Those of layers are of one layer; or a dict with one of each kind.
+
+    Returns:
+        A report with one entry for each function of the model.
     """
     names, (whole_rows, num_block) = function_names(model), map(num_rows, batches)
     num_blocks, verdicts = whole_rows // num_block, dict[str, FunctionRows]()
@@ -290,7 +293,7 @@ def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], s
     """Returns the dims of rows of leaves of x, and why x cannot be gathered, if it cannot."""
     if not states:  # the embedding could not be traced, and the next trace of it says why
         return (), None
-    found: list[int | None] = []
+    row_dims: list[int | None] = []
     for relations in zip(*(state.relations for state in states), strict=True):
         dims = {r.dim if isinstance(r, Rows) else None for r in relations}
         if len(dims) > 1:
@@ -298,8 +301,8 @@ def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], s
         strange = next((r for r in relations if not _is_rows_or_mean(r)), None)
         if strange is not None:
             return (), f"x has a leaf that is neither rows nor a mean: {described(strange)}"
-        found.append(dims.pop())
-    return tuple(found), None
+        row_dims.append(dims.pop())
+    return tuple(row_dims), None
 
 
 def _is_rows_or_mean(relation: Relation) -> bool:

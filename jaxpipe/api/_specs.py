@@ -41,21 +41,21 @@ def param_specs(
         marks = jax.tree.unflatten(jax.tree.structure(groups), [(s,) for s in specs])
     else:
         marks = _of_groups(specs, params, groups, to_groups)
-    found: dict[str, PartitionSpec] = {}
+    by_path: dict[str, PartitionSpec] = {}
     for group, tree in marks.items():
         if group != "layers":
-            found |= _by_path(f"['{group}']", tree)
+            by_path |= _by_path(f"['{group}']", tree)
             continue
         for prefix, layers in ((f"[{k!r}]", tree[k]) for k in tree) if has_kinds else [("", tree)]:
             one = _of_one_layer(layers, f"params['layers']{prefix}")
             _check_stage(one, f"params['layers']{prefix}")
-            found |= _by_path(f"['stages']{prefix}", one)
+            by_path |= _by_path(f"['stages']{prefix}", one)
     if shared:  # a stage is given its layers and a copy of what they share
-        stages = {n.removeprefix("['stages']"): s for n, s in found.items() if "['stages']" in n}
-        found |= {f"['stages']['layers']{name}": spec for name, spec in stages.items()}
-        copies = {n: s for n, s in found.items() if n.startswith("['shared']")}
-        found |= {f"['stages']{name}": spec for name, spec in copies.items()}
-    return tuple(found.items())
+        stages = {n.removeprefix("['stages']"): s for n, s in by_path.items() if "['stages']" in n}
+        by_path |= {f"['stages']['layers']{name}": spec for name, spec in stages.items()}
+        copies = {n: s for n, s in by_path.items() if n.startswith("['shared']")}
+        by_path |= {f"['stages']{name}": spec for name, spec in copies.items()}
+    return tuple(by_path.items())
 
 
 def _of_leaves(rule: Any, params: PyTree) -> list[PartitionSpec | None]:
@@ -63,13 +63,13 @@ def _of_leaves(rule: Any, params: PyTree) -> list[PartitionSpec | None]:
     # A module of specs may be callable too, if the parameters are such a module.
     if callable(rule) and not isinstance(rule, PartitionSpec | type(params)):
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        found: list[Any] = [rule(_name(path), leaf) for path, leaf in leaves]
-        if all(spec is None for spec in found):
+        leaf_specs: list[Any] = [rule(_name(path), leaf) for path, leaf in leaves]
+        if all(spec is None for spec in leaf_specs):
             raise ValueError(
                 "`param_specs` has no spec for any leaf of `params`, such as "
                 f"{', '.join(_name(path) for path, _ in leaves[:4])}. Give one, or leave it out."
             )
-        return found
+        return leaf_specs
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
@@ -154,12 +154,12 @@ def _of_one_layer(layers: PyTree, name: str) -> PyTree:
     if isinstance(layers, list | tuple) and not _is_mark(layers):
         flat = [jax.tree_util.tree_leaves_with_path(layer, is_leaf=_is_mark) for layer in layers]
         for i, layer in enumerate(flat):
-            for (path, (wanted,)), (_, (spec,)) in zip(flat[0], layer, strict=False):
-                if spec != wanted:
+            for (path, (first_spec,)), (_, (spec,)) in zip(flat[0], layer, strict=False):
+                if spec != first_spec:
                     raise ValueError(
-                        f"`param_specs` has {wanted} for `{name}[0]{_name(path)}` and {spec} for "
-                        f"`{name}[{i}]{_name(path)}`. Layers of one pipeline run one program: give "
-                        "a parameter the same spec in all layers."
+                        f"`param_specs` has {first_spec} for `{name}[0]{_name(path)}` and {spec} "
+                        f"for `{name}[{i}]{_name(path)}`. Layers of one pipeline run one program: "
+                        "give a parameter the same spec in all layers."
                     )
         return layers[0]
 

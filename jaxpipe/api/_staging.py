@@ -179,6 +179,9 @@ def on_all_rows(
             of those of all rows; with the shapes that they draw.
         x_dims: The dim of rows of every leaf of x. A leaf without, None, is the same on all
             devices, or a mean over rows.
+
+    Returns:
+        A model whose functions take and return the rows of a device, as those of `model` do.
     """
     axes = row_axes(mesh)
 
@@ -206,15 +209,15 @@ def on_all_rows(
         def layer(
             weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None
         ) -> Any:
-            given = weights, gather(x), gathered(batch), key
+            arguments = weights, gather(x), gathered(batch), key
             if past is None:
-                y, aux = x_and_aux(function(*given), x)
+                y, aux = x_and_aux(function(*arguments), x)
                 return own(y), aux
             all_past = replace(past, earlier=gathered(past.earlier))
-            returned, made = function(*given, all_past)
+            returned, new_past = function(*arguments, all_past)
             y, aux = x_and_aux(returned, x)
-            made = replace(made, earlier=own_of(made.earlier), new=own_of(made.new))
-            return (own(y), aux), made
+            new_past = replace(new_past, earlier=own_of(new_past.earlier), new=own_of(new_past.new))
+            return (own(y), aux), new_past
 
         return layer
 
@@ -454,10 +457,10 @@ def _sliced_layer(
         x, inputs, earlier = piece
         key, frozen = constants
         past = Past(earlier, offset=offset, num_slices=num_slices)
-        returned, made = function(join(weights, frozen), x, inputs.batch, key, past)
-        check_appended(made.new, inputs.batch, sliced_leaves)
+        returned, new_past = function(join(weights, frozen), x, inputs.batch, key, past)
+        check_appended(new_past.new, inputs.batch, sliced_leaves)
         y, aux = x_and_aux(returned, x)
-        return divide(y, inputs.batch), _shares(aux, mean), made.earlier, made.new
+        return divide(y, inputs.batch), _shares(aux, mean), new_past.earlier, new_past.new
 
     def layer_of_pieces(
         weights: Any, x: PyTree, inputs: PieceInputs, constants: Any, past: Past

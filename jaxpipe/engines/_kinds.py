@@ -206,7 +206,7 @@ def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
         for kind, part in _parts(runs):
             of_kind = None if past.earlier is None else part.take(past.earlier[kind])
             run = stage_of_run(kind, part.last - part.first, part.is_all)
-            x, aux, made = run(
+            x, aux, new_past = run(
                 part.take(weights[kind]),
                 x,
                 inputs_m,
@@ -214,8 +214,8 @@ def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
                 replace(past, earlier=of_kind),
             )
             sums = _sum_by_name(sums, aux)
-            earlier[kind].append(made.earlier)
-            new[kind].append(made.new)
+            earlier[kind].append(new_past.earlier)
+            new[kind].append(new_past.new)
         return x, sums, replace(past, earlier=_concatenated(earlier), new=_concatenated(new))
 
     return stage

@@ -21,7 +21,7 @@ class StepCounts(NamedTuple):
     """Counts of a pipeline.
 
     Attributes:
-        num_ranks: S.
+        num_ranks: S, the ranks of the pipeline.
         chunks: v, the stages on each rank.
         num_microbatches: M, those of a call.
         gather: When weights are gathered; None if they are sharded over no axis that is gathered.
@@ -84,15 +84,15 @@ class StepSizes(NamedTuple):
         boundary_cast: Copies of them as they are stored, in that dtype, if it is another.
         head_grads: Sums of gradients of the head, gathered; 0 if the embedding has its weights.
         call_grads: All gradients in the dtype in which a call of the engine returns them.
-        layer_read: One layer, gathered.
+        layer_read: One layer, gathered, in the dtype in which it is read.
         largest_grad: The gradient of the largest weight of a layer, gathered.
         activation: The input of a stage: one microbatch.
         residuals: Residuals of a stage and a microbatch.
         wgrad_residuals: Residuals of a microbatch that I leaves for W.
         work: Temporary arrays of the backward of a stage, beside `residuals`.
         loss: Temporary arrays of the loss of a microbatch.
-        past: The state that slices of a sequence carry; its cotangents are in float32 at least.
-        past_cotangent: These cotangents.
+        past: The state that slices of a sequence carry.
+        past_cotangent: The cotangents of that state, in float32 at least.
         head_read: Without a pipeline: what the loss of one microbatch gathers, the head.
         outer_read: Without a pipeline: weights of embedding and head that are gathered at a time.
         outer_residuals: Residuals of layers of embedding and head and a microbatch, if they are

@@ -137,11 +137,11 @@ def _cut(
     by_calls: bool,
 ) -> CutModule:
     for select in selectors:
-        found = select(module)
-        if not isinstance(found, eqx.Module) and not (isinstance(found, list | tuple) and found):
+        target = select(module)
+        if not isinstance(target, eqx.Module) and not (isinstance(target, list | tuple) and target):
             raise ValueError(
-                f"`layers` names {type(found).__name__}. Give the attribute with the list or tuple "
-                "of layers, or a function from the module to it."
+                f"`layers` names {type(target).__name__}. Give the attribute with the list or "
+                "tuple of layers, or a function from the module to it."
             )
     _check_no_state(module)
     takes_key = len(inspect.signature(call).parameters) == 3
@@ -168,19 +168,19 @@ def _cut(
             raise ValueError(
                 "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
             )
-        found = [select(tree) for select in selectors]
-        layers = [_by_name(layer) for target in found for layer in _as_list(target)]
-        return _by_name(tree, found), layers
+        subtrees = [select(tree) for select in selectors]
+        layers = [_by_name(layer) for target in subtrees for layer in _as_list(target)]
+        return _by_name(tree, subtrees), layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
-        new, found = iter(layers), [select(params) for select in selectors]
-        whole = [[_with_values(old, next(new)) for old in _as_list(target)] for target in found]
+        new, subtrees = iter(layers), [select(params) for select in selectors]
+        whole = [[_with_values(old, next(new)) for old in _as_list(target)] for target in subtrees]
         flat, tree = jax.tree_util.tree_flatten_with_path(
-            params, is_leaf=lambda node: any(node is target for target in found)
+            params, is_leaf=lambda node: any(node is target for target in subtrees)
         )
         leaves = []
         for path, leaf in flat:
-            at = next((i for i, target in enumerate(found) if leaf is target), None)
+            at = next((i for i, target in enumerate(subtrees) if leaf is target), None)
             if at is None:
                 leaves.append(outer[jax.tree_util.keystr(path)])
             else:
@@ -286,9 +286,9 @@ def _with_values(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def _names(params: Any, selectors: list[Callable[[Any], Any]]) -> list[Any]:
-    found = [select(params) for select in selectors]
-    layers = [list(_by_name(layer)) for target in found for layer in _as_list(target)]
-    return [list(_by_name(params, found)), *layers]
+    subtrees = [select(params) for select in selectors]
+    layers = [list(_by_name(layer)) for target in subtrees for layer in _as_list(target)]
+    return [list(_by_name(params, subtrees)), *layers]
 
 
 def _check_no_state(module: Any) -> None:

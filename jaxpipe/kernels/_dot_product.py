@@ -26,8 +26,8 @@ def dot_product_attention(
     """Runs `jax.nn.dot_product_attention` with a causal mask, grouped if K < H, on any device.
 
     Args:
-        q: Queries.
-        k: Keys.
+        q: Queries of H heads, a multiple of K.
+        k: Keys, each read by H / K heads of queries.
         v: Values; V is at most C.
         segment_ids: The document of each token: a query sees keys of its own alone.
 

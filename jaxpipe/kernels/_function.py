@@ -60,7 +60,7 @@ def attention(
 
     Args:
         q: Queries. H is a multiple of K.
-        k: Keys.
+        k: Keys, each read by H / K heads of queries.
         v: Values; V is at most C.
         segment_ids: The document of each token: a query sees keys of its own alone. Default: a row
             is one document.

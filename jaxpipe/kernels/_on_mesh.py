@@ -53,7 +53,7 @@ def attention_on_mesh(
     """Returns attention by a kernel that XLA cannot partition, on the shards of a device.
 
     Args:
-        granularity: See `on_slices`.
+        granularity: Runs of queries and parts of slices are multiples of so many tokens.
         specs: Returns the specs of queries and keys on the mesh in context; None without a mesh.
 
     Returns:

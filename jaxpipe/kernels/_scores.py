@@ -34,6 +34,9 @@ class Visible:
         Args:
             queries: The index of the first of `block_q` queries of each block.
             keys: The index of the first of `block` keys of each block.
+
+        Returns:
+            [Q, K] of these numbers, by blocks of queries and blocks of keys.
         """
         nearest = queries[:, None] - (keys[None, :] + block - 1)
         farthest = queries[:, None] + block_q - 1 - keys[None, :]

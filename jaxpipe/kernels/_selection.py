@@ -151,7 +151,7 @@ def check_stored_scores(plan: AttentionPlan, rows: int, heads: int) -> None:
     Args:
         plan: The facts by which the kernel is selected.
         rows: The sequences of a device.
-        heads: Its query heads.
+        heads: The query heads of a device.
 
     Raises:
         ValueError: If they are larger than 4 GiB.

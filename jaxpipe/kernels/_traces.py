@@ -37,8 +37,8 @@ def trace_for(platform: str, widest_head: int | None = None) -> Generator[None]:
         platform: "tpu", "gpu" or "cpu".
         widest_head: The most channels of a head that cuDNN has there; None on other devices.
 
-    Yields:
-        Nothing.
+    Returns:
+        A context manager, in which functions are traced for these devices.
     """
     device = jax.sharding.AbstractDevice(platform, None, platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

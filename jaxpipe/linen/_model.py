@@ -356,8 +356,8 @@ def _interceptor(
                 running.pop()
 
         def sown() -> dict[str, Any]:
-            given, found = {"params", *constants}, context.module.variables
-            collections = {name: found[name] for name in found if name not in given}
+            inputs, all_collections = {"params", *constants}, context.module.variables
+            collections = {n: all_collections[n] for n in all_collections if n not in inputs}
             _check_sown(collections, factors)
             return sown_losses(collections, factors)
 

@@ -43,7 +43,7 @@ class DeepseekConfig(DecoderSizes):
     """Sizes and choices of a model with latent attention and routed experts.
 
     Attributes:
-        base_emb_dim: D.
+        base_emb_dim: D, the width of embeddings and of x.
         base_num_decoder_layers: The number of layers, including the dense ones.
         first_num_dense_layers: The number of layers, from the first on, that have one MLP and no
             experts.

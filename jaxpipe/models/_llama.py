@@ -61,13 +61,13 @@ class LlamaConfig(DecoderSizes):
     """Sizes of a llama, with MaxText's names.
 
     Attributes:
-        base_emb_dim: D.
+        base_emb_dim: D, the width of embeddings and of x.
         base_num_decoder_layers: The number of layers.
-        base_num_query_heads: H.
+        base_num_query_heads: H, the number of query heads.
         base_num_kv_heads: K, a divisor of H.
         base_mlp_dim: Width of the gated MLP.
         head_dim: C, an even number.
-        vocab_size: V.
+        vocab_size: V, the number of tokens in the vocabulary.
         rope_max_timescale: The base of the rotary angles.
         rope_type: One of `rope_types` of the class: `default`, or `llama3.1` for its stretched
             wavelengths.

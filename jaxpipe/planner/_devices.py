@@ -192,7 +192,7 @@ def device_hardware(devices: Devices) -> Hardware:
     """Returns the rates of devices and of the networks between them, per second.
 
     Args:
-        devices: The devices.
+        devices: The devices of a plan, as `parse_devices` returns them.
 
     Returns:
         The figures of their generation; rough ones for emulated devices on CPUs.
@@ -259,7 +259,7 @@ def absent_devices(devices: Devices) -> Sequence[Any]:
     """Returns stand-ins for devices, of which a mesh can be made and a program cannot.
 
     Args:
-        devices: The devices.
+        devices: The devices of a plan, as `parse_devices` returns them.
 
     Returns:
         [num_devices] stand-ins in the order of hosts and slices; real devices if they are here.

@@ -75,7 +75,7 @@ class OwnSource:
     """A model of plain functions: layouts are arguments of `jaxpipe.pipeline`.
 
     Attributes:
-        model: The model.
+        model: The user's model, or the one that `make` returned to be traced.
         params: Its parameters, or their shapes.
         example: A batch, or its shapes.
         num_layers: L; or a pair for each kind of layers, its name and number of layers.
@@ -268,8 +268,8 @@ def _specs(
         raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
     sizes = [axes.get(axis, 1) for axis in sharding.AXES]
     mesh = Mesh(np.array(absent_devices(devices)[: math.prod(sizes)]).reshape(sizes), sharding.AXES)
-    found = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
-    return {path: tuple(sorted(axes_of(spec))) for path, spec in found}
+    specs = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
+    return {path: tuple(sorted(axes_of(spec))) for path, spec in specs}
 
 
 def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:

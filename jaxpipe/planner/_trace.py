@@ -25,7 +25,7 @@ class RowWork(NamedTuple):
     """What a function does with a token, by its jaxpr.
 
     Attributes:
-        products: Its matrix products.
+        products: The matrix products of a token.
         attention: Its attention by a kernel, if it has any.
         moved_bytes: Bytes that its other operations read and write, as compilers fuse them.
         num_kernels: How many operations are left once they are fused.

@@ -115,16 +115,16 @@ def _check_count(within: list[int], across: list[int], num_devices: int) -> None
     sizes = ", ".join(
         f"{axis} {w * a}" for axis, w, a in zip(AXES, within, across, strict=True) if w * a > 1
     )
-    wanted = f"The mesh ({sizes or 'every axis 1'}) needs {needed} devices"
+    requirement = f"The mesh ({sizes or 'every axis 1'}) needs {needed} devices"
     if needed > num_devices:
         raise ValueError(
-            f"{wanted} and there are {num_devices}. Make an axis smaller or, to try it on a CPU, "
-            f"emulate them: `emulate_devices={needed}` for `jaxpipe train`, or "
+            f"{requirement} and there are {num_devices}. Make an axis smaller or, to try it on a "
+            f"CPU, emulate them: `emulate_devices={needed}` for `jaxpipe train`, or "
             f"`jaxpipe.emulate_devices({needed})` before anything else uses JAX."
         )
     raise ValueError(
-        f"{wanted} and there are {num_devices}: some would idle. Make an axis larger (-1 takes "
-        "what is left), or use fewer devices."
+        f"{requirement} and there are {num_devices}: some would idle. Make an axis larger (-1 "
+        "takes what is left), or use fewer devices."
     )
 
 

@@ -90,7 +90,7 @@ def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
 
     Args:
         axes: The logical axis of each dim, or None.
-        rules: The rules.
+        rules: The mesh axes of each logical axis, such as `DEFAULT_RULES`.
 
     Returns:
         A spec with an entry per dim.
@@ -111,9 +111,9 @@ def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
                 f"No rule for the logical axis {axis!r}. `logical_axis_rules` has "
                 f"{', '.join(sorted(table))}."
             )
-        wanted = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
-        used.update(wanted)
-        dims.append(wanted if len(wanted) > 1 else wanted[0] if wanted else None)
+        mesh_axes = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
+        used.update(mesh_axes)
+        dims.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
     return PartitionSpec(*dims)
 
 
@@ -123,8 +123,8 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
     Args:
         shapes: Tree of anything with a `shape`.
         axes: Tree of the same structure whose leaves are tuples of logical axes, one per dim.
-        mesh: The mesh.
-        rules: The rules.
+        mesh: A mesh with the axes that `rules` have for `axes`.
+        rules: The mesh axes of each logical axis, such as `DEFAULT_RULES`.
 
     Returns:
         Tree of the same structure.
@@ -153,7 +153,7 @@ def rules_without_manual_axes(rules: Rules, mesh: AbstractMesh) -> Rules:
     """Returns `rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`.
 
     Args:
-        rules: The rules.
+        rules: The mesh axes of each logical axis, such as `DEFAULT_RULES`.
         mesh: The mesh in context.
 
     Returns:
@@ -175,7 +175,7 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
     its axes are manual, the function returns its argument.
 
     Args:
-        rules: The rules.
+        rules: The mesh axes of each logical axis, such as `DEFAULT_RULES`.
 
     Returns:
         A function from an array and its logical axes to the array.
@@ -232,7 +232,7 @@ def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """Returns `x` unchanged: the constraint of a model that runs on one device.
 
     Args:
-        x: An activation.
+        x: An activation of any shape.
         axes: Its logical axes, which are not read.
 
     Returns:

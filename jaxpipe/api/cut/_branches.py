@@ -91,14 +91,14 @@ class BranchParts(HookParts):
         last = max(layer for layer, _ in live.sources)
 
         def one(outer: Outer, batch: PyTree, key: Any) -> Any:
-            found: dict[tuple[int, int], Any] = {}
+            live_arrays: dict[tuple[int, int], Any] = {}
 
             def hook(call: LayerCall) -> Any:
                 leaves = array_arguments(arguments_of(call))
                 of_layer = [source for source in live.sources if source[0] == call.index]
-                found.update({source: leaves[source[1]] for source in of_layer})
+                live_arrays.update({source: leaves[source[1]] for source in of_layer})
                 if call.index == last:
-                    raise Stop(found)
+                    raise Stop(live_arrays)
                 return self._result_of(call.index, {}, batch)
 
             arrays = stopped(self.cut.run, outer, {}, batch, key, hook)
@@ -160,14 +160,16 @@ class BranchParts(HookParts):
 
         def find(batch: PyTree) -> list[PyTree]:
             x = jax.eval_shape(lambda *given: self.embed(*given), self.cut.outer, batch, key)
-            found = [x]
+            x_shapes = [x]
             for index, w in enumerate(self.cut.layers):
 
                 def run(w: Any, shared: Any, x: Any, batch: Any, key: Any, i: int = index) -> Any:
                     return self.run_layer(i, w, shared, x, batch, key)[0]
 
-                found.append(jax.eval_shape(run, w, self.shared_shapes, found[-1], batch, key))
-            return found
+                x_shapes.append(
+                    jax.eval_shape(run, w, self.shared_shapes, x_shapes[-1], batch, key)
+                )
+            return x_shapes
 
         return self.of_form("entering", jax.tree.map(shape_of, batch), find)
 

@@ -49,12 +49,15 @@ def cut_model(
             and everything is checked at once; without it both parts have all of them, layers are
             of one kind, and the first batch is checked.
         stacked: Whether `cut` is that of a scan over a stack of layers.
+
+    Returns:
+        A model whose functions run parts of the module, and whose `to_groups` takes its parameters.
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)
     select = output or (lambda returned, batch: returned)
-    given = loss, select, output is not None
-    parts: Parts = (ScanParts if stacked else HookParts)(cut, *given)
+    loss_and_output = loss, select, output is not None
+    parts: Parts = (ScanParts if stacked else HookParts)(cut, *loss_and_output)
     embedded, headed = (set(cut.outer) - cut.shared for _ in range(2))
     keyed, names = [cut.takes_key] * 4, ["layer"]
     if batch is not None:
@@ -62,7 +65,7 @@ def cut_model(
         try:
             parts, names = parts.with_kinds(batch)
         except NoChainError:
-            parts, names = BranchParts(cut, *given).with_kinds(batch)
+            parts, names = BranchParts(cut, *loss_and_output).with_kinds(batch)
             cut = parts.cut
         embedded, headed, keyed = parts.uses(batch)
     both = sorted(cut.shared & (embedded | headed))

@@ -31,13 +31,13 @@ def weights_of_extras(
 
     def scalars(extras: list[Any], *others: Any) -> dict[str, Any]:
         nonlocal is_mean
-        found, is_mean = parts(extras, *others)
-        return found
+        by_name, is_mean = parts(extras, *others)
+        return by_name
 
     extras = list(extras)
     shapes = jax.eval_shape(scalars, extras, *others)
     sources, _ = dependent_inputs(scalars, extras, *others)
-    found: Weights = {}
+    weights: Weights = {}
     for name, (of_extras, *of_others) in zip(sorted(shapes), sources, strict=True):
         if not any(of_extras):
             continue
@@ -56,10 +56,10 @@ def weights_of_extras(
                 "`loss` returns a `Weighted`, and its total depends on what layers return "
                 "besides x. Return a mean: what layers return is averaged over microbatches."
             )
-        found[name] = _factors(scalars, name, of_extras, extras, others, axis)
+        weights[name] = _factors(scalars, name, of_extras, extras, others, axis)
         if name != "loss":
             _check_sum(scalars, name, extras, others)
-    return found
+    return weights
 
 
 def _check_sum(scalars: Callable, name: str, extras: list[Any], others: tuple[PyTree, ...]) -> None:
@@ -93,10 +93,10 @@ def _factors(
 
     def gradients(extras: list[Any], *others: Any) -> list[Any]:
         def scalar(read: list[Any]) -> Any:
-            given = list(extras)
+            all_extras = list(extras)
             for i, value in zip(ids, read, strict=True):
-                given[i] = value
-            return scalars(given, *others)[name]
+                all_extras[i] = value
+            return scalars(all_extras, *others)[name]
 
         return jax.grad(scalar)([extras[i] for i in ids])
 

@@ -104,8 +104,8 @@ class HookParts(Parts):
                 if call.index < index:
                     return self.returned(y, None, call.index, batch)
                 slots = carried.slots[self._kind(index)]
-                given = {i: others[slot] for i, slot in slots.items()}
-                args, kwargs = arguments_of(call).replace(y, given, key)
+                arrays = {i: others[slot] for i, slot in slots.items()}
+                args, kwargs = arguments_of(call).replace(y, arrays, key)
                 raise Stop((call.run(*args, **kwargs), call.sown()))
 
             result, sown = stopped(self.cut.run, outer, {index: w}, batch, key, hook)
@@ -232,14 +232,14 @@ class HookParts(Parts):
         def find(row: PyTree) -> Reads:
             results = zip(self.outputs_of_layers(row), self.extras_of_layers(row), strict=True)
             key = shape_of_key(self.cut.takes_key)
-            found = find_reads(call, self.cut.outer, row, key, list(results))
-            if found.draws_twice:
+            row_reads = find_reads(call, self.cut.outer, row, key, list(results))
+            if row_reads.draws_twice:
                 raise ValueError(
                     "The output of the module depends on numbers that it has drawn by a dropout "
                     "key for a layer, such as a dropped embedding. In a pipeline the two would "
                     "draw apart: drop in a layer."
                 )
-            return found
+            return row_reads
 
         return self.of_form("reads", row, find)
 

@@ -22,7 +22,7 @@ class LayerCall:
 
     Attributes:
         index: The index of the layer, from 0.
-        args: Its positional arguments.
+        args: The positional arguments of the call.
         kwargs: Its arguments by name.
         run: Runs the layer on other arguments of the same form.
         static: The layer without its parameters: equal for layers of equal programs.
@@ -44,10 +44,10 @@ class LayerArguments:
     """The arguments of a layer, taken apart.
 
     Attributes:
-        x: The first one.
+        x: The first argument, by position or by name.
         leaves: The leaves of all others.
         names: The paths of these leaves, for errors.
-        tree: Their structure.
+        tree: The structure of the arguments without x.
     """
 
     x: PyTree
@@ -163,9 +163,9 @@ class NoChainError(ValueError):
 def check_order(order: Sequence[int], names: Sequence[str]) -> None:
     """Raises a `ValueError` if a layer is not called exactly once and in order."""
     if list(order) != list(range(len(names))):
-        found = ", ".join(names[i] for i in order[:12]) or "none of them"
+        called = ", ".join(names[i] for i in order[:12]) or "none of them"
         raise ValueError(
-            f"The module has the layers {names[0]} to {names[-1]}, and its call runs {found}. A "
+            f"The module has the layers {names[0]} to {names[-1]}, and its call runs {called}. A "
             "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.) If "
             "each call is meant to be a layer, say so by a tuple of one name, `layers=('blocks',)`."
         )

@@ -155,8 +155,8 @@ class Parts:
 
         def check(batch: PyTree) -> None:
             extras = [*chain(*self.extras(batch))]
-            given = jax.tree.map(shape_of, (x, batch))
-            sources, _ = dependent_inputs(self._output, extras, self.cut.outer, *given, key)
+            shapes = jax.tree.map(shape_of, (x, batch))
+            sources, _ = dependent_inputs(self._output, extras, self.cut.outer, *shapes, key)
             if any(any(jax.tree.leaves(used[0])) for used in sources):
                 raise ValueError(
                     "The output of the module depends on what layers return besides x, and x alone "
@@ -188,8 +188,8 @@ class Parts:
         x = self.x_of_loss(batch, key)
 
         def parts(extras: list[Any], outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
-            found = loss_parts(self.loss(self.module_output(outer, batch, x, extras, key), batch))
-            return {"loss": found.total, **found.metrics}, found.weight is None
+            loss = loss_parts(self.loss(self.module_output(outer, batch, x, extras, key), batch))
+            return {"loss": loss.total, **loss.metrics}, loss.weight is None
 
         others = self.cut.outer, batch, x, key
         return weights_of_extras(parts, shapes, others, int(self.cut.by_row))
@@ -205,8 +205,8 @@ class Parts:
 
     def read(self, function: Callable, outer: Outer, *arguments: PyTree) -> tuple[Any, set[str]]:
         """Runs what a function needs for its result; returns also the outer parameters it reads."""
-        given = self.cut.outer | dict(outer)
-        part, used = pruned(function, given, *arguments)
+        all_outer = self.cut.outer | dict(outer)
+        part, used = pruned(function, all_outer, *arguments)
         names = {name for name, tree in used[0].items() if any(jax.tree.leaves(tree))}
         missing = sorted(names - set(outer))
         if missing:
@@ -215,7 +215,7 @@ class Parts:
                 "not theirs. Pass what layers share as an argument. If `batch=` is given, give one "
                 "of the same form as the batches of the training."
             )
-        return part(given, *arguments), names
+        return part(all_outer, *arguments), names
 
     def uses(self, batch: PyTree) -> tuple[set[str], set[str], list[bool]]:
         """Returns the parameters of embedding, and of loss and output; and who reads a key."""
@@ -252,11 +252,11 @@ class Parts:
             return function
 
         def run(*arguments: PyTree) -> PyTree:
-            *given, key = arguments
-            rows = jnp.shape(jax.tree.leaves(given[num_shared])[0])[0]
+            *trees, key = arguments
+            rows = jnp.shape(jax.tree.leaves(trees[num_shared])[0])[0]
             keys = None if key is None else jax.random.split(key, rows)
-            axes = (None,) * num_shared + (0,) * (len(given) - num_shared)
-            return jax.vmap(function, in_axes=(*axes, None if key is None else 0))(*given, keys)
+            axes = (None,) * num_shared + (0,) * (len(trees) - num_shared)
+            return jax.vmap(function, in_axes=(*axes, None if key is None else 0))(*trees, keys)
 
         return run
 

@@ -65,8 +65,8 @@ class _ScannedCall:
     def inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the constants, the first carry, and what is taken apart."""
         split, end = self.num_consts, self.num_consts + self.num_carry
-        given = list(self.scan.invars)
-        return given[:split], given[split:end], given[end:]
+        invars = list(self.scan.invars)
+        return invars[:split], invars[split:end], invars[end:]
 
     def before(self, atoms: Sequence[Any], *arguments: PyTree) -> list[Any]:
         """Returns values of the program before the scan."""
@@ -79,23 +79,23 @@ class _ScannedCall:
         consts, _, _ = self.inputs
         ids = [i for i, c in enumerate(consts) if i not in self.carried and not _is_key(c)]
         values = self.before([consts[i] for i in ids], *given)
-        found = dict(zip((*ids, *self.carried), (*values, *carried), strict=True))
+        layer_inputs = dict(zip((*ids, *self.carried), (*values, *carried), strict=True))
         count = len(consts)
         for i, stack_id in enumerate(self.stack_ids, start=count):
             if stack_id is not None:
-                found[i] = w[stack_id]
+                layer_inputs[i] = w[stack_id]
             elif i - count in self.rows:
-                found[i] = self.rows[i - count]
+                layer_inputs[i] = self.rows[i - count]
         every = range(count + len(self.stack_ids))
-        return [found[i] if i in found else jax.random.fold_in(key, i) for i in every]
+        return [layer_inputs[i] if i in layer_inputs else jax.random.fold_in(key, i) for i in every]
 
     def behind(self, results: list[Any], *arguments: PyTree) -> PyTree:
         """Returns the output of the program, from the results of the scan."""
         eqns = [i for i in range(len(self.closed.jaxpr.eqns)) if i != self.at]
         more = list(self.scan.outvars)
         leaves = [*jax.tree.leaves(arguments), *results]
-        found = _evaluate(self.closed, eqns, self.closed.jaxpr.outvars, more, leaves)
-        return jax.tree.unflatten(self.out, found)
+        outputs = _evaluate(self.closed, eqns, self.closed.jaxpr.outvars, more, leaves)
+        return jax.tree.unflatten(self.out, outputs)
 
 
 class ScanParts(Parts):
@@ -107,10 +107,10 @@ class ScanParts(Parts):
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
         def one(outer: Outer, stack: PyTree, batch: PyTree, key: Any) -> Any:
-            call, given = self.call(outer, stack, batch, key)
+            call, arguments = self.call(outer, stack, batch, key)
             consts, carry, _ = call.inputs
             atoms = [*carry, *(consts[i] for i in call.carried)]
-            values = call.before(atoms, *given)
+            values = call.before(atoms, *arguments)
             return packed(values[: len(carry)], values[len(carry) :])
 
         return self.read(self.over_rows(one, 2), outer, self.cut.layers, batch, or_none(key))[0]
@@ -121,9 +121,9 @@ class ScanParts(Parts):
         del kind, shared  # there is one kind, and nothing is shared
 
         def one(outer: Any, stack: Any, w: Any, batch: Any, x: Any, key: Any) -> Any:
-            call, given, w, x = self.call(outer, stack, batch, key, w, x)
+            call, arguments, w, x = self.call(outer, stack, batch, key, w, x)
             carry, carried = unpacked(x, call.carried)
-            read = call.given_to_layer(given, jax.tree.leaves(w), carried, given[3])
+            read = call.given_to_layer(arguments, jax.tree.leaves(w), carried, arguments[3])
             consts, xs = read[: call.num_consts], read[call.num_consts :]
             results = jaxpr_as_fun(call.body)(*consts, *carry, *xs)
             new, extras = results[: call.num_carry], results[call.num_carry :]
@@ -136,9 +136,9 @@ class ScanParts(Parts):
         self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any
     ) -> PyTree:
         def one(outer: Any, stack: Any, batch: Any, x: Any, extras: list[Any], key: Any) -> PyTree:
-            call, given, x, extras = self.call(outer, stack, batch, key, x, extras)
+            call, arguments, x, extras = self.call(outer, stack, batch, key, x, extras)
             carry, _ = unpacked(x, call.carried)
-            return call.behind([*carry, *extras], *given)
+            return call.behind([*carry, *extras], *arguments)
 
         run = self.over_rows(one, 2)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cut.layers)
@@ -146,8 +146,8 @@ class ScanParts(Parts):
 
     def extras(self, batch: PyTree) -> list[list[jax.ShapeDtypeStruct]]:
         key = shape_of_key(self.cut.takes_key)
-        given = self.cut.outer, self.cut.layers, self.row(batch), key
-        call = self.call_of_form(frozenset(), given)
+        arguments = self.cut.outer, self.cut.layers, self.row(batch), key
+        call = self.call_of_form(frozenset(), arguments)
         shapes = [v.aval for v in call.body.jaxpr.outvars[call.num_carry :]]
         return [self.with_layers_and_rows(shapes, len(self.cut.names), batch)]
 
@@ -160,8 +160,8 @@ class ScanParts(Parts):
         """
         trees = (outer, stack, batch, key), *others
         axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(trees)))
-        given, *varying = jax.tree.map(partial(_pvary, axes), trees)
-        return self.call_of_form(axes, given), given, *varying
+        arguments, *varying = jax.tree.map(partial(_pvary, axes), trees)
+        return self.call_of_form(axes, arguments), arguments, *varying
 
     def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
         """Returns the program of the call on arrays that vary over these axes."""
@@ -178,8 +178,8 @@ class ScanParts(Parts):
         call = _ScannedCall(closed, at, (), (), {}, jax.tree.structure(out))
         consts, _, xs = call.inputs
         ids = tuple(stack.index(v) if _is_in(v, stack) else None for v in xs)
-        found, _ = dependent_inputs(lambda *given: call.before(consts, *given), *given)
-        influenced = [any(jax.tree.leaves((used[0], used[3]))) for used in found]
+        sources, _ = dependent_inputs(lambda *given: call.before(consts, *given), *given)
+        influenced = [any(jax.tree.leaves((used[0], used[3]))) for used in sources]
         carried = tuple(
             i for i, is_one in enumerate(influenced) if is_one and not _is_key(consts[i])
         )
@@ -202,12 +202,12 @@ class ScanParts(Parts):
         ids = {i for i, _ in uses}
         eqn = closed.jaxpr.eqns[min(ids)] if len(ids) == 1 and min(ids) >= 0 else None
         if eqn is None or eqn.primitive.name != "scan":
-            found = sorted(
+            readers = sorted(
                 {"the output" if i < 0 else str(closed.jaxpr.eqns[i].primitive) for i in ids}
             )
             raise ValueError(
                 f"`{name}` is a stack of layers, and the call of the module does not run it in "
-                f"one `scan` over all layers: it is read by {', '.join(found) or 'nothing'}. Run "
+                f"one `scan` over all layers: it is read by {', '.join(readers) or 'nothing'}. Run "
                 "it by `nn.scan`, `nnx.scan` or `jax.lax.scan`, or give the layers as a list."
             )
         first_x = sum(scan_sizes(eqn.params))

@@ -34,14 +34,14 @@ def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str
 
 def _add_up(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
     """Returns "loss" and the sum of each collection, of any number of layers."""
-    found: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     for name, factor in factors.items():
         leaves = jax.tree.leaves(collections.get(name, {}))
         if factor is None or not leaves:
             continue
-        found[name] = sum(jnp.sum(leaf) for leaf in leaves)
-        found["loss"] = factor * found[name] + found.get("loss", 0.0)
-    return found
+        sums[name] = sum(jnp.sum(leaf) for leaf in leaves)
+        sums["loss"] = factor * sums[name] + sums.get("loss", 0.0)
+    return sums
 
 
 def with_sown_losses(loss: Callable, factors: Factors) -> Callable:

@@ -42,7 +42,7 @@ class Reference:
     Attributes:
         result: Loss, metrics and gradients on the host.
         dtype: The narrowest dtype that the program computes with, or the pipeline sums in.
-        num_layers: L.
+        num_layers: L, the number of layers, of all kinds.
         text: The name of what was run.
     """
 
@@ -64,7 +64,10 @@ def check(
     """Compares loss, metrics and gradients of a pipeline with those of the user's program.
 
     Args:
-        batch: [B, ...] leaves.
+        batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
+
+    Returns:
+        The relative error of each leaf, which prints as a table.
 
     Raises:
         AssertionError: If an error is larger. It says why.
@@ -73,12 +76,12 @@ def check(
     stored, whole = stored_and_whole(pipe, params)
     got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
     reference = reference_result(pipe, whole, batch, key, plain=plain)
-    found = compared(got, reference, tolerance, plain is not None)
-    if found.worse and tolerance is None and not pipe.takes_key:
-        names = _noise(pipe, found, got, reference, whole, batch, plain)
-        found = replace(found, noise=names)
-    require(pipe, found, whole, batch, key, plain=plain)
-    return found
+    comparison = compared(got, reference, tolerance, plain is not None)
+    if comparison.worse and tolerance is None and not pipe.takes_key:
+        names = _noise(pipe, comparison, got, reference, whole, batch, plain)
+        comparison = replace(comparison, noise=names)
+    require(pipe, comparison, whole, batch, key, plain=plain)
+    return comparison
 
 
 def _noise(
@@ -172,19 +175,19 @@ def compared(
     got: Result, reference: Reference, tolerance: float | None, is_plain: bool = False
 ) -> Comparison:
     """Compares results with a reference."""
-    wanted = reference.result
+    expected = reference.result
     rounding, why_so = default_tolerance(reference.dtype, reference.num_layers)
     if tolerance is not None:
         why_so = f"tolerance {tolerance:g}"
     accepted = rounding if tolerance is None else tolerance
     if is_plain:
-        common = set(got.metrics) & set(wanted.metrics)
-        got, wanted = (
+        common = set(got.metrics) & set(expected.metrics)
+        got, expected = (
             replace(one, metrics={name: one.metrics[name] for name in sorted(common)})
-            for one in (got, wanted)
+            for one in (got, expected)
         )
     text = f"{reference.text}; {why_so}"
-    return Comparison(compare(got, wanted), accepted, text, rounding, reference.dtype)
+    return Comparison(compare(got, expected), accepted, text, rounding, reference.dtype)
 
 
 def require(
@@ -222,7 +225,7 @@ def check_steps(
     params: PyTree,
     batch: PyTree,
     key: Array | None,
-    found: Comparison,
+    comparison: Comparison,
     *,
     plain: Callable | None = None,
 ) -> Comparison:
@@ -246,7 +249,7 @@ def check_steps(
         return trained
 
     key_or_none = key if pipe.takes_key else None
-    wanted, _ = on_one_device(pipe.mesh, all_steps, whole, batch, key_or_none)
+    expected, _ = on_one_device(pipe.mesh, all_steps, whole, batch, key_or_none)
     state = lifted.init(pipe.partition(stored)[0])
     step = pipe.jit(lambda *given: train_step(pipe, lifted)(*given, *keys)[:2])
     for _ in range(steps):
@@ -254,19 +257,19 @@ def check_steps(
     got = program.leaves(pipe.unshard(stored))
     names = program.names(whole)
     errors = compare_leaves(
-        "parameters", *(dict(zip(names, map(np.asarray, x), strict=True)) for x in (got, wanted))
+        "parameters", *(dict(zip(names, map(np.asarray, x), strict=True)) for x in (got, expected))
     )
-    text = f"{found.reference}; parameters after {steps} steps of the optimizer"
-    found = replace(found, errors=found.errors | errors, reference=text)
-    if found.worse:
+    text = f"{comparison.reference}; parameters after {steps} steps of the optimizer"
+    comparison = replace(comparison, errors=comparison.errors | errors, reference=text)
+    if comparison.worse:
         raise AssertionError(
             f"After {steps} steps of the optimizer the pipeline differs from the user's program: "
-            f"{found.worst} (relative error {found.largest:.1e}) is above the tolerance "
-            f"{found.tolerance:.2g}. Gradients agree, so the optimizer computes something else of "
-            "stored parameters than of the user's tree, or divides by what is zero but for "
-            f"rounding.\n{found}"
+            f"{comparison.worst} (relative error {comparison.largest:.1e}) is above the tolerance "
+            f"{comparison.tolerance:.2g}. Gradients agree, so the optimizer computes something "
+            "else of stored parameters than of the user's tree, or divides by what is zero but for "
+            f"rounding.\n{comparison}"
         )
-    return found
+    return comparison
 
 
 def _trained(program: UserProgram, whole: PyTree, leaves: list[Any]) -> PyTree:

@@ -41,13 +41,13 @@ class Comparison:
 
     @property
     def worse(self) -> list[str]:
-        """The names of results whose error is larger than the tolerance, or NaN; without noise."""
+        """Returns the names of results with an error above the tolerance, or NaN; without noise."""
         errors = self.errors.items()
         return [name for name, x in errors if not x <= self.tolerance and name not in self.noise]
 
     @property
     def worst(self) -> str:
-        """The name of the result whose error is the largest, or NaN."""
+        """Returns the name of the result whose error is the largest, or NaN."""
         return largest_error(self.errors)
 
     def __repr__(self) -> str:
@@ -101,13 +101,13 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
     ours, theirs, true = map(_by_name, (got, wanted, exact))
     largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)
     rounding = float(jnp.finfo(jnp.float32).eps) * largest
-    found = set()
+    names = set()
     for name in set(ours) & set(theirs) & set(true):
         of_pipe, of_user = (_magnitude(x[name] - true[name]) for x in (ours, theirs))
         misses = of_user > tolerance * _magnitude(true[name])
         if misses and of_pipe <= 4 * max(of_user, rounding):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def _by_name(result: Result) -> dict[str, Any]:

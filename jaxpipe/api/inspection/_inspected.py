@@ -89,7 +89,7 @@ class InspectedModel:
         of its own, it is the same for the microbatches one by one.
 
         Args:
-            batch: [B, ...] leaves.
+            batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
             plain: The user's program, to be compared with in place of these: `(params, batch) ->
                 loss` or `-> (loss, metrics)`, where `params` is the user's tree and the loss a
                 scalar or `jp.Weighted`.
@@ -115,11 +115,13 @@ class InspectedModel:
         check_means(self.model, "check")
         if plain is None and not self.takes_key and self.told.compute_dtype is None:
             plain = self.model.plain
-        found = check(self, params, batch, key, plain=plain, tolerance=tolerance)
+        comparison = check(self, params, batch, key, plain=plain, tolerance=tolerance)
         if optimizer is None:
-            return found
+            return comparison
         lifted = self.optimizer(optimizer)
-        return check_steps(self, lifted, optimizer, steps, params, batch, key, found, plain=plain)
+        return check_steps(
+            self, lifted, optimizer, steps, params, batch, key, comparison, plain=plain
+        )
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
@@ -201,11 +203,11 @@ class InspectedModel:
         plan = pipe.plan(layers.num_layers, layers.specs)
         weights = weights_of(stored)
         where = self.engine.shardings(plan, weights, self.model.tied)
-        given = jax.tree.map(
+        shapes = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
         )
-        layers = replace(layers, stages=given.pop("stages"))
-        arguments, function = (given | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
+        layers = replace(layers, stages=shapes.pop("stages"))
+        arguments, function = (shapes | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
             state = state_shapes(optimizer, pipe.model, pipe.engine, plan, arguments[0])
             arguments = arguments[0], state, batch
@@ -226,7 +228,7 @@ class InspectedModel:
 
     @property
     def _said_of_rows(self) -> str:
-        """What the user says of rows; empty if that is nothing."""
+        """Returns the user's word on rows, such as "row_wise layer True"; empty without one."""
         said = ", ".join(f"{name} {is_row_wise}" for name, is_row_wise in self.row_wise)
         return said and f"row_wise {said}"
 

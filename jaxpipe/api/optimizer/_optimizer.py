@@ -56,7 +56,7 @@ class StoredTree:
 
     @property
     def layers(self) -> StoredLayers:
-        """The stored layers."""
+        """Returns the stored layers."""
         return self.params["layers"]
 
     @property

@@ -74,7 +74,7 @@ class StateForm:
 
     @property
     def slots(self) -> list[Slot | None]:
-        """The slot of every leaf of the user's form, None for arrays like no parameter."""
+        """Returns the slot of every leaf of the user's form, None for arrays like no parameter."""
         return [slot for node in self.nodes for slot in node.slots]
 
 

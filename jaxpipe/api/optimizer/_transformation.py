@@ -25,7 +25,7 @@ class Transformation(NamedTuple):
     """An optimizer as those of optax are, for stored parameters.
 
     Attributes:
-        init: `params -> state`.
+        init: `params -> state`, of stored parameters or their trainable part.
         update: `(grads, state, params=None, **extra) -> (updates, state)`.
     """
 

@@ -59,7 +59,7 @@ class UnlikeRows:
 
     @property
     def where(self) -> str:
-        """The function as the user has it, such as "`layer['encoder']` of layer 2"."""
+        """Returns the function as the user has it, such as "`layer['encoder']` of layer 2"."""
         if self.layer is None or self.function == "layer":
             name = f"`{self.function}`"
         else:

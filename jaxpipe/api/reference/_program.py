@@ -22,7 +22,7 @@ class Result:
     """What a program computes of a batch.
 
     Attributes:
-        loss: A scalar.
+        loss: The loss of the batch, a scalar.
         metrics: Scalars, and arrays [B, ...], by name.
         grads: The gradient of every trainable leaf, by its path in the user's tree.
     """
@@ -65,8 +65,8 @@ class UserProgram:
         """Returns ((loss, metrics), gradients of the trainable leaves) of the whole batch."""
 
         def loss(trained: list[Any]) -> tuple[Any, dict[str, Any]]:
-            found = self.contributions(self.with_leaves(params, trained), batch, 0, key)
-            return found.loss, found.metrics
+            contributions = self.contributions(self.with_leaves(params, trained), batch, 0, key)
+            return contributions.loss, contributions.metrics
 
         return jax.value_and_grad(loss, has_aux=True)(self.leaves(params))
 
@@ -89,11 +89,11 @@ class UserProgram:
         divisor = jnp.sum(jax.lax.map(weight, numbered)) if is_weighted else num_pieces
 
         def loss(trained: list[Any], piece: Any) -> tuple[Any, tuple[dict[str, Any], ...]]:
-            found = contribution(trained, piece)
-            share = found.total / jnp.asarray(divisor, found.total.dtype)
-            means = {n: x / num_pieces for n, x in found.metrics.items() if not x.ndim}
-            arrays = {n: x for n, x in found.metrics.items() if x.ndim}
-            return share + found.aux / num_pieces, (means, arrays)
+            contributions = contribution(trained, piece)
+            share = contributions.total / jnp.asarray(divisor, contributions.total.dtype)
+            means = {n: x / num_pieces for n, x in contributions.metrics.items() if not x.ndim}
+            arrays = {n: x for n, x in contributions.metrics.items() if x.ndim}
+            return share + contributions.aux / num_pieces, (means, arrays)
 
         def of_piece(piece: Any) -> tuple[Any, dict[str, Any]]:
             run = jax.value_and_grad(loss, has_aux=True)
@@ -175,21 +175,21 @@ def run_layers(
 
         def step(x: PyTree, numbered: Any, function: Callable = function) -> tuple[PyTree, Any]:
             i, weights = numbered
-            given = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
-            return x_and_aux(function(given, x, rows, layer_key(key, i, *pieces)), x)
+            params = {"layer": weights, "shared": groups["shared"]} if model.shared else weights
+            return x_and_aux(function(params, x, rows, layer_key(key, i, *pieces)), x)
 
         count = num_layers(layers)
         if count > _MAX_UNROLLED:
             if isinstance(layers, list | tuple):
                 layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             x, aux = jax.lax.scan(step, x, (first + jnp.arange(count), layers))
-            found = [{name: jnp.sum(value) for name, value in aux.items()}]
+            layer_aux = [{name: jnp.sum(value) for name, value in aux.items()}]
         else:
-            found = []
+            layer_aux = []
             for i in range(count):
                 x, aux = step(x, (first + i, nth_layer(layers, i)))
-                found.append(aux)
-        for aux in found:
+                layer_aux.append(aux)
+        for aux in layer_aux:
             sums = {name: sums.get(name, 0.0) + aux.get(name, 0.0) for name in sums | aux}
         first += count
     return x, sums

@@ -93,7 +93,7 @@ def remat_by_name(policy: str, locations: Mapping[str, str] | None = None) -> Re
     """Returns a wrapper for a stage or a layer that keeps the tensors of a policy for the backward.
 
     Args:
-        policy: One of `POLICIES`.
+        policy: One of `POLICIES`, such as "full", "none", "minimal" or "custom".
         locations: For `custom`: the location of each tensor of `TENSORS`. A tensor that is left out
             is computed again.
 

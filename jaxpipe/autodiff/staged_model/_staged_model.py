@@ -31,7 +31,7 @@ class HandOver(NamedTuple):
 
     Attributes:
         take: From x to what is sent.
-        restore: The inverse.
+        restore: From what is sent to x: the inverse of `take`.
     """
 
     take: Callable[[Any], Any]

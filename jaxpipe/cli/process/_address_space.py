@@ -35,7 +35,7 @@ def check_address_space(num_emulated: int = 0) -> None:
 
 
 def _num_threads(num_emulated: int) -> int:
-    given = os.environ.get("NPROC", "")
-    if given.isdigit():
-        return int(given)
+    nproc = os.environ.get("NPROC", "")
+    if nproc.isdigit():
+        return int(nproc)
     return num_threads_for(num_emulated) if num_emulated else len(os.sched_getaffinity(0))

@@ -180,10 +180,10 @@ def _run_windows(
 
 def _check_window(window: PyTree, empty: PyTree) -> None:
     """Checks that an overridden `weight_prefetching` returns both halves of the window."""
-    given, expected = ([x.shape for x in jax.tree.leaves(tree)] for tree in (window, empty))
-    if given != expected:
+    returned, expected = ([x.shape for x in jax.tree.leaves(tree)] for tree in (window, empty))
+    if returned != expected:
         raise ValueError(
-            f"`weight_prefetching` returns arrays of the shapes {given}, and a window has "
+            f"`weight_prefetching` returns arrays of the shapes {returned}, and a window has "
             f"{expected}: the weights of the last repeat and of the next one, [2, ranks, ...]. "
             "MaxText's returns the next repeat's alone. Call `super().weight_prefetching`."
         )

@@ -44,7 +44,7 @@ class Task:
     Args:
         stage_id: The index of the stage.
         mubatch_idx: The index of the microbatch.
-        fwd_or_bwd: The operation.
+        fwd_or_bwd: The operation: a forward, a backward or one half of it.
         latency: How long the task is, where a forward is 1. Nothing reads it: a task runs as soon
             as its group is free and its inputs are there.
         slice: The index of the sequence slice, or None for whole sequences.
@@ -148,6 +148,9 @@ def schedule_of(
         num_microbatches: The number of microbatches.
         ranks: The rank of each stage, as `get_mpmd_idx` says it.
         name: The call that returned the tasks, for messages.
+
+    Returns:
+        A schedule that passes `check`.
 
     Raises:
         ScheduleError: If a task is missing, is there twice, is out of range, is on another rank

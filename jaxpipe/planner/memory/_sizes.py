@@ -135,6 +135,9 @@ def peak_memory(
 
     Args:
         buffers: The buffers of every rank, or of the fullest one.
+
+    Returns:
+        Bytes at the peak of a step, by kind, on the device with the largest total.
     """
     counts = step_counts(candidate)
     sizes = [step_sizes(*of_rank, tokens) for of_rank in ranks(model, candidate)]

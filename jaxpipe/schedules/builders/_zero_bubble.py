@@ -61,6 +61,9 @@ def zero_bubble_h2(
         spare: Microbatches a stage may hold beyond the 2p - 1 it needs. The authors' code, given
             twice the memory of 1F1B, has 1.
 
+    Returns:
+        A schedule with a stage on each rank, whose backwards are split into I and W.
+
     References:
         Qi et al., 2023, arXiv 2401.10241, figure 3.
     """

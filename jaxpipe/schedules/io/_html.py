@@ -26,6 +26,9 @@ def to_html(schedules: Mapping[str, Schedule | Ticks], costs: Costs, title: str 
             has twice as many stages, each of them costs and stores half. Costs per stage keep their
             ratios under a slider.
 
+    Returns:
+        The text of an HTML page, which reads no other file.
+
     Example:
         >>> from jaxpipe.schedules import build
         >>> page = to_html({"1f1b": build("1f1b", ranks=2, microbatches=4)}, Costs())

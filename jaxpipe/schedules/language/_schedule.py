@@ -53,7 +53,7 @@ class Schedule:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, which takes as long as a walk over all actions: what is cached asks often."""
+        """Hashes all actions once, as functions that are cached by a schedule ask often."""
         return hash((self.num_stages, self.num_microbatches, self.programs))
 
     def _repr_svg_(self) -> str | None:

@@ -130,6 +130,10 @@ def fill_grid(
         caps: [ranks] the most activations that each may hold.
         longest: The attempt ends as soon as the makespan must exceed this.
         below: The attempt ends as soon as the makespan must be at least this.
+
+    Returns:
+        The grid, or None in its place if the attempt has ended early, and which of the two limits,
+        `caps` and `lag`, had an effect.
     """
     num_microbatches = orders.schedule.num_microbatches
     total = orders.schedule.num_stages * num_microbatches

@@ -42,6 +42,9 @@ def to_lock_step(
         memory_cap: The most activations that a rank may hold, or [ranks] that of every rank: one
             activation is what the F of a stage stores for a microbatch, or a slice. None: no cap.
 
+    Returns:
+        The schedule, without fused pairs, and the tick of each of its actions.
+
     Raises:
         ValueError: If `spare` is negative, `memory_cap` is less than what the order of the
             schedule holds on a rank, or costs are negative or not one per stage.

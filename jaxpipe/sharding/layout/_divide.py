@@ -27,7 +27,7 @@ class LayerLayout:
 
     Attributes:
         num_repeats: R, stages per rank.
-        num_ranks: S.
+        num_ranks: S, the ranks of the pipeline.
         layers_per_stage: Consecutive layers in a stage, or room for so many.
         stages: [R, S] the stage of the model at each repeat and rank; None: stage
             `repeat * num_ranks + rank`.

@@ -18,9 +18,13 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
     """Parses a layout string to the number of layers per stage.
 
     Args:
-        text: Such as `Et*3|t*4|t*4|t*3L`.
+        text: The layout, such as `Et*3|t*4|t*4|t*3L`: E is the embedding, t a layer, L the loss,
+            and | separates stages; x*n and (xy)*n repeat.
         mtp_layers: Whether the model has layers that predict further tokens (MTP), m, behind all
             others.
+
+    Returns:
+        [num_stages] the number of layers of each stage, t and m, in forward order.
 
     Raises:
         ValueError: If the text has other signs, does not begin with E or end with L, if a stage in
@@ -30,36 +34,36 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
         >>> parse_layout("Et|t*2|tL")
         (1, 2, 1)
     """
-    given = f"`pipeline_layout` is {short_repr(text)}"
+    prefix = f"`pipeline_layout` is {short_repr(text)}"
     try:
         inner = _expanded(text)
     except OverflowError:
         raise ValueError(
-            f"{given}, which has more than {_MAX_LETTERS} layers and stages. "
+            f"{prefix}, which has more than {_MAX_LETTERS} layers and stages. "
             "Give smaller numbers behind *."
         ) from None
     stages = inner.split("|")
     if set(inner) - set("EtL|m"):
         raise ValueError(
-            f"{given}. Give E, then t for every layer with | between stages, "
+            f"{prefix}. Give E, then t for every layer with | between stages, "
             "then L, such as 'Et*3|t*4|t*4|t*3L'; x*n and (xy)*n repeat."
         )
     if "m" in inner and not mtp_layers:
         raise ValueError(
-            f"{given}, and m is a layer that predicts further tokens, which "
+            f"{prefix}, and m is a layer that predicts further tokens, which "
             "no model here has. Leave it out."
         )
     if inner.count("E") != 1 or inner.count("L") != 1 or inner[0] + inner[-1] != "EL":
         raise ValueError(
-            f"{given}. The first stage begins with the one E, the embedding, "
+            f"{prefix}. The first stage begins with the one E, the embedding, "
             "and the last one ends with the one L, the loss."
         )
     if "m" in inner and inner.index("m") < inner.rfind("t"):
-        raise ValueError(f"{given}, where t follows m. Give m behind all t.")
+        raise ValueError(f"{prefix}, where t follows m. Give m behind all t.")
     empty = [number for number, stage in enumerate(stages) if not stage]
     if empty:
         raise ValueError(
-            f"{given}, where stage {empty[0]} has no layer. Only the stages "
+            f"{prefix}, where stage {empty[0]} has no layer. Only the stages "
             "of E and of L may have none."
         )
     return tuple(stage.count("t") + stage.count("m") for stage in stages)

@@ -44,8 +44,8 @@ class PipelineShape:
     """Sizes of a circular pipeline.
 
     Attributes:
-        num_ranks: S.
-        num_repeats: R.
+        num_ranks: S, the ranks of the pipeline.
+        num_repeats: R, the stages of each rank.
         num_microbatches: M, a multiple of S.
         forwarding_delay: d, ticks of a hand-over: 1, or 2 if it is delayed.
     """

@@ -36,6 +36,9 @@ def on_ranks(
         out_dims: The same for the result. None if every rank returns the same value, as with
             `psum`.
         num_ranks: S. Needed only if `mesh` is None and no argument has a dim of ranks.
+
+    Returns:
+        `(*arguments) -> result`, where arguments and result are those of all ranks.
     """
     in_specs, out_specs = (jax.tree.map(_spec, d, is_leaf=_is_dim) for d in (in_dims, out_dims))
     if mesh is None:

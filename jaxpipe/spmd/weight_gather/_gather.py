@@ -49,7 +49,7 @@ class Gather:
         when: In every `tick`; `once` before the first; or once per `repeat`, ahead of it: a rank
             holds the weights of its repeat, and those of the next as far as they are gathered.
         cast: Casts the weights of one stage, before they are gathered, to its compute dtype.
-        unshard: Gathers stored weights.
+        unshard: Gathers the stored weights of one stage.
         constrain_unsharded: Constrains gradients that are accumulated over ticks to stay unsharded,
             without communication.
         reduce_scatter: Sums unsharded gradients over devices and shards them as they are stored.

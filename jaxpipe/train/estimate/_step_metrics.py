@@ -47,12 +47,12 @@ def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
     Recomputed operations are not counted. `mfu` is there if the peak of the device is known.
     """
     tflops = work.flops / seconds / work.num_devices / 1e12
-    found = {
+    metrics = {
         "step_time_seconds": seconds,
         "tokens_per_second": work.num_tokens / seconds,
         "tflops_per_second_per_device": tflops,
     }
-    return found | ({"mfu": tflops / work.peak_tflops} if work.peak_tflops else {})
+    return metrics | ({"mfu": tflops / work.peak_tflops} if work.peak_tflops else {})
 
 
 def memory_metrics(devices: Iterable[Any]) -> dict[str, float]:

@@ -24,6 +24,9 @@ def compiling(
         say_end: Whether to write one line at the end, with the seconds that it took, and what a
             program in JAX's persistent compilation cache saved.
 
+    Returns:
+        A context manager, to run the compilation in.
+
     Example:
         >>> import io
         >>> stream = io.StringIO()

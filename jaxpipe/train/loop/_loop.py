@@ -55,7 +55,7 @@ def train(
     see, and the first writes and shows what is not a checkpoint.
 
     Args:
-        config: The run.
+        config: The keys of the run, as `load_config` returns them.
         stream: Where progress is shown. Default: standard output.
         keep_history: Keep the metrics in memory too, some 1 kB a step.
 

@@ -26,13 +26,13 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
     names = sorted({weight_name(path) for path, _ in leaves})
     for expression in expressions:
         try:
-            found = any(re.search(expression, name) for name in names)
+            has_match = any(re.search(expression, name) for name in names)
         except re.error as error:
             raise ValueError(
                 f"`weight_decay_exclude` has {expression!r}, which is no regular expression: "
                 f"{clause(error)}. Give one that finds names of weights."
             ) from None
-        if not found:
+        if not has_match:
             raise ValueError(
                 f"`weight_decay_exclude` has {expression!r}, which finds none of the weights "
                 f"{', '.join(names)}. Change it, or leave it out."

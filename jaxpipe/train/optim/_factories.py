@@ -161,19 +161,19 @@ def build_optimizer(
     arguments = dict(keys.arguments)
     _check_arguments(keys.name, factory, arguments)
     adam: dict[str, Any] = {"b1": keys.b1, "b2": keys.b2, "eps": keys.eps}
-    given: dict[str, Any] = {"learning_rate": schedule_of(None)}
+    keywords: dict[str, Any] = {"learning_rate": schedule_of(None)}
     if keys.name == "adamw":
-        given |= adam
+        keywords |= adam
     if _takes_weight_decay(factory):
-        given["weight_decay"] = keys.weight_decay
-    given |= {name: traits.decays for name in _MASKS if name in _parameters(factory)}
+        keywords["weight_decay"] = keys.weight_decay
+    keywords |= {name: traits.decays for name in _MASKS if name in _parameters(factory)}
     if keys.name == "muon":
         rate = schedule_of(arguments.pop("adam_learning_rate", None))
         adam |= {"weight_decay": keys.weight_decay, "mask": traits.decays}
         adam |= {"mu_dtype": arguments.get("mu_dtype")}
         factory = partial(_muon, partial(optax.adamw, rate, **adam), traits.dimensions)
     with refused_by_name(keys, "built"):
-        tx = factory(**given, **arguments)
+        tx = factory(**keywords, **arguments)
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
             f"`optimizer` is {keys.name!r}, which returned {type(tx).__name__} in place of an "
@@ -245,12 +245,16 @@ def _takes_weight_decay(factory: Callable[..., Any]) -> bool:
 
 def _given_by_keys(name: str, factory: Callable[..., Any]) -> dict[str, str]:
     """Returns the arguments of a factory that are given by keys of a run, with these keys."""
-    given = {"learning_rate": "learning_rate"}
-    given |= _ADAM_KEYS if name == "adamw" else {}
-    given |= _MUON_KEYS if name == "muon" else {}
-    given |= {"weight_decay": "adam_weight_decay"} if _takes_weight_decay(factory) else {}
-    given |= dict.fromkeys(_MASKS, "weight_decay_exclude")
-    return {argument: key for argument, key in given.items() if argument in _parameters(factory)}
+    key_of_argument = {"learning_rate": "learning_rate"}
+    key_of_argument |= _ADAM_KEYS if name == "adamw" else {}
+    key_of_argument |= _MUON_KEYS if name == "muon" else {}
+    key_of_argument |= {"weight_decay": "adam_weight_decay"} if _takes_weight_decay(factory) else {}
+    key_of_argument |= dict.fromkeys(_MASKS, "weight_decay_exclude")
+    return {
+        argument: key
+        for argument, key in key_of_argument.items()
+        if argument in _parameters(factory)
+    }
 
 
 def _check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

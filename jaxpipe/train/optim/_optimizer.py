@@ -52,6 +52,9 @@ def learning_rate_schedule(
             shape has an end: `constant` stays at the peak, `inverse_sqrt` falls for ever, with the
             root of the step.
 
+    Returns:
+        `step -> learning rate`, a float32 scalar; the first step is 0.
+
     Example:
         >>> rate = learning_rate_schedule(
         ...     1.0, num_steps=10, warmup_fraction=0.2, final_fraction=0.1, shape="linear"

@@ -51,7 +51,7 @@ class BatchPlan:
         gradient_accumulation_steps: A, the number of calls of the engine in a step.
         num_microbatches: M, those of one call.
         microbatch_size: b, summed over all devices.
-        length: T.
+        length: T, the tokens of a row.
         in_host_memory: Whether arrays stay in host memory, because the step transfers each to the
             ranks that read it.
     """

@@ -83,16 +83,16 @@ def _layout_of_schedule(
 
 def _check_stage_counts(settings: LayerSettings, schedule_name: str, layout: LayerLayout) -> None:
     """Checks the schedule's stages per rank and layers per stage against the settings."""
-    for name, usual, found in (
+    for name, usual, layout_count in (
         ("num_pipeline_repeats", -1, layout.num_repeats),
         ("num_layers_per_pipeline_stage", 1, layout.layers_per_stage),
     ):
         value = getattr(settings, name)
-        if value not in (usual, found):
+        if value not in (usual, layout_count):
             raise ValueError(
                 f"`{name}` is {value}, but `pipeline_schedule` {schedule_name} has "
                 f"{layout.num_repeats} stage(s) of {layout.layers_per_stage} layer(s) per rank. "
-                f"Give {found} or {usual}."
+                f"Give {layout_count} or {usual}."
             )
 
 
@@ -120,16 +120,16 @@ def _layer_counts(
 
 def _pipelined_layers(settings: LayerSettings) -> tuple[str, int]:
     """Returns the key or keys that determine the number of pipelined layers, and that number."""
-    wanted, available = settings.pipeline_parallel_layers, settings.sizes.num_pipeline_layers
+    num_requested, available = settings.pipeline_parallel_layers, settings.sizes.num_pipeline_layers
     step = settings.sizes.layers_per_block
     of_blocks = f", each a block of `interleave_moe_layer_step` = {step}" if step > 1 else ""
-    if wanted > available:
+    if num_requested > available:
         raise ValueError(
-            f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
-            f"pipeline{of_blocks}. Give 1 to {available}, or -1 for all of them."
+            f"`pipeline_parallel_layers` is {num_requested}, and there are {available} layers for "
+            f"a pipeline{of_blocks}. Give 1 to {available}, or -1 for all of them."
         )
-    if wanted != -1:
-        return "`pipeline_parallel_layers`", wanted
+    if num_requested != -1:
+        return "`pipeline_parallel_layers`", num_requested
     dense = " - `first_num_dense_layers`" if settings.sizes.num_dense_layers else ""
     blocks = " / `interleave_moe_layer_step`" if step > 1 else ""
     return f"`base_num_decoder_layers`{dense}{blocks}", available

@@ -23,7 +23,7 @@ class ScheduleSelection:
 
     Attributes:
         schedule: The actions of every rank, in order.
-        reason: The line.
+        reason: One line that says why it was selected.
         costs: The costs of its stages.
     """
 
@@ -39,8 +39,8 @@ class ScheduleRequest:
     Attributes:
         engine: The engine that runs it.
         name: The value of `pipeline_schedule`.
-        num_ranks: S.
-        num_microbatches: M.
+        num_ranks: S, the ranks of the pipeline.
+        num_microbatches: M, those of one call of the engine.
         num_pipeline_repeats: Stages per rank; -1 leaves it open.
         num_layers_per_pipeline_stage: Layers of a stage; 1 leaves it open.
         recomputes: Whether backwards compute the forward again, or a part of it.
@@ -134,10 +134,10 @@ def _build_schedule(
 
 def _check_slices(request: ScheduleRequest, schedule: Schedule) -> None:
     """Checks that a run can have the slices of a schedule, if it has any."""
-    slices, wanted = language.num_slices(schedule), request.num_pipeline_slices
-    if wanted not in (-1, slices):
+    slices, num_requested = language.num_slices(schedule), request.num_pipeline_slices
+    if num_requested not in (-1, slices):
         raise ValueError(
-            f"`num_pipeline_slices` is {wanted}, but `pipeline_schedule` {request.name} has "
+            f"`num_pipeline_slices` is {num_requested}, but `pipeline_schedule` {request.name} has "
             f"{slices} slice(s) of each sequence. Give {slices} or -1."
         )
     if slices == 1:
@@ -192,10 +192,10 @@ def _errors_name_schedule(name: str) -> Iterator[None]:
 
 def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     """Checks that a schedule read from a file is for these ranks and microbatches."""
-    found = schedules.num_ranks(schedule), schedule.num_microbatches
-    if found != (num_ranks, num_microbatches):
+    shape = schedules.num_ranks(schedule), schedule.num_microbatches
+    if shape != (num_ranks, num_microbatches):
         raise ValueError(
-            f"`pipeline_schedule` {name} is for {found[0]} ranks and {found[1]} microbatches, but "
+            f"`pipeline_schedule` {name} is for {shape[0]} ranks and {shape[1]} microbatches, but "
             f"the mesh has {num_ranks} ranks and `num_pipeline_microbatches` is "
             f"{num_microbatches}. Give another file, or change these."
         )

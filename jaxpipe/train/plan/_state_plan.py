@@ -15,7 +15,7 @@ class LearningRate:
 
     Attributes:
         peak: The largest learning rate.
-        shape: One of `LEARNING_RATE_SHAPES`.
+        shape: One of `LEARNING_RATE_SHAPES`, such as `cosine`.
         warmup_fraction: Share of the steps that warm up.
         final_fraction: Share of the peak that is left after the last step.
         num_steps: Number of steps of the schedule, warmup included.

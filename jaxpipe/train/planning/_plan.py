@@ -65,14 +65,14 @@ def plan(
     """
     _check_order(model=model, devices=devices, batch=batch, sequence=sequence)
     target = parse_devices(devices, num_slices)
-    given: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
-    given |= {"max_stages": max_stages, "schedule": schedule}
+    constraints: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
+    constraints |= {"max_stages": max_stages, "schedule": schedule}
     if isinstance(model, str | Mapping):
         values = {"model_name": model} if isinstance(model, str) else dict(model)
-        request = make_request(values | fixed, target, sequence=sequence, **given)
+        request = make_request(values | fixed, target, sequence=sequence, **constraints)
     else:
         fixed |= {"sequence": sequence}
-        request = own_request(model, params, example, target, fixed, **given)
+        request = own_request(model, params, example, target, fixed, **constraints)
     return plan_request(request, num_plans)
 
 

@@ -61,9 +61,11 @@ def trace_mpmd_train_step(
 
     The metrics also have the bubbles of both timelines as shares of the loop.
     """
-    (state, metrics), found = profiling.trace_step(compiled_mpmd_train_step(plan), state, batch)
-    bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
-    return (state, metrics | bubbles), schedules.to_perfetto(found, microseconds=1e6)
+    (state, metrics), timelines = profiling.trace_step(compiled_mpmd_train_step(plan), state, batch)
+    bubbles = {
+        f"bubble_{name}": schedules.bubble_fraction(line) for name, line in timelines.items()
+    }
+    return (state, metrics | bubbles), schedules.to_perfetto(timelines, microseconds=1e6)
 
 
 def init_mpmd_state(plan: StepPlan) -> TrainState:

@@ -40,13 +40,15 @@ def stack_stages(
         parts = [
             [leaf_stages[stage].on_rank(rank) for stage in local] for leaf_stages in stages_by_leaf
         ]
-        for found, stacked_leaf in zip(shards, _concatenation(tuple(shapes))(parts), strict=True):
-            found += [shard.data[None] for shard in stacked_leaf.addressable_shards]
+        for leaf_shards, stacked_leaf in zip(
+            shards, _concatenation(tuple(shapes))(parts), strict=True
+        ):
+            leaf_shards += [shard.data[None] for shard in stacked_leaf.addressable_shards]
     stacked = [
         jax.make_array_from_single_device_arrays(
-            (mesh.mpmd_dim, *dim), _stacked_sharding(mesh, spec), found, dtype=dtype
+            (mesh.mpmd_dim, *dim), _stacked_sharding(mesh, spec), leaf_shards, dtype=dtype
         )
-        for dim, spec, found, dtype in zip(dims, specs, shards, dtypes, strict=True)
+        for dim, spec, leaf_shards, dtype in zip(dims, specs, shards, dtypes, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(stages[0]), stacked)
 
@@ -57,21 +59,21 @@ def unstack_stages(
     """Splits a stack [S, K, ...] into stages: the inverse of `stack_stages`."""
     mesh, leaves, counts = mpmd_mesh(weights), jax.tree.leaves(stack), _layer_counts(weights)
     specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
-    found: list[list[dict[int, jax.Array]]] = [[{} for _ in leaves] for _ in counts]
+    rank_arrays: list[list[dict[int, jax.Array]]] = [[{} for _ in leaves] for _ in counts]
     for rank in mesh.local_ranks:
         shardings = tuple(NamedSharding(mesh.unstack[rank], spec) for spec in specs)
         part = [_on_rank(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
         local = _stages_with_layers(weights, rank)
         cut = _split(tuple(counts[stage] for stage in local), shardings)(part)
         for stage, stage_leaves in zip(local, cut, strict=True):
-            for arrays, array in zip(found[stage], stage_leaves, strict=True):
+            for arrays, array in zip(rank_arrays[stage], stage_leaves, strict=True):
                 arrays[rank] = array
     return [
         jax.tree.unflatten(
             jax.tree.structure(stack),
             list(map(partial(_stage_array, count), leaves, jax.tree.leaves(shardings), arrays)),
         )
-        for count, shardings, arrays in zip(counts, stage_shardings, found, strict=True)
+        for count, shardings, arrays in zip(counts, stage_shardings, rank_arrays, strict=True)
     ]
 
 

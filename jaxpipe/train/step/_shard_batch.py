@@ -59,14 +59,14 @@ def _shard_rows(
     shape = plan.shape[:2]
     if plan.in_host_memory:
         return {name: rows.reshape(*shape, -1) for name, rows in batch.items()}
-    found = np.full(plan.num_rows, -1)  # no device of this process asks for the others
-    found[row_ids] = np.arange(len(row_ids))
-    found = found.reshape(shape)
+    row_positions = np.full(plan.num_rows, -1)  # no device of this process asks for the others
+    row_positions[row_ids] = np.arange(len(row_ids))
+    row_positions = row_positions.reshape(shape)
 
     def to_global_array(rows: np.ndarray, where: NamedSharding) -> Any:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "arrays are not scalars"
-            return rows[found[index[:2]], index[2]]
+            return rows[row_positions[index[:2]], index[2]]
 
         return jax.make_array_from_callback((*shape, rows.shape[1]), where, part)
 

@@ -35,7 +35,7 @@ class _Programs:
     """The programs of a step, as functions of its plan.
 
     Attributes:
-        init: Initializes a state.
+        init: Returns the first state, on the devices that hold it.
         shardings: Returns the sharding of every leaf of a state.
         train_step: Returns `(state, batch) -> (state, metrics)`.
         compile: Compiles what `train_step` returned, for a state and a batch.

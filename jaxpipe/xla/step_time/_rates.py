@@ -40,6 +40,9 @@ def device_rates(device_kind: str, hosts: Sequence[int] = ()) -> Rates | None:
     Args:
         hosts: The host of every GPU of a program; empty for one host.
 
+    Returns:
+        `DeviceRates` of TPUs or `GpuRates` of GPUs; None if the kind is not known.
+
     Example:
         >>> device_rates("TPU v5").clock_ghz
         1.75

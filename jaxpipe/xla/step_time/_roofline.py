@@ -32,8 +32,8 @@ def roofline_seconds(
         instruction = replace(instruction, opcode="fusion")
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return 0.0  # what a collective reads and writes is in the time that it transfers
-    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    target = found[1] if found else ""
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    target = match[1] if match else ""
     if target == "AllocateBuffer":
         return 0.0  # nothing is written
     moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)

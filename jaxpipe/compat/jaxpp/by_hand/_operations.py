@@ -188,8 +188,10 @@ def task(
                     f"Task `{called}` donates argument {i}, which was sent. Its memory belongs to "
                     "the transfer: leave it out of `donate_argnums`."
                 )
-        given = [x for x in jax.tree.leaves((in_shardings, out_shardings)) if _is_named(x)]
-        meshes = {x.sharding.mesh for x in inputs} | {x.mesh for x in given}
+        named_shardings = [
+            x for x in jax.tree.leaves((in_shardings, out_shardings)) if _is_named(x)
+        ]
+        meshes = {x.sharding.mesh for x in inputs} | {x.mesh for x in named_shardings}
         meshes |= {mesh} - {None}
         if len(meshes) != 1:
             raise ValueError(
@@ -200,13 +202,13 @@ def task(
         program.groups_of(on, f"Task `{called}`")
         _check_inputs(called, inputs, (arguments, more), in_shardings, on)
         named = partial(_named, on, f"`out_shardings` of task `{called}`")
-        wanted = jax.tree.map(named, out_shardings, is_leaf=_is_leaf)
+        output_shardings = jax.tree.map(named, out_shardings, is_leaf=_is_leaf)
 
         def flat(*leaves: Any) -> list:
             arguments, more = jax.tree.unflatten(tree, leaves)
             result = fun(*arguments, **more)
             results.append(jax.tree.structure(result))
-            prefix = jax.tree.broadcast(wanted, result, is_leaf=_is_named)
+            prefix = jax.tree.broadcast(output_shardings, result, is_leaf=_is_named)
             shardings.append(jax.tree.leaves(prefix, is_leaf=_is_named))
             return jax.tree.leaves(result)
 
@@ -256,9 +258,11 @@ def _check_inputs(
     if in_shardings is None:
         return
     of_task = in_shardings if isinstance(in_shardings, tuple) else (in_shardings,)
-    wanted = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_leaf)
+    input_shardings = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_leaf)
     what = f"`in_shardings` of task `{name}`"
-    for x, sharding in zip(inputs, jax.tree.leaves(wanted, is_leaf=_is_leaf), strict=False):
+    for x, sharding in zip(
+        inputs, jax.tree.leaves(input_shardings, is_leaf=_is_leaf), strict=False
+    ):
         if sharding is None:
             continue
         if not _named(mesh, what, sharding).is_equivalent_to(x.sharding, x.ndim):
@@ -300,9 +304,9 @@ def transfer(arrays: Any, *, out_shardings: Any) -> TransferFuture:
     if not leaves:
         raise ValueError("`transfer` is given no arrays. Give at least one.")
     inputs = _values("transfer", leaves, program)
-    wanted = jax.tree.broadcast(out_shardings, arrays, is_leaf=_is_leaf)
+    target_shardings = jax.tree.broadcast(out_shardings, arrays, is_leaf=_is_leaf)
     specs = []
-    for x, to in zip(inputs, jax.tree.leaves(wanted, is_leaf=_is_leaf), strict=True):
+    for x, to in zip(inputs, jax.tree.leaves(target_shardings, is_leaf=_is_leaf), strict=True):
         if not _is_named(to):
             raise TypeError(
                 f"`out_shardings` of `transfer` has {to!r}. Give a NamedSharding over the mesh of "

@@ -182,8 +182,8 @@ def _compile(
     infer_donation: bool,
 ) -> _Compiled:
     """Returns the steps of this process, and where the results are after them."""
-    made = [value for operation in program.operations for value in operation.outputs]
-    ids = {id(value): i for i, value in enumerate([*inputs, *made])}
+    operation_outputs = [value for operation in program.operations for value in operation.outputs]
+    ids = {id(value): i for i, value in enumerate([*inputs, *operation_outputs])}
     kept = {ids[id(x)] for x in results if isinstance(x, MpmdValue)}
     last: dict[int, int] = {}
     for n, operation in enumerate(program.operations):
