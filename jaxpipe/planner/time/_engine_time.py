@@ -235,5 +235,6 @@ def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
     count = gathered_parameters if candidate.engine.pipelines else stored_parameters
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * count(request.model.layer, candidate.sizes)
-    moved = _SUM_BYTES if candidate.engine.stage_by_stage else _STACKED_SUM_BYTES
+    is_alone = candidate.engine.stage_by_stage and candidate.layers_per_stage == 1
+    moved = _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
     return candidate.microbatches * moved * parameters / _memory_rate(request)

@@ -308,7 +308,21 @@ def only_after(dependency: PyTree, x: jax.Array) -> jax.Array:
     # zero that only a barrier returns is a part of the cast; weights that pass one themselves are
     # arrays more.
     zero, _ = lax.optimization_barrier((jnp.uint32(0), dependency))
+    return _with_bits(x, zero)
+
+
+@jax.custom_jvp
+def _with_bits(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns float32 `x`, computed from the integer `zero`, with the derivative of the identity.
+
+    JAX takes integers for constants: through their bits `x` would have the derivative zero.
+    """
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ zero, x.dtype)
+
+
+@_with_bits.defjvp
+def _with_bits_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _with_bits(*primals), tangents[0]
 
 
 def map_leaves(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
