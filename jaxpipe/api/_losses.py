@@ -165,7 +165,7 @@ def batch_divisor(
     compute = restricted(weight, [0], boundary, x, shapes)
 
     def one(inputs: PyTree) -> Any:
-        value = compute(boundary, x, inputs)[0]
+        value = jnp.asarray(compute(boundary, x, inputs)[0])
         return value if jnp.issubdtype(value.dtype, jnp.integer) else value.astype(dtype)
 
     return jnp.sum(jax.lax.map(one, batch_inputs)).astype(dtype)

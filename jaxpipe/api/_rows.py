@@ -29,6 +29,7 @@ from ..ir.rows import (
     can_draw_own,
     compare,
     described,
+    draws_by_other_keys,
     is_within,
     join,
     row_dim,
@@ -437,6 +438,8 @@ def _judge_loss(
     named = list(zip(sorted(metrics), relations[end:], strict=True))
     scalars = [(name, relation) for name, relation in named if not metrics[name].shape]
     reason = _reason_of_mixed(relations[:end])
+    if weight and draws:  # the sum of weights is needed before the loss has drawn
+        reason = reason or "the loss draws random numbers, and its weight may depend on them"
     if reason is None and not weight:
         reason = _reason_of_means(["the loss"], relations[:1])
     elif reason is None and not _add_up_alike(relations[0], relations[1]):
@@ -480,9 +483,11 @@ def compared(
         *[Whole()] * counts[2],
     ]
     noted: dict[tuple[int, ...], set[int | None]] = {}
-    of_results = compare(
-        whole, part, relations, num_blocks, draws=None if tokens else noted, ids_are_rows=tokens
-    )
+    is_key = [False] * (len(relations) - counts[2]) + [True] * counts[2]
+    # By another key than that of dropout, all devices would draw the same for their rows.
+    ignores = tokens or draws_by_other_keys(whole.jaxpr, is_key)
+    draws = None if ignores else noted
+    of_results = compare(whole, part, relations, num_blocks, draws=draws, ids_are_rows=tokens)
     return of_results, (results, results_of_part), _draws(whole, part, counts[2], noted)
 
 

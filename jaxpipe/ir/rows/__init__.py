@@ -3,6 +3,7 @@
 from ._control import compare as compare
 from ._draws import Draws as Draws
 from ._draws import can_draw_own as can_draw_own
+from ._draws import draws_by_other_keys as draws_by_other_keys
 from ._draws import with_own_draws as with_own_draws
 from ._equation_pair import EquationPair as EquationPair
 from ._equation_pair import described as described

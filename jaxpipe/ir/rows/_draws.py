@@ -34,6 +34,25 @@ def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
     return all(map(is_replaceable, closed.jaxpr.eqns))
 
 
+def draws_by_other_keys(jaxpr: Jaxpr, is_key: Sequence[bool]) -> bool:
+    """Returns whether some draw does not depend on the inputs that are keys.
+
+    A loop that carries a key to others counts as one that draws by another, as does what is unsure.
+    """
+    depends = {var for var, key in zip(jaxpr.invars, is_key, strict=True) if key}
+    for equation in jaxpr.eqns:
+        by_keys = [not isinstance(x, Literal) and x in depends for x in equation.invars]
+        if equation.primitive.name == "random_bits" and not any(by_keys):
+            return True
+        for inner in jaxprs_in_params(equation.params):
+            num_missing = len(inner.invars) - len(by_keys)  # of a condition, its predicate
+            own = [False] * num_missing + by_keys[max(0, -num_missing) :]
+            if draws_by_other_keys(inner, own):
+                return True
+        depends.update(equation.outvars if any(by_keys) else ())
+    return False
+
+
 def with_own_draws(closed: ClosedJaxpr, draws: Draws, own: OwnRows) -> Callable[..., list[Any]]:
     """Returns the program of a block, which draws what all rows would draw for it."""
 
