@@ -406,7 +406,7 @@ class PipelinedModel(InspectedModel):
         """Returns the shapes of what `loss` and `output` are given of a whole microbatch."""
         plan, weights = self._plan_of(params), unmark(weights_of(params))
         rows = piece_shapes(self.model, batch, self.num_pieces, num_row_shards(self.mesh), 1)
-        key_or_none = () if key is None or not self.takes_key else key
+        key_or_none = () if key is None else key
         _, packed = self._packed(plan, weights, batch, key_or_none)
         return loss_arguments(self.model, weights, rows, key_or_none, packed)
 

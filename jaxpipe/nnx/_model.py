@@ -131,6 +131,13 @@ def _paths_of_layers(module: Any, layers: list[str]) -> dict[Path, Any]:
 
 def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) -> CutModule:
     graph, state = nnx.split(module)
+    for path, leaf in nnx.to_flat_state(state):
+        if not isinstance(leaf, nnx.Variable):
+            raise ValueError(
+                f"`{name_of(path)}` of the module is an array and no `nnx.Variable`, so it is not "
+                "known whether layers share it. Make it an `nnx.Variable`, or a constant of the "
+                "function that reads it."
+            )
     template = nnx.merge(graph, jax.tree.map(shape_of, state))
     modules = _paths_of_layers(template, layers)
     paths = list(modules)

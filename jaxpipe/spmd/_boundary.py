@@ -8,7 +8,7 @@ from ..autodiff import StagedModel
 from ..autodiff.backward import combine, floating
 from ..autodiff.staged_model import Aux, combine_losses, split_metrics
 from ._buffers import add_trees, to_accum_dtype
-from .ranks import AXIS
+from .ranks import AXIS, pvary
 from .weight_gather import Gather
 
 
@@ -42,7 +42,7 @@ def sum_over_devices(
 ) -> tuple[tuple[Scalar, Aux], Aux]:
     """Returns ((loss, metrics) of the batch, metrics that are arrays, as they are)."""
     scalars, arrays = split_metrics(loss_metrics)
-    local = loss, scalars, stage_aux
+    local = jax.tree.map(pvary, (loss, scalars, stage_aux))  # also what is constant
     loss, scalars, stage_aux = lax.psum(local, (AXIS, *gather.batch_axes))
     # With arrays, so that a metric of this name that layers return too is refused.
     loss, metrics = combine_losses(loss, scalars | arrays, stage_aux)

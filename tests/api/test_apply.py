@@ -406,3 +406,26 @@ def test_an_output_that_needs_more_than_x_is_refused():
     pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
     with pytest.raises(ValueError, match=r"depends on what layers return besides x, .* Give `outp"):
         pipe.apply(pipe.shard(params), tokens())
+
+
+def test_the_output_alone_may_take_a_key():
+    def drawn(w: Any, x: Any, batch: Any, key: Any) -> Any:
+        return x + jax.random.normal(key, x.shape)
+
+    params = {"embed": jnp.ones(4), "layers": [jnp.ones(4)] * 2, "head": {}}
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    model = jp.Model(
+        lambda w, batch: batch["x"] * w,
+        lambda w, x, batch: x * w,
+        lambda w, x, batch: jnp.mean(x),
+        output=drawn,
+    )
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=2)
+    key, batch = jax.random.key(0), {"x": jnp.ones((4, 4))}
+    outputs = pipe.jit(pipe.apply)(pipe.shard(params), batch, key)
+    for m in range(2):  # keys as docs/explanation/exactness.md has them
+        own = key
+        for index in (0, m, 1):
+            own = jax.random.fold_in(own, index)
+        piece = outputs[2 * m : 2 * (m + 1)]
+        np.testing.assert_allclose(piece, 1 + jax.random.normal(own, (2, 4)), rtol=1e-5)

@@ -99,6 +99,37 @@ def test_a_masked_mean_by_name_is_that_of_the_batch(row: str):
     close(run(pipeline(model, row, data=2), params, batch), wanted, 1e-5)
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_auxiliary_results_of_layers_may_be_constants(row: str):
+    params, batch = example()
+
+    def with_constants(w: Any, x: Any, batch: Any) -> Any:
+        return layer(w, x, batch)[0], {"loss": jnp.float32(0.5), "count": 1}
+
+    model = jp.Model(lambda w, batch: batch["x"] @ w, with_constants, mean)
+    (loss, metrics), grads = run(pipeline(model, row, data=2), params, batch)
+    true, true_grads = jax.value_and_grad(lambda p: plain(mean, p, batch)[0])(params)
+    assert metrics["count"] == pytest.approx(L, rel=1e-5)
+    close(loss, true + 0.5 * L, 1e-5)
+    close(grads, true_grads, 1e-5)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_constant_metric_beside_one_that_is_larger_than_x(row: str):
+    params, batch = example()
+
+    def with_metrics(w: Any, x: Any, batch: Any) -> Any:
+        return mean(w, x, batch)[0], {"wide": jnp.tile(x, (1, 3)), "one": 1.0}
+
+    model = jp.Model(lambda w, batch: batch["x"] @ w, layer, with_metrics)
+    pipe = pipeline(model, row, data=2)
+    loss, metrics = pipe.jit(pipe.value)(pipe.shard(params), batch)
+    true, true_metrics = plain(with_metrics, params, batch)
+    close(loss, true, 1e-5)
+    assert metrics["one"] == pytest.approx(1.0, rel=1e-5)
+    close(metrics["wide"], true_metrics["wide"], 1e-5)
+
+
 @pytest.mark.parametrize("loss", [mean, masked])
 @pytest.mark.parametrize("row", ROWS)
 def test_float64_losses_are_exact_to_float64(row: str, loss: Any):

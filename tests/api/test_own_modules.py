@@ -380,6 +380,12 @@ class Calling(Block):
         return x * mask()
 
 
+class Table(Block):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.table = nnx.data(jnp.ones(3))
+
+
 def test_nnx_modules_that_cannot_be_cut_are_refused_by_name():
     def refused(match: str, module: Any, **options: Any) -> None:
         given: dict[str, Any] = {"batch": batch()} | options
@@ -391,6 +397,7 @@ def test_nnx_modules_that_cannot_be_cut_are_refused_by_name():
     with pytest.warns(DeprecationWarning, match="sow"):
         refused(r"\['x'\]", GPT(rngs, kind=Sowing))
     refused(r"blocks\[0\] to blocks\[3\], and its call runs blocks\[1\]", Skips(rngs))
+    refused("`blocks.0.table` of the module is an array and no", GPT(rngs, kind=Table))
     refused("read the parameters shift", Hidden(rngs, kind=Calling))
     refused(r"has the lists \['blocks'\]", GPT(rngs), layers="layers")
     model, _ = nnx_model(GPT(rngs), loss=loss, call=call)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
-from ..ranks import AXIS
+from ..ranks import AXIS, pvary
 from ..weight_gather import Gather, WeightGather, read_after, weight_gather
 from ._loop_phases import run_all_ticks
 from ._shape import PipelineShape, TickWork, check_circular
@@ -70,7 +70,12 @@ def prepare(
     examples = gather.unshard(gather.window(gather.prefetch(0), 0)), *first
     _, aux_shapes = jax.eval_shape(stage, *examples)
     shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
-    traced = pullback(options.remat(stage), *examples)
+
+    def varying(*arguments: PyTree) -> tuple[PyTree, Aux]:
+        y, aux = stage(*arguments)
+        return y, jax.tree.map(pvary, aux)  # also of constants, as their cotangents do
+
+    traced = pullback(options.remat(varying), *examples)
     run = partial(run_all_ticks, scan_repeats=options.scan_repeats, scan_ticks=options.scan_ticks)
     return CircularInvariants(shape, traced, gather, batch_inputs, keys, run), aux_shapes
 
