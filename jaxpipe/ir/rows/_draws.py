@@ -37,7 +37,7 @@ def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
 def draws_by_other_keys(jaxpr: Jaxpr, is_key: Sequence[bool]) -> bool:
     """Returns whether some draw does not depend on the inputs that are keys.
 
-    A loop that carries a key to others counts as one that draws by another, as does what is unsure.
+    If it cannot be told, it does: a loop may carry a key in a place that begins with a constant.
     """
     depends = {var for var, key in zip(jaxpr.invars, is_key, strict=True) if key}
     for equation in jaxpr.eqns:
