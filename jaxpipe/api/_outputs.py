@@ -56,22 +56,16 @@ def from_metrics(metrics: dict[str, Array], model: Model, *shapes: PyTree) -> Py
     return from_leaves_by_path(metrics, jax.eval_shape(_output_function(model), *shapes))
 
 
-def merge_pieces(name: str, x: Array, shape: tuple[int, ...], num_slices: int, mesh: Mesh) -> Array:
-    """Returns [B, ...] rows in their order from [M * s, D, rows, ...]; a whole piece is `shape`."""
+def merge_pieces(x: Array, num_slices: int, mesh: Mesh) -> Array:
+    """Returns [B, ...] rows in their order from [M * s, D, rows, ...], [B, T, ...] from slices."""
+    rest = x.shape[3:]
     if num_slices > 1:
-        rows, *positions = x.shape[2:]
-        joined = rows, *(num_slices * n for n in positions[:1]), *positions[1:]
-        if not positions or joined != shape:
-            raise ValueError(
-                f"`{name}` of the output or the metrics has shape {x.shape[2:]} for one of "
-                f"{num_slices} slices and {shape} for whole sequences. Slices can be joined if dim "
-                "1 has an entry for each position; for others take a schedule without slices."
-            )
         x = jnp.moveaxis(x.reshape(-1, num_slices, *x.shape[1:]), 1, 3)
+        rest = num_slices * rest[0], *rest[1:]
     axes = row_axes(mesh)
     if AxisType.Explicit in mesh.axis_types:  # which refuse to merge a sharded dim with others
         x = reshard_to_spec(x, PartitionSpec(None, None, None), mesh)
-    x = x.reshape(-1, *shape[1:])
+    x = x.reshape(-1, *rest)
     return reshard_to_spec(x, PartitionSpec(axes), mesh) if axes else x
 
 

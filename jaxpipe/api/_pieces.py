@@ -84,7 +84,7 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
     if num_slices == 1:
         return pieces
     leaves, structure = jax.tree_util.tree_flatten_with_path(pieces)
-    chosen = _chosen(pieces, sliced_leaves, _LENGTH_DIM)
+    chosen = _chosen(pieces, sliced_leaves)
     for (path, leaf), is_sliced in zip(leaves, chosen, strict=True):
         if is_sliced and jnp.ndim(leaf) <= _LENGTH_DIM:
             raise ValueError(
@@ -118,22 +118,10 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
     return structure.unflatten(cut_leaves)
 
 
-def check_appended(new: PyTree, piece: PyTree, sliced_leaves: PyTree) -> None:
-    """Checks that a layer has appended all positions of its slice, as leaves [rows, t, ...]."""
-    chosen = zip(jax.tree.leaves(piece), _chosen(piece, sliced_leaves, 1), strict=True)
-    length = next(leaf.shape[1] for leaf, is_sliced in chosen if is_sliced)
-    for leaf in jax.tree.leaves(new):
-        if leaf.shape[1] != length:
-            raise ValueError(
-                f"`past.append` was given a leaf of shape {leaf.shape} in a slice of {length} "
-                f"tokens. Give leaves [b, {length}, ...], with an entry for each token."
-            )
-
-
-def _chosen(pieces: PyTree, sliced_leaves: PyTree, length_dim: int) -> list[bool]:
-    """Returns for every leaf whether it has a sequence, in `length_dim`."""
+def _chosen(pieces: PyTree, sliced_leaves: PyTree) -> list[bool]:
+    """Returns for every leaf whether it has a sequence."""
     if sliced_leaves is None:
-        return [jnp.ndim(leaf) > length_dim for leaf in jax.tree.leaves(pieces)]
+        return [jnp.ndim(leaf) > _LENGTH_DIM for leaf in jax.tree.leaves(pieces)]
     try:
         whole = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: flag, part), sliced_leaves, pieces

@@ -28,7 +28,6 @@ from ._frozen import (
 )
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import layer_counts
-from ._losses import loss_parts
 from ._model import Model, check_means, with_constants
 from ._outputs import from_metrics, merge_pieces, returning_outputs, sharded
 from ._packed_x import PackedX, on_packed, packed_x
@@ -55,7 +54,7 @@ from ._staging import (
     piece_shapes,
     staged_model,
 )
-from ._tokens import check_token_wise
+from ._tokens import check_slices, check_token_wise
 from .checks import check_effects, check_key
 from .inspection import InspectedModel
 from .optimizer import (
@@ -358,7 +357,7 @@ class PipelinedModel(InspectedModel):
         """
         self.engine.check_call("value")
         loss, metrics = self.engine.value(*self._arguments(params, batch, key))
-        return loss, self._with_rows(metrics, params, batch, key)
+        return loss, self._with_rows(metrics)
 
     def apply(
         self,
@@ -410,22 +409,11 @@ class PipelinedModel(InspectedModel):
         _, packed = self._packed(plan, weights, batch, key_or_none)
         return loss_arguments(self.model, weights, rows, key_or_none, packed)
 
-    def _with_rows(
-        self, metrics: dict[str, Any], params: StoredParams, batch: PyTree, key: Array | None
-    ) -> dict[str, Any]:
+    def _with_rows(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns metrics with arrays [B, ...] in place of those that an engine returns."""
         _, arrays = split_metrics(metrics)
-        if not arrays:
-            return metrics
-        shapes = {name: x.shape[2:] for name, x in arrays.items()}
-        if self.num_slices > 1:
-            arguments = self._loss_arguments(params, batch, key)
-            whole = jax.eval_shape(lambda *a: loss_parts(self.model.loss(*a)).metrics, *arguments)
-            shapes = {name: whole[name].shape for name in arrays}
-        return metrics | {
-            name: merge_pieces(name, x, shapes[name], self.num_slices, self.mesh)
-            for name, x in arrays.items()
-        }
+        merge = partial(merge_pieces, num_slices=self.num_slices, mesh=self.mesh)
+        return metrics | {name: merge(x) for name, x in arrays.items()}
 
     def value_and_grad(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
@@ -446,7 +434,7 @@ class PipelinedModel(InspectedModel):
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
-        value = value[0], self._with_rows(value[1], params, batch, key)
+        value = value[0], self._with_rows(value[1])
         if self.model.shared:
             plan = self.plan(params["layers"].num_layers)
             grads["stages"], grads["shared"] = self.engine.sum_shared(plan, grads["stages"])
@@ -561,10 +549,12 @@ class PipelinedModel(InspectedModel):
             loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
-        by_tokens = False
-        if self.engine.has_branches(plan):
-            shapes = self._shapes_by_kind(plan, all_weights)
-            by_tokens = check_token_wise(of_user, shapes, rows, key_or_none, self.mesh)
+        shapes = self._shapes_by_kind(plan, all_weights)
+        of_slices = partial(piece_shapes, of_user, batch, self.num_pieces, 1)
+        check_slices(of_user, shapes, of_slices, self.num_slices)
+        by_tokens = self.engine.has_branches(plan) and check_token_wise(
+            of_user, shapes, rows, key_or_none, self.mesh
+        )
         check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}

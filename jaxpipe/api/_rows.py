@@ -275,10 +275,11 @@ def row_report(
         return after
 
     try:
-        x = judged("embed", partial(_judge_embed, model), weights["embed"], no_x)
+        x = judged("embed", partial(judge_embed, model), weights["embed"], no_x)
         for name, function, params in layers_with_weights(model, weights):
-            x = judged(name, partial(_judge_layer, function, num_slices), params, x)
-        judged(names[-1], partial(_judge_loss, model), weights_of_loss(model, weights), x)
+            past = _past_of_rows(function, num_slices, params, batches, key, x)
+            x = judged(name, partial(judge_layer, function, past), params, x)
+        judged(names[-1], partial(judge_loss, model), weights_of_loss(model, weights), x)
     except UntracedError as error:
         reason = str(error)
         for name in names:
@@ -335,7 +336,7 @@ class UntracedError(Exception):
     """A function of the user raised; an engine traces it again, and raises what it raised."""
 
 
-def _traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
+def traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
     """Returns `trace(*arguments)`, which runs a function of the user."""
     try:
         with trace_to_read(tokens=tokens):
@@ -345,7 +346,7 @@ def _traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
         raise UntracedError(text) from error
 
 
-def _judge_embed(
+def judge_embed(
     model: Model,
     weights: PyTree,
     batches: tuple[PyTree, PyTree],
@@ -364,67 +365,83 @@ def _judge_embed(
     return reason, draws, after if reason else Activations(results, tuple(relations))
 
 
-def _judge_layer(
+def _past_of_rows(
     function: Callable,
     num_slices: int,
     weights: PyTree,
     batches: tuple[PyTree, PyTree],
     key: Any,
-    num_blocks: int,
     x: Activations,
-) -> tuple[str | None, dict[str, Any], Activations]:
-    """Returns the reason for which a layer may mix rows, its draws, and its result."""
-
-    def layer(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
-        return x_and_aux(function(weights, x, batch, key), x)
-
-    def slice_of(weights: PyTree, x_and_state: Any, batch: PyTree, key: Any) -> Any:
-        x, earlier, offset = x_and_state
-        past = Past(earlier, offset=offset, num_slices=num_slices)
-        returned, new_past = function(weights, x, batch, key, past)
-        y, aux = x_and_aux(returned, x)
-        return y, aux, new_past.new
+) -> Activations:
+    """Returns the `Past` of a layer that runs slices, and the relations of its leaves to rows."""
+    if num_slices == 1:
+        return no_activations()
+    offset = jax.ShapeDtypeStruct((), jnp.int32)
 
     def state_of(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         past = Past(offset=0, num_slices=num_slices)
         return function(weights, x, batch, key, past)[1].earlier
 
-    run, arguments, after = layer, x, x
-    if num_slices > 1:
-        run, offset = slice_of, jax.ShapeDtypeStruct((), jnp.int32)
-        pairs = list(zip(x.shapes, batches, strict=True))
-        shape_of = partial(jax.eval_shape, state_of, weights)
-        states = [_traced(shape_of, of_x, batch, key) for of_x, batch in pairs]
-        rows = tuple(Rows(0) for _ in jax.tree.leaves(states[0]))
-        shapes = tuple((s, t, offset) for s, t in zip(x.shapes, states, strict=True))
-        arguments = Activations((shapes[0], shapes[1]), (*x.relations, *rows, Whole()))
-    count = len(x.relations)
+    shape_of_state = partial(jax.eval_shape, state_of, weights)
+    pasts = [
+        Past(traced(shape_of_state, of_x, batch, key), offset=offset, num_slices=num_slices)
+        for of_x, batch in zip(x.shapes, batches, strict=True)
+    ]
+    rows = tuple(Rows(0) for _ in jax.tree.leaves(pasts[0].earlier))
+    return Activations((pasts[0], pasts[1]), (*rows, Whole()))
+
+
+def judge_layer(
+    function: Callable,
+    past: Activations,
+    weights: PyTree,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+    x: Activations,
+    *,
+    row_dim: int = 0,
+) -> tuple[str | None, dict[str, Any], Activations]:
+    """Returns the reason for which a layer may mix rows, its draws, and its result."""
+
+    def run(weights: PyTree, x_and_past: Any, batch: PyTree, key: Any) -> Any:
+        x, past = x_and_past
+        if not past:
+            return *x_and_aux(function(weights, x, batch, key), x), ()
+        returned, new_past = function(weights, x, batch, key, past)
+        return *x_and_aux(returned, x), new_past.new
+
+    (whole_x, part_x), (whole_past, part_past) = x.shapes, past.shapes
+    shapes = (whole_x, whole_past), (part_x, part_past)
+    after, count = x, len(x.relations)
     while True:  # until what leaves a layer is what enters it, as there are layers behind
-        relations, results, draws = compared(run, weights, arguments, batches, key, num_blocks)
+        entering = Activations(shapes, (*after.relations, *past.relations))
+        relations, results, draws = compared(run, weights, entering, batches, key, num_blocks)
         joined = tuple(join(a, b) for a, b in zip(after.relations, relations[:count], strict=True))
         reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
         after = Activations(x.shapes, joined)
-        arguments = Activations(arguments.shapes, (*joined, *arguments.relations[count:]))
     if reason:
         return reason, draws, _by_shapes(x.shapes, num_blocks)
     aux = results[0][1]
     names = [f"aux[{name!r}]" for name in sorted(aux)]
     reason = _reason_of_means(names, relations[count : count + len(names)])
     for relation in relations[count + len(names) :]:
-        if not is_within(relation, Rows(0)):
-            reason = reason or f"`past` is given what has no rows in dim 0: {relation}"
+        if not is_within(relation, Rows(row_dim)):
+            reason = reason or f"`past` is given what has no rows in dim {row_dim}: {relation}"
     return reason, draws, after
 
 
-def _judge_loss(
+def judge_loss(
     model: Model,
     weights: PyTree,
     batches: tuple[PyTree, PyTree],
     key: Any,
     num_blocks: int,
     x: Activations,
+    *,
+    row_dim: int = 0,
 ) -> tuple[str | None, dict[str, Any], None]:
     """Returns the reason for which a loss or metric may be no mean over rows, and its draws."""
 
@@ -445,9 +462,10 @@ def _judge_loss(
     elif reason is None and not _add_up_alike(relations[0], relations[1]):
         reason = "the total and the weight do not both add up over rows"
     for name, relation in named:
-        if metrics[name].shape and not is_within(relation, Rows(0)):
+        if metrics[name].shape and not is_within(relation, Rows(row_dim)):
             why = str(relation) if isinstance(relation, Mixed) else described(relation)
-            reason = reason or f"metrics[{name!r}] has other than rows in dim 0: {why}"
+            array = f"output{name}" if model.loss_name == "output" else f"metrics[{name!r}]"
+            reason = reason or f"{array} has other than rows in dim {row_dim}: {why}"
     names = [f"metrics[{name!r}]" for name, _ in scalars]
     return reason or _reason_of_means(names, [r for _, r in scalars]), draws, None
 
@@ -470,11 +488,11 @@ def compared(
     tokens: bool = False,
 ) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
     """Returns relations of results, their shapes in both programs, and what a device draws."""
-    trace = partial(_traced, jax.make_jaxpr(function, return_shape=True), tokens=tokens)
-    traced = [
+    trace = partial(traced, jax.make_jaxpr(function, return_shape=True), tokens=tokens)
+    programs = [
         trace(weights, shapes, batch, key) for shapes, batch in zip(x.shapes, batches, strict=True)
     ]
-    (whole, results), (part, results_of_part) = traced
+    (whole, results), (part, results_of_part) = programs
     counts = [len(jax.tree.leaves(tree)) for tree in (weights, batches[0], key)]
     relations = [
         *[Whole()] * counts[0],

@@ -25,7 +25,7 @@ from ._layer_results import x_and_aux
 from ._losses import LossParts, batch_divisor, check_has_rows, check_metrics, loss_parts
 from ._model import Model, ModelFunction
 from ._packed_x import PackedX
-from ._pieces import check_appended, num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
+from ._pieces import num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
 from ._sequences import boundary_of_slices, sequences_divided
 
 
@@ -369,7 +369,7 @@ def staged_model(
         staged = replace(staged, of_slices=boundary_of_slices(embed, tokens_over, dim))
     if sliced_stage_of is None:
         return staged
-    sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves, divide)
+    sliced_layer = partial(_sliced_layer, mean, divide)
     return replace(staged, sliced_stage=make(sliced_stage_of, sliced_layer))
 
 
@@ -443,12 +443,7 @@ def _sharing(layer: Callable, shared: PyTree) -> Callable:
     return run
 
 
-def _sliced_layer(
-    mean: float,
-    sliced_leaves: PyTree,
-    divide: Divide,
-    function: Callable,
-) -> Callable:
+def _sliced_layer(mean: float, divide: Divide, function: Callable) -> Callable:
     """Returns a layer as `Engine.sliced_stage` takes it, from one of the user."""
 
     def layer(
@@ -458,7 +453,6 @@ def _sliced_layer(
         key, frozen = constants
         past = Past(earlier, offset=offset, num_slices=num_slices)
         returned, new_past = function(join(weights, frozen), x, inputs.batch, key, past)
-        check_appended(new_past.new, inputs.batch, sliced_leaves)
         y, aux = x_and_aux(returned, x)
         return divide(y, inputs.batch), _shares(aux, mean), new_past.earlier, new_past.new
 

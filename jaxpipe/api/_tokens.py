@@ -1,18 +1,23 @@
 """Which functions of a model move values between tokens, beside attention.
 
 XLA divides what they compute over `context`, and may do so by a collective permute. In a branch
-that some ranks do not take, devices would wait for each other for ever.
+that some ranks do not take, devices would wait for each other for ever. And a schedule with slices
+gives a function a part of the tokens, and adds up what it returns.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from ..ir.rows import Mixed, Rows
+from ..autodiff.staged_model import Past
+from ..ir.rows import FirstRow, Mixed, Rows, Whole
+from ._dependence import pruned
 from ._layer_results import x_and_aux
 from ._losses import loss_parts
 from ._model import Model
@@ -21,8 +26,12 @@ from ._rows import (
     Activations,
     UntracedError,
     compared,
+    judge_embed,
+    judge_layer,
+    judge_loss,
     layers_with_weights,
     no_activations,
+    traced,
     weights_of_loss,
 )
 from ._sequences import CONTEXT
@@ -52,12 +61,11 @@ def check_token_wise(
             ) from error.__cause__
         mixed = next((r for r in relations if isinstance(r, Mixed)), None)
         if mixed is not None:
-            reason = str(mixed).replace("rows", "tokens").replace("row ", "token ")
             raise ValueError(
-                f"{name} moves values between tokens ({reason}), which the {size} devices of the "
-                f"axis {CONTEXT!r} divide. This engine runs it in a branch that other ranks do not "
-                "take, where devices could wait for each other. Write attention by "
-                "`jaxpipe.attention`, and shift targets in the batch; for all else take "
+                f"{name} moves values between tokens ({_of_tokens(str(mixed))}), which the {size} "
+                f"devices of the axis {CONTEXT!r} divide. This engine runs it in a branch that "
+                "other ranks do not take, where devices could wait for each other. Write attention "
+                "by `jaxpipe.attention`, and shift targets in the batch; for all else take "
                 "`schedule='circular'` or `engine='mpmd'`."
             )
         count = len(jax.tree.leaves(results[0][0]))
@@ -78,6 +86,105 @@ def check_token_wise(
     judged(model.loss_name, loss, weights_of_loss(model, weights), x)
     relations, _, draws = compared(embed, weights["embed"], no_activations(), batches, key, size)
     return not draws and all(relation == Rows(dim) for relation in relations)
+
+
+def check_slices(
+    model: Model, weights: dict[str, PyTree], shapes_of: Callable[[int], PyTree], num_slices: int
+) -> None:
+    """Checks that functions give for slices what they give for whole sequences.
+
+    Args:
+        shapes_of: Returns the shapes of a microbatch whose sequences are cut into so many slices.
+
+    Raises:
+        ValueError: If a function mixes tokens other than by what `past.append` returns, counts them
+            from the first of a slice, or returns what is no mean over tokens.
+    """
+    if num_slices == 1:
+        return
+    batches = shapes_of(1), shapes_of(num_slices)
+
+    def judged(name: str, judge: Callable, weights: PyTree, x: Activations) -> Activations:
+        try:
+            reason, _, after = judge(weights, batches, (), num_slices, x)
+        except UntracedError as error:
+            raise ValueError(
+                f"{name} is not known to treat tokens one by one, and `schedule` cuts sequences "
+                f"into {num_slices} slices: {error}"
+            ) from error.__cause__
+        if reason is not None:
+            raise ValueError(
+                f"`schedule` cuts sequences into {num_slices} slices, and what {name} returns for "
+                f"them is not that for whole sequences: {_of_tokens(reason)}. Let attention read "
+                "what `past.append` returns, give positions (or `past.offset`), and targets that "
+                "are shifted, as leaves of the batch, and return means over tokens or "
+                "`Weighted(total, weight)`; or take a schedule without slices."
+            )
+        return after
+
+    x = judged("embed", partial(judge_embed, model), weights["embed"], no_activations())
+    for name, function, params in layers_with_weights(model, weights):
+        judge = partial(_judge_sliced_layer, function, num_slices)
+        x = judged(name, judge, params, x)
+    judge = partial(judge_loss, model, row_dim=1)
+    judged(model.loss_name, judge, weights_of_loss(model, weights), x)
+
+
+def _judge_sliced_layer(
+    function: Callable,
+    num_slices: int,
+    weights: PyTree,
+    batches: tuple[PyTree, PyTree],
+    key: Any,
+    num_blocks: int,
+    x: Activations,
+) -> tuple[str | None, Any, Activations]:
+    """Returns the reason for which a layer mixes tokens beside its past, and its result."""
+
+    def appended(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return function(weights, x, batch, key, Past())[1].new
+
+    earlier = traced(partial(jax.eval_shape, appended, weights), x.shapes[0], batches[0], key)
+    length, offset = jax.tree.leaves(earlier)[0].shape[1], jax.ShapeDtypeStruct((), jnp.int32)
+    whole, part = (
+        _ReadPast(earlier, None, offset, num, jax.ShapeDtypeStruct((length // num,), jnp.int32))
+        for num in (1, num_slices)
+    )
+    relations = *(Whole() for _ in jax.tree.leaves(earlier)), FirstRow(), Rows(0)
+    past = Activations((whole, part), relations)
+    reason, draws, after = judge_layer(
+        function, past, weights, batches, key, num_blocks, x, row_dim=1
+    )
+    arguments = weights, x.shapes[0], batches[0], key, whole
+    _, (_, _, of_batch, _, read) = pruned(lambda *a: function(*a)[0], *arguments)
+    is_masked = read.offset or read.ids or any(jax.tree.leaves(of_batch))
+    if any(jax.tree.leaves(read.earlier)) and not is_masked:
+        reason = reason or "it reads what later tokens append, as no mask depends on positions"
+    return reason, draws, after
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("earlier", "new", "offset", "ids"),
+    meta_fields=("num_slices",),
+)
+@dataclass(frozen=True)
+class _ReadPast(Past):
+    """A `Past` for programs that are read: what all slices wrote is an argument."""
+
+    ids: Any = None  # [t], the positions of the tokens of the slice
+
+    def append(self, new: PyTree) -> "tuple[PyTree, Past]":
+        """Returns what all slices wrote."""
+        return self.earlier, replace(self, earlier=None, new=new)
+
+    def positions(self, num_tokens: int) -> Array:
+        """Returns the positions of the tokens of the slice."""
+        return self.ids[:num_tokens]
+
+
+def _of_tokens(reason: str) -> str:
+    return reason.replace("rows", "tokens").replace("row ", "token ")
 
 
 def _share(dim: int, size: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

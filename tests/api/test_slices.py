@@ -289,12 +289,12 @@ def test_pipelines_that_cannot_run_slices_are_refused(change, message):
         (
             {"layer": lambda w, x, batch, past: (x, past.append(x[:, ::2])[1])},
             batch(),
-            r"a leaf of shape \(2, 2, 8\) in a slice of 4 tokens",
+            r"`past` is given what has no tokens in dim 1: a slice selects tokens",
         ),
         (
             {"layer": lambda w, x, batch, past: (x, past.append(x[0, :, 0])[1])},
             batch(),
-            r"a leaf of shape \(4,\). Give leaves \[b, t, ...\]",
+            r"a leaf of shape \(12,\). Give leaves \[b, t, ...\]",
         ),
     ],
 )
@@ -303,6 +303,91 @@ def test_batches_and_layers_that_do_not_suit_are_refused(change, given, message)
     params = jax.eval_shape(init)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(pipe.value_and_grad, pipe.shapes(params), given)
+
+
+def with_positions(w: Any, batch: Any) -> Any:
+    return embed(w, batch) + jnp.arange(batch["x"].shape[1])[:, None] / T
+
+
+def shifted(w: Any, batch: Any) -> Any:
+    x = embed(w, batch)
+    return x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def shifted_loss(w: Any, x: Any, batch: Any) -> Any:
+    return jnp.mean((x @ w)[:, :-1] * jax.nn.one_hot(batch["x"][:, 1:], V))
+
+
+def appending(change: Any) -> Any:
+    """Returns a layer whose x is changed by a function of its x and of the positions."""
+
+    def changed(w: Any, x: Any, batch: Any, past: Any) -> Any:
+        y, aux, new = layer(w, x, batch, past)
+        return y + change(x, past), aux, new
+
+    return changed
+
+
+def attention_to_all(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    keys, past = past.append(x @ w["k"])
+    return x + jax.nn.softmax(x @ jnp.swapaxes(keys, 1, 2)) @ keys, past
+
+
+MIXING = {
+    "positions in embed": ({"embed": with_positions}, "what embed returns .*tokens are counted"),
+    "embed shifts": ({"embed": shifted}, r"what embed returns .*\(test_slices.py:\d+\)"),
+    "loss shifts": ({"loss": shifted_loss}, "what loss returns .*slice"),
+    "a sum as loss": (
+        {"loss": lambda w, x, batch: jnp.sum((x @ w) ** 2)},
+        "what loss returns .*the loss is no mean over tokens",
+    ),
+    "the last token": (
+        {"loss": lambda w, x, batch: jnp.mean((x @ w)[:, -1] ** 2)},
+        "what loss returns .*`slice` depends on the number of tokens",
+    ),
+    "a maximum as metric": (
+        {"loss": lambda w, x, batch: (jnp.mean(x @ w), {"largest": jnp.max(x)})},
+        r"what loss returns .*metrics\['largest'\]",
+    ),
+    "a mean in a layer": (
+        {"layer": appending(lambda x, past: jnp.mean(x, axis=1, keepdims=True))},
+        "what layer returns .*tokens",
+    ),
+    "positions in a layer": (
+        {"layer": appending(lambda x, past: jnp.arange(x.shape[1])[:, None] / T)},
+        "what layer returns .*tokens are counted",
+    ),
+    "no mask": ({"layer": attention_to_all}, "what layer returns .*later tokens append"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_functions_that_mix_tokens_are_refused_by_name(name):
+    change, message = MIXING[name]
+    pipe = sliced(3, replace(MODEL, **change), stage=2)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(pipe.value_and_grad, pipe.shapes(jax.eval_shape(init)), batch())
+
+
+def test_outputs_that_mix_tokens_are_refused_by_name():
+    model = replace(MODEL, output=lambda w, x, batch: jnp.cumsum(x @ w, axis=1))
+    pipe = sliced(3, model, stage=2)
+    with pytest.raises(ValueError, match=r"what output returns .*tokens"):
+        jax.eval_shape(pipe.apply, pipe.shapes(jax.eval_shape(init)), batch())
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x, past: past.positions(x.shape[1])[:, None] / T,
+        lambda x, past: (past.offset + jnp.arange(x.shape[1]))[:, None] / T,
+        lambda x, past: jax.lax.dynamic_slice_in_dim(
+            jnp.sin(jnp.arange(2.0 * T)), past.offset, x.shape[1]
+        )[:, None],
+    ],
+)
+def test_positions_of_slices_are_those_of_their_sequences(positions):
+    sliced(3, replace(MODEL, layer=appending(positions)), stage=2).check(init(), batch())
 
 
 def test_a_layer_with_past_in_another_place_is_refused():

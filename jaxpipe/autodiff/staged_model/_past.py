@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 WHOLE_STATE = "past"
 """The name by which a policy of rematerialization finds the state of all slices."""
@@ -86,13 +86,17 @@ class Past:
         new = tuple(part.new for part in parts)
         return replace(self, earlier=earlier if is_known else None, new=new)
 
+    def positions(self, num_tokens: int) -> Int[Array, " t"]:
+        """Returns the positions of the tokens of the slice in their sequence."""
+        return self.offset + jnp.arange(num_tokens)
+
     def causal_mask(self, num_queries: int, window: int | None = None) -> Bool[Array, "t T"]:
         """Returns whether each token of the slice attends to a position: those up to its own.
 
         With a window these are so many, its own included.
         """
         keys = jnp.arange(num_queries * self.num_slices)
-        queries = self.offset + jnp.arange(num_queries)[:, None]
+        queries = self.positions(num_queries)[:, None]
         return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 

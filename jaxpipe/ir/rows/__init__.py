@@ -8,6 +8,7 @@ from ._draws import with_own_draws as with_own_draws
 from ._equation_pair import EquationPair as EquationPair
 from ._equation_pair import described as described
 from ._relations import MEAN as MEAN
+from ._relations import FirstRow as FirstRow
 from ._relations import Mixed as Mixed
 from ._relations import MixesRowsError as MixesRowsError
 from ._relations import Relation as Relation

@@ -9,7 +9,17 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from ._equation_pair import EquationPair, described, ints, only_rows
-from ._relations import MixesRowsError, Relation, RowIds, Rows, Sum, Whole, Zero, relation_of_sum
+from ._relations import (
+    FirstRow,
+    MixesRowsError,
+    Relation,
+    RowIds,
+    Rows,
+    Sum,
+    Whole,
+    Zero,
+    relation_of_sum,
+)
 
 Rule = Callable[[EquationPair], list[Relation]]
 
@@ -37,7 +47,7 @@ def _entrywise(step: EquationPair) -> list[Relation]:
     step.require_same()
     relations = step.no_zeros()
     first = step.relations[0]
-    counts = isinstance(first, RowIds) and first.component is None
+    counts = isinstance(first, FirstRow) or (isinstance(first, RowIds) and first.component is None)
     if counts and step.name == "lt" and isinstance(step.relations[1], Zero):
         return [Zero()]  # no count is negative
     dim = only_rows(relations, f"`{step.name}`")
@@ -62,7 +72,7 @@ def _linear(step: EquationPair) -> list[Relation]:
     step.require_same("sharding", "dst_sharding", "layout", "devices", "srcs", "copy_semantics")
     if step.name in ("neg", "reduce_precision"):
         for relation in step.relations:
-            if isinstance(relation, RowIds):
+            if isinstance(relation, RowIds | FirstRow):
                 raise MixesRowsError("rows are counted")
     return list(step.relations)
 
@@ -78,13 +88,16 @@ def _convert(step: EquationPair) -> list[Relation]:
             raise MixesRowsError("a sum over rows is rounded")
         case Whole(scale) | Rows(scale=scale) if scale and not exact:
             raise MixesRowsError("what depends on the number of rows is rounded")
-        case RowIds() if not jnp.issubdtype(new, jnp.integer):
+        case RowIds() | FirstRow() if not jnp.issubdtype(new, jnp.integer):
             raise MixesRowsError("rows are counted")
     return [relation]
 
 
 def _add(step: EquationPair) -> list[Relation]:
     dim = step.row_dim_out()
+    match step.relations:
+        case (RowIds(at, None), FirstRow()) | (FirstRow(), RowIds(at, None)):
+            return [Rows(at)]  # the block counts on from its first row
     total = relation_of_sum(step.relations, dim=dim)
     if isinstance(total, Sum) and dim is not None:
         raise MixesRowsError("a sum over rows is broadcast to rows")

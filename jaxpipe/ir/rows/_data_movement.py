@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from ._arithmetic import Rule, without_dims
 from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
+    FirstRow,
     MixesRowsError,
     Relation,
     RowIds,
@@ -34,7 +35,7 @@ def _broadcast(step: EquationPair) -> list[Relation]:
     relation, dims = step.relations[0], ints(step.params["broadcast_dimensions"])
     at = step.row_dim_out() if not isinstance(relation, Zero) else None
     match relation:
-        case Zero():
+        case Zero() | FirstRow():
             return [relation]
         case Rows(dim, scale, uniform, is_squeezed=False) if dims[dim] == at:
             return [Rows(dims[dim], scale, uniform)]
@@ -226,6 +227,11 @@ def _indices(step: EquationPair, counted: list[int], dim: int | None) -> Relatio
 
 def _dynamic_slice(step: EquationPair) -> list[Relation]:
     relation, *starts = step.no_zeros()
+    dim = step.row_dim_out()
+    if dim is not None and relation == Whole() and starts[dim] == FirstRow():
+        others = [start for i, start in enumerate(starts) if i != dim]
+        if all(start == Whole() for start in others):
+            return [Rows(dim)]  # the rows of the block, as it begins with its first
     only_rows(tuple(starts), "the start of a slice")
     sizes = step.params["slice_sizes"]
     if isinstance(step.relations[0], Zero):

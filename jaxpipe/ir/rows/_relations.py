@@ -48,6 +48,11 @@ class RowIds:
 
 
 @dataclass(frozen=True)
+class FirstRow:
+    """`part` is the number of rows before the block, everywhere, and `whole` is 0."""
+
+
+@dataclass(frozen=True)
 class Mixed:
     """`whole` follows from no part alone, as far as is known."""
 
@@ -58,7 +63,7 @@ class Mixed:
         return f"{self.reason} ({self.source})" if self.source else self.reason
 
 
-Relation = Whole | Rows | Sum | Zero | RowIds | Mixed
+Relation = Whole | Rows | Sum | Zero | RowIds | FirstRow | Mixed
 
 MEAN = Sum(-1)
 """The relation of a mean over rows."""
@@ -90,7 +95,7 @@ def has_shapes(
             return whole[dim] == num_blocks and without == tuple(part)
         case Rows(dim) | RowIds(dim):
             return row_dim(whole, part, num_blocks) == dim
-        case Zero() | Mixed():
+        case Zero() | FirstRow() | Mixed():
             return True
 
 
