@@ -26,6 +26,7 @@ from ..ir.rows import (
     Rows,
     Sum,
     Whole,
+    Zero,
     can_draw_own,
     compare,
     described,
@@ -286,9 +287,17 @@ def row_report(
             if name not in verdicts:
                 verdicts[name] = _verdict(name, reason, {}, given)
                 reason = "a function before it could not be traced"
-    x_dims, reason_of_x = _dims_of_x([state for state in states if state is not None])
+    known = [_without_zeros(state, num_blocks) for state in states if state is not None]
+    x_dims, reason_of_x = _dims_of_x(known)
     functions = tuple(verdicts.values())
     return RowReport(functions, whole_rows, num_shards, is_divided, x_dims, reason_of_x)
+
+
+def _without_zeros(x: Activations, num_blocks: int) -> Activations:
+    """Returns x with zeros as what their shapes say."""
+    by_shapes = _by_shapes(x.shapes, num_blocks).relations
+    pairs = zip(x.relations, by_shapes, strict=True)
+    return Activations(x.shapes, tuple(b if isinstance(a, Zero) else a for a, b in pairs))
 
 
 def _dims_of_x(states: Sequence[Activations]) -> tuple[tuple[int | None, ...], str | None]:

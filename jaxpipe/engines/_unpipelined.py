@@ -16,7 +16,7 @@ from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd.weight_gather import as_stored_on_gpus, constrain_by
+from ..spmd.weight_gather import as_stored_on_gpus, constrain_by, gather_by_constraints
 from . import _stacked
 from ._engine import Engine, PipelineSpec
 from ._jit import jit
@@ -123,7 +123,7 @@ def _unsharded(plan: PipelineSpec, group: str, weights: PyTree) -> PyTree:
     weights = weights if read == stored else constrain_by(stored, mesh)(weights)
     if group == "stages" and not jax.sharding.get_abstract_mesh().empty:
         weights = as_stored_on_gpus(weights, stored)
-    return weights if read == stored else constrain_by(read, mesh)(weights)
+    return weights if read == stored else gather_by_constraints(read, stored, mesh)(weights)
 
 
 def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:

@@ -5,6 +5,7 @@ still automatic are made manual around them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .specs import axes_of
+from .specs import axes_of, reshard_to_spec
 
 Local = Callable[[Any, Any], jax.Array]
 """`(inputs, constants) -> out`, differentiable with respect to `inputs`. Both are pytrees."""
@@ -31,7 +32,12 @@ def automatic_axes() -> set[str]:
 
 
 def on_shards(
-    local: Local, axes: set[str], specs: PyTree, constant_specs: PyTree, out_spec: PartitionSpec
+    local: Local,
+    axes: set[str],
+    specs: PyTree,
+    constant_specs: PyTree,
+    out_spec: PartitionSpec,
+    grad_specs: PyTree = None,
 ) -> Local:
     """Returns a function that runs `local` on every shard over `axes`.
 
@@ -45,6 +51,7 @@ def on_shards(
         specs: How inputs are sharded, a prefix of their tree.
         constant_specs: The same of constants.
         out_spec: How the result is sharded.
+        grad_specs: How gradients of inputs are wanted, a prefix of their tree. Default: as inputs.
 
     Returns:
         The function of whole arrays.
@@ -54,7 +61,7 @@ def on_shards(
     # gradients of the ranks: the custom derivative declares that every result varies.
     shard_map = partial(jax.shard_map, axis_names=axes, check_vma=False)
     one_each = PartitionSpec(tuple(sorted(axes)))  # spec of a device's own residuals
-    partial_specs = jax.tree.map(lambda spec: _with_partial_sums(spec, out_spec), specs)
+    sums = jax.tree.map(partial(_PartialSums.of, out_spec), specs, grad_specs or specs)
 
     @jax.custom_vjp
     def run(inputs, constants):
@@ -78,22 +85,47 @@ def on_shards(
         def pull(pull_back, gradient):
             pull_back = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)
             (input_grads,) = _as_if_equal(lambda pull_back, g: pull_back(g), pull_back, gradient)
-            return jax.tree.map(lambda x: jnp.expand_dims(x, 0), input_grads)
+            return jax.tree.map(lambda x: jnp.expand_dims(x, (0, 1)), input_grads)
 
-        on_all_shards = shard_map(pull, in_specs=(one_each, out_spec), out_specs=partial_specs)
-        # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
-        input_grads = jax.tree.map(
-            partial(jax.lax.reduce_sum, axes=(0,)), on_all_shards(pull_back, gradient)
-        )
+        parts = shard_map(
+            pull, in_specs=(one_each, out_spec), out_specs=jax.tree.map(lambda s: s.spec, sums)
+        )(pull_back, gradient)
+        input_grads = jax.tree.map(lambda s, tree: jax.tree.map(s.total, tree), sums, parts)
         return match_varying_axes(gradient, input_grads), None
 
     run.defvjp(forward, backward)
     return lambda inputs, constants: run(match_varying_axes(inputs, inputs), constants)
 
 
-def _with_partial_sums(spec: PartitionSpec, out_spec: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` after a leading dim of partial sums, one per device that shares the shard."""
-    return PartitionSpec(tuple(sorted(axes_of(out_spec) - axes_of(spec))) or None, *spec)
+@dataclass(frozen=True)
+class _PartialSums:
+    """Partial sums of a gradient, on the devices that share an input.
+
+    Those over axes by which the gradient will be sharded are added up first: XLA reduce-scatters
+    them. A sum over all axes at once it all-reduces whole, and then takes the shard.
+    """
+
+    spec: PartitionSpec  # in front two dims of partial sums: over other axes, and over such axes
+    scattered: PartitionSpec | None  # of what is left with the first of them; None for no such axis
+
+    @classmethod
+    def of(
+        cls, out_spec: PartitionSpec, spec: PartitionSpec, grad_spec: PartitionSpec
+    ) -> "_PartialSums":
+        """Returns them for an input by its spec, that of its gradient, and that of the result."""
+        shared = axes_of(out_spec) - axes_of(spec)
+        first = shared & axes_of(grad_spec)
+        last = tuple(sorted(shared - first)) or None
+        scattered = PartitionSpec(last, *grad_spec) if first else None
+        return cls(PartitionSpec(last, tuple(sorted(first)) or None, *spec), scattered)
+
+    def total(self, parts: jax.Array) -> jax.Array:
+        """Returns the sum over the first two dims."""
+        # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
+        x = jax.lax.reduce_sum(parts, axes=(1,))
+        if self.scattered is not None:
+            x = reshard_to_spec(x, self.scattered, jax.sharding.get_abstract_mesh())
+        return jax.lax.reduce_sum(x, axes=(0,))
 
 
 def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:

@@ -421,6 +421,19 @@ def test_gradients_that_are_stored_whole_are_summed_over_devices_once(gather: st
     assert not [site for site in sums if site.loops and re.search(r"\[\d+,8\]", site.shape)]
 
 
+def test_without_a_pipeline_shards_of_gradients_are_summed_over_data():
+    """XLA would sum whole gradients over `data` and `fsdp` at once: f times what `data` sends."""
+    pipe = pipeline({"data": 2, "fsdp": 4}, schedule=None, microbatches=1)
+    stored = pipe.shard(params())
+    step = pipe.jit(pipe.value_and_grad).lower(stored, batch()).compile()
+    sums = [site for site in xla.audit(step.as_text()).sites if site.kind == "all-reduce"]
+    shards = [leaf.addressable_shards[0].data.shape[-2:] for leaf in jax.tree.leaves(stored)]
+    for rows, columns in shards:  # XLA may have transposed it
+        assert any(
+            f"[{rows},{columns}]" in s.shape or f"[{columns},{rows}]" in s.shape for s in sums
+        )
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])
 @pytest.mark.parametrize("gather", ["tick", "once", "repeat", "layer"])
 def test_gradients_are_summed_over_devices_in_the_dtype_of_reductions(gather: str, schedule: str):

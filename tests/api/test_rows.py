@@ -580,6 +580,23 @@ def with_a_counter_in_x() -> tuple[jp.Model, Any]:
     return jp.Model(embed_both, add_mean, loss_of_both), init()
 
 
+def with_zeros_in_x() -> tuple[jp.Model, Any]:
+    """The embedding fills a leaf of x with zeros, to which layers add rows."""
+
+    def embed_both(w: Any, batch: Any) -> Any:
+        x = embed(w, batch)
+        return {"x": x, "sum": jnp.zeros_like(x)}
+
+    def add_rows(w: Any, both: Any, batch: Any) -> Any:
+        x = layer(w, both["x"], batch)
+        return {"x": x, "sum": both["sum"] + x}
+
+    def loss_of_both(w: Any, both: Any, batch: Any) -> Any:
+        return masked_mean(w, both["x"] + both["sum"], batch)
+
+    return jp.Model(embed_both, add_rows, loss_of_both), init()
+
+
 UNEVEN = {"layers_per_stage": (3, 1)}
 
 
@@ -595,6 +612,7 @@ UNEVEN = {"layers_per_stage": (3, 1)}
         (with_rolling_layers, "circular", UNEVEN),
         pytest.param(with_rolling_layers, "1f1b", UNEVEN, marks=pytest.mark.slow),
         (with_a_counter_in_x, "1f1b", {}),
+        (with_zeros_in_x, "1f1b", {}),
         pytest.param(with_a_counter_in_x, "circular", {}, marks=pytest.mark.slow),
     ],
 )

@@ -15,7 +15,7 @@ from ...sharding import Constrain
 from ..weights._abstract import matrix, zero_bias
 from ._common import ACTIVATION, swiglu, swiglu_weights
 from ._projection import Projection, projection
-from ._routed_experts import Experts, Gated, gated_silu
+from ._routed_experts import EXPERT_AXES, Experts, Gated, gated_silu
 from ._router import RouterSettings, Routing, route
 
 
@@ -42,14 +42,14 @@ def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     if settings.has_choice_bias:
         router["bias"] = zero_bias((E,), ("norm",), dtype, exact=True)
     experts = {
-        "gate": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
-        "up": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
-        "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
+        "gate": matrix((E, D, F), EXPERT_AXES["gate"], D, dtype),
+        "up": matrix((E, D, F), EXPERT_AXES["up"], D, dtype),
+        "down": matrix((E, F, D), EXPERT_AXES["down"], F * branches, dtype),
     }
     if settings.has_product_biases:
         router["logits_bias"] = zero_bias((E,), (None,), dtype, exact=True)
         for name in ("gate_bias", "up_bias"):
-            experts[name] = zero_bias((E, F), ("exp", "mlp"), dtype)
+            experts[name] = zero_bias((E, F), EXPERT_AXES[name], dtype)
         experts["down_bias"] = zero_bias((E, D), (None, "embed"), dtype)
     weights = {"router": router, "experts": experts}
     if settings.shared_experts:

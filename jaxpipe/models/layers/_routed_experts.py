@@ -172,13 +172,19 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
 
 def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> Callable:
     """Returns `local` on the shards of all automatic axes, whose leading dim holds partial sums."""
-    computed = [(name, expert_axes(rules) if name == "exp" else axes) for name, axes in rules]
-    auto_rules = rules_without_manual_axes(computed, jax.sharding.get_abstract_mesh())
-    specs = {name: partition_spec(_WEIGHT_AXES[name], auto_rules) for name in weights}
+    stored_rules = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
+    auto_rules = dict(stored_rules) | {
+        "exp": expert_axes(stored_rules),
+        "embed_no_exp": (),  # devices compute with the whole of it
+    }
+    stored, specs = (
+        {name: partition_spec(EXPERT_AXES[name], by) for name in weights}
+        for by in (stored_rules, [*auto_rules.items()])
+    )
     inward = specs["gate"]
     parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))
     # Devices that hold different experts need the same tokens, so they must not shard the tokens.
-    token_rules = [(name, [a for a in axes if a not in parts]) for name, axes in auto_rules]
+    token_rules = [(name, [a for a in axes if a not in parts]) for name, axes in auto_rules.items()]
     tokens = partition_spec(("activation_batch", "activation_length", None), token_rules)
     return on_shards(
         local,
@@ -186,11 +192,13 @@ def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> 
         (specs, tokens, tokens),
         (tokens, PartitionSpec(inward[0])),
         PartitionSpec(parts or None, *tokens),
+        (stored, tokens, tokens),
     )
 
 
-_WEIGHT_AXES = {
-    **dict.fromkeys(("gate", "up"), ("exp", None, "mlp")),
+EXPERT_AXES = {
+    **dict.fromkeys(("gate", "up"), ("exp", "embed_no_exp", "mlp")),
     **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
-    "down": ("exp", "mlp", None),
+    "down": ("exp", "mlp", "embed_no_exp"),
 }
+"""The logical axes of the weights that devices multiply by."""

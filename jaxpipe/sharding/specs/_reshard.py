@@ -40,7 +40,9 @@ def reshard(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(reshard_leaf, tree, shardings)
 
 
-def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
+def reshard_to_spec(
+    x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None
+) -> jax.Array:
     """Returns `x` whose leading dims are split as `spec` says, inside or outside `jax.jit`."""
     if mesh is None or not len(spec):
         return x

@@ -9,6 +9,7 @@ if typing.TYPE_CHECKING:
     from ._gather import Gather as Gather
     from ._gather import When as When
     from ._gather import constrain_by as constrain_by
+    from ._gather import gather_by_constraints as gather_by_constraints
     from ._gather import gather_by_specs as gather_by_specs
     from ._gather import gather_weights as gather_weights
     from ._gather import join_gathers as join_gathers

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import linear_call
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -348,6 +349,22 @@ def constrain_by(specs: PyTree, mesh: Mesh | None = None) -> TreeFunction:
         return _constrain(x, spec, context)
 
     return lambda tree: map_leaves(constrain_leaf, tree, specs)
+
+
+def gather_by_constraints(read: PyTree, stored: PyTree, mesh: Mesh) -> TreeFunction:
+    """Returns a function that shards weights by `read`, and their gradients by `stored` at once.
+
+    The transpose of a constraint is this constraint. XLA would sum gradients that are whole over
+    `data` and `fsdp`, in place of reduce-scatters over `fsdp` and sums of shards over `data`.
+    """
+
+    def gather_leaf(x: jax.Array, read: PartitionSpec, stored: PartitionSpec) -> jax.Array:
+        gather, scatter = constrain_by(read, mesh), constrain_by(stored, mesh)
+        if read == stored or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return gather(x)
+        return linear_call(lambda _, w: gather(w), lambda _, g: scatter(g), (), x)
+
+    return lambda weights: map_leaves(gather_leaf, weights, read, stored)
 
 
 def _constrain(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
