@@ -4,6 +4,7 @@ Engines return them as metrics, in the pieces that they compute: [M * s, D, rows
 microbatches of s slices, whose rows D devices divide.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,14 +59,14 @@ def from_metrics(metrics: dict[str, Array], model: Model, *shapes: PyTree) -> Py
 
 def merge_pieces(x: Array, num_slices: int, mesh: Mesh) -> Array:
     """Returns [B, ...] rows in their order from [M * s, D, rows, ...], [B, T, ...] from slices."""
-    rest = x.shape[3:]
+    count, rest = math.prod(x.shape[:3]) // num_slices, x.shape[3:]
     if num_slices > 1:
-        x = jnp.moveaxis(x.reshape(-1, num_slices, *x.shape[1:]), 1, 3)
-        rest = num_slices * rest[0], *rest[1:]
+        x = x.reshape(x.shape[0] // num_slices, num_slices, *x.shape[1:])
+        x, rest = jnp.moveaxis(x, 1, 3), (num_slices * rest[0], *rest[1:])
     axes = row_axes(mesh)
     if AxisType.Explicit in mesh.axis_types:  # which refuse to merge a sharded dim with others
         x = reshard_to_spec(x, PartitionSpec(None, None, None), mesh)
-    x = x.reshape(-1, *rest)
+    x = x.reshape(count, *rest)
     return reshard_to_spec(x, PartitionSpec(axes), mesh) if axes else x
 
 

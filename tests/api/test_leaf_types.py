@@ -47,8 +47,8 @@ def loss(w: Any, x: Any, batch: Any) -> Any:
 
 def pipeline(model: Any, row: str, microbatches: int = 4, **options: Any) -> Any:
     schedule, more = ROWS[row]
-    sizes = {"stage": 2, "fsdp": options.pop("fsdp", 1)}
-    mesh = jp.make_mesh(sizes, devices=jax.devices()[: 2 * sizes["fsdp"]])
+    sizes = {"stage": 2} | {name: options.pop(name, 1) for name in ("data", "fsdp")}
+    mesh = jp.make_mesh(sizes, devices=jax.devices()[: 2 * sizes["data"] * sizes["fsdp"]])
     options = {"schedule": schedule, "mesh": mesh, "microbatches": microbatches} | more | options
     return jp.pipeline(model, **options)
 
@@ -131,6 +131,21 @@ def test_a_leaf_of_size_0_is_trained_as_any_other(row: str):
     close(found[0], wanted[0])
     assert [w["extra"].shape for w in found[1]["layers"]] == [(0, 3)] * L
     close([w["w"] for w in found[1]["layers"]], [w["w"] for w in wanted[1]["layers"]])
+
+
+@pytest.mark.parametrize("row", ["unpipelined", "circular", "scheduled"])
+def test_leaves_and_metrics_of_size_0_may_be_divided_over_data(row: str):
+    def adding(w: Any, x: Any, batch: Any) -> Any:
+        return layer(w, x, batch) + jnp.sum(w["extra"])
+
+    def with_empty(w: Any, x: Any, batch: Any) -> Any:
+        return loss(w, x, batch), {"empty": x[:, :0]}
+
+    whole = params(lambda i: jnp.zeros((0,)))
+    pipe = pipeline(jp.Model(embed, adding, with_empty), row, 2, data=2, zero1=True)
+    pipe.check(whole, batch())
+    _, metrics = pipe.jit(pipe.value)(pipe.shard(whole), batch())
+    assert metrics["empty"].shape == (B, 0)
 
 
 @pytest.mark.parametrize("remat", [autodiff.recompute, autodiff.keep])

@@ -476,13 +476,40 @@ def test_gradients_are_summed_over_devices_in_the_dtype_of_reductions(gather: st
 
 
 def test_calls_have_dropout_masks_of_their_own():
-    def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
-        return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), layer(w, x, batch), 0)
+    """Keys are those of docs/explanation/exactness.md."""
+    fold_in = jax.random.fold_in
 
-    model = dataclasses.replace(MODEL, layer=dropping)
-    for options in ({}, {"engine": "mpmd"}, {"schedule": "circular", "microbatches": 2}):
-        pipe = pipeline({"stage": 2}, model, accumulate=2, **options)
-        pipe.check(params(), batch(), jax.random.key(3))
+    def dropped(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    model = jp.Model(
+        lambda w, batch, key: dropped(batch["x"] @ w, key),
+        lambda w, x, batch, key: x + dropped(layer(w, x, batch), key),
+        lambda w, x, batch, key: jnp.mean((dropped(x, key) @ w - batch["y"]) ** 2),
+    )
+
+    def plain(params: Any, batch: Any, key: Any, calls: int, microbatches: int) -> Any:
+        losses = []
+        for i in range(calls * microbatches):
+            rows = B // (calls * microbatches)
+            part = jax.tree.map(lambda x: x[i * rows : (i + 1) * rows], batch)  # noqa: B023
+            of_piece = fold_in(fold_in(key, 0), i)
+            x = model.embed(params["embed"], part, fold_in(of_piece, 0))
+            for j, w in enumerate(params["layers"]):
+                of_call = fold_in(fold_in(key, j + 1), i // microbatches)
+                mask_key = fold_in(fold_in(of_call, i % microbatches), 0)
+                x = x + dropped(layer(w, x, part), mask_key)
+            losses.append(model.loss(params["head"], x, part, fold_in(of_piece, 1)))
+        return jnp.mean(jnp.stack(losses))
+
+    key = jax.random.key(3)
+    rows: list[tuple[int, dict[str, Any]]]
+    rows = [(4, {}), (4, {"engine": "mpmd"}), (2, {"schedule": "circular"})]
+    for microbatches, options in rows:
+        pipe = pipeline({"stage": 2}, model, accumulate=2, microbatches=microbatches, **options)
+        expected = plain(params(), batch(), key, 2, microbatches)
+        loss, _ = pipe.jit(pipe.value)(pipe.shard(params()), batch(), key)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
 REFUSED = {

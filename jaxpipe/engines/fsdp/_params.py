@@ -182,7 +182,7 @@ def spec_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> P
     size = mesh.shape.get("data", 1)
     axes = [tuple(axes_of_dim(dim)) for dim in spec]
     shards = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
-    divides = [n % (size * k) == 0 for n, k in zip(shape, shards, strict=True)]
+    divides = [n > 0 and n % (size * k) == 0 for n, k in zip(shape, shards, strict=True)]
     candidates = [i for i, names in enumerate(axes) if "fsdp" in names and divides[i]]
     candidates = candidates or [i for i, names in enumerate(axes) if not names and divides[i]]
     if size == 1 or not candidates:
