@@ -37,8 +37,8 @@ def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
     if rows[0] % (num_microbatches * num_shards):
         shards = f" x {num_shards} devices of the axes data and fsdp" if num_shards > 1 else ""
         raise ValueError(
-            f"`batch` has {rows[0]} rows, which do not divide into `microbatches` = "
-            f"{num_microbatches}{shards}. Change one of them."
+            f"`batch` has {rows[0]} rows, which do not divide into {num_microbatches} "
+            f"microbatches (`microbatches` times `accumulate`){shards}. Change one of them."
         )
     shape = num_microbatches, num_shards, rows[0] // (num_microbatches * num_shards)
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (*shape, *jnp.shape(leaf)[1:])), batch)

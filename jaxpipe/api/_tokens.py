@@ -124,19 +124,17 @@ def check_slices(
 
     x = judged("embed", partial(judge_embed, model), weights["embed"], no_activations())
     for name, function, params in layers_with_weights(model, weights):
-        judge = partial(_judge_sliced_layer, function, num_slices)
-        x = judged(name, judge, params, x)
+        x = judged(name, partial(_judge_sliced_layer, function), params, x)
     judge = partial(judge_loss, model, row_dim=1)
     judged(model.loss_name, judge, weights_of_loss(model, weights), x)
 
 
 def _judge_sliced_layer(
     function: Callable,
-    num_slices: int,
     weights: PyTree,
     batches: tuple[PyTree, PyTree],
     key: Any,
-    num_blocks: int,
+    num_slices: int,
     x: Activations,
 ) -> tuple[str | None, Any, Activations]:
     """Returns the reason for which a layer mixes tokens beside its past, and its result."""
@@ -153,7 +151,7 @@ def _judge_sliced_layer(
     relations = *(Whole() for _ in jax.tree.leaves(earlier)), FirstRow(), Rows(0)
     past = Activations((whole, part), relations)
     reason, draws, after = judge_layer(
-        function, past, weights, batches, key, num_blocks, x, row_dim=1
+        function, past, weights, batches, key, num_slices, x, row_dim=1
     )
     arguments = weights, x.shapes[0], batches[0], key, whole
     _, (_, _, of_batch, _, read) = pruned(lambda *a: function(*a)[0], *arguments)

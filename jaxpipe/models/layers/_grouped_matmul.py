@@ -9,18 +9,19 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 GroupedMatmul = Callable[[Array, Array, Array], Array]
 """`(rows [m, D], weights [E, D, F], group_sizes [E]) -> [m, F]`. Rows are sorted by group.
-Results of rows after the last group are zeros, and so are their gradients."""
+Results of rows after the last group are anything, also no numbers, and so are their gradients; what
+these rows are, and the gradients of their results, changes nothing else."""
 
 
 def ragged_dot(
     rows: Float[Array, "m D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "m F"]:
     """Runs XLA's grouped matrix product, on any device."""
-    return _zero_rest(_product, rows, weights, group_sizes)
+    return _product(rows, weights, group_sizes)
 
 
 def _vmap_all(f: Callable) -> Callable:
@@ -76,19 +77,9 @@ def megablox(*, interpret: bool = False) -> GroupedMatmul:
         out = cast(Callable, gmm)(padded, weights, group_sizes, *options)
         return out[: rows.shape[0]]
 
-    def grouped_matmul(rows, weights, group_sizes):
-        return _zero_rest(kernel, rows, weights, group_sizes)
-
-    return grouped_matmul
+    return kernel
 
 
 def _tiles(m: int, k: int, n: int) -> tuple[int, int, int]:
     """Returns MaxText's tile sizes: 512 rows by 1024 by 1024, or less for smaller dims."""
     return min(512, -(-m // 128) * 128), min(1024, k), min(1024, n)
-
-
-def _zero_rest(kernel: GroupedMatmul, rows: Array, weights: Array, group_sizes: Array) -> Array:
-    """Runs `kernel` and sets rows without a group to zero, in its result and its gradients."""
-    grouped: Bool[Array, "m 1"] = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    out = kernel(jnp.where(grouped, rows, jnp.zeros_like(rows)), weights, group_sizes)
-    return jnp.where(grouped, out, jnp.zeros_like(out))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ...sharding import (
     Rules,
@@ -147,9 +147,13 @@ def sort_and_multiply(
     order = jnp.argsort(group)
     sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
+    # What products return for rows of other devices may be anything. It is not summed: results are
+    # masked where the sum of a token reads them, and gradients before they are summed.
+    is_ours: Bool[Array, "m 1"] = (jnp.arange(n * k) < jnp.sum(sizes))[:, None]
     rows = _rows(x, order // k)
     if scales_inputs:
         rows *= _rows(shares.reshape(-1, 1), order)
+    rows = _with_gradients_where(rows, is_ours)
 
     def project(name: str) -> Float[Array, "m F"]:
         y = grouped_matmul(rows, w[name], sizes)
@@ -157,13 +161,26 @@ def sort_and_multiply(
             return y
         # A product, not a look-up: its gradient would add rows one by one.
         is_of_expert = group[order][:, None] == jnp.arange(num_experts)
-        return y + is_of_expert.astype(x.dtype) @ w[f"{name}_bias"]
+        return _with_gradients_where(y + is_of_expert.astype(x.dtype) @ w[f"{name}_bias"], is_ours)
 
     gate = checkpoint_name(project("gate"), "moe_mlpwi_0")
     up = checkpoint_name(project("up"), "moe_mlpwi_1")
     out = checkpoint_name(grouped_matmul(gated(gate, up), w["down"], sizes), "moe_mlpwo")
     by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
+    by_token = jnp.where(is_here[..., None], by_token, jnp.zeros_like(by_token))
     return jnp.sum(by_token if scales_inputs else by_token * shares[..., None], axis=1)
+
+
+@jax.custom_vjp
+def _with_gradients_where(x: Float[Array, "m D"], mask: Bool[Array, "m 1"]) -> Array:
+    """Returns `x`, whose gradients are zeros where the mask is false."""
+    return x
+
+
+_with_gradients_where.defvjp(
+    lambda x, mask: (x, mask),
+    lambda mask, gradient: (jnp.where(mask, gradient, jnp.zeros_like(gradient)), None),
+)
 
 
 def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"]:
