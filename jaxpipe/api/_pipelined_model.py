@@ -41,7 +41,7 @@ from ._params import (
     is_stored,
     weights_of,
 )
-from ._pieces import shape_of
+from ._pieces import num_rows, shape_of
 from ._rows import RowReport, row_report, smallest_factor
 from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
@@ -550,11 +550,13 @@ class PipelinedModel(InspectedModel):
         )
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
         shapes = self._shapes_by_kind(plan, all_weights)
-        of_slices = partial(piece_shapes, of_user, batch, self.num_pieces, 1)
-        check_slices(of_user, shapes, of_slices, self.num_slices)
+        of_slices = partial(piece_shapes, of_user, batch)
+        check_slices(of_user, shapes, partial(of_slices, num_rows(batch), 1), self.num_slices)
         by_tokens = self.engine.has_branches(plan) and check_token_wise(
             of_user, shapes, rows, key_or_none, self.mesh
         )
+        if self.num_slices > 1:
+            rows = of_slices(self.num_pieces, num_row_shards(self.mesh), 1)
         check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
@@ -647,9 +649,9 @@ class PipelinedModel(InspectedModel):
         groups = self._shapes_by_kind(plan, weights)
         shapes_of = partial(piece_shapes, model, batch, self.num_pieces)
         microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
-        num_rows = jax.tree.leaves(microbatch)[0].shape[0]
+        count = num_rows(microbatch)
         # Where no axis divides rows, the question is what would be if one did.
-        num_blocks = num_shards if num_shards > 1 else smallest_factor(num_rows)
+        num_blocks = num_shards if num_shards > 1 else smallest_factor(count)
         report = row_report(
             model,
             groups,

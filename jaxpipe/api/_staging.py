@@ -127,7 +127,7 @@ def _loss_scale(
     shapes = jax.tree.map(shape_of, weights)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs)
     x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
+    flat = jax.tree.map(lambda x: x.reshape(shape[0] * shape[1], *x.shape[2:]), inputs)
     boundary = boundary_model(model, 1).boundary(shapes)
     return jnp.broadcast_to(1 / batch_divisor(partial(_parts, model), boundary, x, flat), shape)
 

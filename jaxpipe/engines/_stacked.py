@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -160,6 +161,8 @@ def put(
 
 def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
     """Moves an array that is on other devices than those of the mesh, as programs cannot."""
+    if isinstance(leaf, Tracer):
+        return leaf
     is_elsewhere = getattr(leaf, "committed", False) and leaf.devices() != sharding.device_set
     return jax.device_put(leaf, sharding) if is_elsewhere else leaf
 

@@ -112,14 +112,13 @@ def _unsharded(plan: PipelineSpec, group: str, weights: PyTree) -> PyTree:
     """Returns weights that are no longer sharded over `fsdp`; their gradients are.
 
     Left to itself, XLA's partitioner may shard activations like the weights, over a dim other than
-    rows, and copy them whole to every device to come back to rows. On a mesh with explicit axes
-    the functions of the user decide.
+    rows, and copy them whole to every device to come back to rows.
     """
     mesh, weights = plan.mesh, cast_params(plan, group, weights)
-    if AxisType.Explicit in mesh.axis_types:
-        return weights
     stored = param_spec_tree(group, weights, mesh, plan.param_specs)
     read = read_spec_tree(stored)
+    if AxisType.Explicit in mesh.axis_types:  # the transpose writes the stored type by itself
+        return weights if read == stored else constrain_by(read, mesh)(weights)
     weights = weights if read == stored else constrain_by(stored, mesh)(weights)
     if group == "stages" and not jax.sharding.get_abstract_mesh().empty:
         weights = as_stored_on_gpus(weights, stored)

@@ -69,6 +69,10 @@ EXTRAS: dict[str, tuple[Callable[[int], Any], Callable[[Any, Any], Any]]] = {
     "integer": (lambda i: jnp.int32(i + 1), lambda e, y: y * e.astype(jnp.float32)),
     "boolean": (lambda i: jnp.array(i % 2 == 0), lambda e, y: jnp.where(e, y, -y)),
     "key": (lambda i: jax.random.key(i), lambda e, y: y * jax.random.normal(e)),
+    "keys": (
+        lambda i: jax.random.split(jax.random.key(i), 4),
+        lambda e, y: y * jax.random.normal(e[2]),
+    ),
     "raw key": (
         lambda i: jax.random.PRNGKey(i),
         lambda e, y: y * jax.random.normal(jax.random.wrap_key_data(e)),
@@ -143,8 +147,9 @@ def test_leaves_and_metrics_of_size_0_may_be_divided_over_data(row: str):
 
     whole = params(lambda i: jnp.zeros((0,)))
     pipe = pipeline(jp.Model(embed, adding, with_empty), row, 2, data=2, zero1=True)
-    pipe.check(whole, batch())
-    _, metrics = pipe.jit(pipe.value)(pipe.shard(whole), batch())
+    rows = batch() | {"empty": jnp.zeros((B, 0))}
+    pipe.check(whole, rows)
+    _, metrics = pipe.jit(pipe.value)(pipe.shard(whole), rows)
     assert metrics["empty"].shape == (B, 0)
 
 

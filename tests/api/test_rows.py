@@ -709,6 +709,13 @@ def test_explicit_axes_divide_rows_too(schedule: str):
     check_against_plain(functions, pipe)
 
 
+def test_without_a_pipeline_explicit_axes_divide_rows_of_functions_that_treat_them_one_by_one():
+    explicit = jax.make_mesh((1, 2, 2), ("stage", "data", "fsdp"), devices=jax.devices()[:4])
+    functions = embed, layer, loss
+    pipe = jp.pipeline(jp.Model(*functions), schedule=None, mesh=explicit, microbatches=M)
+    check_against_plain(functions, pipe)
+
+
 @pytest.mark.parametrize(("schedule", "engine"), [(None, "auto"), ("1f1b", "mpmd")])
 def test_explicit_axes_are_refused_where_xla_would_divide_rows(schedule: Any, engine: str):
     explicit = jax.make_mesh((2, 2), ("stage", "fsdp"), devices=jax.devices()[:4])

@@ -390,6 +390,26 @@ def test_positions_of_slices_are_those_of_their_sequences(positions):
     sliced(3, replace(MODEL, layer=appending(positions)), stage=2).check(init(), batch())
 
 
+def flat_loss(w: Any, x: Any, batch: Any) -> Any:
+    logits = jax.nn.log_softmax(x.reshape(-1, D) @ w)
+    return -jnp.mean(jnp.sum(logits * jax.nn.one_hot(batch["y"].reshape(-1), V), axis=-1))
+
+
+def biased_layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    """Adds a bias for each of the T positions to its scores."""
+    (k, v), past = past.append((x @ w["k"], x @ w["v"]))
+    scores = x @ w["q"] @ jnp.swapaxes(k, 1, 2) + jnp.linspace(-1.0, 1.0, T)
+    scores = jnp.where(past.causal_mask(x.shape[1]), scores, -jnp.inf)
+    return x + jax.nn.softmax(scores) @ v @ w["up"], past
+
+
+@pytest.mark.parametrize(
+    "change", [{"loss": flat_loss}, {"layer": biased_layer}], ids=["flat", "biased"]
+)
+def test_functions_that_know_the_whole_length_or_flatten_rows_are_run(change):
+    sliced(3, replace(MODEL, **change), stage=2).check(init(), batch())
+
+
 def test_a_layer_with_past_in_another_place_is_refused():
     with pytest.raises(ValueError, match="`past` must be the fourth parameter"):
         jp.Model(embed, lambda w, past, x, batch: x, loss)

@@ -35,11 +35,13 @@ def empty_stack(aval: Any, length: int) -> jax.Array | None:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Constrains an array to row-major layout.
+    """Constrains an array to row-major layout, but for random keys, which have no layout.
 
     XLA's partitioner gathers an array that it divides before such a constraint: where there are
     `partitioned_axes`, apply it to the shard of every device.
     """
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 

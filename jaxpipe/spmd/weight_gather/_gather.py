@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import linear_call
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -357,14 +356,17 @@ def gather_by_constraints(read: PyTree, stored: PyTree, mesh: Mesh) -> TreeFunct
     The transpose of a constraint is this constraint. XLA would sum gradients that are whole over
     `data` and `fsdp`, in place of reduce-scatters over `fsdp` and sums of shards over `data`.
     """
+    gather, scatter = constrain_by(read, mesh), constrain_by(stored, mesh)
 
-    def gather_leaf(x: jax.Array, read: PartitionSpec, stored: PartitionSpec) -> jax.Array:
-        gather, scatter = constrain_by(read, mesh), constrain_by(stored, mesh)
-        if read == stored or not jnp.issubdtype(x.dtype, jnp.inexact):
-            return gather(x)
-        return linear_call(lambda _, w: gather(w), lambda _, g: scatter(g), (), x)
+    def backward(_: None, gradients: PyTree) -> tuple[PyTree]:
+        def of_float(x: jax.Array) -> jax.Array | None:
+            return None if x.dtype == jax.dtypes.float0 else x
 
-    return lambda weights: map_leaves(gather_leaf, weights, read, stored)
+        return (scatter(jax.tree.map(of_float, gradients)),)
+
+    run = jax.custom_vjp(gather)
+    run.defvjp(lambda weights: (gather(weights), None), backward)
+    return run
 
 
 def _constrain(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
