@@ -711,7 +711,11 @@ def test_explicit_axes_divide_rows_too(schedule: str):
 
 def test_without_a_pipeline_explicit_axes_divide_rows_of_functions_that_treat_them_one_by_one():
     explicit = jax.make_mesh((1, 2, 2), ("stage", "data", "fsdp"), devices=jax.devices()[:4])
-    functions = embed, layer, loss
+
+    def embed_by_product(w: Any, batch: Any) -> Any:  # a look-up has no sharding of its own
+        return jax.nn.one_hot(batch["tokens"][:, :-1], V) @ w
+
+    functions = embed_by_product, layer, loss
     pipe = jp.pipeline(jp.Model(*functions), schedule=None, mesh=explicit, microbatches=M)
     check_against_plain(functions, pipe)
 
