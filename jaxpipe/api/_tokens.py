@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..autodiff.staged_model import Past
-from ..ir.rows import FirstRow, Mixed, Rows, Whole
-from ._dependence import pruned
+from ..ir.rows import FirstRow, Mixed, Rows, Whole, source_line
 from ._layer_results import x_and_aux
 from ._losses import loss_parts
+from ._masks import Reads, unmasked_read
 from ._model import Model
 from ._pieces import shape_of
 from ._rows import (
@@ -153,11 +153,23 @@ def _judge_sliced_layer(
     reason, draws, after = judge_layer(
         function, past, weights, batches, key, num_slices, x, row_dim=1
     )
-    arguments = weights, x.shapes[0], batches[0], key, whole
-    _, (_, _, of_batch, _, read) = pruned(lambda *a: function(*a)[0], *arguments)
-    is_masked = read.offset or read.ids or any(jax.tree.leaves(of_batch))
-    if any(jax.tree.leaves(read.earlier)) and not is_masked:
-        reason = reason or "it reads what later tokens append, as no mask depends on positions"
+    arguments = weights, x.shapes[1], batches[1], key, part
+    program = jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments).jaxpr
+    of_past = replace(
+        jax.tree.map(lambda _: Reads.LATER, part), offset=Reads.POSITIONS, ids=Reads.POSITIONS
+    )
+    reads = (
+        *jax.tree.map(lambda _: Reads.NOTHING, arguments[:2]),
+        jax.tree.map(lambda _: Reads.POSITIONS, batches[1]),
+        jax.tree.map(lambda _: Reads.NOTHING, key),
+        of_past,
+    )
+    equation = unmasked_read(program, jax.tree.leaves(reads), length)
+    if equation is not None and reason is None:
+        reason = (
+            f"`{equation.primitive.name}` reads what later tokens append, with no mask before it "
+            f"({source_line(equation)})"
+        )
     return reason, draws, after
 
 

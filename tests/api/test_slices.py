@@ -333,6 +333,32 @@ def attention_to_all(w: Any, x: Any, batch: Any, past: Any) -> Any:
     return x + jax.nn.softmax(x @ jnp.swapaxes(keys, 1, 2)) @ keys, past
 
 
+def attention_with_positions(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    at = jnp.sin(past.positions(x.shape[1]).astype(x.dtype)[:, None])
+    keys, past = past.append(x @ w["k"] + at)
+    return x + jax.nn.softmax((x @ w["q"] + at) @ jnp.swapaxes(keys, 1, 2)) @ keys, past
+
+
+def attention_by(mask: Any) -> Any:
+    """Returns a layer with a mask, of what is appended beside keys, of positions and the past."""
+
+    def masked(w: Any, x: Any, batch: Any, past: Any) -> Any:
+        at = past.positions(x.shape[1])
+        of_keys = jnp.broadcast_to(at, x.shape[:2])
+        (keys, of_keys), past = past.append((x @ w["k"], of_keys))
+        scores = x @ w["q"] @ jnp.swapaxes(keys, 1, 2)
+        scores = jnp.where(mask(of_keys[:, None], at[:, None], past), scores, -1e9)
+        return x + jax.nn.softmax(scores) @ keys, past
+
+    return masked
+
+
+def loss_of_keys(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    keys, past = past.append(x @ w["k"])
+    scores = jnp.where(past.causal_mask(x.shape[1]), x @ jnp.swapaxes(keys, 1, 2), -jnp.inf)
+    return x + jax.nn.softmax(scores) @ keys, {"loss": jnp.mean(keys**2)}, past
+
+
 MIXING = {
     "positions in embed": ({"embed": with_positions}, "what embed returns .*tokens are counted"),
     "embed shifts": ({"embed": shifted}, r"what embed returns .*\(test_slices.py:\d+\)"),
@@ -358,6 +384,20 @@ MIXING = {
         "what layer returns .*tokens are counted",
     ),
     "no mask": ({"layer": attention_to_all}, "what layer returns .*later tokens append"),
+    "positions and no mask": ({"layer": attention_with_positions}, "later tokens append"),
+    "a mask of carried positions": (
+        {"layer": attention_by(lambda keys, queries, past: keys <= queries)},
+        r"`reduce_max` reads what later tokens append, .*\(test_slices.py:\d+\)",
+    ),
+    "a prefix without a mask": (
+        {
+            "layer": attention_by(
+                lambda keys, queries, past: (jnp.arange(T) < 6) | past.causal_mask(len(queries))
+            )
+        },
+        "later tokens append",
+    ),
+    "a mean of all keys": ({"layer": loss_of_keys}, "`reduce_sum` reads what later tokens append"),
 }
 
 
@@ -403,11 +443,20 @@ def biased_layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
     return x + jax.nn.softmax(scores) @ v @ w["up"], past
 
 
-@pytest.mark.parametrize(
-    "change", [{"loss": flat_loss}, {"layer": biased_layer}], ids=["flat", "biased"]
-)
-def test_functions_that_know_the_whole_length_or_flatten_rows_are_run(change):
-    sliced(3, replace(MODEL, **change), stage=2).check(init(), batch())
+SLICEABLE: dict[str, Any] = {
+    "rows are flattened": {"loss": flat_loss},
+    "the length is known": {"layer": biased_layer},
+    "two masks": {
+        "layer": attention_by(
+            lambda keys, queries, past: (keys > queries - 3) & past.causal_mask(len(queries))
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", SLICEABLE)
+def test_functions_that_slices_can_run_are_run(name: str):
+    sliced(3, replace(MODEL, **SLICEABLE[name]), stage=2).check(init(), batch())
 
 
 def test_a_layer_with_past_in_another_place_is_refused():

@@ -22,3 +22,4 @@ from ._relations import join as join
 from ._relations import row_dim as row_dim
 from ._same_programs import is_same as is_same
 from ._walk import relations_of as relations_of
+from ._walk import source_line as source_line

@@ -107,7 +107,7 @@ class Walk:
             skipped = self._without_partner(equation, partners)
             if skipped is None:
                 # What follows has no partners. Its results are unknown, whatever they are.
-                return Mixed(reason.reason, _line(equation))
+                return Mixed(reason.reason, source_line(equation))
             partners[equation.outvars[0]] = skipped
         return reason
 
@@ -154,7 +154,7 @@ class Walk:
             for x, y in zip(a.invars, b.invars, strict=True)
         )
         results = self._results(a, b, relations)
-        results = [at_source(relation, lambda: _line(a)) for relation in results]
+        results = [at_source(relation, lambda: source_line(a)) for relation in results]
         return list(zip(a.outvars, b.outvars, results, strict=True))
 
     def _results(self, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -271,7 +271,7 @@ _NOT_OF_USER = (
 )
 
 
-def _line(equation: JaxprEqn) -> str:
+def source_line(equation: JaxprEqn) -> str:
     """Returns the line of the user's program that an equation is of, such as "model.py:12"."""
     traceback = equation.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:
