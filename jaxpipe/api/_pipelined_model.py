@@ -17,6 +17,7 @@ from ..autodiff import StagedModel
 from ..autodiff.staged_model import slice_sequences, split_metrics
 from ..engines import Engine, PipelineSpec, When
 from ..engines.fsdp import gathered_size, num_row_shards, with_layer_specs
+from . import tokens
 from ._frozen import (
     FrozenRule,
     check_trainable,
@@ -54,7 +55,6 @@ from ._staging import (
     piece_shapes,
     staged_model,
 )
-from ._tokens import check_slices, check_token_wise
 from .checks import check_effects, check_key
 from .inspection import InspectedModel
 from .optimizer import (
@@ -551,8 +551,10 @@ class PipelinedModel(InspectedModel):
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
         shapes = self._shapes_by_kind(plan, all_weights)
         of_slices = partial(piece_shapes, of_user, batch)
-        check_slices(of_user, shapes, partial(of_slices, num_rows(batch), 1), self.num_slices)
-        by_tokens = self.engine.has_branches(plan) and check_token_wise(
+        tokens.check_slices(
+            of_user, shapes, partial(of_slices, num_rows(batch), 1), self.num_slices
+        )
+        by_tokens = self.engine.has_branches(plan) and tokens.check_token_wise(
             of_user, shapes, rows, key_or_none, self.mesh
         )
         if self.num_slices > 1:

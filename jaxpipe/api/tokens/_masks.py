@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..ir.graph import called_jaxpr, jaxpr_of
+from ...ir.graph import called_jaxpr, jaxpr_of
 
 
 class Reads(Flag):

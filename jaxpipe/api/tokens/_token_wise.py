@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ..autodiff.staged_model import Past
-from ..ir.rows import FirstRow, Mixed, Rows, Whole, source_line
-from ._layer_results import x_and_aux
-from ._losses import loss_parts
-from ._masks import Reads, unmasked_read
-from ._model import Model
-from ._pieces import shape_of
-from ._rows import (
+from ...autodiff.staged_model import Past
+from ...ir.rows import FirstRow, Mixed, Rows, Whole, source_line
+from .._layer_results import x_and_aux
+from .._losses import loss_parts
+from .._model import Model
+from .._pieces import shape_of
+from .._rows import (
     Activations,
     UntracedError,
     compared,
@@ -34,7 +33,8 @@ from ._rows import (
     traced,
     weights_of_loss,
 )
-from ._sequences import CONTEXT
+from .._sequences import CONTEXT
+from ._masks import Reads, unmasked_read
 
 
 def check_token_wise(
