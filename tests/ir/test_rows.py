@@ -289,6 +289,22 @@ def carried_over_rows(w: Any, r: Any, key: Any) -> Any:
     return lax.scan(lambda c, x: (c + x.sum(), c + x), jnp.float32(0), r["x"])[1]
 
 
+def mean_of_scanned_rows(w: Any, r: Any, key: Any) -> Any:
+    """Adds up rows in a carry, in chunks of one, and counts chunks beside it."""
+
+    def chunk(carry: Any, x: Any) -> Any:
+        total, count = carry
+        return (total + jnp.sum(jnp.tanh(x @ w["square"])), count + 1.0), None
+
+    zero = jnp.float32(0)
+    total, count = lax.scan(chunk, (zero, zero), r["x"])[0]
+    return total / r["x"].size + count / r["x"].shape[0]
+
+
+def squared_carry(w: Any, r: Any, key: Any) -> Any:
+    return lax.scan(lambda c, x: (c + c * x.sum(), None), jnp.float32(0), r["x"])[0] / len(r["x"])
+
+
 CASES: dict[str, tuple[Function, str]] = {
     # Row by row.
     "an embedding": (lambda w, r, k: w["table"][r["tokens"]] + w["positions"], "rows"),
@@ -447,6 +463,7 @@ CASES: dict[str, tuple[Function, str]] = {
     ),
     "a mean of means": (lambda w, r, k: jnp.mean(jnp.max(r["x"], (1, 2))) * w["scalar"], "mean"),
     "a mean in parts": (lambda w, r, k: sum([r["x"].mean(), r["pos"].mean()]), "mean"),
+    "a mean of scanned rows": (mean_of_scanned_rows, "mean"),
     "a mean of a dot": (lambda w, r, k: jnp.vdot(r["x"], r["pos"]) / r["x"].size, "mean"),
     "a chunked loss": (chunked_loss, "mean"),
     "a mean of a mask": (lambda w, r, k: jnp.mean(r["mask"] > 0), "mean"),
@@ -524,6 +541,7 @@ CASES: dict[str, tuple[Function, str]] = {
     ),
     "loops until all rows are done": (until_all_rows_are_done, "mixed"),
     "carried over rows": (carried_over_rows, "mixed"),
+    "a product in a carry": (squared_carry, "mixed"),
     "a condition on all rows": (
         lambda w, r, k: lax.cond(r["x"].sum() > 0, jnp.sin, jnp.cos, r["x"]),
         "mixed",

@@ -19,6 +19,7 @@ from ._relations import (
     Relation,
     RowIds,
     Rows,
+    Sum,
     Whole,
     Zero,
     dual,
@@ -156,16 +157,40 @@ def _scan_over_rows(
         return Mixed("a loop over rows reads something else")
 
     operands = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
+    # Of what an iteration adds to a carry, the summand is looked at.
+    wholes, parts = (_summands(_closed(e.params["jaxpr"]), len(consts), len(carry)) for e in (a, b))
     # Cotangents of one iteration are no sums over blocks, as those of `Whole` are elsewhere.
-    results = _inner(walk.without("custom_vjp_call"), a, b, "jaxpr", operands)
+    in_body = walk.without("custom_vjp_call")
+    results = in_body.of_jaxprs(wholes[0], parts[0], operands)
 
     def stacked(relation: Relation) -> Relation:
         if relation == Whole():
             return Rows(0)
         return relation if isinstance(relation, Zero | Mixed) else mixed
 
-    carried = [x if isinstance(x, Mixed) else mixed for x in results[: len(carry)]]
-    return [*carried, *map(stacked, results[len(carry) :])]
+    def carried(i: int, before: Relation, after: Relation) -> Relation:
+        if isinstance(after, Mixed):
+            return after
+        adds_up = i in wholes[1] and i in parts[1] and isinstance(before, Zero | Sum)
+        return join(Sum(), before) if adds_up and after in (Whole(), Zero()) else mixed
+
+    sums = [carried(i, *pair) for i, pair in enumerate(zip(carry, results, strict=False))]
+    return [*sums, *map(stacked, results[len(carry) :])]
+
+
+def _summands(
+    body: ClosedJaxpr, num_consts: int, num_carry: int
+) -> tuple[ClosedJaxpr, frozenset[int]]:
+    """Returns the body of a loop with what it adds to a carry in place of the sum, and which."""
+    jaxpr, sums = body.jaxpr, frozenset[int]()
+    outputs = list(jaxpr.outvars)
+    for i, x in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
+        uses = [e for e in jaxpr.eqns if x in e.invars]
+        is_sum = len(uses) == 1 and uses[0].primitive.name in ("add", "add_any")
+        if is_sum and uses[0].outvars[0] is outputs[i] and uses[0].invars.count(x) == 1:
+            outputs[i] = next(y for y in uses[0].invars if y is not x)
+            sums |= {i}
+    return ClosedJaxpr(jaxpr.replace(outvars=outputs), body.consts), sums
 
 
 def _custom_jvp(
