@@ -551,9 +551,8 @@ class PipelinedModel(InspectedModel):
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
         shapes = self._shapes_by_kind(plan, all_weights)
         of_slices = partial(piece_shapes, of_user, batch)
-        tokens.check_slices(
-            of_user, shapes, partial(of_slices, num_rows(batch), 1), self.num_slices
-        )
+        of_rows, grows = partial(of_slices, num_rows(batch), 1), self.engine.program_per_rank
+        tokens.check_slices(of_user, shapes, of_rows, self.num_slices, past_grows=grows)
         by_tokens = self.engine.has_branches(plan) and tokens.check_token_wise(
             of_user, shapes, rows, key_or_none, self.mesh
         )

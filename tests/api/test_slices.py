@@ -409,6 +409,22 @@ def test_functions_that_mix_tokens_are_refused_by_name(name):
         jax.eval_shape(pipe.value_and_grad, pipe.shapes(jax.eval_shape(init)), batch())
 
 
+def linear_attention(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    """Divides by the number of all positions."""
+    (k, v), past = past.append((x @ w["k"], x @ w["v"]))
+    scores = jnp.where(past.causal_mask(x.shape[1]), x @ w["q"] @ jnp.swapaxes(k, 1, 2), 0)
+    return x + scores @ v / k.shape[1], past
+
+
+def test_the_length_of_the_past_is_not_read_where_it_grows():
+    model = replace(MODEL, layer=linear_attention)
+    sliced(3, model, stage=2).check(init(), batch())
+    pipe = sliced(3, model, stage=2, engine="mpmd")
+    message = r"`div` is given a number that depends on the length .*\(test_slices.py:\d+\)"
+    with pytest.raises(ValueError, match=message):
+        pipe.jit(pipe.value)(pipe.shard(init()), batch())
+
+
 def test_outputs_that_mix_tokens_are_refused_by_name():
     model = replace(MODEL, output=lambda w, x, batch: jnp.cumsum(x @ w, axis=1))
     pipe = sliced(3, model, stage=2)

@@ -47,6 +47,26 @@ def unmasked_read(program: Jaxpr, reads: Sequence[Reads], num_positions: int) ->
     return _walk(program, reads, num_positions)[0]
 
 
+def equation_with_other_number(one: Jaxpr, other: Jaxpr) -> JaxprEqn | None:
+    """Returns the first equation of a program in which another one has another number.
+
+    They are of one function, for arrays of other lengths; what follows after the programs differ
+    in their operations is not compared.
+    """
+    for a, b in zip(one.eqns, other.eqns, strict=False):
+        if a.primitive is not b.primitive:
+            return None
+        called = called_jaxpr(a), called_jaxpr(b)
+        if None not in called:
+            inside = equation_with_other_number(*map(jaxpr_of, called))
+            if inside is not None:
+                return inside
+        for x, y in zip(a.invars, b.invars, strict=False):
+            if isinstance(x, Literal) and isinstance(y, Literal) and x.val != y.val:
+                return a
+    return None
+
+
 def _walk(
     program: Jaxpr, reads: Sequence[Reads], num_positions: int
 ) -> tuple[JaxprEqn | None, list[Reads]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
@@ -34,7 +35,7 @@ from .._rows import (
     weights_of_loss,
 )
 from .._sequences import CONTEXT
-from ._masks import Reads, unmasked_read
+from ._masks import Reads, equation_with_other_number, unmasked_read
 
 
 def check_token_wise(
@@ -89,12 +90,19 @@ def check_token_wise(
 
 
 def check_slices(
-    model: Model, weights: dict[str, PyTree], shapes_of: Callable[[int], PyTree], num_slices: int
+    model: Model,
+    weights: dict[str, PyTree],
+    shapes_of: Callable[[int], PyTree],
+    num_slices: int,
+    *,
+    past_grows: bool,
 ) -> None:
     """Checks that functions give for slices what they give for whole sequences.
 
     Args:
         shapes_of: Returns the shapes of a microbatch whose sequences are cut into so many slices.
+        past_grows: Whether `past.append` returns what slices so far wrote, and not an array of the
+            whole length.
 
     Raises:
         ValueError: If a function mixes tokens other than by what `past.append` returns, counts them
@@ -124,7 +132,8 @@ def check_slices(
 
     x = judged("embed", partial(judge_embed, model), weights["embed"], no_activations())
     for name, function, params in layers_with_weights(model, weights):
-        x = judged(name, partial(_judge_sliced_layer, function), params, x)
+        judge = partial(_judge_sliced_layer, function, past_grows=past_grows)
+        x = judged(name, judge, params, x)
     judge = partial(judge_loss, model, row_dim=1)
     judged(model.loss_name, judge, weights_of_loss(model, weights), x)
 
@@ -136,6 +145,8 @@ def _judge_sliced_layer(
     key: Any,
     num_slices: int,
     x: Activations,
+    *,
+    past_grows: bool,
 ) -> tuple[str | None, Any, Activations]:
     """Returns the reason for which a layer mixes tokens beside its past, and its result."""
 
@@ -153,13 +164,17 @@ def _judge_sliced_layer(
     reason, draws, after = judge_layer(
         function, past, weights, batches, key, num_slices, x, row_dim=1
     )
-    arguments = weights, x.shapes[1], batches[1], key, part
-    program = jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments).jaxpr
+
+    def program_of(past: Past) -> Jaxpr:
+        arguments = weights, x.shapes[1], batches[1], key, past
+        return jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments).jaxpr
+
+    program = program_of(part)
     of_past = replace(
         jax.tree.map(lambda _: Reads.LATER, part), offset=Reads.POSITIONS, ids=Reads.POSITIONS
     )
     reads = (
-        *jax.tree.map(lambda _: Reads.NOTHING, arguments[:2]),
+        *jax.tree.map(lambda _: Reads.NOTHING, (weights, x.shapes[1])),
         jax.tree.map(lambda _: Reads.POSITIONS, batches[1]),
         jax.tree.map(lambda _: Reads.NOTHING, key),
         of_past,
@@ -170,6 +185,17 @@ def _judge_sliced_layer(
             f"`{equation.primitive.name}` reads what later tokens append, with no mask before it "
             f"({source_line(equation)})"
         )
+    if past_grows and reason is None:
+        first = jax.tree.map(partial(_share, 1, num_slices), earlier)
+        equation = equation_with_other_number(
+            program, program_of(replace(part, earlier=first, num_slices=1))
+        )
+        if equation is not None:
+            reason = (
+                f"`{equation.primitive.name}` is given a number that depends on the length of what "
+                f"`append` returns ({source_line(equation)}), with this engine that of the slices "
+                "so far"
+            )
     return reason, draws, after
 
 
