@@ -191,7 +191,7 @@ def test_what_a_layer_may_return_is_said(returned: Any, match: str):
 
 def test_bad_input_is_refused_before_anything_compiles():
     params = init()
-    refused("`microbatches` = 5", microbatches=5, schedule="gpipe")
+    refused("do not divide into 5 microbatches", microbatches=5, schedule="gpipe")
     refused("no family|`1f1c`|'1f1c'", schedule="1f1c")
     refused("named 'stage'", mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
     refused("one of unpipelined, circular", engine="mpd")
