@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ...ir.graph import called_jaxpr, jaxpr_of
 
 
-class Reads(Flag):
-    """What an array follows from."""
+class Sources(Flag):
+    """The sources of an array."""
 
     NOTHING = 0
     LATER = auto()  # entries of later positions, along a dim of all positions
@@ -35,16 +35,25 @@ _ALONG = frozenset(
 """Primitives that sum or compare along axes."""
 
 
-def unmasked_read(program: Jaxpr, reads: Sequence[Reads], num_positions: int) -> JaxprEqn | None:
+_UNREAD = frozenset(("scan", "while", "cond"))
+"""Loops and branches: a mask may be used inside, which is not looked for."""
+
+
+def unmasked_read(
+    program: Jaxpr, sources: Sequence[Sources], num_positions: int
+) -> JaxprEqn | None:
     """Returns the equation that goes along positions with no mask before it; None without one.
 
     Args:
         program: A layer, of a slice.
-        reads: What its inputs are.
+        sources: One value for each of its inputs.
         num_positions: The length of a whole sequence. Another dim of this length hides what an
             array does along positions.
+
+    Returns:
+        The equation, whose line a message can name.
     """
-    return _walk(program, reads, num_positions)[0]
+    return _walk(program, sources, num_positions)[0]
 
 
 def equation_with_other_number(one: Jaxpr, other: Jaxpr) -> JaxprEqn | None:
@@ -62,23 +71,23 @@ def equation_with_other_number(one: Jaxpr, other: Jaxpr) -> JaxprEqn | None:
             if inside is not None:
                 return inside
         for x, y in zip(a.invars, b.invars, strict=False):
-            if isinstance(x, Literal) and isinstance(y, Literal) and x.val != y.val:
+            if isinstance(x, Literal) and isinstance(y, Literal) and repr(x.val) != repr(y.val):
                 return a
     return None
 
 
 def _walk(
-    program: Jaxpr, reads: Sequence[Reads], num_positions: int
-) -> tuple[JaxprEqn | None, list[Reads]]:
-    """Returns that equation, and what the results follow from."""
-    known = dict(zip(program.invars, reads, strict=True))
+    program: Jaxpr, sources: Sequence[Sources], num_positions: int
+) -> tuple[JaxprEqn | None, list[Sources]]:
+    """Returns that equation, and the sources of the results."""
+    known = dict(zip(program.invars, sources, strict=True))
     for equation in program.eqns:
         inputs = [_of(known, x) for x in equation.invars]
         called = called_jaxpr(equation)
         if called is not None:
-            found, outputs = _walk(jaxpr_of(called), inputs, num_positions)
-            if found is not None:
-                return found, []
+            inside, outputs = _walk(jaxpr_of(called), inputs, num_positions)
+            if inside is not None:
+                return inside, []
         elif _goes_along(equation, inputs, num_positions):
             return equation, []
         else:
@@ -87,12 +96,12 @@ def _walk(
     return None, [_of(known, x) for x in program.outvars]
 
 
-def _of(known: Mapping[Any, Reads], x: Any) -> Reads:
-    return Reads.NOTHING if isinstance(x, Literal) else known.get(x, Reads.NOTHING)
+def _of(known: Mapping[Any, Sources], x: Any) -> Sources:
+    return Sources.NOTHING if isinstance(x, Literal) else known.get(x, Sources.NOTHING)
 
 
-def _is_clean_mask(reads: Reads) -> bool:
-    return Reads.MASK in reads and Reads.LATER not in reads
+def _is_clean_mask(sources: Sources) -> bool:
+    return Sources.MASK in sources and Sources.LATER not in sources
 
 
 def _is_bool(aval: Any) -> bool:
@@ -102,45 +111,49 @@ def _is_bool(aval: Any) -> bool:
 def _contracted(equation: JaxprEqn, i: int, num_positions: int) -> bool:
     """Returns whether an equation sums or compares operand i along its one dim of positions."""
     aval: Any = equation.invars[i].aval
-    dims, name = (
-        [d for d, n in enumerate(aval.shape) if n == num_positions],
-        equation.primitive.name,
-    )
+    dims = [d for d, n in enumerate(aval.shape) if n == num_positions]
     if len(dims) != 1:
         return False
+    name = equation.primitive.name
     if name == "dot_general":
         contracted, _ = equation.params["dimension_numbers"]
         return dims[0] in contracted[i]
     return name in _ALONG and dims[0] in equation.params["axes"]
 
 
-def _goes_along(equation: JaxprEqn, inputs: Sequence[Reads], num_positions: int) -> bool:
+def _goes_along(equation: JaxprEqn, inputs: Sequence[Sources], num_positions: int) -> bool:
     """Returns whether an equation goes along later positions, and no operand is a mask."""
     return any(
-        Reads.LATER in reads
+        Sources.LATER in sources
         and _contracted(equation, i, num_positions)
         and not any(map(_is_clean_mask, inputs))
-        for i, reads in enumerate(inputs)
+        for i, sources in enumerate(inputs)
     )
 
 
-def _result(equation: JaxprEqn, inputs: Sequence[Reads], aval: Any, num_positions: int) -> Reads:
-    """Returns what a result of an equation follows from."""
-    name, union = equation.primitive.name, reduce(or_, inputs, Reads.NOTHING)
-    if Reads.LATER not in union:
+def _result(
+    equation: JaxprEqn, inputs: Sequence[Sources], aval: Any, num_positions: int
+) -> Sources:
+    """Returns the sources of a result of an equation."""
+    name, union = equation.primitive.name, reduce(or_, inputs, Sources.NOTHING)
+    if Sources.LATER not in union:
         if not _is_bool(aval):
             return union
-        if name == "or" and not all(Reads.MASK in reads for reads in inputs):
-            return union & ~Reads.MASK  # it lets more through
+        if name == "or" and not all(Sources.MASK in sources for sources in inputs):
+            return union & ~Sources.MASK  # it lets more through
         pairs = zip(equation.invars, inputs, strict=True)
-        compares = any(Reads.POSITIONS in reads and not _is_bool(x.aval) for x, reads in pairs)
-        return union | Reads.MASK if compares else union
+        compares = any(
+            Sources.POSITIONS in sources and not _is_bool(x.aval) for x, sources in pairs
+        )
+        return union | Sources.MASK if compares else union
+    if name in _UNREAD:
+        return (union | Sources.MASK) & ~Sources.LATER
     is_contracted = any(
-        Reads.LATER in reads and _contracted(equation, i, num_positions)
-        for i, reads in enumerate(inputs)
+        Sources.LATER in sources and _contracted(equation, i, num_positions)
+        for i, sources in enumerate(inputs)
     )
     masks = name in _MASKING and any(map(_is_clean_mask, inputs))
     if is_contracted or masks:
-        return (union | Reads.MASK) & ~Reads.LATER
+        return (union | Sources.MASK) & ~Sources.LATER
     has_positions = num_positions in getattr(aval, "shape", ())
-    return union if has_positions else union & ~Reads.LATER
+    return union if has_positions else union & ~Sources.LATER

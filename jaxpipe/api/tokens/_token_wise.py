@@ -35,7 +35,7 @@ from .._rows import (
     weights_of_loss,
 )
 from .._sequences import CONTEXT
-from ._masks import Reads, equation_with_other_number, unmasked_read
+from ._masks import Sources, equation_with_other_number, unmasked_read
 
 
 def check_token_wise(
@@ -171,15 +171,15 @@ def _judge_sliced_layer(
 
     program = program_of(part)
     of_past = replace(
-        jax.tree.map(lambda _: Reads.LATER, part), offset=Reads.POSITIONS, ids=Reads.POSITIONS
+        jax.tree.map(lambda _: Sources.LATER, part), offset=Sources.POSITIONS, ids=Sources.POSITIONS
     )
-    reads = (
-        *jax.tree.map(lambda _: Reads.NOTHING, (weights, x.shapes[1])),
-        jax.tree.map(lambda _: Reads.POSITIONS, batches[1]),
-        jax.tree.map(lambda _: Reads.NOTHING, key),
+    sources = (
+        *jax.tree.map(lambda _: Sources.NOTHING, (weights, x.shapes[1])),
+        jax.tree.map(lambda _: Sources.POSITIONS, batches[1]),
+        jax.tree.map(lambda _: Sources.NOTHING, key),
         of_past,
     )
-    equation = unmasked_read(program, jax.tree.leaves(reads), length)
+    equation = unmasked_read(program, jax.tree.leaves(sources), length)
     if equation is not None and reason is None:
         reason = (
             f"`{equation.primitive.name}` reads what later tokens append, with no mask before it "
@@ -211,7 +211,7 @@ class _ReadPast(Past):
     ids: Any = None  # [t], the positions of the tokens of the slice
 
     def append(self, new: PyTree) -> "tuple[PyTree, Past]":
-        """Returns what all slices wrote."""
+        """Returns the state of all slices."""
         return self.earlier, replace(self, earlier=None, new=new)
 
     def positions(self, num_tokens: int) -> Array:
