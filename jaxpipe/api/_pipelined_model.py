@@ -549,14 +549,14 @@ class PipelinedModel(InspectedModel):
             loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
-        shapes = self._shapes_by_kind(plan, all_weights)
-        of_slices = partial(piece_shapes, of_user, batch)
-        of_rows, grows = partial(of_slices, num_rows(batch), 1), self.engine.program_per_rank
-        tokens.check_slices(of_user, shapes, of_rows, self.num_slices, past_grows=grows)
+        shapes_of = partial(self._shapes_by_kind, plan, all_weights)
         by_tokens = self.engine.has_branches(plan) and tokens.check_token_wise(
-            of_user, shapes, rows, key_or_none, self.mesh
+            of_user, shapes_of(), rows, key_or_none, self.mesh
         )
         if self.num_slices > 1:
+            of_slices = partial(piece_shapes, of_user, batch)
+            of_rows, grows = partial(of_slices, num_rows(batch), 1), self.engine.program_per_rank
+            tokens.check_slices(of_user, shapes_of(), of_rows, self.num_slices, past_grows=grows)
             rows = of_slices(self.num_pieces, num_row_shards(self.mesh), 1)
         check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
         weights, frozen = partition(weights)

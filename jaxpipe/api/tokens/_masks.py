@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ...ir.graph import called_jaxpr, jaxpr_of
 
 
-class Sources(Flag):
-    """The sources of an array."""
+class Origins(Flag):
+    """The origins of an array."""
 
     NOTHING = 0
     LATER = auto()  # entries of later positions, along a dim of all positions
@@ -40,20 +40,20 @@ _UNREAD = frozenset(("scan", "while", "cond"))
 
 
 def unmasked_read(
-    program: Jaxpr, sources: Sequence[Sources], num_positions: int
+    program: Jaxpr, origins: Sequence[Origins], num_positions: int
 ) -> JaxprEqn | None:
     """Returns the equation that goes along positions with no mask before it; None without one.
 
     Args:
         program: A layer, of a slice.
-        sources: One value for each of its inputs.
+        origins: One value for each of its inputs.
         num_positions: The length of a whole sequence. Another dim of this length hides what an
             array does along positions.
 
     Returns:
         The equation, whose line a message can name.
     """
-    return _walk(program, sources, num_positions)[0]
+    return _walk(program, origins, num_positions)[0]
 
 
 def equation_with_other_number(one: Jaxpr, other: Jaxpr) -> JaxprEqn | None:
@@ -77,10 +77,10 @@ def equation_with_other_number(one: Jaxpr, other: Jaxpr) -> JaxprEqn | None:
 
 
 def _walk(
-    program: Jaxpr, sources: Sequence[Sources], num_positions: int
-) -> tuple[JaxprEqn | None, list[Sources]]:
-    """Returns that equation, and the sources of the results."""
-    known = dict(zip(program.invars, sources, strict=True))
+    program: Jaxpr, origins: Sequence[Origins], num_positions: int
+) -> tuple[JaxprEqn | None, list[Origins]]:
+    """Returns that equation, and the origins of the results."""
+    known = dict(zip(program.invars, origins, strict=True))
     for equation in program.eqns:
         inputs = [_of(known, x) for x in equation.invars]
         called = called_jaxpr(equation)
@@ -88,7 +88,7 @@ def _walk(
             inside, outputs = _walk(jaxpr_of(called), inputs, num_positions)
             if inside is not None:
                 return inside, []
-        elif _goes_along(equation, inputs, num_positions):
+        elif _goes_along(equation, inputs, num_positions) and not any(map(_is_clean_mask, inputs)):
             return equation, []
         else:
             outputs = [_result(equation, inputs, x.aval, num_positions) for x in equation.outvars]
@@ -96,12 +96,12 @@ def _walk(
     return None, [_of(known, x) for x in program.outvars]
 
 
-def _of(known: Mapping[Any, Sources], x: Any) -> Sources:
-    return Sources.NOTHING if isinstance(x, Literal) else known.get(x, Sources.NOTHING)
+def _of(known: Mapping[Any, Origins], x: Any) -> Origins:
+    return Origins.NOTHING if isinstance(x, Literal) else known.get(x, Origins.NOTHING)
 
 
-def _is_clean_mask(sources: Sources) -> bool:
-    return Sources.MASK in sources and Sources.LATER not in sources
+def _is_clean_mask(origins: Origins) -> bool:
+    return Origins.MASK in origins and Origins.LATER not in origins
 
 
 def _is_bool(aval: Any) -> bool:
@@ -121,39 +121,33 @@ def _contracted(equation: JaxprEqn, i: int, num_positions: int) -> bool:
     return name in _ALONG and dims[0] in equation.params["axes"]
 
 
-def _goes_along(equation: JaxprEqn, inputs: Sequence[Sources], num_positions: int) -> bool:
-    """Returns whether an equation goes along later positions, and no operand is a mask."""
+def _goes_along(equation: JaxprEqn, inputs: Sequence[Origins], num_positions: int) -> bool:
+    """Returns whether an equation sums or compares along later positions."""
     return any(
-        Sources.LATER in sources
-        and _contracted(equation, i, num_positions)
-        and not any(map(_is_clean_mask, inputs))
-        for i, sources in enumerate(inputs)
+        Origins.LATER in origins and _contracted(equation, i, num_positions)
+        for i, origins in enumerate(inputs)
     )
 
 
 def _result(
-    equation: JaxprEqn, inputs: Sequence[Sources], aval: Any, num_positions: int
-) -> Sources:
-    """Returns the sources of a result of an equation."""
-    name, union = equation.primitive.name, reduce(or_, inputs, Sources.NOTHING)
-    if Sources.LATER not in union:
+    equation: JaxprEqn, inputs: Sequence[Origins], aval: Any, num_positions: int
+) -> Origins:
+    """Returns the origins of a result of an equation."""
+    name, union = equation.primitive.name, reduce(or_, inputs, Origins.NOTHING)
+    if Origins.LATER not in union:
         if not _is_bool(aval):
             return union
-        if name == "or" and not all(Sources.MASK in sources for sources in inputs):
-            return union & ~Sources.MASK  # it lets more through
+        if name == "or" and not all(Origins.MASK in origins for origins in inputs):
+            return union & ~Origins.MASK  # it lets more through
         pairs = zip(equation.invars, inputs, strict=True)
         compares = any(
-            Sources.POSITIONS in sources and not _is_bool(x.aval) for x, sources in pairs
+            Origins.POSITIONS in origins and not _is_bool(x.aval) for x, origins in pairs
         )
-        return union | Sources.MASK if compares else union
+        return union | Origins.MASK if compares else union
     if name in _UNREAD:
-        return (union | Sources.MASK) & ~Sources.LATER
-    is_contracted = any(
-        Sources.LATER in sources and _contracted(equation, i, num_positions)
-        for i, sources in enumerate(inputs)
-    )
+        return (union | Origins.MASK) & ~Origins.LATER
     masks = name in _MASKING and any(map(_is_clean_mask, inputs))
-    if is_contracted or masks:
-        return (union | Sources.MASK) & ~Sources.LATER
+    if masks or _goes_along(equation, inputs, num_positions):
+        return (union | Origins.MASK) & ~Origins.LATER
     has_positions = num_positions in getattr(aval, "shape", ())
-    return union if has_positions else union & ~Sources.LATER
+    return union if has_positions else union & ~Origins.LATER

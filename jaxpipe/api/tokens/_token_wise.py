@@ -35,7 +35,7 @@ from .._rows import (
     weights_of_loss,
 )
 from .._sequences import CONTEXT
-from ._masks import Sources, equation_with_other_number, unmasked_read
+from ._masks import Origins, equation_with_other_number, unmasked_read
 
 
 def check_token_wise(
@@ -108,8 +108,6 @@ def check_slices(
         ValueError: If a function mixes tokens other than by what `past.append` returns, counts them
             from the first of a slice, or returns what is no mean over tokens.
     """
-    if num_slices == 1:
-        return
     batches = shapes_of(1), shapes_of(num_slices)
 
     def judged(name: str, judge: Callable, weights: PyTree, x: Activations) -> Activations:
@@ -171,15 +169,15 @@ def _judge_sliced_layer(
 
     program = program_of(part)
     of_past = replace(
-        jax.tree.map(lambda _: Sources.LATER, part), offset=Sources.POSITIONS, ids=Sources.POSITIONS
+        jax.tree.map(lambda _: Origins.LATER, part), offset=Origins.POSITIONS, ids=Origins.POSITIONS
     )
-    sources = (
-        *jax.tree.map(lambda _: Sources.NOTHING, (weights, x.shapes[1])),
-        jax.tree.map(lambda _: Sources.POSITIONS, batches[1]),
-        jax.tree.map(lambda _: Sources.NOTHING, key),
+    origins = (
+        *jax.tree.map(lambda _: Origins.NOTHING, (weights, x.shapes[1])),
+        jax.tree.map(lambda _: Origins.POSITIONS, batches[1]),
+        jax.tree.map(lambda _: Origins.NOTHING, key),
         of_past,
     )
-    equation = unmasked_read(program, jax.tree.leaves(sources), length)
+    equation = unmasked_read(program, jax.tree.leaves(origins), length)
     if equation is not None and reason is None:
         reason = (
             f"`{equation.primitive.name}` reads what later tokens append, with no mask before it "
