@@ -389,6 +389,14 @@ MIXING = {
         {"layer": attention_by(lambda keys, queries, past: keys <= queries)},
         r"`reduce_max` reads what later tokens append, .*\(test_slices.py:\d+\)",
     ),
+    "a mask the wrong way round": (
+        {"layer": attention_by(lambda keys, queries, past: jnp.arange(T) >= queries)},
+        "no mask before it that hides them",
+    ),
+    "a window alone": (
+        {"layer": attention_by(lambda keys, queries, past: abs(jnp.arange(T) - queries) < 3)},
+        "no mask before it that hides them",
+    ),
     "a prefix without a mask": (
         {
             "layer": attention_by(
@@ -471,10 +479,19 @@ def biased_layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
     return x + jax.nn.softmax(scores) @ v @ w["up"], past
 
 
+def with_mask_of_numbers(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    mask = jnp.where(np.tri(T, dtype=bool), 0.0, -1e9)
+    mask = jax.lax.dynamic_slice_in_dim(mask, past.offset, x.shape[1])
+    keys, past = past.append(x @ w["k"])
+    scores = x @ w["q"] @ jnp.swapaxes(keys, 1, 2) + mask
+    return x + jax.nn.softmax(scores) @ keys, past
+
+
 SLICEABLE: dict[str, Any] = {
     "rows are flattened": {"loss": flat_loss},
     "a loss in chunks": {"loss": chunked_loss},
     "the length is known": {"layer": biased_layer},
+    "a mask of numbers": {"layer": with_mask_of_numbers},
     "two masks": {
         "layer": attention_by(
             lambda keys, queries, past: (keys > queries - 3) & past.causal_mask(len(queries))

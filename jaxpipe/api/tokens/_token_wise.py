@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
@@ -35,7 +36,7 @@ from .._rows import (
     weights_of_loss,
 )
 from .._sequences import CONTEXT
-from ._masks import Origins, equation_with_other_number, unmasked_read
+from ._masks import Entries, Origins, equation_with_other_number, unmasked_read
 
 
 def check_token_wise(
@@ -163,30 +164,34 @@ def _judge_sliced_layer(
         function, past, weights, batches, key, num_slices, x, row_dim=1
     )
 
-    def program_of(past: Past) -> Jaxpr:
+    def program_of(past: Past) -> ClosedJaxpr:
         arguments = weights, x.shapes[1], batches[1], key, past
-        return jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments).jaxpr
+        return jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments)
 
-    program = program_of(part)
-    of_past = replace(
-        jax.tree.map(lambda _: Origins.LATER, part), offset=Origins.POSITIONS, ids=Origins.POSITIONS
-    )
-    origins = (
-        *jax.tree.map(lambda _: Origins.NOTHING, (weights, x.shapes[1])),
-        jax.tree.map(lambda _: Origins.POSITIONS, batches[1]),
-        jax.tree.map(lambda _: Origins.NOTHING, key),
-        of_past,
-    )
-    equation = unmasked_read(program, jax.tree.leaves(origins), length)
-    if equation is not None and reason is None:
-        reason = (
-            f"`{equation.primitive.name}` reads what later tokens append, with no mask before it "
-            f"({source_line(equation)})"
+    program, size = program_of(part), length // num_slices
+    for first in range(0, length - size, size):
+        offset, ids = np.array(first, np.int32), np.arange(first, first + size, dtype=np.int32)
+        of_past = replace(
+            jax.tree.map(lambda _: Entries(Origins.LATER), part),
+            offset=Entries(Origins.POSITIONS, offset),
+            ids=Entries(Origins.POSITIONS, ids),
         )
+        entries = (
+            *jax.tree.map(lambda _: Entries(), (weights, x.shapes[1])),
+            jax.tree.map(lambda _: Entries(Origins.POSITIONS), batches[1]),
+            jax.tree.map(lambda _: Entries(), key),
+            of_past,
+        )
+        equation = unmasked_read(program, jax.tree.leaves(entries), first + size, length)
+        if equation is not None and reason is None:
+            reason = (
+                f"`{equation.primitive.name}` reads what later tokens append, with no mask before "
+                f"it that hides them ({source_line(equation)})"
+            )
     if past_grows and reason is None:
-        first = jax.tree.map(partial(_share, 1, num_slices), earlier)
+        grown = jax.tree.map(partial(_share, 1, num_slices), earlier)
         equation = equation_with_other_number(
-            program, program_of(replace(part, earlier=first, num_slices=1))
+            program.jaxpr, program_of(replace(part, earlier=grown, num_slices=1)).jaxpr
         )
         if equation is not None:
             reason = (
