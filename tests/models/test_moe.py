@@ -316,11 +316,42 @@ def test_a_ragged_dot_can_be_vmapped_over_any_of_its_arguments(mapped):
         assert_all_close(at(i, result), gradients(*one))
 
 
-def test_a_mixture_with_megablox_is_that_with_ragged_dot():
-    w, (x, batch_inputs) = weights_of(V3), inputs()
+KERNELS = {
+    "ragged_dot": ragged_dot,
+    "megablox": megablox(interpret=True),
+    "gpu": pallas_gpu_grouped_matmul(interpret=True),
+}
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 2], ids=["all at a time", "chunks"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_add_gradients_of_chunks_as_a_loop_over_experts_does(kernel, chunk_rows):
+    shapes = {"gate": (4, 16, 24), "up": (4, 16, 24), "down": (4, 24, 16)}
+    shapes |= {"gate_bias": (4, 24), "up_bias": (4, 24), "shares": (ROWS, LENGTH, 2)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    w = {
+        name: jax.random.normal(key, shape) / 4
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    shares, (x, _) = jax.nn.softmax(w.pop("shares")), inputs()
+    chosen = jax.random.randint(jax.random.key(1), shares.shape, 0, 3)  # nobody chooses the last
+    experts = routed_experts(sharding.DEFAULT_RULES, KERNELS[kernel], chunk_rows=chunk_rows)
+
+    def loop(w, x, shares):
+        total = jnp.zeros_like(x)
+        for e in range(4):
+            gate, up = (x @ w[name][e] + w[f"{name}_bias"][e] for name in ("gate", "up"))
+            share = jnp.sum(jnp.where(chosen == e, shares, 0), axis=-1, keepdims=True)
+            total += share * (jax.nn.silu(gate) * up @ w["down"][e])
+        return total
+
+    def gradients(f):
+        loss = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2))
+        return jax.jit(loss)(w, x, shares)
+
     with jax.numpy_dtype_promotion("standard"):
-        result = plain(V3, w, x, batch_inputs, megablox(interpret=True))
-    assert_all_close(result, plain(V3, w, x, batch_inputs))
+        result = gradients(lambda w, x, shares: experts(w, x, chosen, shares))
+    assert_all_close(result, gradients(loop))
 
 
 def test_megablox_works_on_shards_inside_a_pipeline():

@@ -38,22 +38,20 @@ def pallas_gpu_grouped_matmul(*, interpret: bool = False) -> GroupedMatmul:
     """
 
     @jax.custom_vjp
-    def grouped_matmul(rows, weights, group_sizes):
+    def multiply(rows, weights, group_sizes, sums):
         return _by_group(rows, weights, group_sizes, interpret=interpret)
 
-    def forward(*arguments):
-        return grouped_matmul(*arguments), arguments
-
     def backward(arguments, gradient):
-        rows, weights, group_sizes = arguments
+        rows, weights, group_sizes, sums = arguments
         return (
             _by_group(gradient, weights, group_sizes, transposed=True, interpret=interpret),
-            _outer(rows, gradient, group_sizes, interpret=interpret),
+            _outer(rows, gradient, group_sizes, sums, interpret=interpret),
+            None,
             None,
         )
 
-    grouped_matmul.defvjp(forward, backward)
-    return grouped_matmul
+    multiply.defvjp(lambda *arguments: (multiply(*arguments), arguments), backward)
+    return lambda rows, weights, group_sizes, sums=None: multiply(rows, weights, group_sizes, sums)
 
 
 class _Tiles(NamedTuple):
@@ -133,28 +131,31 @@ def _outer(
     rows: Float[Array, "m K"],
     gradient: Float[Array, "m N"],
     group_sizes: Int[Array, " E"],
+    sums: Float[Array, "E K N"] | None = None,
     *,
     interpret: bool,
 ) -> Float[Array, "E K N"]:
-    """Multiplies the transposed rows of every group with its gradients."""
+    """Multiplies the transposed rows of every group with its gradients, and adds them to `sums`."""
     num_groups, depth, width = group_sizes.size, rows.shape[1], gradient.shape[1]
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     blocks = _block(depth), _block(width)
     counts = pl.cdiv(depth, blocks[0]), pl.cdiv(width, blocks[1])
+    before = () if sums is None else (sums,)
     return _call(
         partial(_outer_kernel, step=_depth(rows), blocks=blocks, counts=counts),
         jax.ShapeDtypeStruct((num_groups, depth, width), rows.dtype),
         (num_groups * counts[0] * counts[1],),
         "jaxpipe_gmm_outer",
         interpret,
-    )(ends - group_sizes.astype(jnp.int32), ends, rows, gradient)
+        aliases={2: 0} if before else {},
+    )(ends - group_sizes.astype(jnp.int32), ends, *before, rows, gradient)
 
 
 def _outer_kernel(
-    start_ref, end_ref, rows_ref, gradient_ref, out_ref,
-    *, step: int, blocks: tuple[int, int], counts: tuple[int, int],
+    start_ref, end_ref, *refs, step: int, blocks: tuple[int, int], counts: tuple[int, int],
 ):  # fmt: skip
     """Computes a block of the matrix of one group."""
+    *sums_ref, rows_ref, gradient_ref, out_ref = refs
     index = pl.program_id(0)
     group, within = lax.div(index, counts[0] * counts[1]), lax.rem(index, counts[0] * counts[1])
     row, column = lax.div(within, counts[1]) * blocks[0], lax.rem(within, counts[1]) * blocks[1]
@@ -170,14 +171,23 @@ def _outer_kernel(
 
     steps = lax.div(end - start + step - 1, step)
     total = lax.fori_loop(0, steps, add_step, jnp.zeros(blocks, jnp.float32))
+    for ref in sums_ref:
+        total += _load(ref, *across, group=group).astype(jnp.float32)
     _store(out_ref, total, *across, group=group)
 
 
-def _call(kernel: Any, out: jax.ShapeDtypeStruct, grid: tuple, name: str, interpret: bool) -> Any:
+def _call(
+    kernel: Any,
+    out: jax.ShapeDtypeStruct,
+    grid: tuple,
+    name: str,
+    interpret: bool,
+    aliases: dict[int, int] | None = None,
+) -> Any:
     # Imported there: other devices than GPUs do not need it.
     params = None if interpret else import_pallas_triton().CompilerParams(**_WARPS)
     options = {"grid": grid, "name": name, "interpret": interpret, "compiler_params": params}
-    return pl.pallas_call(kernel, out, **options)
+    return pl.pallas_call(kernel, out, input_output_aliases=aliases or {}, **options)
 
 
 def _block(size: int) -> int:

@@ -4,24 +4,39 @@ m rows, E groups, D embed, F width.
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-GroupedMatmul = Callable[[Array, Array, Array], Array]
-"""`(rows [m, D], weights [E, D, F], group_sizes [E]) -> [m, F]`. Rows are sorted by group.
-Results of rows after the last group are anything, also no numbers, and so are their gradients; what
-these rows are, and the gradients of their results, changes nothing else."""
+GroupedMatmul = Callable[..., Array]
+"""`(rows [m, D], weights [E, D, F], group_sizes [E], sums=None) -> [m, F]`. Rows are sorted by
+group. Results of rows after the last group are anything, also no numbers, and so are their
+gradients; what these rows are, and the gradients of their results, changes nothing else. The
+gradient of weights is added to `sums` [E, D, F], and the sum returned in its place."""
 
 
 def ragged_dot(
-    rows: Float[Array, "m D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+    rows: Float[Array, "m D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+    sums: Float[Array, "E D F"] | None = None,
 ) -> Float[Array, "m F"]:
     """Runs XLA's grouped matrix product, on any device."""
-    return _product(rows, weights, group_sizes)
+    return _product(rows, with_gradients_added(weights, sums), group_sizes)
+
+
+@jax.custom_vjp
+def with_gradients_added(x: Array, sums: Array | None) -> Array:
+    """Returns `x`, whose gradient is added to `sums`."""
+    return x
+
+
+with_gradients_added.defvjp(
+    lambda x, sums: (x, sums),
+    lambda sums, gradient: (gradient if sums is None else sums + gradient, None),
+)
 
 
 def _vmap_all(f: Callable) -> Callable:
@@ -68,14 +83,31 @@ _product.defvjp(
 def megablox(*, interpret: bool = False) -> GroupedMatmul:
     """Returns JAX's Pallas kernel for TPU, which skips rows without a group (arXiv 2211.15841)."""
 
-    def kernel(rows, weights, group_sizes):
+    def product(rows, weights, group_sizes, *, transposed: bool):
+        options = {"transpose_rhs": transposed, "interpret": interpret}
+        return gmm(rows, weights, group_sizes, rows.dtype, _tiles, **options)
+
+    @jax.custom_vjp
+    def multiply(rows, weights, group_sizes, sums):
+        return product(rows, weights, group_sizes, transposed=False)
+
+    def backward(arguments, gradient):
+        rows, weights, group_sizes, sums = arguments
+        options = {"existing_out": sums, "interpret": interpret}
+        return (
+            product(gradient, weights, group_sizes, transposed=True),
+            tgmm(rows.T, gradient, group_sizes, weights.dtype, _tiles, **options),
+            None,
+            None,
+        )
+
+    # Not the derivative of JAX, which has no sums.
+    multiply.defvjp(lambda *arguments: (multiply(*arguments), arguments), backward)
+
+    def kernel(rows, weights, group_sizes, sums=None):
         tile, _, _ = _tiles(rows.shape[0], rows.shape[1], weights.shape[2])
         padded = jnp.pad(rows, ((0, -rows.shape[0] % tile), (0, 0)))
-        # Positional arguments, as its derivative declares them: no offset, no output to add to, not
-        # transposed.
-        options = (rows.dtype, _tiles, None, None, False, interpret)
-        out = cast(Callable, gmm)(padded, weights, group_sizes, *options)
-        return out[: rows.shape[0]]
+        return multiply(padded, weights, group_sizes, sums)[: rows.shape[0]]
 
     return kernel
 

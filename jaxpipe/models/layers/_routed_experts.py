@@ -23,12 +23,13 @@ from ...sharding import (
     Rules,
     automatic_axes,
     expert_axes,
+    match_varying_axes,
     on_shards,
     partition_spec,
     rules_without_manual_axes,
 )
 from ...sharding.specs import axes_of_dim
-from ._grouped_matmul import GroupedMatmul, ragged_dot
+from ._grouped_matmul import GroupedMatmul, ragged_dot, with_gradients_added
 
 Gated = Callable[[Float[Array, "m F"], Float[Array, "m F"]], Float[Array, "m F"]]
 """`(gate [m, F], up [m, F]) -> [m, F]`: what a gated MLP multiplies by its last matrix."""
@@ -69,7 +70,7 @@ def routed_experts(
         flat = rows, chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
         most = chosen.size // (num_experts * chunk_rows) if chunk_rows else 1
         count = num_chunks(rows.shape[0], most)
-        return _in_chunks(partial(run, w), flat, count).reshape(1, *x.shape)
+        return _in_chunks(run, count)(w, *flat).reshape(1, *x.shape)
 
     def experts(w, x, chosen, shares, **options):
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
@@ -119,13 +120,40 @@ def num_chunks(num_tokens: int, at_most: int) -> int:
     return count
 
 
-def _in_chunks(run: Callable, arrays: tuple[Array, ...], count: int) -> Array:
-    """Applies `run` to chunks of the leading dim; their intermediate values are not stored."""
+def _in_chunks(run: Callable, count: int) -> Callable:
+    """Returns `run` for chunks of tokens; the backward computes their intermediate values again.
+
+    Where products add gradients of weights to sums, no gradient of a chunk is stored.
+    """
     if count == 1:
-        return run(*arrays)
-    chunks = tuple(x.reshape(count, -1, *x.shape[1:]) for x in arrays)
-    body = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
-    return lax.map(body, chunks).reshape(arrays[0].shape)
+        return run
+
+    def split(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(x.reshape(count, -1, *x.shape[1:]) for x in arrays)
+
+    @jax.custom_vjp
+    def in_chunks(w, x, chosen, shares):
+        chunks = split(x, chosen, shares)
+        return lax.map(lambda chunk: run(w, *chunk), chunks).reshape(x.shape)
+
+    def backward(arguments, gradient):
+        w, x, chosen, shares = arguments
+
+        def step(sums, chunk):
+            x, chosen, shares, gradient = chunk
+            _, pull_back = jax.vjp(lambda w, x, s: run(w, x, chosen, s, sums=sums), w, x, shares)
+            sums, *grads = pull_back(gradient)
+            return sums, grads
+
+        chunks = split(x, chosen, shares, gradient)
+        # From the last to the first, as JAX's derivative of the loop adds them.
+        sums, grads = lax.scan(step, jax.tree.map(jnp.zeros_like, w), chunks, reverse=True)
+        dx, dshares = (g.reshape(a.shape) for g, a in zip(grads, (x, shares), strict=True))
+        return sums, dx, None, dshares
+
+    in_chunks.defvjp(lambda *arguments: (in_chunks(*arguments), arguments), backward)
+    # Devices that share weights have different gradients of them.
+    return lambda w, x, *others: in_chunks(match_varying_axes(x, w), x, *others)
 
 
 def sort_and_multiply(
@@ -136,12 +164,14 @@ def sort_and_multiply(
     shares: Float[Array, "n k"],
     gated: Gated = gated_silu,
     scales_inputs: bool = False,
+    sums: dict[str, Array] | None = None,
 ) -> Float[Array, "n D"]:
     """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
 
-    Experts outside 0 to e - 1 are on other devices and are left out.
+    Experts outside 0 to e - 1 are on other devices and are left out. Gradients of weights are added
+    to `sums`.
     """
-    num_experts, (n, k) = w["gate"].shape[0], chosen.shape
+    num_experts, (n, k), sums = w["gate"].shape[0], chosen.shape, sums or {}
     is_here = (chosen >= 0) & (chosen < num_experts)
     group = jnp.where(is_here, chosen, num_experts).reshape(-1)  # rows of other devices are last
     order = jnp.argsort(group)
@@ -156,16 +186,19 @@ def sort_and_multiply(
     rows = _with_gradients_where(rows, is_ours)
 
     def project(name: str) -> Float[Array, "m F"]:
-        y = grouped_matmul(rows, w[name], sizes)
-        if f"{name}_bias" not in w:
+        y = grouped_matmul(rows, w[name], sizes, sums.get(name))
+        bias = f"{name}_bias"
+        if bias not in w:
             return y
         # A product, not a look-up: its gradient would add rows one by one.
         is_of_expert = group[order][:, None] == jnp.arange(num_experts)
-        return _with_gradients_where(y + is_of_expert.astype(x.dtype) @ w[f"{name}_bias"], is_ours)
+        of_expert = with_gradients_added(w[bias], sums.get(bias))
+        return _with_gradients_where(y + is_of_expert.astype(x.dtype) @ of_expert, is_ours)
 
     gate = checkpoint_name(project("gate"), "moe_mlpwi_0")
     up = checkpoint_name(project("up"), "moe_mlpwi_1")
-    out = checkpoint_name(grouped_matmul(gated(gate, up), w["down"], sizes), "moe_mlpwo")
+    out = grouped_matmul(gated(gate, up), w["down"], sizes, sums.get("down"))
+    out = checkpoint_name(out, "moe_mlpwo")
     by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
     by_token = jnp.where(is_here[..., None], by_token, jnp.zeros_like(by_token))
     return jnp.sum(by_token if scales_inputs else by_token * shares[..., None], axis=1)
