@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
-from jaxpipe import xla
+from jaxpipe import devices, xla
 from jaxpipe._compat import jaxprs_in_params
 from jaxpipe.autodiff.backward import check_offload
 
@@ -432,6 +432,18 @@ def test_without_a_pipeline_shards_of_gradients_are_summed_over_data():
         assert any(
             f"[{rows},{columns}]" in s.shape or f"[{columns},{rows}]" in s.shape for s in sums
         )
+
+
+def test_without_a_pipeline_a_whole_torus_is_gathered_along_lines_and_then_planes(monkeypatch):
+    module = "jaxpipe.spmd.weight_gather._gather"
+    monkeypatch.setattr(f"{module}.find_hardware", lambda kind: devices.HARDWARE["v5p"])
+    monkeypatch.setattr(f"{module}._WHOLE_TORUS", 8)
+    pipe = pipeline({"fsdp": 8}, schedule=None, microbatches=2)
+    pipe.check(params(), batch())
+    step = pipe.jit(pipe.value_and_grad).lower(pipe.shard(params()), batch()).compile()
+    groups = re.findall(r"all-gather\([^\n]*replica_groups=(\S+)", step.as_text())
+    along_lines = [group for group in groups if group.startswith("[4,2]")]
+    assert len(groups) == 2 * len(along_lines) > 0, groups
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])

@@ -273,7 +273,10 @@ def ticks_of(row: Row) -> lock_step.Ticks:
     return _ticks(row.schedule, row.ranks, row.microbatches, chunks, slices)
 
 
-def flax(value: Callable, row: Row, case: Case) -> Any:
+VALUE_AND_GRAD = functools.partial(jax.value_and_grad, has_aux=True)
+
+
+def flax(value: Callable, row: Row, case: Case, derive: Callable = VALUE_AND_GRAD) -> Any:
     """The model's stage as a module of Linen or NNX, in the frontend's pipeline."""
     assert not row.dropout, "Flax draws other masks than the model's functions"
     assert not row.zero, "gradients of frontends lie as their weights do"
@@ -299,8 +302,8 @@ def flax(value: Callable, row: Row, case: Case) -> Any:
         decoder = flax_decoder.FlaxDecoder(
             case.model, stage, config, mesh, boundary, more, row.batch_axes
         )
-        value_and_grad = jax.value_and_grad(value(decoder), has_aux=True)
-        return jax.jit(value_and_grad)(placed(case, mesh), case.batch_inputs, case.keys)
+        run = derive(value(decoder))
+        return jax.jit(run)(placed(case, mesh), case.batch_inputs, case.keys)
 
 
 def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:

@@ -28,7 +28,7 @@ def value_of(row: Row, case: Case) -> Any:
     """(loss, metrics) by the row's engine."""
     if row.engine in ("linen", "nnx"):
         value = getattr(flax_decoder, f"{row.engine}_value")
-        return contract.flax(value, row, case)
+        return contract.flax(value, row, case, derive=lambda value: value)
     mesh = mesh_of(row)
     how: dict[str, Any] = {
         "mesh": mesh,

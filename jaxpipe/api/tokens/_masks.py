@@ -37,7 +37,7 @@ class Entries:
     """What is known of the entries of an array.
 
     Attributes:
-        origins: What they follow from.
+        origins: The origins of its entries.
         value: The entries, if they follow from positions alone.
     """
 
@@ -79,7 +79,7 @@ def unmasked_read(
 
     Args:
         program: A layer, of a slice.
-        inputs: What is known of each of its inputs.
+        inputs: Entries for each of its inputs.
         first_later: The first position that a later slice appends.
         num_positions: The length of a whole sequence. Another dim of this length hides what an
             array does along positions.
