@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"_durable", "_input"},
     "ir": {"_compat", "_lazy"},
     "autodiff": {"_compat", "_lazy", "ir"},
-    "spmd": {"_compat", "_lazy", "autodiff", "ir", "schedules", "sharding"},
+    "spmd": {"_compat", "_lazy", "autodiff", "devices", "ir", "schedules", "sharding"},
     # Of `compat` only JaxPP's names, lazily: they are found in `jaxpipe.mpmd` too.
     "mpmd": {
         "_compat",

@@ -94,9 +94,10 @@ def megablox(*, interpret: bool = False) -> GroupedMatmul:
     def backward(arguments, gradient):
         rows, weights, group_sizes, sums = arguments
         options = {"existing_out": sums, "interpret": interpret}
+        tiles = _tiles if sums is None else _tiles_of_sums
         return (
             product(gradient, weights, group_sizes, transposed=True),
-            tgmm(rows.T, gradient, group_sizes, weights.dtype, _tiles, **options),
+            tgmm(rows.T, gradient, group_sizes, weights.dtype, tiles, **options),
             None,
             None,
         )
@@ -115,3 +116,9 @@ def megablox(*, interpret: bool = False) -> GroupedMatmul:
 def _tiles(m: int, k: int, n: int) -> tuple[int, int, int]:
     """Returns MaxText's tile sizes: 512 rows by 1024 by 1024, or less for smaller dims."""
     return min(512, -(-m // 128) * 128), min(1024, k), min(1024, n)
+
+
+def _tiles_of_sums(m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Returns tiles of half the depth: a core's vector memory, by default 16 MiB, has sums too."""
+    rows, depth, columns = _tiles(m, k, n)
+    return rows, min(512, depth), columns

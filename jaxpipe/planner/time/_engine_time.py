@@ -12,7 +12,7 @@ from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
 from .._request import Request
-from ..memory import expert_chunks, step_sizes
+from ..memory import step_sizes
 
 _STACKED_SUM_BYTES, _SUM_BYTES = 30.0, 14.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
@@ -47,7 +47,7 @@ _FEW_SHARDS, _MOST_SHARDS = 4, 32
 
 def engine_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of what engines and compilers do beside the model's own work."""
-    seconds = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
+    seconds = gradient_sum_seconds(candidate, request)
     seconds += _store_seconds(candidate, request) + _copy_seconds(candidate, request)
     seconds += _window_seconds(candidate, request)
     if candidate.engine.pipelines:
@@ -79,20 +79,6 @@ def _window_seconds(candidate: StepLayout, request: Request) -> float:
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * gathered_parameters(request.model.layer, candidate.sizes)
     return _WINDOW_BYTES * parameters / _memory_rate(request)
-
-
-def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which gradients of experts are added up over chunks of tokens.
-
-    Each chunk reads a sum and what is added, and writes the sum.
-    """
-    model, tokens = request.model, request.tokens(candidate)
-    chunks = expert_chunks(model, candidate.sizes, candidate.policy, tokens)
-    if chunks == 1:
-        return 0.0
-    size = model.of_layers.read * gathered_parameters(model.experts, candidate.sizes)
-    visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
-    return visits * chunks * 3 * size / _memory_rate(request)
 
 
 def _copy_seconds(candidate: StepLayout, request: Request) -> float:
