@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from ..._compat import ClosedJaxpr
 from ...autodiff.staged_model import Past
 from ...ir.rows import FirstRow, Mixed, Rows, Whole, source_line
 from .._layer_results import x_and_aux
