@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
@@ -169,21 +170,23 @@ def _judge_sliced_layer(
         return jax.make_jaxpr(lambda *a: function(*a)[0])(*arguments)
 
     program, size = program_of(part), length // num_slices
-    for first in range(0, length - size, size):
+    of_others = (
+        *jax.tree.map(lambda _: Entries(), (weights, x.shapes[1])),
+        jax.tree.map(lambda _: Entries(Origins.POSITIONS), batches[1]),
+        jax.tree.map(lambda _: Entries(), key),
+    )
+    of_past = jax.tree.map(lambda _: Entries(Origins.LATER), part)
+
+    def unmasked(first: int) -> JaxprEqn | None:
         offset, ids = np.array(first, np.int32), np.arange(first, first + size, dtype=np.int32)
-        of_past = replace(
-            jax.tree.map(lambda _: Entries(Origins.LATER), part),
-            offset=Entries(Origins.POSITIONS, offset),
-            ids=Entries(Origins.POSITIONS, ids),
-        )
-        entries = (
-            *jax.tree.map(lambda _: Entries(), (weights, x.shapes[1])),
-            jax.tree.map(lambda _: Entries(Origins.POSITIONS), batches[1]),
-            jax.tree.map(lambda _: Entries(), key),
-            of_past,
-        )
-        equation = unmasked_read(program, jax.tree.leaves(entries), first + size, length)
-        if equation is not None and reason is None:
+        here = {"offset": offset, "ids": ids}
+        here = {name: Entries(Origins.POSITIONS, value) for name, value in here.items()}
+        entries = jax.tree.leaves((*of_others, replace(of_past, **here)))
+        return unmasked_read(program, entries, first + size, length)
+
+    if reason is None:
+        equation = next(filter(None, map(unmasked, range(0, length - size, size))), None)
+        if equation is not None:
             reason = (
                 f"`{equation.primitive.name}` reads what later tokens append, with no mask before "
                 f"it that hides them ({source_line(equation)})"

@@ -392,7 +392,7 @@ def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
     size, sums_zeros = mesh.shape[axis], kind is not None and kind.kind in ("v5p", "tpu7x")
     if not sums_zeros or size != mesh.size or size < _WHOLE_TORUS:
         return identity
-    line = next(n for n in range(2, size) if n**3 >= size and size % n == 0)
+    line = next(n for n in range(2, size + 1) if n**3 >= size and size % n == 0)
     planes = Mesh(mesh.devices.reshape(size // line, line), ("planes", "line"))
 
     def shard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
