@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ... import _compat
 from ...autodiff.backward import SUM_OVER_DEVICES
-from ...sharding import sum_over_rows
+from ...sharding import match_varying_axes, sum_over_rows
 
 Scores = Float[Array, "b T E"]
 ChosenExperts = Int[Array, "b T k"]
@@ -109,7 +109,8 @@ def _over_rows(
     # it with those in the loop, and the program computes garbage or crashes.
     scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
     sums = sum_over_rows(jnp.concatenate([choices, scalars]))
-    sums = checkpoint_name(sums, SUM_OVER_DEVICES)
+    # What is saved for a backward comes back from a `shard_map` varying over all of its axes.
+    sums = checkpoint_name(match_varying_axes(choices, sums), SUM_OVER_DEVICES)
     count = jnp.maximum(sums[-2], 1)  # exact: a microbatch has less than 2**24 tokens
     return sums[:-2] / count, count, sums[-1]
 

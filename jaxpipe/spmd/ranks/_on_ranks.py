@@ -3,16 +3,16 @@
 The same function runs both ways, so every pipeline has a one-device twin to test against.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ... import _compat
-from ...sharding.specs import axes_of, axes_of_dim, without_axes
+from ...sharding.specs import axes_of, axes_of_dim, with_axis_type, without_axes
 from ._stage_shardings import in_stage
 from ._varying import pvary, split_like
 
@@ -50,20 +50,39 @@ def on_ranks(
         return _each(_add, f(*jax.tree.map(pvary, seen)), out_specs)
 
     leaves = jax.tree.leaves((in_specs, out_specs), is_leaf=_is_dim)
-    return jax.shard_map(
-        in_stage(local),
-        mesh=mesh,
-        axis_names={AXIS}.union(*map(axes_of, leaves)),
-        in_specs=jax.tree.map(partial(_as_typed, mesh=mesh), in_specs, is_leaf=is_spec),
-        out_specs=out_specs,
+    manual = {AXIS}.union(*map(axes_of, leaves))
+    mapped = jax.shard_map(
+        in_stage(local), mesh=mesh, axis_names=manual, in_specs=in_specs, out_specs=out_specs
     )
+    if AxisType.Explicit not in mesh.axis_types:
+        return mapped
+
+    def run(*arguments):
+        typed = partial(_typed, manual=manual, mesh=mesh)
+        pairs = zip(arguments, in_specs, strict=True)
+        return mapped(*(_each_leaf(typed, x, spec) for x, spec in pairs))
+
+    return run
 
 
-def _as_typed(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Returns a spec without explicit axes of size 1, which types lack from JAX 0.12 on."""
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [axis for axis, kind in axes if kind == AxisType.Explicit and axis != AXIS]
-    return without_axes(spec, [axis for axis in explicit if mesh.shape[axis] == 1])
+def _typed(x: Any, spec: PartitionSpec, manual: Collection[str], mesh: Mesh) -> jax.Array:
+    """Returns `x` split over manual axes as `spec` says, in its type: JAX 0.12 asks for that."""
+    x = jnp.asarray(x)
+    before = jax.typeof(x).sharding.spec
+    dims = zip(
+        *(_axes_of_dims(s, x.ndim) for s in (spec, without_axes(before, manual))), strict=True
+    )
+    after = with_axis_type(
+        before.update(partitions=[a + b for a, b in dims]), mesh, AxisType.Explicit
+    )
+    if _axes_of_dims(after, x.ndim) == _axes_of_dims(before, x.ndim):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, after))
+
+
+def _axes_of_dims(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    dims = list(map(axes_of_dim, spec.partitions))
+    return dims + [()] * (ndim - len(dims))
 
 
 def _is_dim(x: Any) -> bool:
@@ -86,14 +105,23 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
+def _each_leaf(change: Callable, tree: Any, specs: Any) -> Any:
+    """Applies `change(leaf, spec)` to all leaves; `specs` is a prefix of the tree."""
+
+    def below(spec, subtree):
+        return jax.tree.map(lambda x: change(x, spec), subtree)
+
+    return jax.tree.map(below, specs, tree, is_leaf=_is_dim)
+
+
 def _each(change: Callable, tree: Any, specs: Any) -> Any:
     """Applies `change(leaf, dim)` to the leaves for which `specs` has a dim of ranks."""
 
-    def below(spec, subtree):
+    def at_dim(x, spec):
         dim = _dim(spec)
-        return jax.tree.map(lambda x: x if dim is None else change(x, dim), subtree)
+        return x if dim is None else change(x, dim)
 
-    return jax.tree.map(below, specs, tree, is_leaf=_is_dim)
+    return _each_leaf(at_dim, tree, specs)
 
 
 def empty(x: Any, length: int) -> jax.Array:
