@@ -153,7 +153,7 @@ class PlannedModel:
         gathered_bytes: Bytes of a parameter of the layers as it is gathered.
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
-        hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
+        on_tpu: Whether XLA:TPU compiles it: it moves gathers out of the loop over microbatches.
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
         locations: The location of each tensor, for the policy `custom`.
         wgrad: The tensor that I leaves for W; None: the named tensors, and half of the others.
@@ -185,7 +185,7 @@ class PlannedModel:
     gathered_bytes: float
     activation_bytes: int
     on_cpu: bool
-    hoists_gathers: bool
+    on_tpu: bool
     hoists_casts: bool
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None

@@ -384,7 +384,7 @@ def _planned(
         gathered_bytes=read / max(1, sum(parameters)),
         activation_bytes=itemsize,
         on_cpu=devices.generation == "cpu",
-        hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
+        on_tpu=devices.generation != "cpu" and not devices.is_gpu,
         hoists_casts=True,
         layer_sizes=sizes_of_layers if differ else (),
         past=Tensor(fmean(layer.past for layer in layers) / itemsize),

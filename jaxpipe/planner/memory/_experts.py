@@ -15,6 +15,12 @@ _IN_ACTIVATION, _IN_WEIGHTS = (5, 3), (3, 1)
 """Arrays of [rows, D] and of [rows, F] that exist at a time: while activations are computed again
 and differentiated, and while gradients of weights are."""
 
+_IN_CHUNK = (3, 3)
+"""The same of a chunk of tokens on TPUs, whose products add gradients to sums."""
+
+_TILE = (8, 128)
+"""Rows and columns of a tile of a TPU's memory."""
+
 _TOKENS = 3
 """Arrays of [tokens, D]: tokens, their cotangents, and what returns to them."""
 
@@ -33,23 +39,42 @@ def work_with_experts(own: float, routed: float, saved: Collection[str]) -> floa
 
 
 def routed_bytes(
-    model: PlannedModel, sizes: Sizes, policy: str, tokens: float, itemsize: int
+    model: PlannedModel, sizes: Sizes, policy: str, tokens: float, itemsize: int, *, pipelines: bool
 ) -> float:
-    """Returns the bytes that exist at a time while the backward of a layer's experts runs."""
+    """Returns the bytes that exist at a time while the backward of a layer's experts runs.
+
+    In chunks those of FSDP on TPUs are those of nine programs; other programs hold more.
+    """
     if model.routed is None:
         return 0.0
     gathered = tokens * sizes["expert"]
     chunks = expert_chunks(model, sizes, policy, tokens)
     rows = gathered * model.routed.chosen / chunks
     width = model.routed.width / sizes["tensor"]
-    early, late = (
+    early, late, chunk = (
         itemsize * rows * (outer * model.hidden + inner * width)
-        for outer, inner in (_IN_ACTIVATION, _IN_WEIGHTS)
+        for outer, inner in (_IN_ACTIVATION, _IN_WEIGHTS, _IN_CHUNK)
     )
     gradients = model.of_layers.read * gathered_parameters(model.experts, sizes)
-    sums = gradients if chunks > 1 else 0.0
     tokens_of_all = itemsize * _TOKENS * gathered * model.hidden
-    return sums + tokens_of_all + max(early, late + gradients)
+    if chunks == 1:
+        return tokens_of_all + max(early, late + gradients)
+    if pipelines or not model.on_tpu:
+        return gradients + tokens_of_all + max(early, late)
+    return gradients + tokens_of_all + chunk + _bytes_of_copies(model, sizes)
+
+
+def _bytes_of_copies(model: PlannedModel, sizes: Sizes) -> float:
+    """Returns the bytes of copies that XLA:TPU makes of gathered experts, to have them in tiles.
+
+    Of down projections [F, D] a device has columns, and rows of the two others, [D, F].
+    """
+    parts = sizes["fsdp"] * sizes["context"]
+    if parts == 1 or sizes["tensor"] > 1:
+        return 0.0
+    rows, columns = (model.hidden % (parts * size) != 0 for size in _TILE)
+    whole = model.of_layers.read * gathered_parameters(model.experts, sizes)
+    return (2 * rows + columns) / 3 * whole
 
 
 def gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, itemsize: int) -> float:

@@ -27,7 +27,7 @@ _LIVE_ON_CPU = 1.15
 _ON_THEIR_WAY = 2
 """Inputs of layers that are on the device while others are on their way to the host, or back."""
 
-_COPY_BYTES_HELD = 1.6
+_COPY_BYTES_HELD = 0.65
 """Bytes for each byte of an expert weight that copies of gathered slices take where these are no
 tiles, and whole experts do not: fitted to one pair of programs (docs/compile.md)."""
 
@@ -167,7 +167,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         logits /= candidate.num_ranks
     is_cast = pipelines or model.hoists_casts
     # XLA:TPU gathers all weights of embedding and head once for all microbatches.
-    for_all = model.hoists_gathers and candidate.microbatches > 1
+    for_all = model.on_tpu and candidate.microbatches > 1
     outer = on_mesh.boundary if for_all else on_mesh.outer
     reads_head = 0.0 if for_all or not candidate.gathers else on_mesh.head or on_mesh.boundary
     keeps_gathered = policy == "none" and not pipelines
@@ -242,14 +242,15 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     mesh, n, policy = candidate.mesh, candidate.layers_per_stage, candidate.policy
     itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
     live = tokens * _live_bytes(model, mesh)
-    routed = routed_bytes(model, candidate.sizes, policy, tokens, itemsize)
+    pipelines = candidate.engine.pipelines
+    routed = routed_bytes(model, candidate.sizes, policy, tokens, itemsize, pipelines=pipelines)
     work = work_with_experts(live, routed, model.saved_names(policy))
     if policy == "none":
         return work
     if candidate.whole_experts and candidate.cuts_tiles:
         weight = model.of_layers.read * largest_weight(model.experts, candidate.sizes)
         work -= _COPY_BYTES_HELD * weight
-    if policy == OFFLOAD_INPUTS and candidate.engine.pipelines:
+    if policy == OFFLOAD_INPUTS and pipelines:
         # Schedules move the inputs of a stage at a time, as no conditional moves any.
         work += _ON_THEIR_WAY * (n if candidate.engine.runs_schedules else 1) * activation
     layers = n if candidate.scope == "tick" else 1

@@ -68,7 +68,7 @@ def planned_model(
         read,
         read,
         on_cpu=platform == "cpu",
-        hoists_gathers=platform == "tpu",
+        on_tpu=platform == "tpu",
         hoists_casts=platform != "gpu",
         locations=tuple(model.remat.locations.items()),
     )
