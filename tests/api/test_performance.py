@@ -434,11 +434,15 @@ def test_without_a_pipeline_shards_of_gradients_are_summed_over_data():
         )
 
 
-def test_without_a_pipeline_a_whole_torus_is_gathered_along_lines_and_then_planes(monkeypatch):
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "data": 2}], ids=str)
+def test_without_a_pipeline_three_dims_of_a_torus_are_gathered_along_lines_and_then_planes(
+    sizes: dict[str, int], monkeypatch
+):
     module = "jaxpipe.spmd.weight_gather._gather"
     monkeypatch.setattr(f"{module}.find_hardware", lambda kind: devices.HARDWARE["v5p"])
-    monkeypatch.setattr(f"{module}._WHOLE_TORUS", 8)
-    pipe = pipeline({"fsdp": 8}, schedule=None, microbatches=2)
+    monkeypatch.setattr(f"{module}._num_torus_dims", lambda mesh, axis: 3)
+    monkeypatch.setattr(f"{module}._IN_TWO_STEPS", {"v5p": 4})
+    pipe = pipeline(sizes, schedule=None, microbatches=2)
     pipe.check(params(), batch())
     step = pipe.jit(pipe.value_and_grad).lower(pipe.shard(params()), batch()).compile()
     groups = re.findall(r"all-gather\([^\n]*replica_groups=(\S+)", step.as_text())

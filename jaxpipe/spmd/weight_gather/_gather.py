@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -376,30 +377,46 @@ def gather_by_constraints(read: PyTree, stored: PyTree, mesh: Mesh) -> TreeFunct
     return run
 
 
-_WHOLE_TORUS = 64
-"""The number of devices from which on XLA:TPU sums zeros in place of a gather over all of them."""
+_IN_TWO_STEPS = {"v5p": 8, "tpu7x": 64}
+"""Devices from which on a gather over three dims of a torus is faster in two steps."""
 
 
 def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
-    """Returns a function that shards weights over planes of a torus, if one axis divides all of it.
+    """Returns a function that shards weights over planes of a torus, if an axis divides three dims.
 
-    A gather over all of 64 or more v5p or tpu7x devices XLA:TPU (libtpu 0.0.48.1 to 0.0.50.1)
-    computes as a sum of whole arrays that are filled with zeros, and scatters as sums of which
-    every device takes a part: twice the bytes. Along lines, and then over planes, it does neither.
+    No SparseCore of v5p takes a gather over three dims (libtpu 0.0.48.1), and over all of 64 or
+    more devices XLA:TPU sums whole arrays that are filled with zeros. Along lines, and then over
+    planes, gathers and scatters are hidden.
     """
     axis = max(mesh.shape, key=lambda name: mesh.shape[name])
-    kind = find_hardware(mesh.devices.flat[0].device_kind)
-    size, sums_zeros = mesh.shape[axis], kind is not None and kind.kind in ("v5p", "tpu7x")
-    if not sums_zeros or size != mesh.size or size < _WHOLE_TORUS:
+    kind, size = find_hardware(mesh.devices.flat[0].device_kind), mesh.shape[axis]
+    least = _IN_TWO_STEPS.get(kind.kind) if kind else None
+    if least is None or size < least or _num_torus_dims(mesh, axis) < 3:
         return identity
     line = next(n for n in range(2, size + 1) if n**3 >= size and size % n == 0)
-    planes = Mesh(mesh.devices.reshape(size // line, line), ("planes", "line"))
+    at, shape = mesh.axis_names.index(axis), mesh.devices.shape
+    devices = mesh.devices.reshape(*shape[:at], size // line, line, *shape[at + 1 :])
+    planes = Mesh(devices, (*mesh.axis_names[:at], "planes", "line", *mesh.axis_names[at + 1 :]))
 
     def shard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        dims = ["planes" if axis in axes_of_dim(names) else None for names in spec]
-        return _constrain(x, PartitionSpec(*dims), planes) if any(dims) else x
+        dims = [["planes" if a == axis else a for a in axes_of_dim(names)] for names in spec]
+        if not any("planes" in names for names in dims):
+            return x
+        return _constrain(x, PartitionSpec(*(tuple(names) or None for names in dims)), planes)
 
     return lambda tree: map_leaves(shard, tree, stored)
+
+
+def _num_torus_dims(mesh: Mesh, axis: str) -> int:
+    """Returns the dims of a torus over which the devices of an axis lie; 0 in several slices."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(
+        mesh.shape[axis], -1
+    )
+    group = devices[:, 0]
+    if len({getattr(device, "slice_index", None) for device in group}) > 1:
+        return 0
+    coordinates = zip(*(getattr(device, "coords", ()) for device in group), strict=True)
+    return sum(len(set(along)) > 1 for along in coordinates)
 
 
 def _constrain(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
