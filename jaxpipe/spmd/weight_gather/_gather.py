@@ -388,10 +388,13 @@ def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
     more devices XLA:TPU sums whole arrays that are filled with zeros. Along lines, and then over
     planes, gathers and scatters are hidden.
     """
-    axis = max(mesh.shape, key=lambda name: mesh.shape[name])
-    kind, size = find_hardware(mesh.devices.flat[0].device_kind), mesh.shape[axis]
-    least = _IN_TWO_STEPS.get(kind.kind) if kind else None
-    if least is None or size < least or _num_torus_dims(mesh, axis) < 3:
+    kind = find_hardware(mesh.devices.flat[0].device_kind)
+    named = frozenset().union(*map(axes_of, jax.tree.leaves(stored, is_leaf=is_spec)))
+    if kind is None or kind.kind not in _IN_TWO_STEPS or not named:
+        return identity
+    axis = max(sorted(named), key=lambda name: mesh.shape[name])
+    size = mesh.shape[axis]
+    if size < _IN_TWO_STEPS[kind.kind] or _num_torus_dims(mesh, axis) < 3:
         return identity
     line = next(n for n in range(2, size + 1) if n**3 >= size and size % n == 0)
     at, shape = mesh.axis_names.index(axis), mesh.devices.shape
