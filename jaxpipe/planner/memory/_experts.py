@@ -43,12 +43,12 @@ def routed_bytes(
 ) -> float:
     """Returns the bytes that exist at a time while the backward of a layer's experts runs.
 
-    In chunks those of FSDP on TPUs are those of nine programs; other programs hold more.
+    Chunks of FSDP on TPUs are fitted to nine programs; pipelines and GPUs hold more.
     """
     if model.routed is None:
         return 0.0
     gathered = tokens * sizes["expert"]
-    chunks = expert_chunks(model, sizes, policy, tokens)
+    chunks = _expert_chunks(model, sizes, policy, tokens)
     rows = gathered * model.routed.chosen / chunks
     width = model.routed.width / sizes["tensor"]
     early, late, chunk = (
@@ -82,7 +82,7 @@ def gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, items
     return 0.0 if model.routed is None else itemsize * tokens * sizes["expert"] * model.hidden
 
 
-def expert_chunks(model: PlannedModel, sizes: Sizes, policy: str, tokens: float) -> int:
+def _expert_chunks(model: PlannedModel, sizes: Sizes, policy: str, tokens: float) -> int:
     """Returns the chunks in which the experts of a layer run the tokens that devices gather."""
     if model.routed is None:
         return 1
