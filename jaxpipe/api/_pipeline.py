@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
+from ..autodiff.staged_model import layers_per_iteration
 from ..engines import ENGINES, Engine, PipelineSpec, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
@@ -46,7 +47,7 @@ def pipeline(
     compute_dtype: Any = None,
     compiler_options: Mapping[str, str | bool | int] | None = None,
     costs: Costs | None = None,
-    scan_layers: bool | None = None,
+    scan_layers: bool | int | None = None,
     scan_repeats: bool = True,
     scan_ticks: bool = True,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
@@ -110,8 +111,9 @@ def pipeline(
             those that jaxpipe's table of flags has for the devices; `{}` for none.
         costs: The costs of actions, by which the engine "scheduled" chooses the tick of each.
             Default: F costs 1, and a whole backward 2.
-        scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once.
-            Default: if there are several.
+        scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once; or
+            how many of them run in each iteration, which must divide them. The transfers of one
+            then run beside the work of another. Default: if there are several.
         scan_repeats: Whether the repeats of the engine "circular" run in a `lax.scan`.
         scan_ticks: Whether its ticks run in a `lax.scan`.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
@@ -162,6 +164,8 @@ def pipeline(
     model = model if sequence_dim is None else replace(model, sequence_dim=sequence_dim)
     num_ranks = num_ranks_of(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
+    if scan_layers is not None and not isinstance(scan_layers, bool):
+        require_positive(scan_layers=scan_layers)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, schedule)
     # Programs of ranks gather nothing themselves, so nothing but the functions could cast.
@@ -190,6 +194,9 @@ def pipeline(
     check_sliced(model, num_slices)
     check_sequences(model, mesh, num_slices, has_specs=param_specs is not None)
     counts, num_mtp = _layer_counts(layers_per_stage)
+    if counts and not isinstance(model.layer, Mapping):
+        for count in counts if selected.program_per_rank else (max(counts),):
+            layers_per_iteration(count, scan_layers)
     told = PipelineSpec(
         mesh=mesh,
         layout=selected.layout(as_run, num_ranks, (1,) * (as_run.num_stages if as_run else 1)),

@@ -27,6 +27,7 @@ from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
 from ._sequences import boundary_of_slices, sequences_divided
+from ._whole_cotangents import with_whole_cotangents
 
 
 class PieceInputs(NamedTuple):
@@ -198,14 +199,17 @@ def on_all_rows(
         return jax.tree.map(lambda leaf: _own_rows(axes, num_row_shards(mesh), leaf, 0), state)
 
     def embed(weights: PyTree, batch: PyTree, key: Any) -> PyTree:
-        return own(model.embed(weights, gathered(batch), key))
+        return own(with_whole_cotangents(model.embed, axes)(weights, gathered(batch), key))
 
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
-        returned = model.loss(weights, gather(x), gathered(batch), key)
+        of_all = with_whole_cotangents(model.loss, axes)
+        returned = of_all(weights, gather(x), gathered(batch), key)
         scalars, arrays = split_metrics(loss_parts(returned).metrics)
         return (returned[0], scalars | own_of(arrays)) if arrays else returned
 
     def of_layer(function: Callable) -> Callable:
+        function = with_whole_cotangents(function, axes)
+
         def layer(
             weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None
         ) -> Any:

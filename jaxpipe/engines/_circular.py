@@ -24,7 +24,16 @@ from ._memory import (
     stored_residuals,
 )
 from ._memory_cap import check_cap
+from ._undifferentiated import undifferentiated
 from .fsdp import weight_gathers
+
+# A backward is computed by the equations of forwards, where rules of `jax.custom_jvp` and
+# `jax.custom_vjp` are lost: a second derivative would be that of what the rules replace.
+_NO_SECOND_DERIVATIVES = (
+    "`value_and_grad` of the engine 'circular' is differentiated by JAX. Its gradients are the "
+    "second result; for other derivatives, such as a gradient penalty, differentiate `pipe.value`: "
+    "`jax.grad(lambda params: pipe.value(params, batch)[0])`."
+)
 
 _OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1)
 
@@ -92,10 +101,12 @@ def _value(
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
+    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_SECOND_DERIVATIVES)
     options = _options(plan, weights, keys)
-    return circular_engine.circular_value_and_grad(
+    result = circular_engine.circular_value_and_grad(
         model, weights, batch_inputs, keys, remat=plan.remat, **options
     )
+    return undifferentiated(result, _NO_SECOND_DERIVATIVES)
 
 
 def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:

@@ -4,10 +4,6 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import PyTree
-
 from ..autodiff import StagedModel
 from ..schedules import FAMILIES, Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
@@ -26,7 +22,16 @@ from ._memory import (
     stored_residuals,
 )
 from ._memory_cap import activation_cap
+from ._undifferentiated import undifferentiated
 from .fsdp import weight_gathers
+
+# The transpose of the loop over ticks has collectives in conditionals that only some ranks enter,
+# so it would hang.
+_NO_DERIVATIVES = (
+    "What the engine 'scheduled' computes is differentiated by JAX. The gradients of all "
+    "parameters are the second result of `pipe.value_and_grad`; for those of other arrays, such as "
+    "the batch or what functions of the model close over, give `schedule=None`."
+)
 
 
 def _prepare(
@@ -55,7 +60,7 @@ def _value(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.schedule is not None
-    weights, batch_inputs = _undifferentiated((weights, batch_inputs))
+    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
     gather, boundary_gather = weight_gathers(plan, weights, keys)
     result = scheduled_engine.scheduled_value(
@@ -69,14 +74,14 @@ def _value(
         boundary_gather=boundary_gather,
         vocab_parallel=plan.vocab_parallel,
     )
-    return _undifferentiated(result)
+    return undifferentiated(result, _NO_DERIVATIVES)
 
 
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.ticks is not None
-    weights, batch_inputs = _undifferentiated((weights, batch_inputs))
+    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
     gather, boundary_gather = weight_gathers(plan, weights, keys)
     result = scheduled_engine.scheduled_value_and_grad(
         model,
@@ -90,7 +95,7 @@ def _value_and_grad(
         boundary_gather=boundary_gather,
         vocab_parallel=plan.vocab_parallel,
     )
-    return _undifferentiated(result)
+    return undifferentiated(result, _NO_DERIVATIVES)
 
 
 def _step_bytes(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
@@ -198,33 +203,6 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
         loss,
         work,
     )
-
-
-@jax.custom_jvp
-def _identity(x: Any) -> Any:
-    return x
-
-
-@_identity.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    # The transpose of the loop over ticks has collectives in conditionals that only some ranks
-    # enter, so it would hang.
-    del primals, tangents
-    raise ValueError(
-        "What the engine 'scheduled' computes is differentiated by JAX. The gradients of all "
-        "parameters are the second result of `pipe.value_and_grad`; for those of other arrays, "
-        "such as the batch or what functions of the model close over, give `schedule=None`."
-    )
-
-
-def _undifferentiated(tree: PyTree) -> PyTree:
-    """Returns arguments or results as they are; differentiating them raises a `ValueError`."""
-
-    def guard(leaf: Any) -> Any:
-        is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return _identity(leaf) if is_inexact else leaf
-
-    return jax.tree.map(guard, tree)
 
 
 SCHEDULED = Engine(

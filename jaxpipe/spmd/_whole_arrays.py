@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
@@ -77,8 +77,12 @@ def with_arrays(value: tuple[tuple[Scalar, Aux], Aux], batch_inputs: PyTree) -> 
 
     def joined(x: jax.Array) -> jax.Array:
         x = merge_leading(x)
-        # JAX refuses to slice a sharded dim of an explicit axis, even if nothing is cut off.
-        return x if x.shape[0] == count else x[:count]
+        if x.shape[0] == count:
+            return x
+        mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+        if spec[0] is not None:  # JAX slices no dim of an explicit axis
+            x = jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
+        return x[:count]
 
     return loss, metrics | {name: joined(x) for name, x in arrays.items()}
 

@@ -220,6 +220,10 @@ def test_outputs_are_sharded_as_asked():
     for schedule in ("1f1b", "circular"):
         pipe = jp.pipeline(model, schedule=schedule, mesh=explicit, microbatches=4)
         check_close(jax.jit(pipe.apply)(pipe.shard(own_params()), batch), outputs)
+    ranks = jax.make_mesh((3,), ("stage",), (AxisType.Explicit,), devices=jax.devices()[:3])
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=ranks, microbatches=4)  # 6 entries of ranks
+    for apply in (pipe.apply, jax.jit(pipe.apply)):
+        check_close(apply(pipe.shard(own_params()), batch), outputs)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -292,13 +292,23 @@ def test_dropout_hides_no_loss_that_is_no_mean():
         pipe.check(params, batch, jax.random.key(1), plain=lambda params, batch: 0.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": "mpmd"}, {"schedule": "circular"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"engine": "mpmd"},
+        {"schedule": "circular"},
+        {"gather": "layer", "sizes": {"fsdp": 2}},
+        {"gather": "layer", "sizes": {"fsdp": 2}, "schedule": "circular"},
+    ],
+)
 def test_imaginary_parts_are_compared(options: dict[str, Any]):
     params, batch = example()
     turned = [jax.lax.complex(w, w.T) for w in params["layers"]]
 
     def of_complex(w: Any, x: Any, batch: Any) -> Any:
-        y = x.astype(w.dtype) @ w
+        turn = jax.lax.complex(jnp.cos(jnp.real(w)[0]), jnp.sin(jnp.real(w)[0]))
+        y = x.astype(w.dtype) @ w * turn * turn
         return x + jnp.tanh(jnp.real(y) + jnp.imag(y))
 
     def loss(w: Any, x: Any, batch: Any) -> Any:

@@ -97,6 +97,18 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "accumulate, mpmd": ({"stage": 2}, {"accumulate": 2, "engine": "mpmd"}),
     "accumulate, no pipeline": ({"stage": 1}, {"accumulate": 2, "schedule": None}),
+    "two layers, no pipeline": (
+        {"stage": 1, "data": 2, "fsdp": 2},
+        {"scan_layers": 2, "schedule": None, "layer_remat": "full", "zero1": True},
+    ),
+    "two layers": (FSDP, {"scan_layers": 2, "gather": "layer"}),
+    "two layers, zero bubble": (FSDP, {"scan_layers": 2, "schedule": "zero_bubble_h1"}),
+    "two layers, circular": (
+        FSDP,
+        {"scan_layers": 2, "schedule": "circular", "gather": "layer", "layer_remat": "minimal"},
+    ),
+    "two layers, uneven": (FSDP, {"scan_layers": 2, "layers_per_stage": (2, 6)}),
+    "four layers, mpmd": ({"stage": 2}, {"scan_layers": 4, "engine": "mpmd"}),
     "remat by name": ({"stage": 2}, {"remat": "minimal"}),
     "remat of layers": (FSDP, {"remat": "none", "layer_remat": "full", "gather": "layer"}),
     "remat of layers, mpmd": ({"stage": 2}, {"layer_remat": "full", "engine": "mpmd"}),
@@ -332,6 +344,7 @@ EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
         pipeline({"stage": 2}, remat="none"),
         pipeline({"stage": 2}, remat="none", layer_remat="full"),
     ),
+    "scan_layers": lambda: (pipeline({"stage": 2}), pipeline({"stage": 2}, scan_layers=2)),
     "forwarding_delay": lambda: (
         pipeline({"stage": 2}, schedule="circular"),
         pipeline({"stage": 2}, schedule="circular", forwarding_delay=True),
@@ -557,6 +570,12 @@ REFUSED = {
     ),
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),
+    "no layers": ({"scan_layers": -1}, "`scan_layers` is -1. Give at least 1"),
+    "too many layers": ({"scan_layers": 8}, "runs 8 layers, and 4 layers .* a `scan_layers`"),
+    "layers that do not divide": (
+        {"scan_layers": 2, "layers_per_stage": (5, 3), "engine": "mpmd"},
+        "runs 2 layers, and 5 layers",
+    ),
     "windows of split backwards": (
         {"schedule": "zero_bubble_h1", "gather": "repeat"},
         "'repeat'",

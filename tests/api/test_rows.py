@@ -700,6 +700,14 @@ def test_parameters_may_be_divided_over_other_axes_too(schedule: str):
     check_against_plain(functions, pipe)
 
 
+def test_two_axes_divide_rows_beside_layers_that_gather_their_own_parameters():
+    """XLA of jax 0.12 aborted on manual axes on both sides of `stage` in the mesh."""
+    functions = embed, batch_norm, masked_mean
+    sizes = mesh(stage=2, data=2, fsdp=2)
+    options: dict[str, Any] = {"schedule": "circular", "gather": "layer", "microbatches": M}
+    check_against_plain(functions, jp.pipeline(jp.Model(*functions), mesh=sizes, **options))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])
 def test_explicit_axes_divide_rows_too(schedule: str):
     explicit = jax.make_mesh((2, 2), ("stage", "fsdp"), devices=jax.devices()[:4])

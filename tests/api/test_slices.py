@@ -174,6 +174,11 @@ def test_a_value_alone_runs_the_forwards_of_slices(engine):
     np.testing.assert_allclose(jax.tree.leaves(found), jax.tree.leaves(wanted), rtol=1e-5)
 
 
+def test_slices_run_where_64_bits_are_enabled():
+    with jax.enable_x64(True):
+        sliced(3, stage=2).check(init(), batch())
+
+
 def test_a_whole_sequence_is_plain_attention():
     w, x = init()["layers"][0], normal(jax.random.key(5), 2, T, D)
     q, k, v = (x @ w[name] for name in ("q", "k", "v"))

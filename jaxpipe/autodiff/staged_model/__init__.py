@@ -1,5 +1,7 @@
 """The contract between a model and the engines, and what every engine does with microbatches."""
 
+from ._custom_vjp import has_custom_vjp as has_custom_vjp
+from ._layers import layers_per_iteration as layers_per_iteration
 from ._layers import run_layers as run_layers
 from ._layers import run_sliced_layers as run_sliced_layers
 from ._microbatches import SameForAllMicrobatches as SameForAllMicrobatches

@@ -20,12 +20,12 @@ def run_layers(
     keys: PyTree = (),
     *,
     num_layers: int | None = None,
-    scan: bool | None = None,
+    scan: bool | int | None = None,
 ) -> tuple[PyTree, Aux]:
     """Runs layers `(weights, x, inputs_m, key) -> (x, aux)` in a loop that is compiled once.
 
     Leaves of `weights` and `keys` are [n, ...]; `num_layers` is n, if there may be no leaf that
-    says it. By default they run in a `lax.scan` if there are several.
+    says it. By default they run in a `lax.scan` if there are several; with `scan=k` k at a time.
     """
     layer = with_aux(layer)
 
@@ -46,7 +46,7 @@ def run_sliced_layers(
     past: Past,
     *,
     num_layers: int | None = None,
-    scan: bool | None = None,
+    scan: bool | int | None = None,
 ) -> tuple[PyTree, Aux, Past]:
     """Runs layers `(weights, x, inputs_m, key, past) -> (x, (aux, past))` on a slice of sequences.
 
@@ -65,11 +65,39 @@ def run_sliced_layers(
 
 
 def _scan(
-    step: Callable, x: PyTree, stacked: PyTree, num_layers: int | None, scan: bool | None
+    step: Callable, x: PyTree, stacked: PyTree, num_layers: int | None, scan: bool | int | None
 ) -> tuple[PyTree, PyTree]:
     """Runs `step` on every layer of a stack, and stacks what it returns beside x."""
     num_layers = len(jax.tree.leaves(stacked)[0]) if num_layers is None else num_layers
     if num_layers == 1 and scan is None:  # split backwards keep less without a loop
         x, returned = step(x, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), stacked))
         return x, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), returned)
-    return jax.lax.scan(step, x, stacked, length=num_layers, unroll=scan is False)
+    per_iteration = layers_per_iteration(num_layers, scan)
+    if per_iteration == 1:
+        return jax.lax.scan(step, x, stacked, length=num_layers, unroll=scan is False)
+
+    # With `unroll=` of `lax.scan` residuals of an iteration are one array, which XLA copies.
+    def iteration(x: PyTree, several: PyTree) -> tuple[PyTree, PyTree]:
+        returned = []
+        for i in range(per_iteration):
+            x, of_layer = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], several))
+            returned.append(of_layer)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *returned)
+
+    num_iterations = num_layers // per_iteration
+    groups = jax.tree.map(
+        lambda leaf: leaf.reshape(num_iterations, per_iteration, *leaf.shape[1:]), stacked
+    )
+    x, returned = jax.lax.scan(iteration, x, groups, length=num_iterations)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[2:]), returned)
+
+
+def layers_per_iteration(num_layers: int, scan: bool | int | None) -> int:
+    """Returns how many layers an iteration runs; raises a `ValueError` if they do not divide."""
+    count = int(scan or 1)
+    if num_layers % count:
+        raise ValueError(
+            f"An iteration runs {count} layers, and {num_layers} layers of a stage run one after "
+            "the other. Give a `scan_layers` (in a run `scan_layers_per_stage`) that divides them."
+        )
+    return count

@@ -88,14 +88,14 @@ class Past:
 
     def positions(self, num_tokens: int) -> Int[Array, " t"]:
         """Returns the positions of the tokens of the slice in their sequence."""
-        return self.offset + jnp.arange(num_tokens)
+        return self.offset + jnp.arange(num_tokens, dtype=jnp.int32)
 
     def causal_mask(self, num_queries: int, window: int | None = None) -> Bool[Array, "t T"]:
         """Returns whether each token of the slice attends to a position: those up to its own.
 
         With a window these are so many, its own included.
         """
-        keys = jnp.arange(num_queries * self.num_slices)
+        keys = jnp.arange(num_queries * self.num_slices, dtype=jnp.int32)
         queries = self.positions(num_queries)[:, None]
         return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 

@@ -14,7 +14,13 @@ from jaxtyping import Array, PyTree, Scalar, Shaped
 
 from ...autodiff import StagedModel
 from ...autodiff.backward import floating
-from ...autodiff.staged_model import Aux, index_leading, split_metrics, sum_scalars
+from ...autodiff.staged_model import (
+    Aux,
+    has_custom_vjp,
+    index_leading,
+    split_metrics,
+    sum_scalars,
+)
 from .._boundary import add_to_boundary, loss_and_gradients, sum_over_devices
 from .._buffers import broadcast, cast_like, own_entries, put, to_accum_dtype
 from ..ranks import AXIS, pvary, zeros, zeros_like
@@ -94,7 +100,11 @@ def rank_value(
 
 def _embed(model: StagedModel, weights: PyTree, share: PyTree) -> PyTree:
     """Runs the embedding; constants in its output vary over ranks too, as what stages return."""
-    return jax.tree.map(pvary, jax.vmap(model.embed, in_axes=(None, 0))(weights, share))
+    # A backward of its own is given the cotangents of one microbatch, not a sum over them.
+    by_microbatch = has_custom_vjp(model.embed, weights, index_leading(share, 0))
+    run = partial(model.embed, weights)
+    x = lax.map(run, share) if by_microbatch else jax.vmap(run)(share)
+    return jax.tree.map(pvary, x)
 
 
 def _losses_of_rank(

@@ -184,6 +184,7 @@ def _starts(
     layout: PastLayout, buffer: jax.Array, dim: int, work: PhaseRow, slot: Index
 ) -> list[Any]:
     """Returns where the positions of the slice begin in a slot of a buffer."""
-    starts: list[Any] = [slot, *[0] * (buffer.ndim - 1)]
+    # With `jax_enable_x64` a zero would be wider than the others.
+    starts: list[Any] = [jnp.asarray(slot, jnp.int32), *[jnp.int32(0)] * (buffer.ndim - 1)]
     starts[dim + 1] = _offset(layout, work)
     return starts

@@ -143,9 +143,12 @@ def _name_gathered(weights: PyTree) -> PyTree:
     return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
 
 
-def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX."""
-    del primitive
+def _is_saveable(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
+    """Saves all but gathered weights and complex arrays, computed again: a policy of JAX."""
+    dtypes = [x.dtype for x in inputs if hasattr(x, "dtype")]
+    dtypes += [parameters["new_dtype"]] if "new_dtype" in parameters else []
+    if primitive.name == "complex" or any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
+        return False  # JAX rounds what it saves under a policy, and cannot round these
     # A gathered weight is the output of an equation with the name, or of a call whose body has one.
     # JAX's `save_anything_except_these_names` excludes only the former, and so nothing: JAX then
     # saves the input of the naming equation.
@@ -160,14 +163,18 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     Otherwise XLA gives the weights of all layers the layout that a layer's products want, by copies
     that are as large as they are.
     """
-    axes = partitioned_axes()
-    other_axes = frozenset(jax.sharding.get_abstract_mesh().axis_names) - axes
+    mesh = jax.sharding.get_abstract_mesh()
+    names, partitioned = mesh.axis_names, partitioned_axes()
+    num_before = max((names.index(axis) + 1 for axis in mesh.manual_axes), default=0)
 
     def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
+        # Every device constrains its own shard: XLA's partitioner gathers what a constraint reads.
+        # XLA of jax 0.12 aborts where a manual axis is before those around it in the mesh
+        # (`named_sharding.cc: Manual axes must be sorted`): one that divides no weight can wait.
+        axes = partitioned & (set(names[num_before:]) | set(axes_of(spec)))
         if not axes:
             return row_major(weight)
-        # Every device constrains its own shard: XLA's partitioner gathers what a constraint reads.
-        spec = without_axes(spec, other_axes)
+        spec = without_axes(spec, frozenset(names) - axes)
         return jax.shard_map(row_major, in_specs=spec, out_specs=spec, axis_names=axes)(weight)
 
     return map_leaves(keep, weights, specs)

@@ -243,7 +243,7 @@ class ConfigKeys(BaseModel):
     pipeline_fsdp_ag_per_layer: bool = False
     scan_pipeline_iterations: bool = True
     scan_pipeline_repeats: bool = True
-    scan_layers_per_stage: bool = True
+    scan_layers_per_stage: bool | PositiveInt = True
     enable_nnx: bool | None = None
     pure_nnx_decoder: bool = False
     set_remat_policy_on_pipeline_iterations: bool = True
