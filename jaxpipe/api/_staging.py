@@ -15,7 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
-from ..autodiff.staged_model import Past, accum_dtype, split_metrics, sum_scalars
+from ..autodiff.staged_model import (
+    Past,
+    accum_dtype,
+    has_custom_vjp,
+    split_metrics,
+    sum_scalars,
+)
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
@@ -27,7 +33,7 @@ from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
 from ._sequences import boundary_of_slices, sequences_divided
-from ._whole_cotangents import with_whole_cotangents
+from ._whole_cotangents import with_whole_cotangents, without_cotangents_unless
 
 
 class PieceInputs(NamedTuple):
@@ -39,12 +45,14 @@ class PieceInputs(NamedTuple):
         key: [M, D] dropout keys of embedding and loss; () without dropout.
         piece: [M, D] the index of the piece in its microbatch, folded into the keys of layers; ()
             without dropout.
+        busy: [D] False in ticks whose results an engine drops. None: there are no such ticks.
     """
 
     batch: PyTree
     scale: Any = ()
     key: Any = ()
     piece: Any = ()
+    busy: Any = None
 
 
 def make_inputs(
@@ -350,8 +358,10 @@ def staged_model(
         # Without dropout the key may be an empty array, of which an engine reads how many layers
         # there are; functions are given ().
         key = jax.random.fold_in(key, inputs.piece) if has_key else ()
-        returned = function(join(weights, frozen), x, inputs.batch, key)
-        y, aux = x_and_aux(returned, x)
+        arguments = join(weights, frozen), x, inputs.batch, key
+        if inputs.busy is not None and has_custom_vjp(function, *arguments):
+            arguments = without_cotangents_unless(inputs.busy, arguments)
+        y, aux = x_and_aux(function(*arguments), x)
         return divide(y, inputs.batch), _shares(aux, mean)
 
     def of_pieces(function: Callable) -> Callable:
@@ -366,7 +376,11 @@ def staged_model(
             return _sharing_stage(model, own_copy, stage_of, of_layer)
         return stage_of(jax.tree.map(of_layer, model.layer))  # one function, or one for each kind
 
-    staged = replace(boundary_model(model, num_pieces, divide), stage=make(stage_of, of_pieces))
+    def mark_idle(inputs: PieceInputs, busy: Array) -> PieceInputs:
+        return inputs._replace(busy=jnp.broadcast_to(busy, inputs.scale.shape))
+
+    staged = boundary_model(model, num_pieces, divide)
+    staged = replace(staged, stage=make(stage_of, of_pieces), mark_idle=mark_idle)
     if tokens_over is not None:
         embed = partial(on_pieces, partial(_embed, model), 1)
         dim = model.sequence_dim and model.sequence_dim + 1

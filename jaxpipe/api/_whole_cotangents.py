@@ -1,4 +1,4 @@
-"""Backwards of functions that all devices run alike, each on all rows of a microbatch."""
+"""What backwards that need not be linear are given: cotangents of all rows, and no idle tick's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,17 +37,35 @@ def with_whole_cotangents(function: Callable, axes: tuple[str, ...]) -> Callable
     return run
 
 
+def without_cotangents_unless(busy: Array, tree: PyTree) -> PyTree:
+    """Returns `tree`, whose floating-point cotangents are zeros unless a device is busy.
+
+    In an idle tick a backward is given zeros, and a `jax.custom_vjp` need not return zeros: it may
+    add noise, or divide by the norm of what it is given.
+    """
+
+    @jax.custom_vjp
+    def run(busy: Array, tree: PyTree) -> PyTree:
+        return tree
+
+    def backward(busy: Array, cotangents: PyTree) -> tuple[None, PyTree]:
+        return None, _map_floats(lambda x: jnp.where(busy, x, jnp.zeros_like(x)), cotangents)
+
+    run.defvjp(lambda busy, tree: (tree, busy), backward)
+    return run(busy, tree)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_cotangents(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
     """Returns `tree`, whose floating-point cotangents are changed."""
     return tree
 
 
-def _backward(change: Callable[[Array], Array], _: None, cotangents: PyTree) -> tuple[PyTree]:
-    def changed(x: Array) -> Array:
-        return change(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+_with_cotangents.defvjp(
+    lambda change, tree: (tree, None),
+    lambda change, _, cotangents: (_map_floats(change, cotangents),),
+)
 
-    return (jax.tree.map(changed, cotangents),)
 
-
-_with_cotangents.defvjp(lambda change, tree: (tree, None), _backward)
+def _map_floats(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: change(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)

@@ -22,12 +22,19 @@ def clipped(x: Any) -> Any:
 
 
 @jax.custom_vjp
+def moved(x: Any) -> Any:
+    return x
+
+
+@jax.custom_vjp
 def scaled(x: Any) -> Any:
     return x
 
 
 clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
-scaled.defvjp(lambda x: (x, None), lambda _, g: (g / (jnp.max(jnp.abs(g)) + 1e-3),))
+# Of zeros this is no zero, but no number.
+scaled.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.max(jnp.abs(g)),))
+moved.defvjp(lambda x: (x, None), lambda _, g: (g + 0.01,))
 
 
 def embed(w: Any, batch: Any) -> Any:
@@ -58,6 +65,7 @@ MODELS: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda w, x, batch: x + scaled(jnp.tanh(x @ scaled(w))),
         loss,
     ),
+    "not zero for zeros": (embed, lambda w, x, batch: moved(layer(moved(w), x, batch)), loss),
     "a weight of the embedding": (lambda w, batch: embed(clipped(w), batch), layer, loss),
     "rows of the embedding": (lambda w, batch: centred(clipped(embed(w, batch))), layer, loss),
     "the head": (embed, layer, lambda w, x, batch: loss(clipped(w), x, batch)),
@@ -83,6 +91,7 @@ FAST = {("1f1b, fsdp", name) for name in MODELS} | {
     *((row, "rows that are then mixed") for row in ("1f1b, data of 3", "circular, tensor")),
     ("circular, two axes of rows", "by the largest of all rows"),
     ("zero bubble", "by the largest of all rows"),
+    *(("circular", name) for name in ("by the largest of all rows", "not zero for zeros")),
 }
 
 

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "equinox": {"api"},
     "kernels": {"_compat", "_lazy", "sharding"},
     "models": {"_compat", "kernels", "autodiff", "sharding"},
-    "xla": {"_input", "devices"},
+    "xla": {"_input", "_lazy", "devices"},
     "cost": {"devices", "schedules"},
     "train": {
         "_compat",

@@ -13,12 +13,12 @@ from ...engines import Engine, PipelineSpec, engine_of_any_schedule
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe, num_slices
 from ...schedules.lock_step import Ticks
-from ...xla.compile_report import CompileReport
 from .._model import check_means
 from .._params import weights_of
 from ..optimizer import Optimizer, state_shapes
 
 if TYPE_CHECKING:  # what a method needs is imported when it is called
+    from ...xla.compile_report import CompileReport
     from ._comparison import Comparison
     from ._memory import MemoryTable
 
@@ -170,7 +170,7 @@ class InspectedModel:
         devices: str | None = None,
         *,
         optimizer: Optimizer | None = None,
-    ) -> CompileReport:
+    ) -> "CompileReport":
         """Compiles `value_and_grad` by the real compiler, also for devices that are not there.
 
         Args:

@@ -101,6 +101,8 @@ class StagedModel:
             programs of ranks; one program hands over x. None: these do too.
         of_slices: How `embed` and `loss` run where devices have slices of sequences. None: they
             must be given whole sequences.
+        mark_idle: `(inputs_m, busy) -> inputs_m`, which tells a stage whether its results are
+            dropped, for backwards that return others than zeros for zeros. None: there are none.
 
     Example:
         >>> model = StagedModel(
@@ -121,6 +123,7 @@ class StagedModel:
     sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
     hand_overs: Sequence[HandOver] | None = None
     of_slices: BoundaryOfSlices | None = None
+    mark_idle: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

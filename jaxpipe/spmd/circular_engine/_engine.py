@@ -200,7 +200,7 @@ def circular_value_and_grad(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
+    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks, model.mark_idle)
     check_vocab_parallel(model, vocab_parallel)
     rank_fn = lambda model: partial(  # noqa: E731
         rank_value_and_grad, model, options, boundary_gather, vocab_parallel
@@ -232,7 +232,7 @@ def circular_value(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks)
+    options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks, model.mark_idle)
     check_vocab_parallel(model, vocab_parallel)
     rank_fn = lambda model: partial(  # noqa: E731
         rank_value, model, options, boundary_gather, vocab_parallel

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree, Shaped
 
@@ -26,6 +27,7 @@ class CircularOptions(NamedTuple):
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
         scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
+        mark_idle: As `StagedModel.mark_idle`.
     """
 
     delay: bool
@@ -33,6 +35,7 @@ class CircularOptions(NamedTuple):
     gather: Gather
     scan_repeats: bool
     scan_ticks: bool
+    mark_idle: Callable[[PyTree, Array], PyTree] | None = None
 
 
 class CircularInvariants(NamedTuple):
@@ -41,6 +44,7 @@ class CircularInvariants(NamedTuple):
     Attributes:
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         run_all_ticks: Runs the ticks of some repeats, in loops as the options say.
+        mark_idle: From the inputs of a microbatch and whether the rank is busy to those of a stage.
     """
 
     shape: PipelineShape
@@ -49,6 +53,7 @@ class CircularInvariants(NamedTuple):
     batch_inputs: PyTree[Shaped[Array, "M ..."]]
     keys: PyTree[Shaped[Array, "R ..."]]
     run_all_ticks: Callable
+    mark_idle: Callable[[PyTree, Array], PyTree]
 
 
 def prepare(
@@ -66,8 +71,10 @@ def prepare(
 
     gather = weight_gather(options.gather, weights, read=read_after)
     # Only the types of these arguments are used, to trace the stage.
-    first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
-    examples = gather.unshard(gather.window(gather.prefetch(0), 0)), *first
+    mark_idle = options.mark_idle or (lambda inputs, _: inputs)
+    x, first, key = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
+    first = mark_idle(first, pvary(jnp.asarray(True)))
+    examples = gather.unshard(gather.window(gather.prefetch(0), 0)), x, first, key
     _, aux_shapes = jax.eval_shape(stage, *examples)
     shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
 
@@ -77,7 +84,8 @@ def prepare(
 
     traced = pullback(options.remat(varying), *examples)
     run = partial(run_all_ticks, scan_repeats=options.scan_repeats, scan_ticks=options.scan_ticks)
-    return CircularInvariants(shape, traced, gather, batch_inputs, keys, run), aux_shapes
+    invariants = CircularInvariants(shape, traced, gather, batch_inputs, keys, run, mark_idle)
+    return invariants, aux_shapes
 
 
 def begins_repeat(work: TickWork) -> Bool[Array, ""]:
@@ -88,4 +96,5 @@ def begins_repeat(work: TickWork) -> Bool[Array, ""]:
 def batch_inputs_and_keys(invariants: CircularInvariants, work: TickWork) -> tuple[PyTree, PyTree]:
     """Returns batch_inputs and keys of the microbatch that a rank works on."""
     keys = fold_in_microbatch(index_leading(invariants.keys, work.repeat), work.microbatch)
-    return index_leading(invariants.batch_inputs, work.microbatch), keys
+    inputs = index_leading(invariants.batch_inputs, work.microbatch)
+    return invariants.mark_idle(inputs, pvary(jnp.asarray(work.busy))), keys

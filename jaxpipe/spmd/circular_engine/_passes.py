@@ -138,8 +138,7 @@ def _allocate_residuals(invariants: CircularInvariants, inputs: PyTree) -> Resid
 
     def residuals(inputs):
         w = gather.unshard(gather.window(gather.prefetch(0), 0))
-        batch_inputs = index_leading(invariants.batch_inputs, 0)
-        keys = index_leading(invariants.keys, 0)
+        batch_inputs, keys = batch_inputs_and_keys(invariants, work_at(0, invariants.shape))
         return invariants.stage.forward(w, index_leading(inputs, 0), batch_inputs, keys)[1]
 
     return allocate(jax.make_jaxpr(residuals)(inputs).out_avals, invariants.shape)
