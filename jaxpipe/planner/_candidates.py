@@ -175,6 +175,7 @@ class Space:
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
         engines: Names of engines in configs that may run it; None for all.
+        of_pipelines: Keys that are given and that only pipelines read.
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
         costs: The cost of each layer, by which stages are divided. None: all the same.
@@ -194,6 +195,7 @@ class Space:
     policies: tuple[str, ...] = POLICIES
     without: tuple[str, ...] = ()
     engines: tuple[str, ...] | None = None
+    of_pipelines: tuple[str, ...] = ()
     options: EngineOptions = NO_OPTIONS
     free_options: frozenset[str] = frozenset()
     costs: tuple[float, ...] | None = None

@@ -108,7 +108,7 @@ UNCOUNTED = {
     "z_loss_multiplier": "one more number of each token",
     **dict.fromkeys(("dropout_rate", "enable_dropout"), "masks of 1 byte, which are drawn again"),
     **dict.fromkeys(("scan_pipeline_iterations", "scan_pipeline_repeats"), "the same ticks"),
-    "scan_layers_per_stage": "the same layers and residuals, written out",
+    "scan_layers_per_stage": "the same layers; exposed gathers of a loop's ends are in no plan",
     "shard_mode": "the same collectives",
     "deterministic": "other orders of additions",
     **dict.fromkeys(("enable_nnx", "pure_nnx_decoder"), "the same program"),

@@ -68,8 +68,13 @@ _ENGINES_BY_KEY = {
 
 def engines_that_read(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of the engines that read all keys whose value is not the default."""
-    keys = [k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default]
-    return tuple(name for name in CONFIG_ENGINES if all(name in _ENGINES_BY_KEY[k] for k in keys))
+    return tuple(name for name in CONFIG_ENGINES if not keys_unread_by(name, values))
+
+
+def keys_unread_by(engine_name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the keys whose value is not the default and that an engine does not read."""
+    given = (k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default)
+    return tuple(key for key in given if engine_name not in _ENGINES_BY_KEY[key])
 
 
 _FILES = get_args(SourceType)

@@ -38,7 +38,7 @@ from ...planner import (
     device_hardware,
 )
 from ...sharding.layout import parse_layout
-from ..config._config import Config, engines_that_read
+from ..config._config import Config, engines_that_read, keys_unread_by
 from ..config._load import load_config
 from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
@@ -162,7 +162,9 @@ def make_request(
         planned(config),
         _work(sizes, family.weights(sizes), model),
         TrainerSource(values, devices.num_slices, widest_head),
-        _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages, engines),
+        _space(
+            config, sizes, settings, fixed, devices, rows, pipelined, max_stages, values | layers
+        ),
         sizes.num_dense_layers,
         uniform - pipelined,
         config.compile_default_flags,
@@ -197,9 +199,9 @@ def _space(
     rows: int,
     num_layers: int,
     max_stages: int | None,
-    engines: tuple[str, ...],
+    read: Values,
 ) -> Space:
-    """Returns the sizes and limits of candidates."""
+    """Returns the sizes and limits of candidates, whose engines read what is given."""
     offloading = (OFFLOAD_INPUTS,) if device_hardware(devices).host_bandwidth else ()
     return Space(
         devices,
@@ -213,7 +215,8 @@ def _space(
         fixed,
         policies=(*POLICIES, *offloading),
         without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
-        engines=engines,
+        engines=engines_that_read(read),
+        of_pipelines=keys_unread_by(usual_engine(None).config_name, read),
         options=EngineOptions(
             config.pipeline_delay_activation_forwarding,
             config.shard_optimizer_over_data,
