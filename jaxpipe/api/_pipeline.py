@@ -112,8 +112,9 @@ def pipeline(
         costs: The costs of actions, by which the engine "scheduled" chooses the tick of each.
             Default: F costs 1, and a whole backward 2.
         scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once; or
-            how many of them run in each iteration, which must divide them. The transfers of one
-            then run beside the work of another. Default: if there are several.
+            the number of layers that each iteration runs, a divisor of the layers of a stage.
+            Transfers of one layer then run beside the work of another. Default: True if there are
+            several layers.
         scan_repeats: Whether the repeats of the engine "circular" run in a `lax.scan`.
         scan_ticks: Whether its ticks run in a `lax.scan`.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as

@@ -45,7 +45,7 @@ class PieceInputs(NamedTuple):
         key: [M, D] dropout keys of embedding and loss; () without dropout.
         piece: [M, D] the index of the piece in its microbatch, folded into the keys of layers; ()
             without dropout.
-        busy: [D] False in ticks whose results an engine drops. None: there are no such ticks.
+        busy: [D] whether the results of the tick are used. None: the engine has no idle ticks.
     """
 
     batch: PyTree
@@ -358,10 +358,12 @@ def staged_model(
         # Without dropout the key may be an empty array, of which an engine reads how many layers
         # there are; functions are given ().
         key = jax.random.fold_in(key, inputs.piece) if has_key else ()
-        arguments = join(weights, frozen), x, inputs.batch, key
-        if inputs.busy is not None and has_custom_vjp(function, *arguments):
-            arguments = without_cotangents_unless(inputs.busy, arguments)
-        y, aux = x_and_aux(function(*arguments), x)
+        rows = inputs.batch
+        whole = join(weights, frozen), x, rows, key
+        if inputs.busy is not None and has_custom_vjp(function, *whole):
+            # Without frozen leaves, for whose gradients residuals would be stored.
+            weights, x, rows = without_cotangents_unless(inputs.busy, (weights, x, rows))
+        y, aux = x_and_aux(function(join(weights, frozen), x, rows, key), x)
         return divide(y, inputs.batch), _shares(aux, mean)
 
     def of_pieces(function: Callable) -> Callable:

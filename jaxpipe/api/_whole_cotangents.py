@@ -1,4 +1,4 @@
-"""What backwards that need not be linear are given: cotangents of all rows, and no idle tick's."""
+"""Calls a `jax.custom_vjp`, which need not be linear, as the plain program of a microbatch does."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from ..sharding import match_varying_axes
 
 
 def with_whole_cotangents(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Returns a function whose own backward, if it has one, is given the cotangents of all rows.
+    """Returns `function`; if it has a `jax.custom_vjp`, that is given the cotangents of all rows.
 
-    A device pulls back what its own rows, or its share of a loss, are given, and gradients are the
-    sums over devices: that is right for backwards that are linear. A `jax.custom_vjp` need not be:
-    it may clip what it is given, or scale it by the largest of all.
+    Each device starts from the cotangents of its own rows, or its share of the loss, and gradients
+    are summed over devices. That is right for linear backwards only. So cotangents of results are
+    summed over devices before the backward, and those of arguments divided by the devices after it.
     """
 
     def total(x: Array) -> Array:  # XLA:CPU cannot sum in bfloat16

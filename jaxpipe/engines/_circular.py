@@ -27,12 +27,12 @@ from ._memory_cap import check_cap
 from ._undifferentiated import undifferentiated
 from .fsdp import weight_gathers
 
-# A backward is computed by the equations of forwards, where rules of `jax.custom_jvp` and
-# `jax.custom_vjp` are lost: a second derivative would be that of what the rules replace.
+# `value_and_grad` evaluates its derivative as a jaxpr in which the rules of `jax.custom_jvp` and
+# `jax.custom_vjp` are expanded. JAX would differentiate what they expand to.
 _NO_SECOND_DERIVATIVES = (
-    "`value_and_grad` of the engine 'circular' is differentiated by JAX. Its gradients are the "
-    "second result; for other derivatives, such as a gradient penalty, differentiate `pipe.value`: "
-    "`jax.grad(lambda params: pipe.value(params, batch)[0])`."
+    "JAX differentiates the result of `value_and_grad` of the engine 'circular', which it cannot "
+    "do correctly. Gradients are its second result; for other derivatives, such as a gradient "
+    "penalty, differentiate `pipe.value`: `jax.grad(lambda params: pipe.value(params, batch)[0])`."
 )
 
 _OWN_SCHEDULE = OwnSchedule("circular", default_chunks=1)

@@ -42,8 +42,8 @@ class PipelineSpec:
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
             "tick", "once", once per "repeat", ahead of it, or by every "layer" that reads them.
         vocab_parallel: Whether all ranks of one program compute the loss together.
-        scan_layers: Whether the layers of a stage run in a `lax.scan`, or how many of them in each
-            iteration. None: in one if there are several.
+        scan_layers: Whether the layers of a stage run in a `lax.scan`, or the number that each
+            iteration runs. None: True if there are several.
         scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()

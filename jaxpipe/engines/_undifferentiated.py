@@ -1,4 +1,4 @@
-"""Refuses derivatives of what an engine computes, by name, where they would hang or be wrong."""
+"""Raises an error where JAX would differentiate an engine that would then hang or be wrong."""
 
 from functools import partial
 from typing import Any

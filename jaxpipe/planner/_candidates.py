@@ -175,7 +175,7 @@ class Space:
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
         engines: Names of engines in configs that may run it; None for all.
-        of_pipelines: Keys that are given and that only pipelines read.
+        of_pipelines: Given keys that only pipelines read, which rule out a step without one.
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
         costs: The cost of each layer, by which stages are divided. None: all the same.

@@ -80,7 +80,7 @@ def with_arrays(value: tuple[tuple[Scalar, Aux], Aux], batch_inputs: PyTree) -> 
         if x.shape[0] == count:
             return x
         mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-        if spec[0] is not None:  # JAX slices no dim of an explicit axis
+        if spec[0] is not None:  # JAX refuses to slice a dim that an explicit axis divides
             x = jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
         return x[:count]
 

@@ -571,10 +571,13 @@ REFUSED = {
     "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),
     "no layers": ({"scan_layers": -1}, "`scan_layers` is -1. Give at least 1"),
-    "too many layers": ({"scan_layers": 8}, "runs 8 layers, and 4 layers .* a `scan_layers`"),
+    "too many layers": (
+        {"scan_layers": 8},
+        "is 8, the layers of an iteration, and a loop of a stage has 4",
+    ),
     "layers that do not divide": (
         {"scan_layers": 2, "layers_per_stage": (5, 3), "engine": "mpmd"},
-        "runs 2 layers, and 5 layers",
+        "is 2, .* has 5",
     ),
     "windows of split backwards": (
         {"schedule": "zero_bubble_h1", "gather": "repeat"},

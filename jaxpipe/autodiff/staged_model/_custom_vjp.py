@@ -10,10 +10,7 @@ from ..._compat import jaxprs_in_params
 
 
 def has_custom_vjp(function: Callable, *arguments: Any) -> bool:
-    """Returns whether a function calls one of `jax.custom_vjp`, by tracing it.
-
-    The backward of a sum of cotangents is then not known to be the sum of their backwards.
-    """
+    """Returns whether tracing a function finds a `jax.custom_vjp`, which need not be linear."""
 
     def calls_one(jaxpr: Jaxpr) -> bool:
         return any(

@@ -93,11 +93,12 @@ def _scan(
 
 
 def layers_per_iteration(num_layers: int, scan: bool | int | None) -> int:
-    """Returns how many layers an iteration runs; raises a `ValueError` if they do not divide."""
+    """Returns how many layers an iteration runs; raises a `ValueError` unless they divide all."""
     count = int(scan or 1)
     if num_layers % count:
         raise ValueError(
-            f"An iteration runs {count} layers, and {num_layers} layers of a stage run one after "
-            "the other. Give a `scan_layers` (in a run `scan_layers_per_stage`) that divides them."
+            f"`scan_layers` (in a run `scan_layers_per_stage`) is {count}, the layers of an "
+            f"iteration, and a loop of a stage has {num_layers}. Give a divisor; with several "
+            "kinds of layers, of the length of each run of one kind."
         )
     return count

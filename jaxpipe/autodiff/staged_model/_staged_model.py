@@ -101,8 +101,9 @@ class StagedModel:
             programs of ranks; one program hands over x. None: these do too.
         of_slices: How `embed` and `loss` run where devices have slices of sequences. None: they
             must be given whole sequences.
-        mark_idle: `(inputs_m, busy) -> inputs_m`, which tells a stage whether its results are
-            dropped, for backwards that return others than zeros for zeros. None: there are none.
+        mark_idle: `(inputs_m, busy) -> inputs_m`: tells a stage whether its results are used, so
+            that a `jax.custom_vjp` that maps zeros to other numbers adds nothing in idle ticks.
+            None: the stage has no use for it.
 
     Example:
         >>> model = StagedModel(

@@ -144,10 +144,11 @@ def _name_gathered(weights: PyTree) -> PyTree:
 
 
 def _is_saveable(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
-    """Saves all but gathered weights and complex arrays, computed again: a policy of JAX."""
+    """A policy of JAX that recomputes gathered weights and results of complex arithmetic."""
     dtypes = [x.dtype for x in inputs if hasattr(x, "dtype")]
-    dtypes += [parameters["new_dtype"]] if "new_dtype" in parameters else []
-    if primitive.name == "complex" or any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
+    dtypes += [v for k, v in parameters.items() if k in ("new_dtype", "dtype") and v is not None]
+    makes_complex = primitive.name in ("complex", "fft")  # `rfft` makes complex arrays of real ones
+    if makes_complex or any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
         return False  # JAX rounds what it saves under a policy, and cannot round these
     # A gathered weight is the output of an equation with the name, or of a call whose body has one.
     # JAX's `save_anything_except_these_names` excludes only the former, and so nothing: JAX then
@@ -170,7 +171,8 @@ def as_stored(weights: PyTree, specs: PyTree) -> PyTree:
     def keep(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         # Every device constrains its own shard: XLA's partitioner gathers what a constraint reads.
         # XLA of jax 0.12 aborts where a manual axis is before those around it in the mesh
-        # (`named_sharding.cc: Manual axes must be sorted`): one that divides no weight can wait.
+        # (`named_sharding.cc: Manual axes must be sorted`), so an axis in front of these is made
+        # manual only where it divides the weight.
         axes = partitioned & (set(names[num_before:]) | set(axes_of(spec)))
         if not axes:
             return row_major(weight)
