@@ -332,7 +332,7 @@ def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
 
 ALONE = {"stage": 1}
 EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "gather": lambda: (pipeline(FSDP), pipeline(FSDP, gather="layer")),
+    "gather": lambda: (pipeline(FSDP, gather="tick"), pipeline(FSDP)),
     "once": lambda: (pipeline(FSDP), pipeline(FSDP, gather="once")),
     "zero1": lambda: (pipeline(DATA), pipeline(DATA, zero1=True)),
     "remat": lambda: (pipeline({"stage": 2}), pipeline({"stage": 2}, remat="minimal")),
