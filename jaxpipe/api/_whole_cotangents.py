@@ -20,19 +20,12 @@ def with_whole_cotangents(function: Callable, axes: tuple[str, ...]) -> Callable
     summed over devices before the backward, and those of arguments divided by the devices after it.
     """
 
-    def total(x: Array) -> Array:  # XLA:CPU cannot sum in bfloat16
-        summed = jax.lax.psum(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
-        return match_varying_axes(x, summed)
-
-    def share(x: Array) -> Array:
-        return x / jax.lax.axis_size(axes)
-
     def run(*arguments: Any) -> Any:
         if not has_custom_vjp(function, *arguments):
             return function(*arguments)
-        shared: Any = _with_cotangents(share, arguments)
-        results = function(*shared)
-        return _with_cotangents(total, match_varying_axes(jax.lax.axis_index(axes), results))
+        shared: Any = _with_cotangents(partial(_share, axes), (), arguments)
+        results = match_varying_axes(jax.lax.axis_index(axes), function(*shared))
+        return _with_cotangents(partial(_total, axes), (), results)
 
     return run
 
@@ -43,29 +36,36 @@ def without_cotangents_unless(busy: Array, tree: PyTree) -> PyTree:
     In an idle tick a backward is given zeros, and a `jax.custom_vjp` need not return zeros: it may
     add noise, or divide by the norm of what it is given.
     """
+    return _with_cotangents(_only_if, busy, tree)
 
-    @jax.custom_vjp
-    def run(busy: Array, tree: PyTree) -> PyTree:
-        return tree
 
-    def backward(busy: Array, cotangents: PyTree) -> tuple[None, PyTree]:
-        return None, _map_floats(lambda x: jnp.where(busy, x, jnp.zeros_like(x)), cotangents)
+def _share(axes: tuple[str, ...], _: Any, x: Array) -> Array:
+    return x / jax.lax.axis_size(axes)
 
-    run.defvjp(lambda busy, tree: (tree, busy), backward)
-    return run(busy, tree)
+
+def _total(axes: tuple[str, ...], _: Any, x: Array) -> Array:
+    # XLA:CPU cannot sum in bfloat16.
+    summed = jax.lax.psum(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
+    return match_varying_axes(x, summed)
+
+
+def _only_if(busy: Array, x: Array) -> Array:
+    return jnp.where(busy, x, jnp.zeros_like(x))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_cotangents(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
-    """Returns `tree`, whose floating-point cotangents are changed."""
+def _with_cotangents(change: Callable[[Any, Array], Array], constant: Any, tree: PyTree) -> PyTree:
+    """Returns `tree`, whose floating-point cotangents x become `change(constant, x)`."""
     return tree
 
 
-_with_cotangents.defvjp(
-    lambda change, tree: (tree, None),
-    lambda change, _, cotangents: (_map_floats(change, cotangents),),
-)
+def _backward(
+    change: Callable[[Any, Array], Array], constant: Any, cotangents: PyTree
+) -> tuple[None, PyTree]:
+    def changed(x: Array) -> Array:
+        return change(constant, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return None, jax.tree.map(changed, cotangents)
 
 
-def _map_floats(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: change(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+_with_cotangents.defvjp(lambda change, constant, tree: (tree, constant), _backward)

@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..._compat import jaxprs_in_params
 from ...engines import ENGINES, Engine
-from ...ir.graph import effects_of
+from ...ir.graph import any_equation, effects_of
 from .._losses import loss_parts
 from .._model import Model
 from .._pieces import shape_of
@@ -47,7 +45,8 @@ def check_effects(
                 f"Return as a metric what it would show, or try it with {others}."
             )
         is_manual = {*mesh.axis_names} == {"stage"}
-        if not engine.program_per_rank and not is_manual and _has_pure_callback(closed.jaxpr):
+        calls_back = any_equation(closed, lambda e: e.primitive.name == "pure_callback")
+        if not engine.program_per_rank and not is_manual and calls_back:
             raise ValueError(
                 f"`{name}` calls `jax.pure_callback`, and `mesh` has the axes "
                 f"{tuple(mesh.axis_names)}: JAX runs callbacks on none that are automatic. Give a "
@@ -100,11 +99,3 @@ def _is_differentiated(x: Any) -> bool:
     # There `shard_map` refuses it, because of the mesh in its type; elsewhere JAX differentiates.
     of_grad = type(x).__name__ in ("JVPTracer", "LinearizeTracer")
     return of_grad and isinstance(getattr(x, "primal", None), Tracer)
-
-
-def _has_pure_callback(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "pure_callback"
-        or any(map(_has_pure_callback, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )

@@ -93,7 +93,7 @@ def _scan(
 
 
 def layers_per_iteration(num_layers: int, scan: bool | int | None) -> int:
-    """Returns how many layers an iteration runs; raises a `ValueError` unless they divide all."""
+    """Returns the layers of an iteration; raises a `ValueError` unless they divide all layers."""
     count = int(scan or 1)
     if num_layers % count:
         raise ValueError(

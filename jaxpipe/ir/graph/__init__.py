@@ -8,6 +8,7 @@ from ._cost import is_move as is_move
 from ._cost import shape_in as shape_in
 from ._cost import shape_out as shape_out
 from ._effects import effects_of as effects_of
+from ._equations import any_equation as any_equation
 from ._equations import bind as bind
 from ._equations import called_jaxpr as called_jaxpr
 from ._equations import has_plain_slices as has_plain_slices

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from ..._compat import ClosedJaxpr, empty, rematerialized_jaxpr
+from ..._compat import ClosedJaxpr, empty, jaxprs_in_params, rematerialized_jaxpr
 
 
 def pvary_like(aval: Any, x: Any) -> Any:
@@ -55,6 +55,15 @@ def partitioned_axes() -> frozenset[str]:
 def jaxpr_of(closed: Any) -> Jaxpr:
     """Returns the `Jaxpr` of an open or closed jaxpr."""
     return getattr(closed, "jaxpr", closed)
+
+
+def any_equation(jaxpr: Any, is_such: Callable[[JaxprEqn], bool]) -> bool:
+    """Returns whether an equation is such, of a jaxpr or of those in its equations."""
+    return any(
+        is_such(equation)
+        or any(any_equation(inner, is_such) for inner in jaxprs_in_params(equation.params))
+        for equation in jaxpr_of(jaxpr).eqns
+    )
 
 
 def scoped(equation: JaxprEqn, names: Any) -> JaxprEqn:

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..._compat import jaxprs_in_params, trace_settings, translated_shardings, without_refs
+from ..._compat import trace_settings, translated_shardings, without_refs
 from ..._input import clause, shorten
-from ...ir.graph import Graph, effects_of, to_graph
+from ...ir.graph import Graph, any_equation, effects_of, to_graph
 from ...schedules import builders
 from ...sharding.specs import axes_of, without_axes
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
@@ -145,10 +145,11 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
 def _changes_mesh(jaxpr: Any, axis: str) -> bool:
     """Returns whether an equation of `jaxpr` reshards to a mesh of several groups."""
-    return any(
-        (e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1)
-        or any(_changes_mesh(inner, axis) for inner in jaxprs_in_params(e.params))
-        for e in jaxpr.eqns
+    return any_equation(
+        jaxpr,
+        lambda e: (
+            e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1
+        ),
     )
 
 

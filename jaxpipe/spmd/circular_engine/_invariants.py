@@ -27,7 +27,7 @@ class CircularOptions(NamedTuple):
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
         scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
-        mark_idle: As `StagedModel.mark_idle`.
+        mark_idle: `StagedModel.mark_idle`, by which a stage knows whether its results are used.
     """
 
     delay: bool

@@ -144,7 +144,7 @@ def _name_gathered(weights: PyTree) -> PyTree:
 
 
 def _is_saveable(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
-    """A policy of JAX that recomputes gathered weights and results of complex arithmetic."""
+    """Saves all but gathered weights and results of complex arithmetic: a policy of JAX."""
     dtypes = [x.dtype for x in inputs if hasattr(x, "dtype")]
     dtypes += [v for k, v in parameters.items() if k in ("new_dtype", "dtype") and v is not None]
     makes_complex = primitive.name in ("complex", "fft")  # `rfft` makes complex arrays of real ones

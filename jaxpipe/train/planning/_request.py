@@ -105,7 +105,8 @@ def make_request(
     fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
     layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
-    engines = engines_that_read(values | layers)
+    read = values | layers
+    engines = engines_that_read(read)
     config = _checked(
         values | ({"max_target_length": sequence} if sequence else {}), fixed, engines
     )
@@ -162,8 +163,10 @@ def make_request(
         planned(config),
         _work(sizes, family.weights(sizes), model),
         TrainerSource(values, devices.num_slices, widest_head),
-        _space(
-            config, sizes, settings, fixed, devices, rows, pipelined, max_stages, values | layers
+        replace(
+            _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages),
+            engines=engines,
+            of_pipelines=keys_unread_by(usual_engine(None).config_name, read),
         ),
         sizes.num_dense_layers,
         uniform - pipelined,
@@ -199,9 +202,8 @@ def _space(
     rows: int,
     num_layers: int,
     max_stages: int | None,
-    read: Values,
 ) -> Space:
-    """Returns the sizes and limits of candidates, whose engines read what is given."""
+    """Returns the sizes and limits of candidates of all engines."""
     offloading = (OFFLOAD_INPUTS,) if device_hardware(devices).host_bandwidth else ()
     return Space(
         devices,
@@ -215,8 +217,6 @@ def _space(
         fixed,
         policies=(*POLICIES, *offloading),
         without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
-        engines=engines_that_read(read),
-        of_pipelines=keys_unread_by(usual_engine(None).config_name, read),
         options=EngineOptions(
             config.pipeline_delay_activation_forwarding,
             config.shard_optimizer_over_data,
