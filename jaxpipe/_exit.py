@@ -35,5 +35,7 @@ def on_abort(say: Callable[[], None]) -> None:
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # for the life of the process
     libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
+    # System V's `signal` calls a handler once. While Python ends, this one would abort again.
+    set_handler = getattr(libc, "sysv_signal", libc.signal)  # macOS has the latter alone
+    set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    set_handler(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))

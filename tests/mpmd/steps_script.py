@@ -1,9 +1,11 @@
 """What the processes of test_processes.py do. Arguments: CASE PROCESS NUM_PROCESSES PORT."""
 
+import atexit
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -220,6 +222,8 @@ def stuck(process: int, num_processes: int, _: str) -> None:
 
 
 if __name__ == "__main__":
+    # It runs last: what was registered before the session is opened runs after its own.
+    atexit.register(lambda: print("at exit:", [thread.name for thread in threading.enumerate()]))
     case, *counts = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     process, num_processes, port = map(int, counts)

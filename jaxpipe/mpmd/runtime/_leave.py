@@ -17,7 +17,7 @@ import jax
 
 from ..._compat import distributed_state
 from ._rendezvous import kv_get, kv_put
-from ._watchdog import POLL_SECONDS, Watchdog, has_pending_items
+from ._watchdog import POLL_SECONDS, Watchdog, has_pending_items, stop
 
 
 def wait_at_exit(watchdog: Watchdog, timeout: float) -> None:
@@ -37,12 +37,17 @@ def _leave_as_child(watchdog: Watchdog, timeout: float) -> None:
 
 def _leave(watchdog: Watchdog, timeout: float) -> None:
     # After an uncaught exception the others may wait for this process: it must not wait for them.
-    if _has_failed(watchdog) or distributed_state().client is None:
+    if _has_failed(watchdog):
         return
     while has_pending_items(watchdog) and not watchdog.reasons:
         time.sleep(POLL_SECONDS)
-    if not watchdog.reasons:
+    if watchdog.reasons:
+        return
+    if distributed_state().client is not None:
         _wait_for_peers(timeout)
+    # Whoever frees an array gives up the GIL. A thread that wants it back while Python ends is
+    # ended inside of C++, which aborts: https://docs.python.org/3.13/c-api/init.html#c.PyGILState_Ensure
+    stop(watchdog)
 
 
 def _has_failed(watchdog: Watchdog) -> bool:

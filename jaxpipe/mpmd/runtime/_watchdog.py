@@ -44,6 +44,7 @@ class Watchdog:
         timeout: Longest time in which no item finishes, in seconds.
         grace: Time for the main thread to raise, and then to exit, in seconds.
         has_peers: Whether other processes wait for this one.
+        thread: Checks the items.
         incoming: Items that were dispatched since the last check.
         pending: Items that had not finished at the last check, oldest first.
         reasons: Why the step cannot finish; empty while it can.
@@ -53,6 +54,7 @@ class Watchdog:
     grace: float
     process: int
     has_peers: bool
+    thread: threading.Thread
     incoming: deque[PendingItem] = field(default_factory=deque)
     pending: list[PendingItem] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -69,10 +71,11 @@ def start_watchdog(timeout: float) -> Watchdog:
     if timeout <= 0:
         raise ValueError(f"`timeout` is {timeout}. Give the seconds after which a step is stuck.")
     grace = min(1.0, timeout / 4)
-    watchdog = Watchdog(timeout, grace, jax.process_index(), jax.process_count() > 1)
-    threading.Thread(
-        target=_watch_pending, args=(watchdog,), daemon=True, name="jaxpipe watchdog"
-    ).start()
+    thread = threading.Thread(
+        target=lambda: _watch_pending(watchdog), daemon=True, name="jaxpipe watchdog"
+    )
+    watchdog = Watchdog(timeout, grace, jax.process_index(), jax.process_count() > 1, thread)
+    thread.start()
     return watchdog
 
 
@@ -132,8 +135,9 @@ def report_failure(watchdog: Watchdog, error: Exception) -> None:
 
 
 def stop(watchdog: Watchdog) -> None:
-    """Stops the watchdog, without ending the process."""
+    """Stops the watchdog, and waits until its thread holds no array."""
     watchdog.stopped.set()
+    watchdog.thread.join()
 
 
 def _watch_pending(watchdog: Watchdog) -> None:
