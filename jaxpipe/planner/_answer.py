@@ -8,7 +8,7 @@ import jax
 
 from ..api import PipelinedModel
 from ..engines import PeakMemory
-from ._reasons import binding, describe, plain_words, rests_on, runner_up
+from ._reasons import attention_words, binding, describe, plain_words, rests_on, runner_up
 from ._request import Request
 from ._search import BestPlans, Plan
 from ._verify import VerifiedPlan, verify
@@ -114,6 +114,7 @@ class Plans:
             "num_candidates": self.best_plans.num_candidates,
             "seconds": self.seconds,
             "binds": binding(request, self.best_plans),
+            "attention": attention_words(self.best),
             "runner_up": runner_up(self.best_plans),
             "plain": plain_words(request, self.best_plans),
             "rests_on": rests_on(request, self.best),
@@ -137,6 +138,7 @@ class Plans:
             f"What binds: {binding(request, self.best_plans)}",
         ]
         more = {
+            "Attention": attention_words(self.best),
             "Why not 2": runner_up(self.best_plans),
             "Without any of it": plain_words(request, self.best_plans),
             "What it rests on": rests_on(request, self.best),

@@ -49,7 +49,8 @@ def binding(request: Request, plans: BestPlans) -> str:
             f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; "
             f"{limit / _GB:.1f} GB may be used."
         )
-    waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
+    scores = best.time.parts["attention_scores"]
+    waits = {"bubble": best.time.parts["bubble"], **best.time.exposed, "scores": scores}
     name, seconds = max(waits.items(), key=lambda pair: pair[1])
     if seconds < 0.02 * best.time.seconds:
         other = best.time.parts["other_compute"]
@@ -59,8 +60,23 @@ def binding(request: Request, plans: BestPlans) -> str:
                 f"what is beside matrix products, such as norms and sums: {share:.0%} of the step."
             )
         return "matrix products: no waiting takes 2% of the step."
-    label = "the bubble" if name == "bubble" else f"communication of {name.replace('_', ' ')}"
+    labels = {
+        "bubble": "the bubble",
+        "scores": "attention's scores",
+    }
+    label = labels.get(name, f"communication of {name.replace('_', ' ')}")
     return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
+
+
+def attention_words(best: Plan) -> str:
+    """Returns a line about attention that no kernel computes; "" if it takes less than 2%."""
+    seconds, step = best.time.parts["attention_scores"], best.time.seconds
+    if seconds < 0.02 * step:
+        return ""
+    return (
+        "no kernel computes it for this model and these devices. Its scores go to memory and "
+        f"back, {seconds:.3g} s of {step:.3g}."
+    )
 
 
 def runner_up(plans: BestPlans) -> str:
@@ -107,6 +123,11 @@ def plain_words(request: Request, plans: BestPlans) -> str:
             return "what is given rules out data parallelism alone."
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain
+    if needed.total <= request.limit:
+        return (
+            "data parallelism alone fits, but attention would store more than 4 GiB of scores of a "
+            "layer on a device, or the trainer refuses it."
+        )
     return (
         f"data parallelism alone does not fit: {describe(candidate)} needs "
         f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}{_most(needed)}."

@@ -60,6 +60,11 @@ def test_scores_that_no_kernel_computes_make_smaller_microbatches_and_no_refusal
     rows = plans.best.candidate
     stored = 64 // rows.num_shards // rows.microbatches * 64 * 8192**2 * 4 / rows.sizes["tensor"]
     assert stored <= 2**32 and not plans.best_plans.refused
+    parts = plans.best.time.parts
+    assert parts["attention_scores"] > parts["products"] + parts["other_compute"]
+    assert "Attention: no kernel computes it" in repr(plans)
+    assert "data parallelism alone fits, but attention" in repr(plans)
+    assert "no kernel" not in repr(jp.plan("qwen3-30b-a3b", "h200:8", 64, 8192))
 
 
 def test_the_keys_of_a_plan_are_taken_by_the_planner():

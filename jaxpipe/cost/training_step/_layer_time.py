@@ -74,7 +74,8 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     communication = _communication(layer, layout, device)
     forward = {
         "products": products + attention,
-        "other_compute": other + moved_scores,
+        "other_compute": other,
+        "attention_scores": moved_scores,
         **communication,
     }
     again = {}
@@ -87,10 +88,11 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     elif layout.remat == "full":
         again = forward
     elif layout.remat == "selective" and not _fused(layer):
-        again = {"products": attention, "other_compute": moved_scores}
+        again = {"products": attention, "attention_scores": moved_scores}
     back = {
         "products": products + _backward_products(layer) / 2 * attention,
-        "other_compute": _BACKWARD_ELEMENTWISE * moved + kernels + 2 * moved_scores,
+        "other_compute": _BACKWARD_ELEMENTWISE * moved + kernels,
+        "attention_scores": 2 * moved_scores,
         **communication,
     }
     if "tensor" in back:

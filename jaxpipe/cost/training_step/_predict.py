@@ -29,7 +29,7 @@ from ._schedule_time import (
 )
 
 KINDS = (
-    *("products", "other_compute", "head_and_embedding", "optimizer", "bubble"),
+    *("products", "other_compute", "attention_scores", "head_and_embedding", "optimizer", "bubble"),
     *("tensor", "fsdp", "gradient_reduction", "point_to_point", "experts", "context"),
 )
 
@@ -40,7 +40,8 @@ class Prediction:
 
     seconds: float  # the time of a step
     # Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
-    # "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is exposed of
+    # "other_compute" of layers, "attention_scores" that are written to memory where no kernel
+    # computes attention, "head_and_embedding", "optimizer", "bubble", and what is exposed of
     # communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
     # "point_to_point", "experts" and "context".
     parts: dict[str, float]

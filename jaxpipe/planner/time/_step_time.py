@@ -200,7 +200,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     ticks = _tick_seconds(run, step)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(step, candidate))
-    work = parts["products"] + parts["other_compute"]
+    work = parts["products"] + parts["other_compute"] + parts["attention_scores"]
     parts["host"] = exposed_host_seconds(candidate, request, work, _num_moves(candidate, run))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
