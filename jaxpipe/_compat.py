@@ -43,6 +43,11 @@ ClosedJaxpr = extend_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsag
 """A jaxpr with its constants; from JAX 0.12 on it is `Jaxpr`, which has them itself."""
 
 
+ABORTS_ON_UNSORTED_MANUAL_AXES = jax.__version_info__ >= (0, 11)
+"""Whether XLA aborts on a `jax.shard_map` in another one if an inner axis precedes an outer one in
+the mesh and other axes stay automatic: `named_sharding.cc`, "Manual axes must be sorted"."""
+
+
 def rematerialized_jaxpr(params: Mapping[str, Any]) -> Any:
     """Returns the jaxpr of `jax.checkpoint` under `jax_remat3`, from JAX 0.11 on; else None."""
     called: Any = params.get("_prim")

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ..._compat import ABORTS_ON_UNSORTED_MANUAL_AXES
 from ...ir.graph import select
 from ...sharding.specs import axes_of, without_axes
 from ._varying import pvary
@@ -67,10 +68,33 @@ def nested_shard_map(
         names = [axis for axis in axis_names or context.axis_names if axis not in manual]
         if not names:
             return f(*arguments)
-        axes = {axis: context.shape[axis] for axis in names}
+        axes = {axis: context.shape[axis] for axis in _as_xla_takes_them(names, context)}
         return _run(f, axes, _without(in_specs, manual), _without(out_specs, manual), arguments)
 
     return call
+
+
+def _as_xla_takes_them(names: list[str], mesh: AbstractMesh) -> list[str]:
+    """Returns the axes of a call over the axes `names`, and more if XLA would abort.
+
+    Raises:
+        ValueError: If it would abort, and the other automatic axes have several devices.
+    """
+    manual = [axis for axis in mesh.axis_names if axis in mesh.manual_axes]
+    automatic = [axis for axis in mesh.axis_names if axis not in manual]
+    several = [axis for axis in automatic if mesh.shape[axis] > 1]
+    before = mesh.axis_names[: mesh.axis_names.index(manual[-1])]
+    early = [axis for axis in before if axis in names]
+    if not ABORTS_ON_UNSORTED_MANUAL_AXES or not early:
+        return names
+    if set(several) <= set(names):
+        return automatic
+    raise ValueError(
+        f"A layer has a `jax.shard_map` over {names}. The axis {early[0]!r} precedes "
+        f"{manual[-1]!r} in the mesh, where XLA aborts if others of {several} stay automatic. Give "
+        f"specs over all of {several} and leave out `axis_names`, or order the axes of the mesh as "
+        f"{[*manual, *several]}, with `jax.make_mesh`."
+    )
 
 
 def _run(
