@@ -14,9 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpipe as jp
 from jaxpipe import mpmd
 from jaxpipe.mpmd import jaxpp
 
@@ -80,6 +83,8 @@ def numbers(result) -> list[np.ndarray]:
 
 def delays(process: int, num_processes: int, steps: str) -> None:
     """Steps with pauses before actions at random give what a step without gives, every time."""
+    # It runs last: what was registered before the session is opened runs after its own.
+    atexit.register(lambda: print("at exit:", [thread.name for thread in threading.enumerate()]))
     compiled, weights, xs = make_step(jaxpp.ZeroBubble(num_processes))
     expected = numbers(compiled(weights, xs))
     rng = random.Random(process)
@@ -205,6 +210,75 @@ def prints(process: int, num_processes: int, _: str) -> None:
     jax.effects_barrier()
 
 
+def optimizer(process: int, num_processes: int, _: str) -> None:
+    """The front door with an optimizer whose state is made before the first step."""
+    width, microbatches, rows = 8, 4, 8
+    mesh = Mesh(in_order(), ("stage",))
+    layers = [
+        {"w": jax.random.normal(key, (width, width)) / 3, "b": jnp.zeros(width)}
+        for key in jax.random.split(jax.random.key(0), 2 * num_processes)
+    ]
+    params = {"embed": jnp.eye(width), "layers": layers, "head": jnp.ones((width, width))}
+    batch = {
+        name: jax.random.normal(jax.random.key(seed), (microbatches * rows, width))
+        for seed, name in enumerate("xy")
+    }
+
+    def layer(w, x, batch):
+        return x + jnp.tanh(x @ w["w"] + w["b"])
+
+    def loss(w, x, batch):
+        return jnp.mean((x @ w - batch["y"]) ** 2)
+
+    def plain(params, batch):
+        x = batch["x"] @ params["embed"]
+        for w in params["layers"]:
+            x = layer(w, x, batch)
+        return loss(params["head"], x, batch)
+
+    model = jp.Model(embed=lambda w, batch: batch["x"] @ w, layer=layer, loss=loss)
+    pipe = jp.pipeline(model, schedule="1f1b", engine="mpmd", mesh=mesh, microbatches=microbatches)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+    def train(tx, value_and_grad):
+        def step(params, state, batch):
+            value, grads = value_and_grad(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value, optax.global_norm(grads)
+
+        return step
+
+    with pytest.raises(ValueError, match="ranks belong to several processes"):
+        pipe.check(params, batch)
+    tx_of_stages, stored = pipe.optimizer(tx), pipe.shard(params)
+    step = pipe.jit(train(tx_of_stages, pipe.value_and_grad))
+    by_hand = jax.jit(train(tx, jax.value_and_grad(plain)))
+    norm = pipe.jit(optax.global_norm)
+    state, state_by_hand = tx_of_stages.init(stored), tx.init(params)
+    moments = [x.mpmd_idxs for x in jax.tree.leaves(state) if x.shape]
+    assert moments == 2 * [x.mpmd_idxs for x in jax.tree.leaves(stored)], moments
+    for _step in range(3):
+        true_norm = optax.global_norm(params)
+        of_all = norm(stored)
+        params, state_by_hand, *true = by_hand(params, state_by_hand, batch)
+        stored, state, (value, _), grad_norm = step(stored, state, batch)
+        got = zip((of_all, value, grad_norm), (true_norm, *true), strict=True)
+        for x, expected in got:
+            if x.is_partially_addressable:
+                np.testing.assert_allclose(np.asarray(x), expected, rtol=1e-5)
+    print("optimizer is right", flush=True)
+
+
+def raises(process: int, num_processes: int, _: str) -> None:
+    """Process 1 has an exception between two steps, when process 0 waits for what it sends."""
+    compiled, weights, xs = make_step(jaxpp.Std1F1B(num_processes))
+    for count in range(10**9):
+        weights, value = compiled(weights, xs)
+        value.block_until_ready()
+        if process == 1 and count == 3:
+            raise RuntimeError("no more data")
+
+
 def stuck(process: int, num_processes: int, _: str) -> None:
     """Process 1 stops in the middle of a step."""
     compiled, weights, xs = make_step(jaxpp.Std1F1B(num_processes))
@@ -221,15 +295,13 @@ def stuck(process: int, num_processes: int, _: str) -> None:
     jax.block_until_ready(compiled.with_thunks(freeze)(weights, xs))
 
 
+CASES = rows, delays, forever, differ, meshes, apart, prints, optimizer, raises, stuck
+
 if __name__ == "__main__":
-    # It runs last: what was registered before the session is opened runs after its own.
-    atexit.register(lambda: print("at exit:", [thread.name for thread in threading.enumerate()]))
     case, *counts = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     process, num_processes, port = map(int, counts)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
     name, _, argument = case.partition(":")
-    {f.__name__: f for f in (rows, delays, forever, differ, meshes, apart, prints, stuck)}[name](
-        process, num_processes, argument
-    )
+    {f.__name__: f for f in CASES}[name](process, num_processes, argument)
     jax.distributed.shutdown()

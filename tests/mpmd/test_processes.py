@@ -65,6 +65,20 @@ def test_a_hundred_steps_with_delays_on_four_processes_neither_hang_nor_differ()
     check_delays(4, 100)
 
 
+def test_an_optimizer_of_two_processes_is_that_of_the_plain_program():
+    """Its state was made by process 0 alone, which has no weights of the second stage."""
+    for end in run_processes(SCRIPT, "optimizer", 2, seconds=120, devices=1):
+        assert end.code == 0, end.err
+        assert "optimizer is right" in end.out
+
+
+def test_an_exception_of_one_process_ends_all():
+    """JAX would wait five minutes for the others, and they for what is not sent."""
+    waits, raises = run_processes(SCRIPT, "raises", 2, seconds=60, devices=1)
+    assert raises.code == 1 and "RuntimeError: no more data" in raises.err
+    assert waits.code != 0 and "process 1" in waits.err, waits.err
+
+
 def test_processes_with_other_programs_say_so_before_the_first_step():
     for end in run_processes(SCRIPT, "differ", 2, seconds=60, devices=1):
         assert end.code != 0

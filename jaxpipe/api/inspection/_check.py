@@ -71,8 +71,14 @@ def check(
 
     Raises:
         AssertionError: If an error is larger. It says why.
-        ValueError: If `plain` is given and the model has dropout.
+        ValueError: If `plain` is given and the model has dropout, or ranks of programs of their own
+            belong to several processes.
     """
+    if pipe.engine.program_per_rank and len({d.process_index for d in pipe.mesh.devices.flat}) > 1:
+        raise ValueError(
+            "`check` needs all parameters and gradients on one device, and the ranks belong to "
+            "several processes. Call it in one process, on devices that `jp.emulate_devices` makes."
+        )
     stored, whole = stored_and_whole(pipe, params)
     got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
     reference = reference_result(pipe, whole, batch, key, plain=plain)

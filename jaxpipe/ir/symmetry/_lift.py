@@ -182,5 +182,10 @@ class _LiftedRun:
 
     def _stack(self, kind: str, values: Sequence[Any]) -> Parts:
         """Returns one value of each layer as parts, an arbitrary one at padding."""
-        stack = jnp.stack([jnp.asarray(value) for value in values])
-        return tuple(stack[np.maximum(ids, 0)] for ids in self.layer_ids[kind])
+        arrays = [jnp.asarray(value) for value in values]
+
+        def part(ids: np.ndarray) -> Any:  # of its own layers: others may be on other devices
+            stack = jnp.stack([arrays[layer] for layer in np.maximum(ids, 0).flat])
+            return stack.reshape(*ids.shape, *arrays[0].shape)
+
+        return tuple(map(part, self.layer_ids[kind]))

@@ -41,7 +41,8 @@ class MpmdFunction:
     def __init__(self, jitted: Any, settings: Settings) -> None:
         self._jitted = jitted
         self._settings = settings
-        self._compiled: dict[Any, Compiled] = {}
+        # By types, and by the groups of arguments; with loops, which do not read these, by ().
+        self._compiled: dict[Any, dict[Any, Compiled]] = {}
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function for arguments of these shapes and dtypes.
@@ -49,6 +50,7 @@ class MpmdFunction:
         Arrays may be given as `jax.ShapeDtypeStruct`.
         """
         settings = self._settings
+        held_on = _groups_of(jax.tree.leaves(settings.static.split(args, kwargs)[0]))
         static = settings.static
         argnums = static.indices(len(args))
         args = tuple(x if i in argnums else jax.tree.map(_shape_of, x) for i, x in enumerate(args))
@@ -70,6 +72,7 @@ class MpmdFunction:
             jax.tree.structure(out_info),
             (*map(_spec_of, in_leaves), *(None for _ in named)),
             tuple(map(_spec_of, out_leaves)),
+            held_on,
             tuple(_ranks_of(sharding) for sharding in out_leaves),
             frozenset(donated),
         )
@@ -87,22 +90,24 @@ class MpmdFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         key = tree, tuple(map(type_of, leaves)), static, trace_settings()
         try:
-            is_compiled = key in self._compiled
+            by_groups = self._compiled.setdefault(key, {})
         except TypeError:
             raise ValueError(
                 f"The static arguments {shorten(repr(static.values()), 300)} are not "
                 "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
-        if not is_compiled:
-            if self._compiled:
+        compiled = by_groups.get(()) or by_groups.get(_groups_of(leaves))
+        if compiled is None:
+            if any(self._compiled.values()):
                 _LOG.warning(
-                    "%s is compiled once more: it is called with other shapes, dtypes or static "
-                    "arguments, or under other settings of JAX, than before.",
+                    "%s is compiled once more: it is called with other shapes, dtypes, groups or "
+                    "static arguments, or under other settings of JAX, than before.",
                     getattr(self._jitted, "__name__", "A step"),
                 )
-            self._compiled[key] = self.compile(*args, **kwargs)
+            compiled = self.compile(*args, **kwargs)
+            by_groups[() if compiled.lowered.schedules else _groups_of(leaves)] = compiled
         try:
-            return self._compiled[key](*args, **kwargs)
+            return compiled(*args, **kwargs)
         except AttributeError:  # tracers have no sharding, and looking at each would cost time
             if not any(isinstance(leaf, Tracer) for leaf in leaves):
                 raise
@@ -151,6 +156,11 @@ def _changes_mesh(jaxpr: Any, axis: str) -> bool:
             e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1
         ),
     )
+
+
+def _groups_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """Returns the groups that hold each array, None for arrays of no group."""
+    return tuple(x.mpmd_idxs or None if isinstance(x, MpmdArray) else None for x in leaves)
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -70,6 +70,7 @@ class Traced:
         out_tree: The structure of the result.
         in_specs: The spec of each leaf of the arguments, or None if the compiler chooses.
         out_specs: The spec of each leaf of the result, or None if the compiler chooses.
+        in_ranks: The groups that hold each leaf of the arguments, or None if any may be given it.
         out_ranks: The groups of each leaf of the result, or None if the compiler chooses.
         donated: The indices of donated arguments among all leaves.
     """
@@ -80,6 +81,7 @@ class Traced:
     out_tree: Any
     in_specs: tuple[P | None, ...]
     out_specs: tuple[P | None, ...]
+    in_ranks: tuple[tuple[int, ...] | None, ...]
     out_ranks: tuple[tuple[int, ...] | None, ...]
     donated: frozenset[int]
 
@@ -96,6 +98,7 @@ class Traced:
             partial(_checked_schedule, mesh.mpmd_dim),
             in_specs=self.in_specs,
             out_specs=self.out_specs,
+            in_ranks=self.in_ranks,
             out_ranks=self.out_ranks,
             donated_inputs=self.donated,
             processes=tuple(mesh.process_of(rank) for rank in range(mesh.mpmd_dim)),

@@ -24,6 +24,8 @@ class LoweringOptions:
         to_schedule: `(the schedule that the user gave, num_microbatches) -> checked schedule`.
         in_specs: [num_inputs] the spec of each argument within a group, None if it is open.
         out_specs: [num_outputs] the spec of each result within a group, None if it is open.
+        in_ranks: [num_inputs] the ranks that hold each argument before the call, None if any may
+            be given it. Functions with loops do not read it.
         out_ranks: [num_outputs] the ranks of each result, None if they are open.
         donated_inputs: The indices of the arguments whose memory results may reuse.
         processes: [num_ranks] the index of the process of each rank, or () if all ranks share one.
@@ -33,6 +35,7 @@ class LoweringOptions:
     to_schedule: Callable[[Any, int], Schedule]
     in_specs: tuple[PartitionSpec | None, ...]
     out_specs: tuple[PartitionSpec | None, ...]
+    in_ranks: tuple[Ranks | None, ...]
     out_ranks: tuple[Ranks | None, ...]
     donated_inputs: frozenset[int]
     processes: tuple[int, ...]

@@ -9,6 +9,7 @@ groups have no more work would so end the others in the middle of a step. A chil
 import atexit
 import functools
 import multiprocessing
+import signal
 import sys
 import time
 from multiprocessing.util import Finalize
@@ -16,17 +17,35 @@ from multiprocessing.util import Finalize
 import jax
 
 from ..._compat import distributed_state
+from ..._exit import exit_immediately
 from ._rendezvous import kv_get, kv_put
 from ._watchdog import POLL_SECONDS, Watchdog, has_pending_items, stop
+
+LAST_WORDS_SECONDS = 5.0
+"""Time for all processes to fail if one has, in seconds."""
 
 
 def wait_at_exit(watchdog: Watchdog, timeout: float) -> None:
     """Makes this process wait at exit for its own work, and `timeout` seconds for its peers."""
     if multiprocessing.parent_process() is None:
         # The functions run last in, first out: this one before that of `jax.distributed`.
-        atexit.register(_leave, watchdog, timeout)
+        atexit.register(_leave_as_main, watchdog, timeout)
     else:
         Finalize(None, _leave_as_child, (watchdog, timeout), exitpriority=0)
+
+
+def _leave_as_main(watchdog: Watchdog, timeout: float) -> None:
+    if _has_failed(watchdog) and distributed_state().client is not None:
+        # The traceback is printed. Even without its function of `atexit` JAX would wait for the
+        # others, in a destructor, and they for what this process has not sent. Others may have the
+        # same error, which they have no time to print once process 0 is gone.
+        try:
+            _wait_for_peers(LAST_WORDS_SECONDS)
+            time.sleep(watchdog.grace if watchdog.process == 0 else 0.0)
+        finally:
+            interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+            exit_immediately(128 + signal.SIGINT if interrupted else 1)
+    _leave(watchdog, timeout)
 
 
 def _leave_as_child(watchdog: Watchdog, timeout: float) -> None:

@@ -44,7 +44,7 @@ class Watchdog:
         timeout: Longest time in which no item finishes, in seconds.
         grace: Time for the main thread to raise, and then to exit, in seconds.
         has_peers: Whether other processes wait for this one.
-        thread: Checks the items.
+        thread: The thread that checks the items and ends the process.
         incoming: Items that were dispatched since the last check.
         pending: Items that had not finished at the last check, oldest first.
         reasons: Why the step cannot finish; empty while it can.

@@ -14,6 +14,9 @@ equation runs where the largest of its inputs is held, so an optimizer update ru
 has the gradient. Values that depend on no loop, such as a step count or a cast of weights, are
 cheap to compute twice: every rank that needs such a value computes it itself.
 
+In a function without loops an equation runs where the largest of its inputs is, as if a loop had
+put the arguments where they are.
+
 If several ranks run a stage, its owner is given the arguments that the stage reads, such as
 weights, and sends them to the others. So each weight and its optimizer state are on one rank.
 """
@@ -42,10 +45,10 @@ class _ValueOnRanks:
 
 def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
     """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks."""
-    read_by_loops = _ranks_of_loop_inputs(graph)
-    computed_on = _ranks_after_loops(graph, read_by_loops)
+    read_by_loops, held_on = _ranks_of_loop_inputs(graph), _ranks_of_arguments(graph)
+    computed_on = _ranks_after_loops(graph, read_by_loops, held_on)
     graph = split_sums_by_rank(graph, computed_on)
-    computed_on = _ranks_after_loops(graph, read_by_loops)
+    computed_on = _ranks_after_loops(graph, read_by_loops, held_on)
     returned_on = _ranks_of_outputs(graph, computed_on)
     needed_on = _ranks_that_need(graph, computed_on, returned_on)
     computed_on |= _ranks_of_prints(graph, computed_on, needed_on)
@@ -55,6 +58,7 @@ def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
     returned_on |= _ranks_of_open_outputs(graph, returned_on, given_to)
     needed_on = _ranks_that_need(graph, computed_on, returned_on)
     given_to = _ranks_that_need(graph, computed_on, returned_on, by_owners=True)
+    given_to |= {value: ranks for value, ranks in held_on.items() if given_to[value]}
     return replace(graph, ranks=_rank_assignment(graph, computed_on, needed_on, given_to))
 
 
@@ -94,6 +98,14 @@ def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
     return ranks_of
 
 
+def _ranks_of_arguments(graph: MpmdGraph) -> dict[Var, set[int]]:
+    """Returns the ranks that hold each argument, if they are known and there is no loop."""
+    if any(isinstance(eqn, PipelinedLoop) for eqn in graph.eqns):
+        return {}
+    pairs = zip(graph.inputs, graph.options.in_ranks, strict=True)
+    return {value: set(ranks) for value, ranks in pairs if ranks}
+
+
 def _ranks_of_inputs(loop: PipelinedLoop, *, by_owners: bool = False) -> dict[Var, set[int]]:
     """Returns the ranks whose tasks read each input of a loop, or those that own these tasks."""
     ranks_of: dict[Var, set[int]] = {}
@@ -104,14 +116,16 @@ def _ranks_of_inputs(loop: PipelinedLoop, *, by_owners: bool = False) -> dict[Va
     return ranks_of
 
 
-def _ranks_after_loops(graph: MpmdGraph, read_by_loops: RankSets) -> dict[Var, set[int]]:
-    """Returns the ranks on which each value that depends on a loop is computed.
+def _ranks_after_loops(
+    graph: MpmdGraph, read_by_loops: RankSets, held_on: RankSets
+) -> dict[Var, set[int]]:
+    """Returns the ranks on which each value that depends on a loop, or is held, is computed.
 
-    An equation that depends on a loop runs on the ranks that hold the largest of its inputs. An
+    An equation that depends on one runs on the ranks that hold the largest of its inputs. An
     input of the function that loops read counts as held by the ranks of these loops.
     """
-    ranks_of: dict[Var, set[int]] = {}
-    behind: set[Var] = set()  # values that depend on a loop
+    ranks_of: dict[Var, set[int]] = {**held_on}
+    behind: set[Var] = {*held_on}  # values that depend on a loop, or on what ranks hold
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
