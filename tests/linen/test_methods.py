@@ -212,7 +212,10 @@ def test_the_call_gathers_weights_when_the_config_says(when):
         assert {shape for shape, _ in found} == {of_a_repeat}
         assert sum(executions for _, executions in found) > M  # and not one for each of 2 repeats
     else:
-        assert found == {"once": [(of_all, 1)], "repeat": [(of_a_repeat, 1)] * 2}[when]
+        assert found == [({"once": of_all, "repeat": of_a_repeat}[when], 1)]
+    if when == "repeat":  # the first one at once, and of the next one a part in each of M ticks
+        part = f"f32[{WIDTH},1,{WIDTH // M}]"
+        assert [g.executions for g in gathers if g.shape == part] == [2 * M + 1]
 
 
 def test_weights_are_gathered_over_fsdp_transpose_too():
