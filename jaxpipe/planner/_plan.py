@@ -13,7 +13,7 @@ from ._answer import Plans, unit_of_bytes
 from ._candidates import StepLayout
 from ._own_model import NOT_CHOSEN
 from ._reasons import describe
-from ._request import Request
+from ._request import MANY_SCORES, Request
 from ._search import BestPlans, expected_memory, search
 
 
@@ -81,8 +81,8 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
         )
     if not best.refused:
         return (
-            "In every layout that fits, attention would store more than 4 GiB of scores of a layer "
-            f"on a device{_given(request)}, because no kernel computes it there. Use smaller "
+            f"In every layout that fits, attention would store {MANY_SCORES}"
+            f"{_given(request)}, because no kernel computes it there. Use smaller "
             "sequences, or give `attention=dot_product` to store them."
         )
     reasons = "\n".join(dict.fromkeys(best.refused[:3]))

@@ -6,10 +6,11 @@ from ..sharding import AXES
 from ._candidates import StepLayout, engine_named
 from ._devices import device_hardware
 from ._model import OFFLOAD_INPUTS
-from ._request import Request
+from ._request import MANY_SCORES, Request
 from ._search import CLOSE, BestPlans, Plan, is_plain
 
 _GB = 1e9
+_NOTABLE = 0.02  # the fraction of a step from which an answer names what takes it
 _NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
 _NAMES["context"] = "cp"
 
@@ -52,26 +53,23 @@ def binding(request: Request, plans: BestPlans) -> str:
     scores = best.time.parts["attention_scores"]
     waits = {"bubble": best.time.parts["bubble"], **best.time.exposed, "scores": scores}
     name, seconds = max(waits.items(), key=lambda pair: pair[1])
-    if seconds < 0.02 * best.time.seconds:
+    if seconds < _NOTABLE * best.time.seconds:
         other = best.time.parts["other_compute"]
         if other > best.time.parts["products"]:
             share = other / best.time.seconds
             return (
                 f"what is beside matrix products, such as norms and sums: {share:.0%} of the step."
             )
-        return "matrix products: no waiting takes 2% of the step."
-    labels = {
-        "bubble": "the bubble",
-        "scores": "attention's scores",
-    }
+        return f"matrix products: no waiting takes {_NOTABLE:.0%} of the step."
+    labels = {"bubble": "the bubble", "scores": "attention's scores"}
     label = labels.get(name, f"communication of {name.replace('_', ' ')}")
     return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
 
 
 def attention_words(best: Plan) -> str:
-    """Returns a line about attention that no kernel computes; "" if it takes less than 2%."""
+    """Returns a line about attention that no kernel computes; "" if it takes little."""
     seconds, step = best.time.parts["attention_scores"], best.time.seconds
-    if seconds < 0.02 * step:
+    if seconds < _NOTABLE * step:
         return ""
     return (
         "no kernel computes it for this model and these devices. Its scores go to memory and "
@@ -124,10 +122,9 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain
     if needed.total <= request.limit:
-        return (
-            "data parallelism alone fits, but attention would store more than 4 GiB of scores of a "
-            "layer on a device, or the trainer refuses it."
-        )
+        many = request.stores_many_scores(candidate)
+        reason = f"attention would store {MANY_SCORES}" if many else "the trainer refuses it"
+        return f"data parallelism alone fits, but {reason}."
     return (
         f"data parallelism alone does not fit: {describe(candidate)} needs "
         f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}{_most(needed)}."

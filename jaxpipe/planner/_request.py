@@ -11,12 +11,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..api import PipelinedModel
 from ..cost.work import ModelWork
 from ..engines import Engine, PipelineSpec
+from ..kernels import LARGEST_STORED
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
 from ._devices import Devices
-from ._model import PlannedModel
+from ._model import PlannedModel, token_bytes
 
 Values = dict[str, Any]
+
+MANY_SCORES = f"more than {LARGEST_STORED / 2**30:.0f} GiB of scores of a layer on a device"
+"""The scores that attention may not store, in words."""
 
 
 class PreparedPipeline(NamedTuple):
@@ -72,7 +76,7 @@ class Request:
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
         default_flags: Which of jaxpipe's own compiler flags a step is compiled with.
-        most_scores: Scores of attention that a layer may store of a microbatch on a device.
+        most_scores: Bytes of attention's scores that a layer may store of a microbatch on a device.
         leaner: Makes the model as it is with other keys, which change what is trained: pairs of the
             keys and its sizes.
     """
@@ -90,6 +94,11 @@ class Request:
     default_flags: Literal["all", "quick", "none"] = "all"
     most_scores: float = math.inf
     leaner: Callable[[], Sequence[tuple[str, PlannedModel]]] = tuple
+
+    def stores_many_scores(self, candidate: StepLayout) -> bool:
+        """Returns whether a layer would store more scores of attention than the trainer allows."""
+        of_token = token_bytes(self.model.scores, candidate.sizes, 4)
+        return of_token * self.tokens(candidate) > self.most_scores
 
     def tokens(self, candidate: StepLayout) -> float:
         """Returns the tokens of a microbatch on a device."""

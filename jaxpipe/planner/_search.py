@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from ..engines import PeakMemory
 from ._candidates import StepLayout, candidates, neighbours
 from ._devices import absent_devices
-from ._model import OFFLOAD_INPUTS, token_bytes
+from ._model import OFFLOAD_INPUTS
 from ._request import Request, Values
 from .memory import peak_memory, step_counts
 from .time import PredictedTime, least_seconds, rough_seconds, step_time
@@ -125,14 +125,10 @@ class Candidates:
             if is_all:
                 yield self.layouts[index]
             elif (self._needed(index).total <= self._request.limit) == fit and not (
-                fit and self._stores_many_scores(self.layouts[index])
+                fit and self._request.stores_many_scores(self.layouts[index])
             ):
                 seconds = rough_seconds(self.layouts[index], self._request)
                 heappush(heap, (seconds, True, index))
-
-    def _stores_many_scores(self, layout: StepLayout) -> bool:
-        of_token = token_bytes(self._request.model.scores, layout.sizes, 4)
-        return of_token * self._request.tokens(layout) > self._request.most_scores
 
     def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
         """Returns the candidate that needs least memory; None if there is none."""
