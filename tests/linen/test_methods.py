@@ -213,9 +213,7 @@ def test_the_call_gathers_weights_when_the_config_says(when):
         assert sum(executions for _, executions in found) > M  # and not one for each of 2 repeats
     else:
         assert found == [({"once": of_all, "repeat": of_a_repeat}[when], 1)]
-    if (
-        when == "repeat"
-    ):  # the first at once, and in every tick a part of the next: M of them are all
+    if when == "repeat":  # the first at once, and a part of the next in every tick
         part = f"f32[{WIDTH},1,{WIDTH // M}]"
         assert [g.executions for g in gathers if g.shape == part] == [2 * M + 1]
 
