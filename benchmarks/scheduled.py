@@ -164,7 +164,7 @@ def make(num_microbatches: int) -> tuple[Any, Any, StagedModel]:
     batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
     batch_inputs["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
     embed, layer, loss = models.llama(
-        CONFIG, attention=dot_product_attention, constrain=sharding.constrain_with()
+        CONFIG, attention=dot_product_attention, constrain=sharding.Constrain()
     )
 
     def stage(weights: Any, x: Any, inputs_m: Any, keys: Any) -> Any:

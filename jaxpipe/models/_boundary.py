@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..autodiff.staged_model import run_layers
@@ -38,7 +39,20 @@ def embed_tokens(
     """Returns the embeddings of tokens in `dtype`."""
     # Rows stay whole: XLA's partitioner fails on a look-up in a table sharded in both dims.
     table = constrain(table.astype(dtype), ("vocab", None))
-    return constrain(jnp.take(table, tokens, axis=0), ACTIVATION)
+    count = constrain.num_shards("vocab")
+    if count == 1:
+        return constrain(jnp.take(table, tokens, axis=0), ACTIVATION)
+    # Every shard looks up its own: left to XLA, a look-up of sharded tokens in a sharded table ends
+    # the process where `stage` is manual (jax 0.12, `partition_group_list`).
+    shards = constrain(table.reshape(count, -1, table.shape[1]), ("vocab", None, None))
+    tokens = jnp.where(tokens < 0, tokens + table.shape[0], tokens)
+    ids = tokens - (jnp.arange(count) * shards.shape[1])[:, None, None]
+    own = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+    rows = jax.vmap(lambda shard, ids: shard.at[ids].get(**own))(shards, ids)
+    x = lax.reduce_sum(constrain(rows, ("vocab", *ACTIVATION)), axes=(0,))
+    # As `jnp.take`: NaN for tokens that the table does not have.
+    known = (tokens >= 0) & (tokens < table.shape[0])
+    return constrain(jnp.where(known[..., None], x, jnp.nan), ACTIVATION)
 
 
 def next_token_logits(

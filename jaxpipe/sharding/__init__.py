@@ -16,7 +16,6 @@ from ._rules import GATHERED_AXES as GATHERED_AXES
 from ._rules import Constrain as Constrain
 from ._rules import LogicalAxes as LogicalAxes
 from ._rules import Rules as Rules
-from ._rules import constrain_with as constrain_with
 from ._rules import expert_axes as expert_axes
 from ._rules import gathered_rules as gathered_rules
 from ._rules import named_shardings as named_shardings

@@ -4,7 +4,9 @@ A rule is a pair (logical axis, mesh axes). Weights and activations are describe
 axes; these rules alone decide which mesh axes split each of them.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -163,33 +165,57 @@ def rules_without_manual_axes(rules: Rules, mesh: AbstractMesh) -> Rules:
     return [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
 
 
-# A function that shards an activation by the logical axes of its dims, see `constrain_with`.
-Constrain = Callable[[jax.Array, LogicalAxes], jax.Array]
+@dataclass(frozen=True, eq=False)
+class Constrain:
+    """Shards activations by the logical axes of their dims, over the mesh in context.
 
+    Axes that are manual where it is called (inside `jax.shard_map`) are left out, so a model's
+    code is the same inside a pipeline and outside.
 
-def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
-    """Returns a function that shards an activation as `rules` say, over the mesh in context.
+    Attributes:
+        rules: The mesh axes of each logical axis, or None to constrain nothing.
 
-    Axes that are manual where it is called (inside `jax.shard_map`) are left out of the spec, so a
-    model's code is the same inside a pipeline and outside. Without a mesh in context, or where all
-    its axes are manual, the function returns its argument.
-
-    Args:
-        rules: The mesh axes of each logical axis, such as `DEFAULT_RULES`.
-
-    Returns:
-        A function from an array and its logical axes to the array.
+    Example:
+        >>> constrain = Constrain()
+        >>> constrain(jnp.ones((4, 8)), ("activation_batch", "activation_embed")).shape
+        (4, 8)
     """
 
-    def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    rules: Rules | None = DEFAULT_RULES
+
+    def __call__(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        """Returns `x` sharded as the rules say, or unchanged where all axes of the mesh are manual.
+
+        Args:
+            x: An activation of any shape.
+            axes: The logical axis of each dim, or None.
+
+        Returns:
+            `x`.
+        """
         mesh = jax.sharding.get_abstract_mesh()
-        if set(mesh.axis_names) <= set(mesh.manual_axes):
+        if self.rules is None or set(mesh.axis_names) <= set(mesh.manual_axes):
             return x
-        spec = partition_spec(axes, rules_without_manual_axes(rules, mesh))
+        spec = partition_spec(axes, rules_without_manual_axes(self.rules, mesh))
         check_divisible(x.shape, spec, dict(mesh.shape), "activation " + str(axes))
         return jax.lax.with_sharding_constraint(x, spec)
 
-    return constrain
+    def num_shards(self, axis: str) -> int:
+        """Returns the number of shards of a dim with this logical axis.
+
+        Args:
+            axis: A logical axis of the rules.
+
+        Returns:
+            The number, 1 without rules.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = dict(rules_without_manual_axes(self.rules or ((axis, ()),), mesh))[axis]
+        return math.prod(mesh.shape.get(name, 1) for name in axes)
+
+
+no_constraint = Constrain(None)
+"""The constraint of a model that runs on one device."""
 
 
 GATHERED_AXES = ("fsdp", "fsdp_transpose", "context", "expert")
@@ -226,17 +252,3 @@ def expert_axes(rules: Rules) -> Sequence[str]:
         Names of mesh axes.
     """
     return dict(rules).get("activation_exp", dict(rules).get("exp", ()))
-
-
-def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """Returns `x` unchanged: the constraint of a model that runs on one device.
-
-    Args:
-        x: An activation of any shape.
-        axes: Its logical axes, which are not read.
-
-    Returns:
-        `x`.
-    """
-    del axes
-    return x

@@ -540,7 +540,7 @@ def test_on_a_mesh_every_rank_has_its_own_gradients(case: Callable[[], Case]):
 def test_experts_on_their_own_devices_wait_for_the_second_half_too():
     stacked, true = ranked(deepseek())
     mesh = sharding.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
-    made = deepseek(constrain=sharding.constrain_with())
+    made = deepseek(constrain=sharding.Constrain())
     products = {}
 
     def run(weights, x, batch_inputs):

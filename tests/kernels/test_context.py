@@ -29,7 +29,7 @@ from jaxpipe.kernels._scores import Placement
 from jaxpipe.kernels._splash import _mask_infos, _Runs, splash_kernel
 from jaxpipe.models import initialize
 from jaxpipe.models.layers import latent_attention, latent_attention_weights
-from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, no_constraint
+from jaxpipe.sharding import DEFAULT_RULES, Constrain, make_mesh, no_constraint
 from small_models import small_deepseek_v2
 
 KERNELS = {
@@ -291,7 +291,7 @@ def test_latent_attention_on_slices(kernel: str):
 
     true = gradients(partial(written_out, scores=CAUSAL))
     with jax.set_mesh(make_mesh({"context": 2}, devices=jax.devices()[:2])):
-        on_slices = gradients(KERNELS[kernel](DEFAULT_RULES), constrain_with())
+        on_slices = gradients(KERNELS[kernel](DEFAULT_RULES), Constrain())
     for (path, leaf), expected in zip(
         jax.tree_util.tree_leaves_with_path(on_slices), jax.tree.leaves(true), strict=True
     ):

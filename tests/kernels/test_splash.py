@@ -12,7 +12,7 @@ from harness.contract import assert_close
 from jaxpipe.autodiff import StagedModel, unpipelined
 from jaxpipe.kernels import dot_product_attention, splash_attention
 from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
-from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
+from jaxpipe.sharding import DEFAULT_RULES, Constrain, make_mesh, override_rules
 from jaxpipe.spmd import circular_engine
 from small_models import small_llama, stack
 
@@ -119,7 +119,7 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
     }
 
     def model(attention: Callable) -> StagedModel:
-        embed, layer, loss = llama(config, attention=attention, constrain=constrain_with())
+        embed, layer, loss = llama(config, attention=attention, constrain=Constrain())
         return StagedModel(embed, stack(layer), loss)
 
     mesh = make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])

@@ -25,7 +25,7 @@ config = models.LlamaConfig(
 )
 model = StagedModel(*models.llama(
     config, attention=splash_attention(rules), dtype=jnp.bfloat16,
-    constrain=sharding.constrain_with(rules),
+    constrain=sharding.Constrain(rules),
 ))
 tree = models.llama_weights(config)
 layer = stack_weights(tree.pop("layer"), (2, 2, 1), ("circular_repeats", "stage", "layers"))

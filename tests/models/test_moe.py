@@ -189,14 +189,14 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts
 )
 def test_a_mixture_on_a_mesh_is_that_of_one_device(axes: dict[str, int]):
     w, (x, batch_inputs) = weights_of(V3), inputs()
-    on_mesh = {"constrain": sharding.constrain_with(), "rules": sharding.DEFAULT_RULES}
+    on_mesh = {"constrain": sharding.Constrain(), "rules": sharding.DEFAULT_RULES}
     assert_all_close(meshed(axes, w, x, batch_inputs, **on_mesh), plain(V3, w, x, batch_inputs))
 
 
 def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device():
     w, (x, batch_inputs) = weights_of(V3), inputs()
     rules = sharding.override_rules((("activation_batch", ()), ("mlp", ()), ("activation_mlp", ())))
-    on_mesh = {"constrain": sharding.constrain_with(rules), "rules": rules}
+    on_mesh = {"constrain": sharding.Constrain(rules), "rules": rules}
     axes = {"data": 2, "expert": 2, "tensor": 2}
     assert_all_close(meshed(axes, w, x, batch_inputs, **on_mesh), plain(V3, w, x, batch_inputs))
 
@@ -204,7 +204,7 @@ def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device()
 @pytest.mark.parametrize("axes", [{}, {"expert": 2, "tensor": 2}], ids=str)
 def test_a_mixture_that_runs_chunks_of_tokens_is_that_of_all_at_a_time(axes: dict[str, int]):
     w, (x, batch_inputs) = weights_of(V3), inputs()
-    on_mesh = {"constrain": sharding.constrain_with(), "rules": sharding.DEFAULT_RULES}
+    on_mesh = {"constrain": sharding.Constrain(), "rules": sharding.DEFAULT_RULES}
     result = meshed(axes, w, x, batch_inputs, **on_mesh, chunk_rows=2)
     assert_all_close(result, plain(V3, w, x, batch_inputs))
 
@@ -229,7 +229,7 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     (x, batch_inputs), weights = inputs(), [weights_of(V3), jax.tree.map(jnp.sin, weights_of(V3))]
     mesh = sharding.make_mesh({"stage": 2, "expert": 2, "tensor": 2})
     experts = routed_experts(sharding.DEFAULT_RULES)
-    mix = moe(V3.moe, experts=experts, constrain=sharding.constrain_with())
+    mix = moe(V3.moe, experts=experts, constrain=sharding.Constrain())
 
     def rank(w, x):
         x = jax.lax.pcast(x, "stage", to="varying")
@@ -358,7 +358,7 @@ def test_megablox_works_on_shards_inside_a_pipeline():
     w, (x, batch_inputs) = weights_of(V3), inputs()
     mesh = sharding.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
     experts = routed_experts(sharding.DEFAULT_RULES, megablox(interpret=True))
-    mix = moe(V3.moe, experts=experts, constrain=sharding.constrain_with())
+    mix = moe(V3.moe, experts=experts, constrain=sharding.Constrain())
 
     def rank(w, x):
         w, x = jax.lax.pcast((w, x), "stage", to="varying")

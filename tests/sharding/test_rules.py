@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.sharding import (
     DEFAULT_RULES,
-    constrain_with,
+    Constrain,
     make_mesh,
     named_shardings,
     no_constraint,
@@ -95,14 +95,14 @@ def test_divisibility_is_checked_over_all_mesh_axes_of_a_dim():
 
 def test_without_a_mesh_a_constraint_does_nothing():
     x = jnp.ones((3, 5, 7))  # of sizes that divide over nothing
-    assert constrain_with()(x, ACTIVATION) is x
+    assert Constrain()(x, ACTIVATION) is x
     assert no_constraint(x, ACTIVATION) is x
 
 
 def test_a_constraint_shards():
     mesh = make_mesh({"fsdp": 2, "tensor": 4})
     with jax.set_mesh(mesh):
-        y = jax.jit(lambda x: constrain_with()(x, ACTIVATION))(jnp.ones((4, 3, 8)))
+        y = jax.jit(lambda x: Constrain()(x, ACTIVATION))(jnp.ones((4, 3, 8)))
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", None, "tensor")), y.ndim)
     assert {shard.data.shape for shard in y.addressable_shards} == {(2, 3, 2)}
 
@@ -112,7 +112,7 @@ def test_a_constraint_inside_a_pipeline_leaves_out_its_manual_axis_and_shards_th
     rules = override_rules((("activation_batch", ("stage", "fsdp")),))
 
     def rank(x):
-        return constrain_with(rules)(2 * x, ACTIVATION)
+        return Constrain(rules)(2 * x, ACTIVATION)
 
     x = np.arange(4.0 * 3 * 8, dtype=np.float32).reshape(4, 3, 8)
     with jax.set_mesh(mesh):
@@ -133,4 +133,4 @@ def test_a_constraint_that_does_not_divide_names_the_activation():
         jax.set_mesh(make_mesh({"tensor": 8})),
         pytest.raises(ValueError, match=r"`activation \('activation_batch'.* has 12 in dim 2"),
     ):
-        constrain_with()(jnp.ones((4, 3, 12)), ACTIVATION)
+        Constrain()(jnp.ones((4, 3, 12)), ACTIVATION)

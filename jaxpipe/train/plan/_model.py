@@ -160,7 +160,7 @@ def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Cal
             plan.grouped_matmul,
             chunk_rows=CHUNK_ROWS if plan.remat.recomputes_experts else None,
         ),
-        constrain=sharding.constrain_with(rules),
+        constrain=sharding.Constrain(rules),
         dtype=jnp.dtype(plan.dtype),
         dropout_rate=plan.dropout_rate,
         project=PROJECTIONS[plan.quantization],

@@ -63,7 +63,7 @@ class DecodingPlan:
         logits = partial(
             models.next_token_logits,
             epsilon=self.weights.sizes.normalization_layer_epsilon,
-            constrain=sharding.constrain_with(self.weights.devices.rules),
+            constrain=sharding.Constrain(self.weights.devices.rules),
             norm_offset=self.weights.sizes.norm_offset,
         )
         return Decoder(embed, layer, logits, self.weights.tied, self.weights.layer_kinds)
