@@ -177,7 +177,7 @@ class Constrain:
 
     Example:
         >>> constrain = Constrain()
-        >>> constrain(jnp.ones((4, 8)), ("activation_batch", "activation_embed")).shape
+        >>> constrain(jax.numpy.ones((4, 8)), ("activation_batch", "activation_embed")).shape
         (4, 8)
     """
 
