@@ -124,9 +124,9 @@ def pipeline(
             leaf) -> PartitionSpec` or None; or specs in a tree that is a prefix of the user's tree,
             as `nn.get_partition_spec` and `nnx.get_partition_spec` return it. The pipeline divides
             layers over `stage`: specs are for the dims of a leaf, and the dim of stacked layers is
-            None. A leaf without a spec is divided over `fsdp`; one with a spec only as it says. A
-            dim that is divided over `fsdp` is whole where functions read it, also over other axes
-            of the dim.
+            None. A leaf without a spec is divided over `fsdp`, unless it is a vector of up to a
+            million elements; one with a spec only as it says. A dim that is divided over `fsdp` is
+            whole where functions read it, also over other axes of the dim.
         memory_cap: The most microbatches that a rank may store for its backwards at a time, in
             microbatches of a whole rank as in `schedules.search`. The engine "scheduled", which
             runs some forwards earlier than the schedule has them, then does so only within the

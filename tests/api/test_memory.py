@@ -75,9 +75,9 @@ def test_copies_of_stages_count_and_have_no_moments():
     assert kinds(found, "optimizer") == [2 * (2 * LAYER + EMBED + HEAD)] * 2
 
 
-def test_shards_divide_and_an_unpipelined_program_has_everything():
+def test_matrices_are_divided_and_an_unpipelined_program_has_everything():
     found = pipeline(sizes={"stage": 2, "fsdp": 2}).memory(PARAMS, BATCH)
-    assert kinds(found, "weights") == [(2 * LAYER + EMBED + HEAD) // 2] * 2
+    assert kinds(found, "weights") == [(2 * LAYER + EMBED) // 2 + HEAD] * 2  # vectors are whole
     found = pipeline(None).memory(PARAMS, BATCH)
     assert kinds(found, "weights") == [L * LAYER + EMBED + HEAD] * 2
     assert kinds(found, "activations") == [L * STORED * INPUT] * 2

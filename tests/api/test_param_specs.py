@@ -333,3 +333,20 @@ def test_shared_and_frozen_parameters_and_those_of_kinds_have_specs_too(schedule
     whole = dataclasses.replace(pipe, param_specs=None)
     less, more = (p.memory(params, batch()).ranks[1].weights for p in (pipe, whole))
     assert less < 0.7 * more
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular", None])
+def test_vectors_are_whole_over_fsdp_unless_they_are_large_or_have_a_spec(schedule):
+    layers = [{"w": jnp.zeros((D, D)), "scale": jnp.zeros(D)} for _ in range(L)]
+    head = {"bias": jnp.zeros(D), "scale": jnp.zeros(D), "large": jnp.zeros(2**21)}
+    params = {"embed": jnp.zeros((V, D)), "layers": layers, "head": head}
+    pipe = jp.pipeline(
+        jp.Model(embed, lambda w, x, batch: x @ w["w"] * w["scale"], loss),
+        schedule=schedule,
+        mesh=jp.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4]),
+        microbatches=2,
+        param_specs=lambda path, leaf: P("fsdp") if "bias" in path else None,
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pipe.shard(params)):
+        is_whole = leaf.sharding.shard_shape(leaf.shape)[-2:] == leaf.shape[-2:]
+        assert is_whole == ("scale" in jax.tree_util.keystr(path)), path

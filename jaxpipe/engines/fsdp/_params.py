@@ -36,11 +36,20 @@ def num_row_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
+# Elements of a vector that every device stores whole. XLA sums the gradient of a divided one in
+# every microbatch with nothing beside it: 1 to 2% of a step on v5p (docs/speed-and-memory.md).
+_LARGEST_WHOLE_VECTOR = 2**20
+
+
 def fsdp_axes(shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
-    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides."""
+    """Returns the axis of each dim of a parameter: `fsdp` for the largest dim that it divides.
+
+    Vectors, such as scales of norms and biases, are whole unless they are large.
+    """
     size = mesh.shape.get("fsdp", 1)
     sizes = [n if size > 1 and n % size == 0 else 0 for n in shape]
-    if not any(sizes):
+    is_small_vector = len(shape) < 2 and math.prod(shape) <= _LARGEST_WHOLE_VECTOR
+    if is_small_vector or not any(sizes):
         return (None,) * len(shape)
     largest = sizes.index(max(sizes))
     return tuple("fsdp" if i == largest else None for i in range(len(shape)))
