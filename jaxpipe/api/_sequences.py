@@ -5,7 +5,6 @@ functions compute with them.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +46,11 @@ def boundary_of_slices(
     return BoundaryOfSlices(embed, loss, CONTEXT, dim)
 
 
+def is_divided(shape: tuple[int, ...], dim: int, size: int) -> bool:
+    """Returns whether the devices of `context` divide the tokens of an array."""
+    return len(shape) > dim and shape[dim] % size == 0
+
+
 def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) -> PyTree:
     """Returns a tree whose leaves [..., b, T, ...] are divided over `context`, if they have T.
 
@@ -58,16 +62,13 @@ def sequences_divided(tree: PyTree, mesh: Mesh, dim: int | None, lead: int = 0) 
     place = dim + lead
     spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * place, CONTEXT)
 
-    def is_divisible(leaf: Any) -> bool:
-        shape = jnp.shape(leaf)
-        return len(shape) > place and shape[place] % size == 0
-
-    if not any(map(is_divisible, jax.tree.leaves(tree))):
+    if not any(is_divided(jnp.shape(leaf), place, size) for leaf in jax.tree.leaves(tree)):
         shapes = [jnp.shape(leaf)[lead:] for leaf in jax.tree.leaves(tree)]
         raise ValueError(
             f"`sequence_dim` is {dim}, and no array has a dim {dim} that the {size} devices "
             f"of the axis {CONTEXT!r} divide: their shapes are {shapes}."
         )
     return jax.tree.map(
-        lambda leaf: reshard_to_spec(leaf, spec, mesh) if is_divisible(leaf) else leaf, tree
+        lambda x: reshard_to_spec(x, spec, mesh) if is_divided(jnp.shape(x), place, size) else x,
+        tree,
     )

@@ -25,6 +25,7 @@ from ..autodiff.staged_model import (
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
+from ..sharding import match_varying_axes
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._layer_results import x_and_aux
@@ -271,10 +272,28 @@ def _map_rows(f: Callable, x: PyTree, dims: tuple[int | None, ...]) -> PyTree:
     return tree.unflatten([f(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather(leaf: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
+    """Returns the rows of all devices, or the mean of what has no rows."""
     if dim is not None:
         return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
-    return jax.lax.pmean(leaf, axes) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+    return _wide(jax.lax.pmean, leaf, axes) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+
+def _to_own_rows(dim: int | None, axes: tuple[str, ...], _: None, cotangent: Any) -> tuple[Any]:
+    if cotangent.dtype == jax.dtypes.float0:
+        return (cotangent,)
+    scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
+    return (_wide(jax.lax.pmean if dim is None else scatter, cotangent, axes),)
+
+
+def _wide(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:
+    # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy").
+    total = collective(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
+    return match_varying_axes(x, total)
+
+
+_all_gather.defvjp(lambda leaf, dim, axes: (_all_gather(leaf, dim, axes), None), _to_own_rows)
 
 
 def _own_rows(axes: tuple[str, ...], num_shards: int, leaf: Any, dim: int | None) -> Any:

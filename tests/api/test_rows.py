@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -279,6 +280,36 @@ def test_what_mixes_rows_is_that_of_the_plain_program(
         jp.Model(*functions), schedule=schedule, mesh=mesh(**sizes), microbatches=M, **options
     )
     check_against_plain(functions, pipe)
+
+
+@pytest.mark.parametrize("pipeline", ["circular", "1f1b", "mpmd"])
+def test_rows_of_activations_in_bfloat16_are_gathered(pipeline: str):
+    """XLA:CPU ends the process where it is asked to sum in bfloat16."""
+
+    def functions(dtype: Any) -> Functions:
+        def low(w: Any) -> Any:
+            return jax.tree.map(lambda x: x.astype(dtype), w)
+
+        return (
+            lambda w, batch: embed(low(w), batch),
+            lambda w, x, batch: batch_norm(low(w), x, batch),
+            lambda w, x, batch: contrastive(w, x.astype(jnp.float32), batch),
+        )
+
+    def gradients(dtype: Any) -> Any:
+        return jax.jit(jax.grad(lambda p: plain(*functions(dtype), p, batch())[0]))(init())
+
+    def distance(a: Any, b: Any) -> float:
+        return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)))
+
+    schedule, options = PIPELINES[pipeline]
+    model = jp.Model(*functions(jnp.bfloat16))
+    pipe = jp.pipeline(
+        model, schedule=schedule, mesh=mesh(stage=2, fsdp=2), microbatches=M, **options
+    )
+    _, grads = run(pipe, init())
+    exact = gradients(jnp.float32)
+    assert 0 < distance(grads, exact) < 1.25 * distance(gradients(jnp.bfloat16), exact)
 
 
 @pytest.mark.parametrize("name", ["embed", "layer", "loss"])

@@ -416,6 +416,20 @@ def test_layers_that_mix_tokens_are_refused_in_branches(message: str):
         pipe.value(pipe.shard(params), batch)
 
 
+def test_an_x_that_is_cut_out_of_undivided_tokens_is_refused_in_branches():
+    """Of 33 tokens, which two devices do not divide, 32 are embedded, which they divide."""
+
+    def embed_all_but_the_last(w, batch):
+        return embed(w, batch | {"tokens": batch["tokens"][:, :-1]})
+
+    params, batch = drawn()
+    batch |= {"tokens": jnp.concatenate([batch["tokens"], batch["tokens"][:, :1]], axis=1)}
+    model = jp.Model(embed_all_but_the_last, layer_with(jp.attention), loss, sequence_dim=1)
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh_of(stage=2, context=2), microbatches=2)
+    with pytest.raises(ValueError, match=r"embed returns .* batch has \[\(4, 33\)\], which do not"):
+        pipe.value(pipe.shard(params), batch)
+
+
 def test_a_loss_that_shifts_tokens_is_refused_in_branches():
     def next_token_loss(w, x, batch):
         return loss(w, x[:, :-1], {"targets": batch["tokens"][:, 1:]})

@@ -36,7 +36,7 @@ from .._rows import (
     traced,
     weights_of_loss,
 )
-from .._sequences import CONTEXT
+from .._sequences import CONTEXT, is_divided
 from ._masks import Entries, Origins, equation_with_other_number, unmasked_read
 
 
@@ -71,8 +71,13 @@ def check_token_wise(
                 "by `jaxpipe.attention`, and shift targets in the batch; for all else take "
                 "`schedule='circular'` or `engine='mpmd'`."
             )
-        count = len(jax.tree.leaves(results[0][0]))
-        return Activations((results[0][0], results[1][0]), tuple(relations[:count]))
+        leaves = jax.tree.leaves(results[0][0])
+        after = tuple(relations[: len(leaves)])
+        if name != model.loss_name:
+            for leaf, relation in zip(leaves, after, strict=True):
+                if is_divided(leaf.shape, dim, size) and not isinstance(relation, Rows):
+                    raise ValueError(_not_made_of_tokens(name, leaf.shape, dim, size, rows))
+        return Activations((results[0][0], results[1][0]), after)
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
         return (model.embed(weights, batch, key),)
@@ -229,8 +234,22 @@ def _of_tokens(reason: str) -> str:
     return reason.replace("rows", "tokens").replace("row ", "token ")
 
 
+def _not_made_of_tokens(
+    name: str, shape: tuple[int, ...], dim: int, size: int, rows: PyTree
+) -> str:
+    whole = [x.shape for x in jax.tree.leaves(rows) if not is_divided(x.shape, dim, size)]
+    return (
+        f"{name} returns {list(shape)}, whose dim {dim} the {size} devices of the axis {CONTEXT!r} "
+        "divide, but not of arrays that they divide"
+        + (f": the batch has {whole}, which do not divide. " if whole else ". ")
+        + "This engine runs it in a branch that other ranks do not take, where devices could wait "
+        "for each other. Shift tokens and targets in the batch, so that both have T; or take "
+        "`schedule='circular'` or `engine='mpmd'`."
+    )
+
+
 def _share(dim: int, size: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if leaf.ndim <= dim or leaf.shape[dim] % size:
+    if not is_divided(leaf.shape, dim, size):
         return leaf
     shape = *leaf.shape[:dim], leaf.shape[dim] // size, *leaf.shape[dim + 1 :]
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
