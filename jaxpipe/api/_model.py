@@ -103,7 +103,7 @@ class Model:
             rows of one device; the engine "unpipelined" calls it with all rows. Functions cast the
             parameters that they read; `compute_dtype` casts them before they are gathered. `layer`
             is given the key of a microbatch, the same on every device, by which
-            `sharding.local_rows` draws; or () if `value` is given none. `vocab_parallel_loss` is
+            `sharding.local_draws` draws; or () if `value` is given none. `vocab_parallel_loss` is
             that of `autodiff.StagedModel`.
         layer_constants: [L, ...] arrays, any pytree, that are no parameters and differ between
             layers of one stack, such as the index of an attention that each chooses by

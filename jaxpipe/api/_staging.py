@@ -25,7 +25,7 @@ from ..autodiff.staged_model import (
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
-from ..sharding import match_varying_axes
+from ..sharding import draw_own, match_varying_axes
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._layer_results import x_and_aux
@@ -234,10 +234,8 @@ def on_all_rows(
 
         return layer
 
-    def own_bits(draw: Callable, shape: tuple[int, ...], dim: int) -> Any:
-        whole = list(shape)
-        whole[dim] *= num_row_shards(mesh)
-        return _own_rows(axes, num_row_shards(mesh), draw(tuple(whole)), dim)
+    def own_bits(draw: Callable, key: Any, shape: tuple[int, ...], dim: int) -> Any:
+        return draw_own(draw, key, shape, axes, dim)
 
     def drawing(function: Callable, shapes: Draws) -> Callable:
         def run(*arguments: Any) -> Any:
@@ -283,8 +281,10 @@ def _all_gather(leaf: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
 def _to_own_rows(dim: int | None, axes: tuple[str, ...], _: None, cotangent: Any) -> tuple[Any]:
     if cotangent.dtype == jax.dtypes.float0:
         return (cotangent,)
+    if dim is None:
+        return (_wide(jax.lax.pmean, cotangent, axes),)
     scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
-    return (_wide(jax.lax.pmean if dim is None else scatter, cotangent, axes),)
+    return (_wide(scatter, cotangent, axes),)
 
 
 def _wide(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:

@@ -1,5 +1,7 @@
 """Shardings: the mesh, logical axis rules, and the counts that must divide."""
 
+from ._local_keys import draw_own as draw_own
+from ._local_keys import local_draws as local_draws
 from ._mesh import AXES as AXES
 from ._mesh import ROW_AXES as ROW_AXES
 from ._mesh import make_mesh as make_mesh

@@ -46,7 +46,7 @@ def max_over_rows(x: jax.Array) -> jax.Array:
 def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Returns this device's rows of `make(shape of the microbatch)`.
 
-    Random numbers are thereby the same on any mesh.
+    Random numbers are thereby the same on any mesh; `local_draws` draws no others.
 
     Args:
         make: Returns an array of a shape, such as random numbers of one key.
@@ -56,8 +56,17 @@ def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, .
         [*shape] an array.
     """
     axes = manual_batch_axes()
-    if not axes:
-        return make(shape)
-    rows = shape[0]
-    whole = make((rows * lax.axis_size(axes), *shape[1:]))
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * rows, rows)
+    return own_part(make, shape, axes) if axes else make(shape)
+
+
+def own_part(
+    make: Callable[[tuple[int, ...]], jax.Array],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    dim: int = 0,
+) -> jax.Array:
+    """Returns this device's part, along a dim, of what `make` returns for all devices over axes."""
+    rows, whole = shape[dim], list(shape)
+    whole[dim] *= lax.axis_size(axes)
+    first = lax.axis_index(axes) * rows
+    return lax.dynamic_slice_in_dim(make(tuple(whole)), first, rows, dim)

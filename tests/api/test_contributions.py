@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.sharding import local_rows, sum_over_rows
+from jaxpipe.sharding import local_draws, sum_over_rows
 
 D, L, M, ROWS = 8, 4, 4, 4
 KEY = jax.random.key(3)
@@ -22,7 +22,7 @@ def embed(w: Any, batch: Any) -> Any:
 def layer(w: Any, x: Any, batch: Any, key: Any) -> Any:
     y = jnp.tanh(x @ w)
     if not isinstance(key, tuple):
-        y *= local_rows(lambda shape: jax.random.uniform(key, shape, x.dtype), x.shape)
+        y *= local_draws(jax.random.uniform, key, x.shape)
     # A term that sees all rows of a microbatch, of which each device returns its part.
     own = jnp.sum(y.mean(axis=1) * batch["share"])
     return x + y, {"loss": own * sum_over_rows(own), "size": jnp.sum(own)}

@@ -1,7 +1,7 @@
 """Draws the random numbers of a block out of those that all rows draw with the same key.
 
-The program of a block draws bits [n, ...] where that of all rows draws [n * D, ...]. So that one
-key means the same, the block draws all of them and takes its own.
+The program of a block draws bits [n, ...] where that of all rows draws [n * D, ...]. One key shall
+mean the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from ..graph import bind
 Draws = Mapping[tuple[int, ...], int]
 """From the shape of what a block draws to its dim of rows."""
 
-OwnRows = Callable[[Callable[[tuple[int, ...]], Any], tuple[int, ...], int], Any]
-"""`(draw, shape, dim) -> bits`, where `draw` returns bits of a shape."""
+OwnRows = Callable[[Callable[[Any, tuple[int, ...]], Any], Any, tuple[int, ...], int], Any]
+"""`(draw, key, shape, dim) -> bits`, where `draw(key, shape)` returns bits."""
 
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMATERIALIZATIONS = {"remat2", "checkpoint", "remat"}
@@ -84,11 +84,11 @@ def _apply(
     if _is_draw(equation, draws):
         params, (key,) = equation.params, inputs
 
-        def draw(shape: tuple[int, ...]) -> Any:
+        def draw(key: Any, shape: tuple[int, ...]) -> Any:
             return equation.primitive.bind(key, **params | {"shape": shape})
 
         shape = tuple(params["shape"])
-        return [own(draw, shape, draws[shape])]
+        return [own(draw, key, shape, draws[shape])]
     if _has_draws(equation, draws):
         inner = _inner(equation)
 

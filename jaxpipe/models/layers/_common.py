@@ -10,7 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ...sharding import Constrain, local_rows
+from ...sharding import Constrain, local_draws
 from ..weights._abstract import Weight, matrix
 from ._projection import Projection
 
@@ -117,7 +117,8 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> F
     """Zeroes a fraction `rate` of `x` and scales up the rest; with `key` = () it returns `x`."""
     if rate == 0.0 or isinstance(key, tuple):
         return x
-    keep = local_rows(lambda shape: jax.random.bernoulli(key, 1.0 - rate, shape), x.shape)
+    draw = lambda key, shape: jax.random.bernoulli(key, 1.0 - rate, shape)  # noqa: E731
+    keep = local_draws(draw, key, x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
