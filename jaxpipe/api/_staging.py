@@ -275,19 +275,23 @@ def _all_gather(leaf: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
     """Returns the rows of all devices, or the mean of what has no rows."""
     if dim is not None:
         return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
-    return _wide(jax.lax.pmean, leaf, axes) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+    return (
+        _in_accum_dtype(jax.lax.pmean, leaf, axes)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        else leaf
+    )
 
 
 def _to_own_rows(dim: int | None, axes: tuple[str, ...], _: None, cotangent: Any) -> tuple[Any]:
     if cotangent.dtype == jax.dtypes.float0:
         return (cotangent,)
     if dim is None:
-        return (_wide(jax.lax.pmean, cotangent, axes),)
+        return (_in_accum_dtype(jax.lax.pmean, cotangent, axes),)
     scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
-    return (_wide(scatter, cotangent, axes),)
+    return (_in_accum_dtype(scatter, cotangent, axes),)
 
 
-def _wide(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:
+def _in_accum_dtype(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:
     # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy").
     total = collective(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
     return match_varying_axes(x, total)
