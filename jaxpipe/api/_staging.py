@@ -25,7 +25,7 @@ from ..autodiff.staged_model import (
 from ..engines import loss_on_ranks
 from ..engines.fsdp import num_row_shards, row_axes
 from ..ir.rows import Draws, with_own_draws
-from ..sharding import draw_own, match_varying_axes
+from ..sharding import draw_own
 from ..sharding.specs import reshard_to_spec, typed_by_specs
 from ._frozen import join
 from ._layer_results import x_and_aux
@@ -34,7 +34,11 @@ from ._model import Model, ModelFunction
 from ._packed_x import PackedX
 from ._pieces import num_rows, on_pieces, shape_of, sum_pieces, to_pieces, to_slices
 from ._sequences import boundary_of_slices, sequences_divided
-from ._whole_cotangents import with_whole_cotangents, without_cotangents_unless
+from ._whole_cotangents import (
+    in_accum_dtype,
+    with_whole_cotangents,
+    without_cotangents_unless,
+)
 
 
 class PieceInputs(NamedTuple):
@@ -234,12 +238,10 @@ def on_all_rows(
 
         return layer
 
-    def own_bits(draw: Callable, key: Any, shape: tuple[int, ...], dim: int) -> Any:
-        return draw_own(draw, key, shape, axes, dim)
-
     def drawing(function: Callable, shapes: Draws) -> Callable:
         def run(*arguments: Any) -> Any:
             closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            own_bits = partial(draw_own, axes=axes)
             leaves = with_own_draws(closed, shapes, own_bits)(*jax.tree.leaves(arguments))
             return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
@@ -275,26 +277,17 @@ def _all_gather(leaf: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
     """Returns the rows of all devices, or the mean of what has no rows."""
     if dim is not None:
         return jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
-    return (
-        _in_accum_dtype(jax.lax.pmean, leaf, axes)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        else leaf
-    )
+    is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return in_accum_dtype(jax.lax.pmean, leaf, axes) if is_number else leaf
 
 
 def _to_own_rows(dim: int | None, axes: tuple[str, ...], _: None, cotangent: Any) -> tuple[Any]:
     if cotangent.dtype == jax.dtypes.float0:
         return (cotangent,)
     if dim is None:
-        return (_in_accum_dtype(jax.lax.pmean, cotangent, axes),)
+        return (in_accum_dtype(jax.lax.pmean, cotangent, axes),)
     scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
-    return (_in_accum_dtype(scatter, cotangent, axes),)
-
-
-def _in_accum_dtype(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:
-    # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy").
-    total = collective(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
-    return match_varying_axes(x, total)
+    return (in_accum_dtype(scatter, cotangent, axes),)
 
 
 _all_gather.defvjp(lambda leaf, dim, axes: (_all_gather(leaf, dim, axes), None), _to_own_rows)

@@ -30,6 +30,13 @@ def with_whole_cotangents(function: Callable, axes: tuple[str, ...]) -> Callable
     return run
 
 
+def in_accum_dtype(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:
+    """Returns `collective(x, axes)`, which sums in the dtype of sums, in the dtype of `x`."""
+    # XLA:CPU aborts on sums of bfloat16 ("Invalid binary instruction opcode copy").
+    total = collective(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
+    return match_varying_axes(x, total)
+
+
 def without_cotangents_unless(busy: Array, tree: PyTree) -> PyTree:
     """Returns `tree`, whose floating-point cotangents are zeros unless a device is busy.
 
@@ -44,9 +51,7 @@ def _share(axes: tuple[str, ...], _: Any, x: Array) -> Array:
 
 
 def _total(axes: tuple[str, ...], _: Any, x: Array) -> Array:
-    # XLA:CPU cannot sum in bfloat16.
-    summed = jax.lax.psum(x.astype(accum_dtype(x.dtype)), axes).astype(x.dtype)
-    return match_varying_axes(x, summed)
+    return in_accum_dtype(jax.lax.psum, x, axes)
 
 
 def _only_if(busy: Array, x: Array) -> Array:

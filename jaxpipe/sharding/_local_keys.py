@@ -35,11 +35,11 @@ def local_draws(draw: Draw, key: Array, shape: tuple[int, ...]) -> Array:
         (4, 8)
     """
     axes = manual_batch_axes()
-    return draw_own(draw, key, shape, axes) if axes else draw(key, shape)
+    return draw_own(draw, key, shape, 0, axes) if axes else draw(key, shape)
 
 
 def draw_own(
-    draw: Draw, key: Array, shape: tuple[int, ...], axes: tuple[str, ...], dim: int = 0
+    draw: Draw, key: Array, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]
 ) -> Array:
     """Returns the rows of this device, along a dim, of what all devices over `axes` draw.
 
@@ -47,8 +47,8 @@ def draw_own(
         draw: Draws an array of a shape by a key.
         key: [] a key of `jax.random.key`.
         shape: The shape of what is drawn for this device.
-        axes: Manual axes, at least one.
         dim: The dim of rows.
+        axes: Manual axes, at least one.
 
     Returns:
         [*shape] the numbers. Those of other rows are drawn too if the key is not of
@@ -58,7 +58,7 @@ def draw_own(
         index = lax.axis_index(axes).astype(jnp.uint32)
         data = jnp.concatenate([jax.random.key_data(key), index[None]])
         return draw(jax.random.wrap_key_data(data, impl=_OF_OWN_ROWS), shape)
-    return own_part(lambda whole: draw(key, whole), shape, axes, dim)
+    return own_part(lambda whole: draw(key, whole), shape, dim, axes)
 
 
 def _draws_by_place(key: Array) -> bool:
@@ -76,10 +76,10 @@ def _random_bits(
     """
     first, second, index = data
     high, low = _product(index, math.prod(shape))
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = jnp.zeros(shape, jnp.uint32)
-    for dim, stride in enumerate(strides):
-        places += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+    for dim in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[dim + 1 :]))
+        places += lax.broadcasted_iota(jnp.uint32, shape, dim) * stride
     lows = low + places
     highs = high + (lows < places).astype(jnp.uint32)
     one, other = jax.extend.random.threefry2x32_p.bind(

@@ -56,14 +56,14 @@ def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, .
         [*shape] an array.
     """
     axes = manual_batch_axes()
-    return own_part(make, shape, axes) if axes else make(shape)
+    return own_part(make, shape, 0, axes) if axes else make(shape)
 
 
 def own_part(
     make: Callable[[tuple[int, ...]], jax.Array],
     shape: tuple[int, ...],
+    dim: int,
     axes: tuple[str, ...],
-    dim: int = 0,
 ) -> jax.Array:
     """Returns this device's part, along a dim, of what `make` returns for all devices over axes."""
     rows, whole = shape[dim], list(shape)

@@ -39,6 +39,11 @@ from .._rows import (
 from .._sequences import CONTEXT, is_divided
 from ._masks import Entries, Origins, equation_with_other_number, unmasked_read
 
+_WAITS = (
+    "This engine runs it in a branch that other ranks do not take, where devices could wait for "
+    "each other."
+)
+
 
 def check_token_wise(
     model: Model, weights: dict[str, PyTree], rows: PyTree, key: Any, mesh: Mesh
@@ -66,9 +71,8 @@ def check_token_wise(
         if mixed is not None:
             raise ValueError(
                 f"{name} moves values between tokens ({_of_tokens(str(mixed))}), which the {size} "
-                f"devices of the axis {CONTEXT!r} divide. This engine runs it in a branch that "
-                "other ranks do not take, where devices could wait for each other. Write attention "
-                "by `jaxpipe.attention`, and shift targets in the batch; for all else take "
+                f"devices of the axis {CONTEXT!r} divide. {_WAITS} Write attention by "
+                "`jaxpipe.attention`, and shift targets in the batch; for all else take "
                 "`schedule='circular'` or `engine='mpmd'`."
             )
         leaves = jax.tree.leaves(results[0][0])
@@ -242,8 +246,7 @@ def _not_made_of_tokens(
         f"{name} returns {list(shape)}, whose dim {dim} the {size} devices of the axis {CONTEXT!r} "
         "divide, but not of arrays that they divide"
         + (f": the batch has {whole}, which do not divide. " if whole else ". ")
-        + "This engine runs it in a branch that other ranks do not take, where devices could wait "
-        "for each other. Shift tokens and targets in the batch, so that both have T; or take "
+        + f"{_WAITS} Shift tokens and targets in the batch, so that both have T; or take "
         "`schedule='circular'` or `engine='mpmd'`."
     )
 

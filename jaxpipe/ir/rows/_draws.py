@@ -1,7 +1,7 @@
 """Draws the random numbers of a block out of those that all rows draw with the same key.
 
-The program of a block draws bits [n, ...] where that of all rows draws [n * D, ...]. One key shall
-mean the same.
+The program of a block draws bits [n, ...] where that of all rows draws [n * D, ...]. Its bits are
+those that all rows would draw for it, so that a key means the same on every mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
