@@ -11,7 +11,7 @@ from jaxpipe.sharding import Constrain, make_mesh
 
 
 @pytest.mark.parametrize("axis", ["context", "fsdp"])
-@pytest.mark.parametrize("manual", [set(), {"stage"}, {"stage", "fsdp"}], ids=str)
+@pytest.mark.parametrize("manual", [(), ("stage",), ("stage", "fsdp")], ids="-".join)
 def test_tokens_are_looked_up_in_a_table_whose_vocabulary_is_sharded(axis, manual):
     mesh = make_mesh({"stage": 2, "tensor": 2, axis: 2})
     table = jax.random.normal(jax.random.key(0), (32, 16))
