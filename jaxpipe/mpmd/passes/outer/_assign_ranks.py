@@ -11,8 +11,10 @@ Why here: which rank reads an input of a loop, and which one has a result, is kn
 
 A loop determines which ranks need its inputs and which rank holds each output. After a loop, an
 equation runs where the largest of its inputs is held, so an optimizer update runs on the rank that
-has the gradient. Values that depend on no loop, such as a step count or a cast of weights, are
-cheap to compute twice: every rank that needs such a value computes it itself.
+has the gradient. Scalars count alike: of a gradient and a norm of all gradients, the gradient
+decides, as it was computed from values of fewer ranks. Values that depend on no loop, such as a
+step count or a cast of weights, are cheap to compute twice: every rank that needs such a value
+computes it itself.
 
 In a function without loops an equation runs where the largest of its inputs is, as if a loop had
 put the arguments where they are.
@@ -21,12 +23,12 @@ If several ranks run a stage, its owner is given the arguments that the stage re
 weights, and sends them to the others. So each weight and its optimizer state are on one rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ....ir.graph import Eqn, PrimitiveCall, Var, variables
 from ...api._across import CONCAT, STACK, SUM, WITH
-from ...ir._eqns import prints
+from ...ir._eqns import is_sum, prints
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
 from ._partial_sums import split_sums_by_rank
@@ -36,11 +38,11 @@ RankSets = Mapping[Var, set[int]]
 
 
 @dataclass(frozen=True)
-class _ValueOnRanks:
-    """An operand of an equation, and the ranks that hold it."""
+class _Held:
+    """The ranks that hold a value, and those whose values it was computed from."""
 
-    value: Var
     ranks: set[int]
+    origins: set[int]
 
 
 def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
@@ -124,22 +126,21 @@ def _ranks_after_loops(
     An equation that depends on one runs on the ranks that hold the largest of its inputs. An
     input of the function that loops read counts as held by the ranks of these loops.
     """
-    ranks_of: dict[Var, set[int]] = {**held_on}
-    behind: set[Var] = {*held_on}  # values that depend on a loop, or on what ranks hold
+    held = {value: _Held(ranks, ranks) for value, ranks in held_on.items()}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
-            ranks_of |= {value: {rank} for value, rank in pairs}
-            behind.update(eqn.outputs)
+            held |= {value: _Held({rank}, {rank}) for value, rank in pairs}
             continue
         operands = variables(eqn.inputs)
-        if behind.isdisjoint(operands):
+        if held.keys().isdisjoint(operands):
             continue
-        behind.update(eqn.outputs)
-        held = [_ValueOnRanks(v, ranks_of.get(v) or read_by_loops.get(v, set())) for v in operands]
-        ranks = _ranks_of_eqn(eqn, [operand for operand in held if operand.ranks])
-        ranks_of |= {v: {min(ranks)} if prints(eqn) else set(ranks) for v in eqn.outputs}
-    return ranks_of
+        read = {v: _Held(ranks, ranks) for v in operands if (ranks := read_by_loops.get(v))}
+        chosen = _where_eqn_runs(eqn, {v: h for v in operands if (h := held.get(v) or read.get(v))})
+        if prints(eqn):
+            chosen = replace(chosen, ranks={min(chosen.ranks)})
+        held |= dict.fromkeys(eqn.outputs, chosen)
+    return {value: set(chosen.ranks) for value, chosen in held.items()}
 
 
 def _ranks_of_prints(
@@ -180,16 +181,25 @@ def _common_ranks(values: set[Var], needed_on: RankSets, otherwise: set[int]) ->
     return set.intersection(*rank_sets) or min(rank_sets, key=sorted)
 
 
-def _ranks_of_eqn(eqn: Eqn, operands: Sequence[_ValueOnRanks]) -> set[int]:
-    """Returns the ranks that run an equation, given the ranks that hold its inputs."""
+def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _Held]) -> _Held:
+    """Returns the ranks that run an equation, given the ranks that hold its inputs.
+
+    If inputs are equally large, those decide whose values come from ranks that all others come
+    from, too; a sum is of the ranks of all its terms.
+    """
     name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
+    if name == WITH and eqn.inputs[-1] in operands:
+        return operands[eqn.inputs[-1]]
+    origins = set().union(*(held.origins for held in operands.values()))
     if name in (SUM, STACK, CONCAT):
-        return set().union(*(operand.ranks for operand in operands))
-    if name == WITH:
-        of_last = [operand.ranks for operand in operands if operand.value is eqn.inputs[-1]]
-        if of_last:
-            return of_last[0]
-    return max(operands, key=lambda o: (o.value.num_bytes, len(o.ranks))).ranks
+        return _Held(set().union(*(held.ranks for held in operands.values())), origins)
+    size = {value: value.num_bytes if value.aval.shape else 0 for value in operands}
+    largest = [held for value, held in operands.items() if size[value] == max(size.values())]
+    common = set.intersection(*(held.origins for held in largest))
+    if any(held.origins == common for held in largest) and not is_sum(eqn):
+        largest = [held for held in largest if held.origins == common]
+    origins = set().union(*(held.origins for held in largest))
+    return _Held(max((held.ranks for held in largest), key=len), origins)
 
 
 def _ranks_of_outputs(graph: MpmdGraph, computed_on: RankSets) -> dict[Var, set[int]]:
