@@ -89,7 +89,7 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
         ({"dataset_type": "synthetic", "eval_files": "a"}, "'synthetic' and `eval_files` is"),
         ({"dataset_type": "synthetic", "eval_split_fraction": 0.1}, "and `eval_split_fraction` is"),
         ({"eval_files": "a", "eval_split_fraction": 0.1}, "0.1. Evaluation reads files of its own"),
-        ({"eval_split_seed": 1}, "`eval_split_seed` is 1 and `eval_split_fraction` 0"),
+        ({"eval_split_seed": 1}, "`eval_split_seed` is 1 and `eval_split_fraction` is 0"),
         ({"eval_split_fraction": 1.0}, "less than 1"),
         ({"dataset_type": "jsonl", "text_separator": "x"}, "'jsonl' and `text_separator` is 'x'"),
         (

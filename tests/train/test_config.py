@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from pydantic import ValidationError
 
@@ -68,3 +70,43 @@ def test_places_of_tensors_without_the_policy_that_reads_them_are_refused():
 def test_text_needs_files():
     with pytest.raises(ValueError, match="`data_files` is empty"):
         Config(dataset_type="text", data_files=())
+
+
+@pytest.mark.parametrize(
+    ("keys", "without"),
+    [
+        ({"max_to_keep": 9, "enable_checkpointing": False}, {"enable_checkpointing": True}),
+        ({"checkpoint_period": 7, "enable_checkpointing": False}, {"enable_checkpointing": True}),
+        (
+            {"async_checkpointing": False, "enable_checkpointing": False},
+            {"enable_checkpointing": True},
+        ),
+        ({"packing": False}, {"dataset_type": "text"}),
+        ({"enable_data_shuffling": False}, {"dataset_type": "text"}),
+        (
+            {"data_shuffle_seed": 3, "enable_data_shuffling": False, "dataset_type": "text"},
+            {"enable_data_shuffling": True},
+        ),
+        ({"dropout_seed": 3}, {"dropout_rate": 0.1}),
+        (
+            {"dropout_seed": 3, "dropout_rate": 0.1, "enable_dropout": False},
+            {"enable_dropout": True},
+        ),
+        ({"init_weights_seed": 3, "init_from": "a"}, {"init_from": ""}),
+        (
+            {"learning_rate_final_fraction": 0.5, "learning_rate_schedule": "constant"},
+            {"learning_rate_schedule": "wsd"},
+        ),
+        ({"weight_decay_exclude": ("norm",), "adam_weight_decay": 0.0}, {"adam_weight_decay": 0.1}),
+        ({"llama31_rope_factor": 4.0}, {"rope_type": "llama3.1"}),
+        ({"routed_bias_update_rate": 0.5}, {"routed_bias": True}),
+        ({"group_score_experts": 1}, {"n_routing_groups": 2}),
+        ({"mpmd_trace_step": 9, "pipeline_engine": "mpmd", "steps": 8}, {"steps": 9}),
+        ({"profile_steps": "9:12", "steps": 8}, {"steps": 9}),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(keys: dict, without: dict):
+    (name, value) = next(iter(keys.items()))
+    with pytest.raises(ValueError, match=f"`{name}` is {re.escape(repr(value))} and .*reads it"):
+        Config(**keys)
+    Config(**keys | without)

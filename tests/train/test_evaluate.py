@@ -227,11 +227,11 @@ def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asyn
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_steps": 3}, "`eval_interval` is 0 and `eval_steps` is 3"),
-        ({"keep_best": 1}, "`eval_interval` is 0 and `keep_best` is 1"),
+        ({"eval_steps": 3}, "`eval_steps` is 3 and `eval_interval` is 0"),
+        ({"keep_best": 1}, "`keep_best` is 1 and `eval_interval` is 0"),
         (
             {"dataset_type": "text", "eval_files": ("builtin:sonnets",)},
-            "`eval_interval` is 0 and `eval_files` is .*sonnets",
+            "`eval_files` is .*sonnets.* and `eval_interval` is 0",
         ),
         ({"eval_interval": 5}, "synthetic data has no end. Give `eval_steps`"),
         (

@@ -303,7 +303,7 @@ def test_options_out_of_their_range_are_refused(options, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"sample_prompt": "a"}, "`eval_interval` is 0 and `sample_prompt` is 'a'"),
+        ({"sample_prompt": "a"}, "`sample_prompt` is 'a' and `eval_interval` is 0"),
         (
             {"sample_prompt": "a", "eval_interval": 1, "eval_steps": 1},
             "`sample_prompt` is 'a' and `dataset_type` 'synthetic', so nothing says which",

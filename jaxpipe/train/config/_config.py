@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import model_validator
 
@@ -11,6 +11,7 @@ from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
 from ...engines import CONFIG_ENGINES, Engine, usual_engine
 from ..optim._factories import averages_weights, check_factory, unread_keys
+from ..optim._optimizer import DECAY_SHAPES
 from ._keys import ConfigKeys
 
 
@@ -90,14 +91,106 @@ _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
 """Keys that some kinds of data do not read, with the values of `dataset_type` that do."""
 
 
-_READ_BY_EVALUATION = (
-    "eval_files",
-    "eval_data_sources",
-    "eval_steps",
-    "keep_best",
-    "sample_prompt",
+def _decays_by_key(config: "Config") -> bool:
+    """Returns whether the decay of weights is `adam_weight_decay`; a user's is not known."""
+    if ":" in config.optimizer:
+        return False
+    unread = unread_keys(config.optimizer, dict(config.optimizer_arguments))
+    return "adam_weight_decay" not in unread
+
+
+class _Unread(NamedTuple):
+    """Keys that nothing reads under a condition, and the words for it."""
+
+    keys: tuple[str, ...]
+    reason: str
+    holds: Callable[["Config"], bool]
+
+
+_UNREAD: tuple[_Unread, ...] = (
+    _Unread(
+        ("eval_files", "eval_data_sources", "eval_steps", "keep_best", "sample_prompt"),
+        "`eval_interval` is 0",
+        lambda config: not config.eval_interval,
+    ),
+    _Unread(
+        ("sample_max_tokens", "sample_temperature"),
+        "there is no `sample_prompt`",
+        lambda config: not config.sample_prompt,
+    ),
+    _Unread(
+        ("eval_split_seed",),
+        "`eval_split_fraction` is 0",
+        lambda config: not config.eval_split_fraction,
+    ),
+    _Unread(
+        (
+            "keep_best",
+            "checkpoint_period",
+            "checkpoint_minutes",
+            "async_checkpointing",
+            "max_to_keep",
+        ),
+        "`enable_checkpointing` is false",
+        lambda config: not config.enable_checkpointing,
+    ),
+    _Unread(("tracker_project",), "`trackers` is empty", lambda config: not config.tracker_names),
+    _Unread(
+        ("packing", "enable_data_shuffling"),
+        "`dataset_type` is 'synthetic'",
+        lambda config: config.dataset_type == "synthetic",
+    ),
+    _Unread(
+        ("data_shuffle_seed",),
+        "`enable_data_shuffling` is false",
+        lambda config: not config.enable_data_shuffling and config.dataset_type != "synthetic",
+    ),
+    _Unread(
+        ("dropout_seed",),
+        "there is no dropout",
+        lambda config: not (config.enable_dropout and config.dropout_rate),
+    ),
+    _Unread(
+        ("init_weights_seed",),
+        "`init_from` gives the first weights",
+        lambda config: bool(config.init_from),
+    ),
+    _Unread(
+        ("learning_rate_final_fraction",),
+        "the shape of `learning_rate_schedule` has no end",
+        lambda config: config.learning_rate_schedule not in DECAY_SHAPES,
+    ),
+    _Unread(
+        ("weight_decay_exclude",),
+        "`adam_weight_decay` is 0",
+        lambda config: not config.adam_weight_decay and _decays_by_key(config),
+    ),
+    _Unread(
+        ("llama31_rope_factor",),
+        "`rope_type` is not `llama3.1`",
+        lambda config: config.rope_type != "llama3.1",
+    ),
+    _Unread(
+        ("routed_bias_update_rate",),
+        "`routed_bias` is false",
+        lambda config: not config.routed_bias,
+    ),
+    _Unread(
+        ("group_score_experts",),
+        "`n_routing_groups` is 1",
+        lambda config: config.n_routing_groups == 1,
+    ),
+    _Unread(
+        ("mpmd_trace_step",),
+        "`steps` ends before it",
+        lambda config: config.mpmd_trace_step > config.steps,
+    ),
+    _Unread(
+        ("profile_steps",),
+        "`steps` ends before them",
+        lambda config: config.steps < min(parse_profile_steps(config.profile_steps), default=0),
+    ),
 )
-"""Keys that only evaluations read."""
 
 
 class Config(ConfigKeys):
@@ -165,13 +258,9 @@ class Config(ConfigKeys):
                 f"{self.gradient_accumulation_steps}, but a trace covers one loop over "
                 "microbatches. Leave one of them out."
             )
-        if self.tracker_project != "jaxpipe" and not self.tracker_names:
-            raise ValueError(
-                f"`tracker_project` is {self.tracker_project!r} and `trackers` is empty, so "
-                "nothing reads it. Leave it at 'jaxpipe', or name a tracker."
-            )
         self._check_data()
         self._check_evaluation()
+        self._check_unread_under_conditions()
         return self
 
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
@@ -185,6 +274,16 @@ class Config(ConfigKeys):
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
                     f"Leave it at {default!r}, or choose {alternatives}."
                 )
+
+    def _check_unread_under_conditions(self) -> None:
+        for keys, reason, holds in _UNREAD:
+            for name in keys:
+                value, default = getattr(self, name), Config.model_fields[name].default
+                if value != default and holds(self):
+                    raise ValueError(
+                        f"`{name}` is {value!r} and {reason}, so nothing reads it. "
+                        f"Leave it at {default!r}, or change that."
+                    )
 
     def _check_optimizer(self) -> None:
         """Checks an optimizer of optax. A user's function is imported when a run is set up."""
@@ -230,22 +329,9 @@ class Config(ConfigKeys):
                 "Evaluation reads files of its own, or documents that are held out: give one of "
                 "the two."
             )
-        if self.eval_split_seed and not self.eval_split_fraction:
-            raise ValueError(
-                f"`eval_split_seed` is {self.eval_split_seed} and `eval_split_fraction` 0, so no "
-                "document is held out. Give a fraction, or leave the seed at 0."
-            )
 
     def _check_evaluation(self) -> None:
-        if not self.eval_interval:
-            for name in _READ_BY_EVALUATION:
-                value, default = getattr(self, name), Config.model_fields[name].default
-                if value != default:
-                    raise ValueError(
-                        f"`eval_interval` is 0 and `{name}` is {value!r}, which nothing would "
-                        f"read. Leave it at {default!r}, or say after how many steps to evaluate."
-                    )
-        elif self.dataset_type == "synthetic" and self.eval_steps == -1:
+        if self.eval_interval and self.dataset_type == "synthetic" and self.eval_steps == -1:
             raise ValueError(
                 "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
                 "no end. Give `eval_steps`."
@@ -256,19 +342,6 @@ class Config(ConfigKeys):
                 f"{self.dataset_type!r}, so nothing says which tokenizer the tokens are of. Leave "
                 'the prompt at "", and sample the run by `jaxpipe sample --tokenizer`.'
             )
-        for name in ("sample_max_tokens", "sample_temperature"):
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if value != default and not self.sample_prompt:
-                raise ValueError(
-                    f"`{name}` is {value!r} and there is no `sample_prompt`, so nothing reads it. "
-                    f"Leave it at {default!r}, or give a prompt."
-                )
-        for name in ("keep_best", "checkpoint_minutes"):
-            if getattr(self, name) and not self.enable_checkpointing:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)} and `enable_checkpointing` false: there "
-                    "are no checkpoints. Change one of them."
-                )
 
     def _check_layout(self) -> None:
         if self.pipeline_layout and (

@@ -29,7 +29,8 @@ def _wsd(progress: Array, final: float) -> Array:
     return _linear(jnp.clip((progress - 1) / WSD_FRACTION + 1, 0, 1), final)
 
 
-_DECAY_SHAPES = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
+DECAY_SHAPES = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
+"""Shapes that end at a fraction of the peak."""
 
 LEARNING_RATE_SHAPES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
 """Names of learning rate schedules; `wsd` is warmup, stable, decay."""
@@ -80,7 +81,7 @@ def learning_rate_schedule(
         elif shape == "constant":
             falling = jnp.ones_like(step)
         else:
-            falling = _DECAY_SHAPES[shape](progress, final_fraction)
+            falling = DECAY_SHAPES[shape](progress, final_fraction)
         return peak * jnp.where(step < warmup_steps, rising, falling)
 
     return schedule

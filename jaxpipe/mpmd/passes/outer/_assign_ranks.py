@@ -38,7 +38,7 @@ RankSets = Mapping[Var, set[int]]
 
 
 @dataclass(frozen=True)
-class _Held:
+class _OnRanks:
     """The ranks that hold a value, and those whose values it was computed from."""
 
     ranks: set[int]
@@ -126,16 +126,16 @@ def _ranks_after_loops(
     An equation that depends on one runs on the ranks that hold the largest of its inputs. An
     input of the function that loops read counts as held by the ranks of these loops.
     """
-    held = {value: _Held(ranks, ranks) for value, ranks in held_on.items()}
+    held = {value: _OnRanks(ranks, ranks) for value, ranks in held_on.items()}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
-            held |= {value: _Held({rank}, {rank}) for value, rank in pairs}
+            held |= {value: _OnRanks({rank}, {rank}) for value, rank in pairs}
             continue
         operands = variables(eqn.inputs)
         if held.keys().isdisjoint(operands):
             continue
-        read = {v: _Held(ranks, ranks) for v in operands if (ranks := read_by_loops.get(v))}
+        read = {v: _OnRanks(ranks, ranks) for v in operands if (ranks := read_by_loops.get(v))}
         chosen = _where_eqn_runs(eqn, {v: h for v in operands if (h := held.get(v) or read.get(v))})
         if prints(eqn):
             chosen = replace(chosen, ranks={min(chosen.ranks)})
@@ -181,7 +181,7 @@ def _common_ranks(values: set[Var], needed_on: RankSets, otherwise: set[int]) ->
     return set.intersection(*rank_sets) or min(rank_sets, key=sorted)
 
 
-def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _Held]) -> _Held:
+def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _OnRanks]) -> _OnRanks:
     """Returns the ranks that run an equation, given the ranks that hold its inputs.
 
     If inputs are equally large, those decide whose values come from ranks that all others come
@@ -192,14 +192,14 @@ def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _Held]) -> _Held:
         return operands[eqn.inputs[-1]]
     origins = set().union(*(held.origins for held in operands.values()))
     if name in (SUM, STACK, CONCAT):
-        return _Held(set().union(*(held.ranks for held in operands.values())), origins)
+        return _OnRanks(set().union(*(held.ranks for held in operands.values())), origins)
     size = {value: value.num_bytes if value.aval.shape else 0 for value in operands}
     largest = [held for value, held in operands.items() if size[value] == max(size.values())]
     common = set.intersection(*(held.origins for held in largest))
     if any(held.origins == common for held in largest) and not is_sum(eqn):
         largest = [held for held in largest if held.origins == common]
     origins = set().union(*(held.origins for held in largest))
-    return _Held(max((held.ranks for held in largest), key=len), origins)
+    return _OnRanks(max((held.ranks for held in largest), key=len), origins)
 
 
 def _ranks_of_outputs(graph: MpmdGraph, computed_on: RankSets) -> dict[Var, set[int]]:
