@@ -54,6 +54,11 @@ def shape_of(leaf: Any, skipped: int = 0) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf)[skipped:], jnp.result_type(leaf))
 
 
+def with_sharding(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array that has this sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path)
 

@@ -42,7 +42,7 @@ from ._params import (
     is_stored,
     weights_of,
 )
-from ._pieces import num_rows, shape_of
+from ._pieces import num_rows, shape_of, with_sharding
 from ._rows import RowReport, row_report, smallest_factor
 from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import (
@@ -174,16 +174,23 @@ class PipelinedModel(InspectedModel):
             params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
 
         Returns:
-            The same as `shard(params)`, with a `jax.ShapeDtypeStruct` for each array.
+            The same as `shard(params)`, with a `jax.ShapeDtypeStruct` for each array, which in one
+            program has the sharding of the array: what is lowered from it is what runs.
 
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
         if is_stored(params):
-            return jax.tree.map(shape_of, params)
-        num_layers, in_list, specs = self._check_params(params)
-        plan = self.plan(num_layers, specs)
-        weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
+            plan, layers = self._plan_of(params), params["layers"]
+            weights = jax.tree.map(shape_of, weights_of(params))
+            num_layers, in_list = layers.num_layers, layers.in_list
+        else:
+            num_layers, in_list, specs = self._check_params(params)
+            plan = self.plan(num_layers, specs)
+            weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
+        if not self.engine.program_per_rank:
+            where = self.engine.shardings(plan, weights, self.model.tied)
+            weights = jax.tree.map(with_sharding, weights, where)
         return self._stored(plan, weights, num_layers, in_list)
 
     def _stored(

@@ -330,6 +330,29 @@ def test_zero1_divides_gradients_and_the_state_of_an_optimizer_over_data():
         assert [2 * n for n in before] * 2 == jax.tree.map(num_shards, moments)
 
 
+@pytest.mark.parametrize("schedule", ["circular", "1f1b", None])
+@pytest.mark.parametrize("options", [{}, {"gather": "once", "zero1": True}], ids=str)
+def test_what_is_lowered_from_shapes_is_what_runs(schedule: Any, options: dict[str, Any]):
+    sizes = DATA | {"stage": 2 if schedule else 1}
+    options = options if schedule else {name: options[name] for name in options if name == "zero1"}
+    pipe = pipeline(sizes, schedule=schedule, **options)
+    stored, tx = pipe.shard(params()), pipe.optimizer(optax.adam(1e-3))
+
+    def step(params: Any, batch: Any) -> Any:
+        _, grads = pipe.value_and_grad(params, batch)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    where = jax.tree.map(lambda x: x.sharding, stored)
+    for shapes in (pipe.shapes(params()), pipe.shapes(stored)):
+        assert jax.tree.map(lambda x: x.sharding, shapes) == where
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), stored
+        )
+    lowered = pipe.jit(step).lower(pipe.shapes(params()), batch())
+    assert lowered.as_text() == pipe.jit(step).lower(stored, batch()).as_text()
+
+
 ALONE = {"stage": 1}
 EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gather": lambda: (pipeline(FSDP, gather="tick"), pipeline(FSDP)),

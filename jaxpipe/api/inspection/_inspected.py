@@ -14,7 +14,6 @@ from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe, num_slices
 from ...schedules.lock_step import Ticks
 from .._model import check_means
-from .._params import weights_of
 from ..optimizer import Optimizer, state_shapes
 
 if TYPE_CHECKING:  # what a method needs is imported when it is called
@@ -199,18 +198,12 @@ class InspectedModel:
         mesh = self.mesh if devices is None else topology_mesh(self.mesh, devices)
         pipe: Any = replace(cast(Any, self), told=replace(self.told, mesh=mesh))
         stored = pipe.shapes(params)
-        layers = stored["layers"]
-        plan = pipe.plan(layers.num_layers, layers.specs)
-        weights = weights_of(stored)
-        where = self.engine.shardings(plan, weights, self.model.tied)
-        shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
-        )
-        layers = replace(layers, stages=shapes.pop("stages"))
-        arguments, function = (shapes | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
+        arguments, function = (stored, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
-            state = state_shapes(optimizer, pipe.model, pipe.engine, plan, arguments[0])
-            arguments = arguments[0], state, batch
+            layers = stored["layers"]
+            plan = pipe.plan(layers.num_layers, layers.specs)
+            state = state_shapes(optimizer, pipe.model, pipe.engine, plan, stored)
+            arguments = stored, state, batch
             step = train_step(pipe, pipe.optimizer(optimizer))
             function = pipe.jit(step, donate_argnums=(0, 1))
         key = (_any_key(),) if self.takes_key else ()

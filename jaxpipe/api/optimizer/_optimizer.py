@@ -21,6 +21,7 @@ from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model
 from .._params import PARAMETERS, NumLayers, StoredLayers, weights_of
+from .._pieces import with_sharding
 from ._parts import PartsByName, layer_ids, num_lead_dims, parts_by_name, stages_like
 from ._run import Argument, Results, is_of_layers, run_of_lists, run_of_stacks
 from ._slots import Slot, UserTree, layer_counts, slots_of_groups, user_tree
@@ -129,10 +130,7 @@ class LiftedOptimizer:
             if not is_tree_of_state(node):
                 return node
             where = self.engine.shardings(_plan_of(stored, node), node.groups, self.model.tied)
-            groups = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node.groups, where
-            )
-            return replace(node, groups=groups)
+            return replace(node, groups=jax.tree.map(with_sharding, node.groups, where))
 
         return jax.tree.map(
             with_shardings, jax.eval_shape(self.init, params), is_leaf=is_tree_of_state

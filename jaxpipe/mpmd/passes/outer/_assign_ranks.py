@@ -188,8 +188,9 @@ def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _OnRanks]) -> _OnRanks:
     from, too; a sum is of the ranks of all its terms.
     """
     name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
-    if name == WITH and eqn.inputs[-1] in operands:
-        return operands[eqn.inputs[-1]]
+    of_last = [held for value, held in operands.items() if value is eqn.inputs[-1]]
+    if name == WITH and of_last:
+        return of_last[0]
     origins = set().union(*(held.origins for held in operands.values()))
     if name in (SUM, STACK, CONCAT):
         return _OnRanks(set().union(*(held.ranks for held in operands.values())), origins)
