@@ -75,10 +75,8 @@ def test_text_needs_files():
 @pytest.mark.parametrize(
     ("keys", "without"),
     [
-        ({"max_to_keep": 9, "enable_checkpointing": False}, {"enable_checkpointing": True}),
-        ({"checkpoint_period": 7, "enable_checkpointing": False}, {"enable_checkpointing": True}),
         (
-            {"async_checkpointing": False, "enable_checkpointing": False},
+            {"checkpoint_minutes": 9.0, "enable_checkpointing": False},
             {"enable_checkpointing": True},
         ),
         ({"packing": False}, {"dataset_type": "text"}),

@@ -236,7 +236,7 @@ def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asyn
         ({"eval_interval": 5}, "synthetic data has no end. Give `eval_steps`"),
         (
             {"eval_interval": 5, "eval_steps": 1, "keep_best": 1, "enable_checkpointing": False},
-            "`keep_best` is 1 and `enable_checkpointing` false",
+            "`keep_best` is 1 and `enable_checkpointing` is false",
         ),
     ],
 )

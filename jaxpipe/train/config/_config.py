@@ -124,13 +124,7 @@ _UNREAD: tuple[_Unread, ...] = (
         lambda config: not config.eval_split_fraction,
     ),
     _Unread(
-        (
-            "keep_best",
-            "checkpoint_period",
-            "checkpoint_minutes",
-            "async_checkpointing",
-            "max_to_keep",
-        ),
+        ("keep_best", "checkpoint_minutes"),
         "`enable_checkpointing` is false",
         lambda config: not config.enable_checkpointing,
     ),
@@ -259,8 +253,8 @@ class Config(ConfigKeys):
                 "microbatches. Leave one of them out."
             )
         self._check_data()
-        self._check_evaluation()
         self._check_unread_under_conditions()
+        self._check_evaluation()
         return self
 
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
