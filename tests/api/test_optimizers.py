@@ -458,3 +458,50 @@ def test_a_model_with_frozen_shared_and_tied_parameters_of_several_kinds():
         wanted, true_state = tx.update(without, tx.init(without), without)
     assert largest_error(pipe.unshard(updates), wanted) <= 1e-12
     assert jax.tree.structure(pipe.unshard(state)) == jax.tree.structure(true_state)
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-2, eps=1e-3)),
+        optax.lamb(1e-2, eps=1e-3),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+    ],
+    ids=["clip", "lamb", "apply_if_finite"],
+)
+def test_a_kind_of_one_layer_is_updated_as_any_other(tx: Any, counts: tuple[int, int]):
+    def of_kind(w: Any, x: Any, batch: Any) -> Any:
+        return x + jnp.tanh(x * jnp.mean(w))
+
+    widths = {"first": D, "second": D + 1}
+    layers = {
+        kind: [jax.random.normal(jax.random.key(10 * width + i), (D, width)) for i in range(count)]
+        for (kind, width), count in zip(widths.items(), counts, strict=True)
+    }
+    params = init(1) | {"layers": layers}
+    pipe = pipeline("1f1b", {"stage": 2}, jp.Model(embed, dict.fromkeys(widths, of_kind), loss))
+
+    def plain_of_kinds(params: Any, batch: Any) -> Any:
+        x = embed(params["embed"], batch)
+        for w in [w for kind in widths for w in params["layers"][kind]]:
+            x = of_kind(w, x, batch)
+        return loss(params["head"], x, batch)
+
+    def train(tx: Any, value_and_grad: Callable) -> Callable:
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(value_and_grad(params, batch)[1], state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    of_stages, stored = pipe.optimizer(tx), pipe.shard(params)
+    step = pipe.jit(train(of_stages, pipe.value_and_grad))
+    by_hand = jax.jit(train(tx, jax.value_and_grad(plain_of_kinds)))
+    with jax.numpy_dtype_promotion("standard"):  # optax adds counts and numbers of other types
+        state, true_state = of_stages.init(stored), tx.init(params)
+        for i in range(3):
+            stored, state = step(stored, state, batch(i))
+            params, true_state = by_hand(params, true_state, batch(i))
+    for x, y in zip(jax.tree.leaves(pipe.unshard(stored)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

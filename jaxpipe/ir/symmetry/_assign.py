@@ -75,7 +75,7 @@ def assign(
     promoted: dict[int, LayerOf] = {}
     while True:
         trial = _trial(calls, inputs, single, promoted)
-        bad = _without_partners(calls, trial, counts)
+        bad = _without_partners(calls, trial, counts) | _with_other_layers(calls, trial, counts)
         small = {i for i in bad if all(size_of(v) <= SMALL for v in calls[i].operands)}
         if small:  # before all others: a sum over layers seems to belong to the last of them
             single |= small
@@ -207,6 +207,24 @@ def _without_partners(calls: Sequence[Call], trial: _Trial, counts: Mapping[str,
         if len(members) < counts[kind]:
             bad |= {*members.values()}
     return bad
+
+
+def _with_other_layers(calls: Sequence[Call], trial: _Trial, counts: Mapping[str, int]) -> set[int]:
+    """Returns the small calls of single layers of their kind that read a value of other layers.
+
+    Such a layer has no partners, which would show that a sum over layers is not its own.
+    """
+    of_layers: set[Var] = set()  # values that belong to no layer, and that layers went into
+    combined: set[int] = set()
+    for index, call in enumerate(calls):
+        operands = variables(call.operands)
+        is_combined = not of_layers.isdisjoint(operands)
+        if index not in trial.group_of:
+            if is_combined or any(v in trial.owner_of for v in operands):
+                of_layers.update(call.outputs)
+        elif is_combined and counts[trial.group_of[index][0]] == 1:
+            combined |= {index} if all(size_of(v) <= SMALL for v in call.operands) else set()
+    return combined
 
 
 def _first_of_chains(calls: Sequence[Call], bad: Collection[int]) -> set[int]:

@@ -142,8 +142,8 @@ class _LiftedRun:
         results = []
         for index, ids in enumerate(all_ids):
             run, axes = first.run, [0 if batched else None for batched in is_batched]
-            for _ in range(ids.ndim):
-                run = jax.vmap(run, in_axes=axes)
+            for size in reversed(ids.shape):
+                run = jax.vmap(run, in_axes=axes, axis_size=size)
             results.append(run(*(parts[index] for parts in operands)))
         for i, var in enumerate(first.outputs):
             self.parts[self.assignment.key_of[var]] = tuple(result[i] for result in results)

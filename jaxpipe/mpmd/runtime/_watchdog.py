@@ -210,7 +210,8 @@ def _failure(item: PendingItem) -> str | None:
         try:
             array.block_until_ready()
         except RuntimeError as error:
-            if not array.is_deleted():  # donated to the next program: it was fine
+            # Donated to the next program: it was fine. Of several shards an array may say so later.
+            if not array.is_deleted() and "deleted or donated buffer" not in str(error):
                 return f"{item.label} has failed: {_explain(str(error))}"
     return None
 
