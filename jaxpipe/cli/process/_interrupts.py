@@ -13,7 +13,7 @@ INTERRUPTED = 128 + signal.SIGINT
 CLEANUP_SECONDS = 3.0
 """How long an interrupted command may take to remove its unfinished files."""
 
-_said = threading.Lock()
+_said, _printed = threading.Lock(), threading.Event()
 _unwinds, _interrupted = threading.Event(), threading.Event()
 
 
@@ -58,6 +58,8 @@ def say_interrupted() -> int:
     """Prints, the first time, that SIGINT has ended the command, and returns the exit code."""
     if _said.acquire(blocking=False):
         print("jaxpipe: interrupted (SIGINT)", file=sys.stderr, flush=True)
+        _printed.set()
+    _printed.wait(1.0)  # the caller ends the process, where another thread may be printing
     return INTERRUPTED
 
 
