@@ -76,7 +76,7 @@ def assign(
     while True:
         trial = _trial(calls, inputs, single, promoted)
         bad = _without_partners(calls, trial, counts) | _with_other_layers(calls, trial, counts)
-        small = {i for i in bad if all(size_of(v) <= SMALL for v in calls[i].operands)}
+        small = {i for i in bad if _is_small(calls[i])}
         if small:  # before all others: a sum over layers seems to belong to the last of them
             single |= small
         elif added := _promotions(calls, trial, outputs, single, promoted):
@@ -163,6 +163,11 @@ def size_of(atom: Atom) -> int:
     return math.prod(aval_of(atom).shape)
 
 
+def _is_small(call: Call) -> bool:
+    """Returns whether a call reads nothing but small values."""
+    return all(size_of(v) <= SMALL for v in call.operands)
+
+
 def _promotions(
     calls: Sequence[Call],
     trial: _Trial,
@@ -222,8 +227,8 @@ def _with_other_layers(calls: Sequence[Call], trial: _Trial, counts: Mapping[str
         if index not in trial.group_of:
             if is_combined or any(v in trial.owner_of for v in operands):
                 of_layers.update(call.outputs)
-        elif is_combined and counts[trial.group_of[index][0]] == 1:
-            combined |= {index} if all(size_of(v) <= SMALL for v in call.operands) else set()
+        elif is_combined and counts[trial.group_of[index][0]] == 1 and _is_small(call):
+            combined.add(index)
     return combined
 
 

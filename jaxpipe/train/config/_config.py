@@ -1,7 +1,7 @@
 """The config of a training run: its keys, and the checks across keys."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 from pydantic import model_validator
@@ -260,10 +260,9 @@ class Config(ConfigKeys):
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
         """Checks that keys which the value of another key leaves unread have their defaults."""
         choice = getattr(self, key)
-        for name, choices in readers.items():
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if choice not in choices and value != default:
-                alternatives = f"`{key}=" + "` or `".join(choices) + "`"
+        for name, value, default in changed_keys(self, readers):
+            if choice not in readers[name]:
+                alternatives = f"`{key}=" + "` or `".join(readers[name]) + "`"
                 raise ValueError(
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
                     f"Leave it at {default!r}, or choose {alternatives}."
@@ -271,9 +270,8 @@ class Config(ConfigKeys):
 
     def _check_unread_under_conditions(self) -> None:
         for keys, reason, holds in _UNREAD:
-            for name in keys:
-                value, default = getattr(self, name), Config.model_fields[name].default
-                if value != default and holds(self):
+            for name, value, default in changed_keys(self, keys):
+                if holds(self):
                     raise ValueError(
                         f"`{name}` is {value!r} and {reason}, so nothing reads it. "
                         f"Leave it at {default!r}, or change that."
@@ -378,19 +376,26 @@ class Config(ConfigKeys):
             )
 
 
+def changed_keys(config: Config, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, the value and the default of keys whose value is not the default."""
+    for name in names:
+        value, default = getattr(config, name), Config.model_fields[name].default
+        if value != default:
+            yield name, value, default
+
+
 def check_optimizer_reads_keys(config: Config) -> None:
     """Checks that keys which the optimizer does not read have their defaults.
 
     A user's function is imported.
     """
-    for name in unread_keys(config.optimizer, dict(config.optimizer_arguments)):
-        value, default = getattr(config, name), Config.model_fields[name].default
-        if value != default:
-            raise ValueError(
-                f"`optimizer` is {config.optimizer!r} and `{name}` is {value!r}, which it does "
-                f"not read. Leave it at {default!r}, or give what {config.optimizer} takes as "
-                "`optimizer_arguments`."
-            )
+    unread = unread_keys(config.optimizer, dict(config.optimizer_arguments))
+    for name, value, default in changed_keys(config, unread):
+        raise ValueError(
+            f"`optimizer` is {config.optimizer!r} and `{name}` is {value!r}, which it does "
+            f"not read. Leave it at {default!r}, or give what {config.optimizer} takes as "
+            "`optimizer_arguments`."
+        )
 
 
 def parse_xla_flags(flags: str) -> dict[str, str]:

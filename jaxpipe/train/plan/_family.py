@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ... import models
-from ..config._config import Config
+from ..config._config import Config, changed_keys
 
 ModelConfig = models.LlamaConfig | models.DeepseekConfig
 
@@ -108,13 +108,11 @@ def model_config(config: Config) -> ModelConfig:
     """Returns the sizes of the config's model."""
     family = MODEL_FAMILIES[config.decoder_block]
     others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
-    for name in sorted(others):
-        value, default = getattr(config, name), Config.model_fields[name].default
-        if value != default:
-            raise ValueError(
-                f"`{name}` is {value!r} and `decoder_block` is {config.decoder_block!r}, which "
-                f"has no such thing. Leave it at {default!r}."
-            )
+    for name, value, default in changed_keys(config, sorted(others)):
+        raise ValueError(
+            f"`{name}` is {value!r} and `decoder_block` is {config.decoder_block!r}, which "
+            f"has no such thing. Leave it at {default!r}."
+        )
     for name, value in family.fixed.items():
         if getattr(config, name) != value:
             raise ValueError(
