@@ -114,7 +114,8 @@ def pipeline(
         scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once; or
             the number of layers that each iteration runs, a divisor of the layers of a stage.
             Transfers of one layer then run beside the work of another. Default: True if there are
-            several layers.
+            several layers. True is one layer, or up to four where, without a pipeline, gathers of
+            weights take two steps.
         scan_repeats: Whether the repeats of the engine "circular" run in a `lax.scan`.
         scan_ticks: Whether its ticks run in a `lax.scan`.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as

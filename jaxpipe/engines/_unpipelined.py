@@ -16,7 +16,12 @@ from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd.weight_gather import as_stored_on_gpus, constrain_by, gather_by_constraints
+from ..spmd.weight_gather import (
+    as_stored_on_gpus,
+    axis_in_two_steps,
+    constrain_by,
+    gather_by_constraints,
+)
 from . import _stacked
 from ._engine import Engine, PipelineSpec
 from ._jit import jit
@@ -92,7 +97,28 @@ def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
     def gathered(weights: PyTree, *arguments: Any) -> Any:
         return layer(_unsharded(plan, "stages", weights), *arguments)
 
-    return _stacked.stage(plan, gathered)
+    def stage(weights: PyTree, *arguments: Any) -> Any:
+        scan = _layers_at_a_time(plan, weights)
+        return _stacked.stage(replace(plan, scan_layers=scan), gathered)(weights, *arguments)
+
+    return stage
+
+
+def _layers_at_a_time(plan: PipelineSpec, weights: PyTree) -> bool | int | None:
+    """Returns `scan_layers`, or a number where it is left to the engine and one would wait.
+
+    A gather in two steps needs two products beside it, so of a layer alone the first step of all
+    gathers and the second of the last scatters are exposed: llama3.1-70b on 64 v5p takes 19.4 s
+    with one layer in an iteration, 18.1 with two and 17.7 with four, without kernels.
+    """
+    is_said = plan.scan_layers is not None and plan.scan_layers is not True
+    if is_said or AxisType.Explicit in plan.mesh.axis_types:
+        return plan.scan_layers
+    stored = param_spec_tree("stages", weights, plan.mesh, plan.param_specs, (None,))
+    count = plan.layout.layers_per_stage
+    if axis_in_two_steps(stored, plan.mesh) is None:
+        return plan.scan_layers
+    return next((n for n in (4, 3, 2) if count % n == 0), plan.scan_layers)
 
 
 def _gathering(plan: PipelineSpec, model: StagedModel) -> StagedModel:

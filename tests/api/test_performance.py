@@ -470,20 +470,38 @@ def test_without_a_pipeline_shards_of_gradients_are_summed_over_data():
         )
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "data": 2}], ids=str)
-def test_without_a_pipeline_three_dims_of_a_torus_are_gathered_along_lines_and_then_planes(
-    sizes: dict[str, int], monkeypatch
-):
+@pytest.fixture
+def torus(monkeypatch):
+    """Devices of which four or more in a line of the mesh lie along three dims of a v5p."""
     module = "jaxpipe.spmd.weight_gather._gather"
     monkeypatch.setattr(f"{module}.find_hardware", lambda kind: devices.HARDWARE["v5p"])
     monkeypatch.setattr(f"{module}._num_torus_dims", lambda mesh, axis: 3)
     monkeypatch.setattr(f"{module}._IN_TWO_STEPS", {"v5p": 4})
-    pipe = pipeline(sizes, schedule=None, microbatches=2)
+
+
+def groups_of_gathers(sizes: dict[str, int], **options: Any) -> list[str]:
+    """Returns the devices of each gather of a step without a pipeline that is exact."""
+    pipe = pipeline(sizes, schedule=None, microbatches=2, **options)
     pipe.check(params(), batch())
     step = pipe.jit(pipe.value_and_grad).lower(pipe.shard(params()), batch()).compile()
-    groups = re.findall(r"all-gather\([^\n]*replica_groups=(\S+)", step.as_text())
+    return re.findall(r"all-gather\([^\n]*replica_groups=(\S+)", step.as_text())
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "data": 2}], ids=str)
+def test_without_a_pipeline_three_dims_of_a_torus_are_gathered_along_lines_and_then_planes(
+    sizes: dict[str, int], torus
+):
+    groups = groups_of_gathers(sizes)
     along_lines = [group for group in groups if group.startswith("[4,2]")]
     assert len(groups) == 2 * len(along_lines) > 0, groups
+
+
+def test_gathers_in_two_steps_run_beside_the_work_of_several_layers(torus):
+    """Unless `scan_layers` says how many."""
+    one, two, four = (len(groups_of_gathers({"fsdp": 8}, scan_layers=n)) for n in (1, 2, 4))
+    assert one < two < four
+    assert len(groups_of_gathers({"fsdp": 8})) == four
+    assert len(groups_of_gathers({"fsdp": 8}, scan_layers=True)) == four
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])

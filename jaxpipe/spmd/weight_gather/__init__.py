@@ -8,6 +8,7 @@ if typing.TYPE_CHECKING:
     from ._gather import EACH_TICK as EACH_TICK
     from ._gather import Gather as Gather
     from ._gather import When as When
+    from ._gather import axis_in_two_steps as axis_in_two_steps
     from ._gather import constrain_by as constrain_by
     from ._gather import gather_by_constraints as gather_by_constraints
     from ._gather import gather_by_specs as gather_by_specs

@@ -381,8 +381,8 @@ _IN_TWO_STEPS = {"v5p": 8, "tpu7x": 64}
 """Devices from which on a gather over three dims of a torus is faster in two steps."""
 
 
-def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
-    """Returns a function that shards weights over planes of a torus, if an axis divides three dims.
+def axis_in_two_steps(stored: PyTree, mesh: Mesh) -> str | None:
+    """Returns the axis over which weights are gathered in two steps: it divides three dims.
 
     No SparseCore of v5p takes a gather over three dims (libtpu 0.0.48.1), and over all of 64 or
     more devices XLA:TPU sums whole arrays that are filled with zeros. Along lines, and then over
@@ -391,11 +391,18 @@ def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
     kind = find_hardware(mesh.devices.flat[0].device_kind)
     named = frozenset().union(*map(axes_of, jax.tree.leaves(stored, is_leaf=is_spec)))
     if kind is None or kind.kind not in _IN_TWO_STEPS or not named:
-        return identity
+        return None
     axis = max(sorted(named), key=lambda name: mesh.shape[name])
-    size = mesh.shape[axis]
-    if size < _IN_TWO_STEPS[kind.kind] or _num_torus_dims(mesh, axis) < 3:
+    is_large = mesh.shape[axis] >= _IN_TWO_STEPS[kind.kind]
+    return axis if is_large and _num_torus_dims(mesh, axis) >= 3 else None
+
+
+def _planes_of_torus(stored: PyTree, mesh: Mesh) -> TreeFunction:
+    """Returns a function that shards weights over planes of a torus, if it takes two steps."""
+    axis = axis_in_two_steps(stored, mesh)
+    if axis is None:
         return identity
+    size = mesh.shape[axis]
     line = next(n for n in range(2, size + 1) if n**3 >= size and size % n == 0)
     at, shape = mesh.axis_names.index(axis), mesh.devices.shape
     devices = mesh.devices.reshape(*shape[:at], size // line, line, *shape[at + 1 :])
