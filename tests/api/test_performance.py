@@ -338,10 +338,10 @@ def test_what_is_lowered_from_shapes_is_what_runs(schedule: Any, options: dict[s
     pipe = pipeline(sizes, schedule=schedule, **options)
     stored, tx = pipe.shard(params()), pipe.optimizer(optax.adam(1e-3))
 
-    def step(params: Any, batch: Any) -> Any:
+    def step(params: Any, state: Any, batch: Any) -> Any:
         _, grads = pipe.value_and_grad(params, batch)
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
     where = jax.tree.map(lambda x: x.sharding, stored)
     for shapes in (pipe.shapes(params()), pipe.shapes(stored)):
@@ -349,8 +349,9 @@ def test_what_is_lowered_from_shapes_is_what_runs(schedule: Any, options: dict[s
         assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
             lambda x: (x.shape, x.dtype), stored
         )
-    lowered = pipe.jit(step).lower(pipe.shapes(params()), batch())
-    assert lowered.as_text() == pipe.jit(step).lower(stored, batch()).as_text()
+    shapes = pipe.shapes(params())
+    lowered = pipe.jit(step).lower(shapes, tx.init(shapes), batch())
+    assert lowered.as_text() == pipe.jit(step).lower(stored, tx.init(stored), batch()).as_text()
 
 
 ALONE = {"stage": 1}

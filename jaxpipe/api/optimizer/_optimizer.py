@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
@@ -123,12 +124,17 @@ class LiftedOptimizer:
         )
 
     def shapes(self, params: dict[str, Any]) -> PyTree:
-        """Returns the shapes of the first state, with the shardings of arrays like parameters."""
+        """Returns the shapes of the first state, in one program with the shardings of its arrays.
+
+        Programs of ranks have those of arrays like parameters alone.
+        """
         stored = stored_tree(self.model, self.engine, self.plan_of(params), params)
 
         def with_shardings(node: Any) -> Any:
             if not is_tree_of_state(node):
-                return node
+                is_whole = not self.engine.program_per_rank
+                everywhere = NamedSharding(stored.plan.mesh, PartitionSpec())
+                return with_sharding(node, everywhere) if is_whole else node
             where = self.engine.shardings(_plan_of(stored, node), node.groups, self.model.tied)
             return replace(node, groups=jax.tree.map(with_sharding, node.groups, where))
 

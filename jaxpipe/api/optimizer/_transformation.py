@@ -46,7 +46,12 @@ def transformation(
     def update_all(grads: Any, state: PyTree, params: Any, extra: dict[str, Any]) -> Any:
         return lifted.update(grads, state, params, extra)
 
-    init, run_update = traced(jit, lifted.init), traced(jit, update_all)
+    run_init, run_update = traced(jit, lifted.init), traced(jit, update_all)
+
+    def init(params: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(params)
+        is_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        return (lifted.shapes if is_shapes else run_init)(params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         for name, value in extra.items():
