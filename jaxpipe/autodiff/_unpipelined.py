@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
+from ..ir.transforms import add_gradients
 from .staged_model import (
     Aux,
     StagedModel,
@@ -38,12 +39,19 @@ def value_and_grad(
     model = replace(model, loss=_gradients_at_once(model.loss))
     loss_and_grads = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
 
+    microbatches = _microbatches(batch_inputs)
+    if len(microbatches[1]) == 1:  # nothing is added up
+        value, grads = loss_and_grads(weights, *jax.tree.map(lambda x: x[0], microbatches))
+        return sum_scalars(jax.tree.map(lambda x: jnp.expand_dims(x, 0), value)), grads
+
+    def grads_and_loss(*arguments):
+        return loss_and_grads(*arguments)[::-1]
+
     def step(grads, microbatch):
-        value, new = loss_and_grads(weights, *microbatch)
-        return jax.tree.map(lambda so_far, x: so_far + x.astype(so_far.dtype), grads, new), value
+        return add_gradients(grads, grads_and_loss, weights, *microbatch)
 
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accum_dtype(w.dtype)), weights)
-    grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(batch_inputs))
+    grads, (losses, metrics) = jax.lax.scan(step, zeros, microbatches)
     grads = jax.tree.map(lambda sums, w: sums.astype(w.dtype), grads, weights)
     return sum_scalars((losses, metrics)), grads
 

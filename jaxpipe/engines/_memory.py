@@ -27,6 +27,8 @@ class StepCounts(NamedTuple):
         gather: When weights are gathered; None if they are sharded over no axis that is gathered.
         num_calls: A, the calls of the engine in a step.
         forwarding_delay: Whether activations are handed over one tick late.
+        adds_in_loops: Without a pipeline: whether a loop over layers adds their gradients to the
+            sums of microbatches; else those of a microbatch are there beside the sums.
     """
 
     num_ranks: int
@@ -35,6 +37,7 @@ class StepCounts(NamedTuple):
     gather: Literal["tick", "once", "repeat", "layer"] | None
     num_calls: int = 1
     forwarding_delay: bool = False
+    adds_in_loops: bool = True
 
 
 class Buffers(NamedTuple):

@@ -166,10 +166,10 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:
     """Returns the peak, which is in the backward of a layer, in the loss or of the embedding."""
-    cast, late = sizes.casts.stored + sizes.boundary_cast, sizes.grad_sums
-    gradients = late
+    cast = sizes.casts.stored + sizes.boundary_cast
+    gradients, late = sizes.grad_sums, 0.0 if counts.adds_in_loops else sizes.grad_sums
     if counts.num_microbatches == 1:  # nothing is added up: gradients have the dtype of weights
-        gradients, late = 0.0, min(late, sizes.call_grads)
+        gradients, late = 0.0, min(sizes.grad_sums, sizes.call_grads)
     gathers = 0.0
     if counts.gather:
         gathers = sizes.kept_read or sizes.layer_read

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from ..._compat import jaxprs_in_params
@@ -89,6 +91,7 @@ def memory_table(
         plan.gather if is_gathered else None,
         plan.num_calls,
         plan.forwarding_delay,
+        _adds_in_loops(plan),
     )
     memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
     splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)
@@ -119,6 +122,13 @@ def _step_sizes(
         outer_read=weights["boundary_read"] * gathers_once,
         kept_read=weights["reads"].whole * keeps_all * (not pipe.engine.pipelines),
     )
+
+
+def _adds_in_loops(plan: PipelineSpec) -> bool:
+    """Returns whether all layers run in loops, one for each kind, and axes are automatic."""
+    runs = len(list(groupby(plan.kinds_of_layers)))
+    is_typed = AxisType.Explicit in plan.mesh.axis_types
+    return plan.scan_layers is not False and runs == len(plan.kinds) and not is_typed
 
 
 def _num_stages(plan: PipelineSpec) -> int:

@@ -18,8 +18,10 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
+from ..._compat import ClosedJaxpr
 from ..graph import (
     Atom,
     Cond,
@@ -29,6 +31,7 @@ from ..graph import (
     Scan,
     Var,
     count_uses,
+    effects_of,
     is_cast,
     is_invertible_move,
     origin,
@@ -207,11 +210,22 @@ def add_gradients(sums: PyTree, f: Callable, *arguments: PyTree) -> tuple[PyTree
     """Returns `sums` plus gradients, in place where possible, and the result that `f` has besides.
 
     `f` is `(*arguments) -> (gradients, result)`: gradients are like `sums`, with None where a leaf
-    has none.
+    has none. Afterwards are added those of a function that prints, and of explicit axes, whose
+    types the stacks of a loop would have to have.
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*arguments)
     leaves, tree = jax.tree.flatten(sums)
+    if effects_of(closed) or _has_explicit_axes(closed):
+        gradients, result = f(*arguments)
+        pairs = zip(leaves, tree.flatten_up_to(gradients), strict=True)
+        return tree.unflatten([x if g is None else _add(x, g)[0] for x, g in pairs]), result
     result = jax.tree.structure(shapes[1])
     is_gradient = [True] * len(leaves) + [False] * result.num_leaves
     new = accumulate(to_graph(closed), is_gradient)(*jax.tree.leaves(arguments), *leaves)
     return tree.unflatten(new[: len(leaves)]), result.unflatten(new[len(leaves) :])
+
+
+def _has_explicit_axes(closed: ClosedJaxpr) -> bool:
+    """Returns whether a program outside of `jax.shard_map` reads arrays that are typed by axes."""
+    types = {kind for aval in closed.in_avals for kind in aval.sharding.mesh.axis_types}
+    return AxisType.Explicit in types and AxisType.Manual not in types
