@@ -297,9 +297,9 @@ class PipelinedModel(InspectedModel):
 
         Returns:
             An optimizer of the same class. `init` takes parameters from `shard`, or the trainable
-            ones from `partition`; of their `shapes` it returns those of the state; `update` takes gradients from `value_and_grad`, and returns
-            updates for `optax.apply_updates`. `unshard` of its state is what `tx` has for the
-            user's tree.
+            ones from `partition`, or the `shapes` of parameters, for those of the state. `update`
+            takes gradients from `value_and_grad`, and returns updates for `optax.apply_updates`.
+            `unshard` of its state is what `tx` has for the user's tree.
 
         Raises:
             ValueError: From `init` and `update`, if `tx` treats layers differently, combines whole

@@ -16,7 +16,7 @@ _IN_ACTIVATION, _IN_WEIGHTS = (5, 3), (3, 1)
 and differentiated, and while gradients of weights are."""
 
 _IN_CHUNK = (3, 3)
-"""The same of a chunk of tokens on TPUs, whose products add gradients to sums."""
+"""The same of a chunk of tokens, whose products add gradients to sums."""
 
 _TILE = (8, 128)
 """Rows and columns of a tile of a TPU's memory."""
@@ -43,7 +43,7 @@ def routed_bytes(
 ) -> float:
     """Returns the bytes that exist at a time while the backward of a layer's experts runs.
 
-    Chunks of FSDP on TPUs are fitted to nine programs; pipelines and GPUs hold more.
+    Chunks of FSDP are fitted to nine programs of TPUs, and two of GPUs agree; pipelines hold more.
     """
     if model.routed is None:
         return 0.0
@@ -59,9 +59,10 @@ def routed_bytes(
     tokens_of_all = itemsize * _TOKENS * gathered * model.hidden
     if chunks == 1:
         return tokens_of_all + max(early, late + gradients)
-    if pipelines or not model.on_tpu:
+    if pipelines:
         return gradients + tokens_of_all + max(early, late)
-    return gradients + tokens_of_all + chunk + _bytes_of_copies(model, sizes)
+    copies = _bytes_of_copies(model, sizes) if model.on_tpu else 0.0
+    return gradients + tokens_of_all + chunk + copies
 
 
 def _bytes_of_copies(model: PlannedModel, sizes: Sizes) -> float:
