@@ -52,6 +52,7 @@ class Gradient:
     way: tuple[Eqn, ...]
     start: Var
     total: Var
+    moves: bool = True  # whether the equation moves the data itself, so that sums are as gradients
 
 
 def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
@@ -61,6 +62,7 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     shape.
     """
     sums: list[Var] = []
+    before: list[Eqn] = []
     added: list[Eqn] = []
     within: defaultdict[Eqn, list[Gradient]] = defaultdict(list)
     outputs = list(program.outputs)
@@ -75,6 +77,11 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
             total = start
         elif eqn is not None and _can_add(eqn, produced, way, makers):
             within[eqn].append(Gradient(produced, way, start, total))
+        elif eqn is not None and _can_add_reshaped(eqn, produced, way):
+            start_in_loop, total_in_loop = Var(produced.aval), Var(produced.aval)
+            before.append(_reshape(start, start_in_loop))
+            within[eqn].append(Gradient(produced, way, start_in_loop, total_in_loop, moves=False))
+            added.append(_reshape(total_in_loop, total))
         else:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
@@ -83,7 +90,7 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     passed = {eqn for targets in within.values() for target in targets for eqn in target.way}
     eqns = [eqn for eqn in program.eqns if eqn not in passed]
     eqns = [s for eqn in eqns for s in (_adding(eqn, within[eqn]) if eqn in within else [eqn])]
-    return Graph((*program.inputs, *sums), (*eqns, *added), tuple(outputs))
+    return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
 
 
 def cast_apart(x: jax.Array, dtype: Any) -> jax.Array:
@@ -126,6 +133,18 @@ def _can_add(eqn: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn])
             is_onto_zeros = any(_is_zero(maker, makers) for maker in onto)
             return is_onto_zeros and len(eqn.inputs) == 3 and all(map(is_cast, way))
     return False
+
+
+def _can_add_reshaped(eqn: Eqn, made: Var, way: Sequence[Eqn]) -> bool:
+    """Returns whether a loop can take a reshaped sum, such as one over several layers at a time."""
+    if not isinstance(eqn.operation, Scan) or eqn.outputs.index(made) < eqn.operation.num_carry:
+        return False
+    return all(is_cast(e) or getattr(e.operation, "name", "") == "reshape" for e in way)
+
+
+def _reshape(x: Var, to: Var) -> Eqn:
+    shape = to.aval.shape
+    return Eqn(PrimitiveCall("reshape", lambda x: [jnp.reshape(x, shape)]), (x,), (to,))
 
 
 def _keeps_first_dim(eqn: Eqn) -> bool:
@@ -179,7 +198,8 @@ def _body_adding(
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
     for gradient in gradients:
-        moves = list(_moves_inside(inside[gradient.produced], gradient.way, num_dims))
+        way = gradient.way if gradient.moves else ()
+        moves = list(_moves_inside(inside[gradient.produced], way, num_dims))
         eqns += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.produced])
     outputs = (*select(body.outputs, others), *ends)
