@@ -90,6 +90,17 @@ def test_special_tokens_in_a_document_are_text(is_special: bool, tmp_path: Path)
     np.testing.assert_array_equal(tokenizer.encode("aa"), [len(letters) + 1])
 
 
+def test_a_special_token_ends_a_document_before_one_that_is_none(tmp_path: Path):
+    """Gemma's tokenizers have `</s>` as a tag of HTML, in front of names in our list."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    written = Tokenizer(models.BPE({"a": 0}, []))
+    written.add_tokens([AddedToken("</s>", special=False)])
+    written.add_special_tokens(["<eos>"])
+    written.save(path := str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(path, vocab_size=20).eod == 2
+
+
 def test_a_tokenizer_without_an_end_of_document_is_refused(words):
     path = words({"[UNK]": 0})
     with pytest.raises(

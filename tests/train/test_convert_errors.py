@@ -161,11 +161,29 @@ def test_fields_that_are_not_understood_are_named(
         assert part in message
 
 
-def test_unequal_mscales_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mscale": 1.0}, "is 1.0 and `mscale_all_dim` 0.707: only equal ones"),
+        # transformers reads 0 as missing, and then has another formula.
+        ({"mscale": 0, "mscale_all_dim": 0}, "`rope_parameters.mscale` is 0: only numbers above 0"),
+        ({"beta_fast": 1, "beta_slow": 32}, "`rope_parameters.beta_fast` is 1 and `beta_slow` 32"),
+    ],
+)
+def test_rotary_positions_that_would_be_others_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+):
     folder = copy("deepseek_v2", tmp_path)
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    change(folder / "config.json", rope_parameters=rope | {"mscale": 1.0})
-    assert "is 1.0 and `mscale_all_dim` 0.707: only equal ones" in refusal(folder)
+    change(folder / "config.json", rope_parameters=rope | fields)
+    assert message in refusal(folder)
+
+
+def test_two_fields_of_rotary_positions_that_differ_are_refused(tmp_path: Path):
+    folder = copy("deepseek_v2", tmp_path)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change(folder / "config.json", rope_scaling=rope | {"factor": 2 * rope["factor"]})
+    assert "only one of them, or equal ones" in refusal(folder)
 
 
 def test_old_and_new_names_of_rotary_fields_mean_the_same(tmp_path: Path):

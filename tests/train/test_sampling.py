@@ -238,6 +238,8 @@ def test_draws_are_those_of_the_seed_whatever_other_prompts_there_are(llama):
     assert both == sample(llama, PROMPTS, **options)
     assert both[:1] == sample(llama, PROMPTS[:1], **options)
     assert both != sample(llama, PROMPTS, seed=1, **options)
+    cold = sample(llama, PROMPTS, temperature=1e-40, max_tokens=12)
+    assert cold == sample(llama, PROMPTS, max_tokens=12)
     # A token in front is one of the prompt, and no part of the text.
     [begun], [spelled] = (
         sample(llama, [prompt], max_tokens=12, bos=bos)

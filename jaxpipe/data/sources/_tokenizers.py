@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 _MAX_BYTES = 128 * MEGABYTE
 """The largest file of a tokenizer that is read; the largest published ones have 35 MB."""
 
-# What the well-known tokenizers call the token that ends a document, tried in this order.
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+# What the well-known tokenizers call the token that ends a document, tried in this order, special
+# tokens first: Gemma's have `</s>` as a tag of HTML.
+END_OF_DOCUMENT = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
+)
 
 
 @runtime_checkable
@@ -192,7 +196,10 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     ids: dict[str, Any] = tokenizer.get_vocab(with_added_tokens=True)
-    end = next((token for token in END_OF_DOCUMENT if token in ids), None)
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    ends = [token for token in END_OF_DOCUMENT if token in ids]
+    end = next((token for token in ends if token in special), ends[0] if ends else None)
     if end is None:
         raise ValueError(
             f"`tokenizer_path` is {path!r}, which has no token that ends a document. Add one of "

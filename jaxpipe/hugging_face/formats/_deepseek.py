@@ -110,7 +110,7 @@ def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
 
 
 def _v2_groups(method: Any, groups: Any, top_groups: Any) -> ConfigValues:
-    if method == "greedy":
+    if method == "greedy" or (method, groups, top_groups) == ("group_limited_greedy", 1, 1):
         return {}
     if method != "group_limited_greedy" or groups is None or top_groups is None:
         raise ValueError(
@@ -156,6 +156,8 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Conf
         values["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
         values |= {"n_group": sizes.n_routing_groups, "topk_group": sizes.topk_routing_group}
     if sizes.rope_type == "yarn":
+        if sizes.mscale == 0:
+            raise ValueError("`mscale` is 0, which transformers reads as no `mscale`")
         yarn = {name: getattr(sizes, key) for name, key in _YARN.items()}
         values["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **yarn}
         values["rope_scaling"]["mscale_all_dim"] = sizes.mscale

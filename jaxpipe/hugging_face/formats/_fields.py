@@ -69,6 +69,13 @@ def read_rope(
     theta = config.get("rope_theta")
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     mapping = config.get(name) or {}
+    scaling = config.get("rope_scaling") or {}
+    is_mapping = isinstance(scaling, Mapping) and isinstance(mapping, Mapping)
+    if is_mapping and any(key != "type" and mapping.get(key) != scaling[key] for key in scaling):
+        raise ValueError(
+            f"`rope_scaling` is {short_repr(scaling)} and `rope_parameters` {short_repr(mapping)}: "
+            "only one of them, or equal ones, are supported"
+        )
     if not isinstance(mapping, Mapping):
         raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
     inner = {key: value for key, value in mapping.items() if value is not None}
@@ -90,8 +97,13 @@ def read_rope(
     problems += [
         f"`{name}.{key}` is {short_repr(settings[key])}: only numbers above 0 are supported"
         for key in takes
-        if key in settings and not _is_positive(settings[key], zero=key.startswith("mscale"))
+        if key in settings and not _is_positive(settings[key])
     ]
+    if not problems and kind == "yarn" and settings["beta_fast"] < settings["beta_slow"]:
+        problems.append(
+            f"`{name}.beta_fast` is {settings['beta_fast']!r} and `beta_slow` "
+            f"{settings['beta_slow']!r}: only `beta_fast` of at least `beta_slow` is supported"
+        )
     check_no_problems(problems)
     return {"rope_type": kind, **{key: settings[key] for key in takes}}
 
@@ -110,9 +122,9 @@ def check_no_problems(problems: list[str]) -> None:
         raise ValueError("; ".join([*problems[:8], *more]))
 
 
-def _is_positive(value: Any, *, zero: bool) -> bool:
+def _is_positive(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and (0 < value < 1e18 or (zero and value == 0))
+    return is_number and 0 < value < 1e18
 
 
 def write_fields(values: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:

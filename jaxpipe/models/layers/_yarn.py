@@ -52,4 +52,4 @@ def yarn_frequencies(
 
 def yarn_score_scale(factor: float, mscale: float) -> float:
     """Returns the factor of attention scores that YaRN adds to the usual `1 / sqrt(channels)`."""
-    return (0.1 * mscale * math.log(factor) + 1.0) ** 2
+    return (0.1 * mscale * math.log(max(factor, 1.0)) + 1.0) ** 2

@@ -29,7 +29,8 @@ def draw(
     logits: Float[Array, "b V"], keys: Key[Array, " b"], *, temperature: float, top_p: float
 ) -> Int[Array, " b"]:
     """Draws a token by the probabilities of the logits, divided by the temperature."""
-    logits = logits / temperature
+    # The largest becomes 0: without that a small temperature makes infinities of several.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if top_p < 1:
         logits = nucleus(logits, top_p)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
