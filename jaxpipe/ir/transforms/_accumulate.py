@@ -247,5 +247,6 @@ def add_gradients(sums: PyTree, f: Callable, *arguments: PyTree) -> tuple[PyTree
 
 def _has_explicit_axes(closed: ClosedJaxpr) -> bool:
     """Returns whether a program outside of `jax.shard_map` reads arrays that are typed by axes."""
-    types = {kind for aval in closed.in_avals for kind in aval.sharding.mesh.axis_types}
+    avals: Sequence[Any] = closed.in_avals
+    types = {kind for aval in avals for kind in aval.sharding.mesh.axis_types}
     return AxisType.Explicit in types and AxisType.Manual not in types
