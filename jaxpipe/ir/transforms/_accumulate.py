@@ -247,6 +247,9 @@ def add_gradients(sums: PyTree, f: Callable, *arguments: PyTree) -> tuple[PyTree
 
 def _has_explicit_axes(closed: ClosedJaxpr) -> bool:
     """Returns whether a program outside of `jax.shard_map` reads arrays that are typed by axes."""
-    avals: Sequence[Any] = closed.in_avals
-    types = {kind for aval in avals for kind in aval.sharding.mesh.axis_types}
+
+    def axis_types(aval: Any) -> tuple[AxisType, ...]:
+        return aval.sharding.mesh.axis_types
+
+    types = {kind for aval in closed.in_avals for kind in axis_types(aval)}
     return AxisType.Explicit in types and AxisType.Manual not in types
