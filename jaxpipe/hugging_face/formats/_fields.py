@@ -69,15 +69,16 @@ def read_rope(
     theta = config.get("rope_theta")
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     mapping = config.get(name) or {}
-    scaling = config.get("rope_scaling") or {}
-    is_mapping = isinstance(scaling, Mapping) and isinstance(mapping, Mapping)
-    if is_mapping and any(key != "type" and mapping.get(key) != scaling[key] for key in scaling):
-        raise ValueError(
-            f"`rope_scaling` is {short_repr(scaling)} and `rope_parameters` {short_repr(mapping)}: "
-            "only one of them, or equal ones, are supported"
-        )
     if not isinstance(mapping, Mapping):
         raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
+    older = config.get("rope_scaling")
+    if isinstance(older, Mapping) and any(
+        key != "type" and mapping.get(key) != value for key, value in older.items()
+    ):
+        raise ValueError(
+            f"`rope_scaling` is {short_repr(older)} and `rope_parameters` {short_repr(mapping)}: "
+            "only one of them, or equal ones, are supported"
+        )
     inner = {key: value for key, value in mapping.items() if value is not None}
     kind = inner.pop("rope_type", inner.pop("type", "default"))
     outer = {} if theta is None else {"rope_theta": theta}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
@@ -52,7 +52,6 @@ class Gradient:
     way: tuple[Eqn, ...]
     start: Var
     total: Var
-    moves: bool = True  # whether the equation moves the data itself, so that sums are as gradients
 
 
 def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
@@ -65,6 +64,7 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     before: list[Eqn] = []
     added: list[Eqn] = []
     within: defaultdict[Eqn, list[Gradient]] = defaultdict(list)
+    passed: set[Eqn] = set()  # movements of data whose outputs are not read any more
     outputs = list(program.outputs)
     makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
     uses = count_uses(program)
@@ -77,17 +77,18 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
             total = start
         elif eqn is not None and _can_add(eqn, produced, way, makers):
             within[eqn].append(Gradient(produced, way, start, total))
+            passed.update(way)
         elif eqn is not None and _can_add_reshaped(eqn, produced, way):
+            # Moved in front, as a sum, and back behind the loop.
             start_in_loop, total_in_loop = Var(produced.aval), Var(produced.aval)
-            before.append(_reshape(start, start_in_loop))
-            within[eqn].append(Gradient(produced, way, start_in_loop, total_in_loop, moves=False))
-            added.append(_reshape(total_in_loop, total))
+            before.append(Eqn(_reshape(produced.aval.shape), (start,), (start_in_loop,)))
+            within[eqn].append(Gradient(produced, (), start_in_loop, total_in_loop))
+            added.append(Eqn(_reshape(total.aval.shape), (total_in_loop,), (total,)))
+            passed.update(way)
         else:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
 
-    # The outputs of the equations in `way` are not read any more.
-    passed = {eqn for targets in within.values() for target in targets for eqn in target.way}
     eqns = [eqn for eqn in program.eqns if eqn not in passed]
     eqns = [s for eqn in eqns for s in (_adding(eqn, within[eqn]) if eqn in within else [eqn])]
     return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
@@ -123,9 +124,8 @@ def _is_zero(eqn: Eqn, makers: Mapping[Var, Eqn]) -> bool:
 def _can_add(eqn: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
     """Returns whether an equation can take the sum so far, and return it plus the gradient."""
     match eqn.operation:
-        case Scan() as loop:
-            is_stacked = eqn.outputs.index(made) >= loop.num_carry
-            return is_stacked and all(_keeps_first_dim(moved) for moved in way)
+        case Scan():
+            return _is_stacked(eqn, made) and all(_keeps_first_dim(moved) for moved in way)
         case Cond():
             return True
         case PrimitiveCall("scatter-add"):
@@ -137,14 +137,18 @@ def _can_add(eqn: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn])
 
 def _can_add_reshaped(eqn: Eqn, made: Var, way: Sequence[Eqn]) -> bool:
     """Returns whether a loop can take a reshaped sum, such as one over several layers at a time."""
-    if not isinstance(eqn.operation, Scan) or eqn.outputs.index(made) < eqn.operation.num_carry:
-        return False
-    return all(is_cast(e) or getattr(e.operation, "name", "") == "reshape" for e in way)
+    is_loop = isinstance(eqn.operation, Scan) and _is_stacked(eqn, made)
+    return is_loop and all(is_cast(e) or getattr(e.operation, "name", "") == "reshape" for e in way)
 
 
-def _reshape(x: Var, to: Var) -> Eqn:
-    shape = to.aval.shape
-    return Eqn(PrimitiveCall("reshape", lambda x: [jnp.reshape(x, shape)]), (x,), (to,))
+def _is_stacked(loop: Eqn, made: Var) -> bool:
+    """Returns whether an output of a loop has a slice of each iteration."""
+    assert isinstance(loop.operation, Scan)
+    return loop.outputs.index(made) >= loop.operation.num_carry
+
+
+def _reshape(shape: tuple[int, ...]) -> PrimitiveCall:
+    return PrimitiveCall("reshape", lambda x: [jnp.reshape(x, shape)])
 
 
 def _keeps_first_dim(eqn: Eqn) -> bool:
@@ -198,8 +202,7 @@ def _body_adding(
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
     for gradient in gradients:
-        way = gradient.way if gradient.moves else ()
-        moves = list(_moves_inside(inside[gradient.produced], way, num_dims))
+        moves = list(_moves_inside(inside[gradient.produced], gradient.way, num_dims))
         eqns += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.produced])
     outputs = (*select(body.outputs, others), *ends)
@@ -220,7 +223,7 @@ def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eq
             transpose = lambda x, order=permutation: [jnp.transpose(x, order)]  # noqa: E731
             move = PrimitiveCall("transpose", transpose, {"permutation": permutation})
         else:
-            move = PrimitiveCall("reshape", lambda x, shape=shape: [jnp.reshape(x, shape)])
+            move = _reshape(shape)
         moved = Var(ShapedArray(shape, eqn.outputs[0].aval.dtype))
         yield Eqn(move, (value,), (moved,))
         value = moved
@@ -235,13 +238,14 @@ def add_gradients(sums: PyTree, f: Callable, *arguments: PyTree) -> tuple[PyTree
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*arguments)
     leaves, tree = jax.tree.flatten(sums)
+    arrays, result = jax.tree.leaves(arguments), jax.tree.structure(shapes[1])
     if effects_of(closed) or _has_explicit_axes(closed):
-        gradients, result = f(*arguments)
-        pairs = zip(leaves, tree.flatten_up_to(gradients), strict=True)
-        return tree.unflatten([x if g is None else _add(x, g)[0] for x, g in pairs]), result
-    result = jax.tree.structure(shapes[1])
-    is_gradient = [True] * len(leaves) + [False] * result.num_leaves
-    new = accumulate(to_graph(closed), is_gradient)(*jax.tree.leaves(arguments), *leaves)
+        new = jaxpr_as_fun(closed)(*arrays)
+        gradients = new[: len(leaves)]
+        new[: len(leaves)] = [_add(*pair)[0] for pair in zip(leaves, gradients, strict=True)]
+    else:
+        is_gradient = [True] * len(leaves) + [False] * result.num_leaves
+        new = accumulate(to_graph(closed), is_gradient)(*arrays, *leaves)
     return tree.unflatten(new[: len(leaves)]), result.unflatten(new[len(leaves) :])
 
 
