@@ -32,7 +32,7 @@ from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
 from .layers._router import RouterSettings
-from .layers._yarn import Yarn
+from .layers._yarn import Yarn, check_yarn
 from .weights._abstract import scale, stack_weights
 
 Remat = Callable[[Callable], Callable]
@@ -177,6 +177,8 @@ class DeepseekConfig(DecoderSizes):
             )
         if self.rope_type not in ("default", "yarn"):
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'yarn'.")
+        if self.rope_type == "yarn":
+            check_yarn(self.rope_factor, self.beta_fast, self.beta_slow)
         if not 0 <= self.first_num_dense_layers < self.base_num_decoder_layers:
             raise ValueError(
                 f"`first_num_dense_layers` is {self.first_num_dense_layers} of "

@@ -13,7 +13,7 @@ from ..kernels import Scores
 from ._llama import MixtureConfig
 from .layers._moe import MoeSettings
 from .layers._routed_experts import clamped_swiglu
-from .layers._yarn import yarn_frequencies, yarn_score_scale
+from .layers._yarn import check_yarn, yarn_frequencies, yarn_score_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,10 @@ class GptOssConfig(MixtureConfig):
 
     rope_types: ClassVar[tuple[str, ...]] = ("yarn",)
     has_biases_and_sinks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_yarn(self.rope_factor, self.beta_fast, self.beta_slow)
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:

@@ -75,6 +75,12 @@ def test_show_writes_a_page_of_two_schedules(tmp_path: Path, capsys):
     assert "F of `--costs` has 4 entries for 8 stages" in capsys.readouterr().err
 
 
+def test_export_takes_no_costs_as_a_file_of_actions_has_none(capsys):
+    with pytest.raises(SystemExit):
+        run("export", "1f1b", *COUNTS, "--costs", "1,2,3")
+    assert "unrecognized arguments: '--costs'" in capsys.readouterr().err
+
+
 def test_lock_step_is_drawn_and_has_its_price(capsys):
     assert run("show", "1f1b", "--ranks", "2", "--microbatches", "2", "--lock-step") == 0
     assert "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\n" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from jaxpipe.models.layers import (
     yarn_frequencies,
     yarn_score_scale,
 )
-from small_models import small_deepseek_v2
+from small_models import small_deepseek_v2, small_gpt_oss
 
 SMALL = small_deepseek_v2(
     base_num_query_heads=3, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, v_head_dim=5
@@ -136,6 +136,21 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_ramps_between():
         slowed = min(max((pair - first) / (last - first), 0), 1)
         expected = plain[pair] * (1 - slowed) + plain[pair] / 40 * slowed
         np.testing.assert_allclose(frequencies[pair], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_factor": 0.5}, "`rope_factor` is 0.5. YaRN makes sequences longer"),
+        ({"beta_fast": 1.0, "beta_slow": 2.0}, "`beta_fast` is 1 and `beta_slow` 2"),
+    ],
+)
+def test_keys_of_yarn_that_make_no_sequence_longer_are_refused(keys, message):
+    dataclasses.replace(SMALL, **keys)  # whose angles are as trained
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, rope_type="yarn", **keys)
+    with pytest.raises(ValueError, match=message):
+        small_gpt_oss(**keys)
 
 
 def test_yarn_changes_what_attention_computes():

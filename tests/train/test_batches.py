@@ -142,6 +142,9 @@ def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, cap
     assert "is there already" in capsys.readouterr().err
     assert main(["tokenize", str(tmp_path / "b.bin")]) == 2
     assert "`dataset_type` is 'synthetic', and a file of tokens" in capsys.readouterr().err
+    settings = ["dataset_type=text", "eval_interval=1", "eval_split_fraction=0.1"]
+    assert main(["tokenize", str(tmp_path / "b.bin"), *settings]) == 2
+    assert "`eval_split_fraction` says what a run is evaluated on" in capsys.readouterr().err
 
 
 def source(folder: Path, name: str, count: int, **fields: Any) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def test_fields_that_are_not_understood_are_named(
         ({"mscale": 1.0}, "is 1.0 and `mscale_all_dim` 0.707: only equal ones"),
         # transformers reads 0 as missing, and then has another formula.
         ({"mscale": 0, "mscale_all_dim": 0}, "`rope_parameters.mscale` is 0: only numbers above 0"),
-        ({"beta_fast": 1, "beta_slow": 32}, "`rope_parameters.beta_fast` is 1 and `beta_slow` 32"),
+        ({"beta_fast": 1, "beta_slow": 32}, "`beta_fast` is 1 and `beta_slow` 32"),
+        ({"factor": 0.5}, "`rope_factor` is 0.5"),
     ],
 )
 def test_rotary_positions_that_would_be_others_are_refused(

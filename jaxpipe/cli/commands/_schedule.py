@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command = commands.add_parser("list", help="every schedule, what it takes and asks for")
     command.set_defaults(func=_list)
 
-    command = _with_schedule(commands.add_parser("show", help="draw a schedule in the terminal"))
+    command = _with_costs(commands.add_parser("show", help="draw a schedule in the terminal"))
     command.add_argument("--svg", type=path, metavar="FILE", help="write a picture too")
     command.add_argument("--trace", type=path, metavar="FILE", help="write a Perfetto trace too")
     command.add_argument(
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command.add_argument("--csv", type=path, metavar="FILE", help="instead of standard output")
     command.set_defaults(func=_export)
 
-    command = _with_schedule(commands.add_parser("simulate", help="makespan, bubbles and memory"))
+    command = _with_costs(commands.add_parser("simulate", help="makespan, bubbles and memory"))
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(func=_simulate)
 
@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the arguments for a schedule and its costs."""
+    """Adds the arguments for a schedule."""
     add = parser.add_argument
     add(
         "name",
@@ -88,6 +88,12 @@ def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="microbatches zero_bubble_h2 may hold in addition",
     )
+    return parser
+
+
+def _with_costs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments for a schedule and its costs."""
+    add = _with_schedule(parser).add_argument
     add(
         "--costs",
         type=text,

@@ -100,11 +100,6 @@ def read_rope(
         for key in takes
         if key in settings and not _is_positive(settings[key])
     ]
-    if not problems and kind == "yarn" and settings["beta_fast"] < settings["beta_slow"]:
-        problems.append(
-            f"`{name}.beta_fast` is {settings['beta_fast']!r} and `beta_slow` "
-            f"{settings['beta_slow']!r}: only `beta_fast` of at least `beta_slow` is supported"
-        )
     check_no_problems(problems)
     return {"rope_type": kind, **{key: settings[key] for key in takes}}
 

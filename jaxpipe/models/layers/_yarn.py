@@ -25,6 +25,19 @@ class Yarn:
     mscale: float  # how strongly attention scores grow with the logarithm of `factor`
 
 
+def check_yarn(rope_factor: float, beta_fast: float, beta_slow: float) -> None:
+    """Raises a ValueError for keys of YaRN that would not slow pairs down in their order."""
+    if rope_factor < 1:
+        raise ValueError(
+            f"`rope_factor` is {rope_factor:g}. YaRN makes sequences longer: give 1 or more."
+        )
+    if beta_fast < beta_slow:
+        raise ValueError(
+            f"`beta_fast` is {beta_fast:g} and `beta_slow` {beta_slow:g}. Pairs that turn more "
+            "often than `beta_fast` stay as they are: give at least `beta_slow`."
+        )
+
+
 def yarn_frequencies(
     head_dim: int,
     max_timescale: float,

@@ -157,6 +157,12 @@ def write_corpus(plan: DataPlan, file: Path) -> TokenFileSummary:
             f"`dataset_type` is {kind!r}, and a file of tokens is written of one "
             "source of text. Give text, jsonl, parquet or arrow."
         )
+    if plan.eval_split_fraction or plan.eval_sources:
+        key = "eval_split_fraction" if plan.eval_split_fraction else "eval_files"
+        raise ValueError(
+            f"`{key}` says what a run is evaluated on, and a file of tokens has all documents of "
+            "`data_files`. Leave it out here, and give it to the run that reads the file."
+        )
     tokenizer = load_tokenizer(plan.tokenizer_path, vocab_size=plan.vocab_size)
     return write_tokens(file, read_documents(plan.sources[0]), tokenizer)
 
