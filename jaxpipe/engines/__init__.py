@@ -21,6 +21,8 @@ from ._memory import StepSizes as StepSizes
 from ._mpmd import MPMD as _MPMD
 from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
+from ._unpipelined import most_bytes_for_several as most_bytes_for_several
+from ._unpipelined import most_bytes_for_several_of as most_bytes_for_several_of
 from ._vocab_parallel import loss_on_ranks as loss_on_ranks
 
 ENGINES: dict[str, Engine] = {

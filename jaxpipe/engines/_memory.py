@@ -29,6 +29,8 @@ class StepCounts(NamedTuple):
         forwarding_delay: Whether activations are handed over one tick late.
         adds_in_loops: Without a pipeline: whether a loop over layers adds their gradients to the
             sums of microbatches; else those of a microbatch are there beside the sums.
+        most_for_several: Without a pipeline: the bytes of a gathered layer up to which such a loop
+            runs several in an iteration.
     """
 
     num_ranks: int
@@ -38,6 +40,7 @@ class StepCounts(NamedTuple):
     num_calls: int = 1
     forwarding_delay: bool = False
     adds_in_loops: bool = True
+    most_for_several: float = 0.0
 
 
 class Buffers(NamedTuple):

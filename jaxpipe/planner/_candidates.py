@@ -11,16 +11,22 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from jax.sharding import PartitionSpec
+
+from .. import sharding
 from ..api.inspection import counts_by_cost
-from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule
+from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule, most_bytes_for_several
 from ..schedules import FAMILIES
-from ._devices import Devices
+from ._devices import Devices, absent_devices
 from ._model import OFFLOAD_INPUTS, Sizes, mesh_sizes
 
 GatherMode = Literal["tick", "repeat", "once", "layer"]
 RematScope = Literal["tick", "layer", "both"]
 
 GATHERED_AXES = ("fsdp", "expert", "context")
+_WEIGHTS = PartitionSpec((*GATHERED_AXES, "tensor"))
+"""The axes that divide the weights of layers."""
+
 _MAX_TENSOR = 16
 _MAX_CHUNKS = 8
 _ENDS = 2
@@ -77,6 +83,8 @@ class StepLayout:
         gathered_axes: Mesh axes over which weights are gathered.
         whole_experts: Whether a device stores whole experts, and not a slice of each.
         cuts_tiles: Whether such slices are no whole number of a TPU's tiles.
+        most_for_several: The bytes of a gathered layer up to which a loop over layers runs several
+            in an iteration.
     """
 
     mesh: tuple[int, ...]
@@ -96,6 +104,7 @@ class StepLayout:
     gathered_axes: tuple[str, ...] = GATHERED_AXES
     whole_experts: bool = False
     cuts_tiles: bool = False
+    most_for_several: float = 0.0
 
     @property
     def engine(self) -> Engine:
@@ -181,6 +190,8 @@ class Space:
         costs: The cost of each layer, by which stages are divided. None: all the same.
         gathered_axes: Mesh axes over which weights are gathered.
         hidden: D, the channels of an activation.
+        scan_layers: Whether layers run in a loop, or how many in each iteration; None or True if
+            the engine may choose.
     """
 
     devices: Devices
@@ -201,6 +212,7 @@ class Space:
     costs: tuple[float, ...] | None = None
     gathered_axes: tuple[str, ...] = GATHERED_AXES
     hidden: int = 0
+    scan_layers: bool | int | None = None
 
     def imbalance(self, counts: tuple[int, ...]) -> float:
         """Returns the cost of the dearest stage over the mean of all stages."""
@@ -253,6 +265,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     space.gathered_axes,
                     whole_experts,
                     cuts_tiles,
+                    0.0 if engine.pipelines else _most_for_several(space, mesh, across),
                 )
                 yield from _variants(first, space)
 
@@ -301,6 +314,24 @@ def _cuts_tiles(space: Space, sizes: Sizes) -> bool:
     parts = sizes["fsdp"] * sizes["context"]
     is_cut = parts > 1 and space.hidden % (_TILE_ROWS * parts) != 0
     return is_cut and space.devices.platform == "tpu"
+
+
+def _most_for_several(space: Space, mesh: tuple[int, ...], across: str) -> float:
+    """Returns the bytes of a gathered layer up to which loops run several in an iteration."""
+    devices = space.devices
+    if devices.platform != "tpu" or sum(size > 1 for size in devices.shape) < 3:
+        return 0.0
+    return _most_on_torus(devices, mesh, across, space.num_layers, space.scan_layers)
+
+
+@lru_cache(maxsize=10_000)
+def _most_on_torus(
+    devices: Devices, mesh: tuple[int, ...], across: str, layers: int, scan: bool | int | None
+) -> float:
+    dcn = {across: devices.num_slices} if across else {}
+    sizes = {axis: size // dcn.get(axis, 1) for axis, size in mesh_sizes(mesh).items()}
+    made = sharding.make_mesh(sizes, dcn, devices=absent_devices(devices))
+    return most_bytes_for_several(scan, layers, _WEIGHTS, made)
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:

@@ -492,8 +492,9 @@ def test_without_a_pipeline_gradients_of_layers_are_added_to_their_sums_in_place
 @pytest.fixture
 def torus(monkeypatch):
     """Devices of which four or more in a line of the mesh lie along three dims of a v5p."""
-    module = "jaxpipe.spmd.weight_gather._gather"
-    monkeypatch.setattr(f"{module}.find_hardware", lambda kind: devices.HARDWARE["v5p"])
+    module, engine = "jaxpipe.spmd.weight_gather._gather", "jaxpipe.engines._unpipelined"
+    for where in (module, engine):
+        monkeypatch.setattr(f"{where}.find_hardware", lambda kind: devices.HARDWARE["v5p"])
     monkeypatch.setattr(f"{module}._num_torus_dims", lambda mesh, axis: 3)
     monkeypatch.setattr(f"{module}._IN_TWO_STEPS", {"v5p": 4})
 
@@ -515,12 +516,14 @@ def test_without_a_pipeline_three_dims_of_a_torus_are_gathered_along_lines_and_t
     assert len(groups) == 2 * len(along_lines) > 0, groups
 
 
-def test_gathers_in_two_steps_run_beside_the_work_of_several_layers(torus):
-    """Unless `scan_layers` says how many."""
+def test_gathers_in_two_steps_run_beside_the_work_of_several_layers(torus, monkeypatch):
+    """Unless `scan_layers` says how many, or they take too much of a device's memory."""
     one, two, four = (len(groups_of_gathers({"fsdp": 8}, scan_layers=n)) for n in (1, 2, 4))
     assert one < two < four
     assert len(groups_of_gathers({"fsdp": 8})) == four
     assert len(groups_of_gathers({"fsdp": 8}, scan_layers=True)) == four
+    monkeypatch.setattr("jaxpipe.engines._unpipelined._SHARE_IN_FLIGHT", 1e-9)
+    assert len(groups_of_gathers({"fsdp": 8})) == one
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
         "xla",
     },
-    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding", "xla"},
+    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding", "xla", "devices"},
     "api": {
         "_compat",
         "_input",

@@ -111,7 +111,7 @@ UNCOUNTED = {
         "drawing them is 1.3% of a step (llama2-7b, fsdp 4, v5p), less than a plan is sure of",
     ),
     **dict.fromkeys(("scan_pipeline_iterations", "scan_pipeline_repeats"), "the same ticks"),
-    "scan_layers_per_stage": "the same layers; exposed gathers of a loop's ends are in no plan",
+    "scan_layers_per_stage": "only memory, where gathers over a torus of three dims take two steps",
     "shard_mode": "the same collectives",
     "deterministic": "other orders of additions",
     **dict.fromkeys(("enable_nnx", "pure_nnx_decoder"), "the same program"),

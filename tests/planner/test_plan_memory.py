@@ -64,6 +64,7 @@ _NO_PIPELINE = {"pipeline_engine": "none"}
 _TENSOR = {"ici_tensor_parallelism": 2}
 _LLAMA2 = ("llama2-7b", "v5p-8", 48, 2048)
 _ON_TPUS, _ON_GPUS = (("llama3.1-70b", devices, 256, 4096) for devices in ("v5p-64", "h100:8x8"))
+_ON_64 = ("llama3.1-70b", "v5p:4x4x4", 256, 4096)
 _MLP_AGAIN = {"remat_policy": "save_dot_except_mlp"}
 
 
@@ -122,6 +123,12 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
         *_ON_TPUS,
         _NO_PIPELINE | _POLICY | {"ici_tensor_parallelism": 4} | _sizes(16, fsdp=8),
         88_689,
+    ),
+    "70B, several layers": (*_ON_64, _NO_PIPELINE | _POLICY | _sizes(4, fsdp=64), 91_207),
+    "70B, several layers, 2": (
+        *_ON_64,
+        _NO_PIPELINE | _POLICY | _TENSOR | _sizes(4, fsdp=32),
+        97_840,
     ),
     "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 56_582),
     "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 61_312),
@@ -190,9 +197,16 @@ EXPERTS: dict[str, tuple[str, str, int, int, dict, float]] = {
         _FULL | _sizes(1, fsdp=64, expert=4) | _TILES,
         92_046,
     ),
-    "512 chips, 1": (*_ON_512, _OUT_PROJ | _sizes(1, fsdp=128, expert=4) | _TILES, 79_479),
+    "512 chips, 1": (*_ON_512, _OUT_PROJ | _sizes(1, fsdp=128, expert=4) | _TILES, 88_592),
     "512 chips, 2": (*_ON_512, _FULL | _sizes(1, fsdp=256, expert=2) | _TILES, 86_377),
-    "512 chips, 3": (*_ON_512, _FULL | _sizes(1, fsdp=128, tensor=2, expert=2) | _TILES, 81_998),
+    "512 chips, 3": (
+        *_ON_512,
+        _FULL
+        | _sizes(1, fsdp=128, tensor=2, expert=2)
+        | _TILES
+        | {"scan_layers_per_stage": 1},  # as it was compiled
+        81_998,
+    ),
     "slices of experts": (*_ON_512, _EXPERTS_IN_TICKS | {"shard_exp_on_fsdp": False}, 94_209),
     "whole experts": (*_ON_512, _EXPERTS_IN_TICKS | {"shard_exp_on_fsdp": True}, 89_435),
     "fsdp 64": (*_ON_512, _OUT_PROJ | _sizes(1, fsdp=64, expert=8) | _TILES, 77_959),

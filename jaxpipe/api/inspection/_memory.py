@@ -20,7 +20,16 @@ from ...autodiff import keep
 from ...autodiff.backward import floating, pullback, split_backward
 from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
-from ...engines import LIVE, LOGITS, PeakMemory, PipelineSpec, Sharded, StepCounts, StepSizes
+from ...engines import (
+    LIVE,
+    LOGITS,
+    PeakMemory,
+    PipelineSpec,
+    Sharded,
+    StepCounts,
+    StepSizes,
+    most_bytes_for_several_of,
+)
 from ...engines.fsdp import (
     cast_params,
     gathered_plan,
@@ -92,6 +101,7 @@ def memory_table(
         plan.num_calls,
         plan.forwarding_delay,
         _adds_in_loops(plan),
+        0.0 if engine.pipelines else most_bytes_for_several_of(plan),
     )
     memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
     splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)

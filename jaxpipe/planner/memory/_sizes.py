@@ -125,6 +125,7 @@ def step_counts(candidate: StepLayout) -> StepCounts:
         candidate.gather if candidate.gathers else None,
         candidate.accumulation,
         candidate.options.forwarding_delay,
+        most_for_several=candidate.most_for_several,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ...engines import PeakMemory, Sharded, StepSizes
+from ...engines import PeakMemory, Sharded, StepSizes, most_bytes_for_several_of
 from ...planner import EngineOptions, StepLayout
 from ...planner.memory import step_counts, step_sizes
 from ...schedules import language
@@ -60,6 +60,7 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         model.num_vocab_tiling,
         EngineOptions(pipeline.forwarding_delay, pipeline.zero1, pipeline.vocab_parallel),
         0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
+        most_for_several=0.0 if plan.engine.pipelines else most_bytes_for_several_of(pipeline),
     )
 
 

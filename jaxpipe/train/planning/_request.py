@@ -225,6 +225,7 @@ def _space(
         ),
         free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
         hidden=sizes.base_emb_dim,
+        scan_layers=config.scan_layers_per_stage,
     )
 
 
