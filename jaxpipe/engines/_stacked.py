@@ -212,9 +212,13 @@ def rank_bytes(
 ) -> tuple[int, ...]:
     """Returns [S] the bytes of weights on a device of every rank, which are the same for all."""
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
-    pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(where), strict=True)
-    size = sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
-    return (size,) * plan.mesh.shape["stage"]
+    return (device_bytes(weights, where),) * plan.mesh.shape["stage"]
+
+
+def device_bytes(arrays: PyTree, where: PyTree) -> int:
+    """Returns the bytes on a device of arrays, or of their shapes, by their shardings."""
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(where), strict=True)
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
 
 
 def may_divide_rows(mesh: Mesh) -> bool:

@@ -1,6 +1,5 @@
 """The engine `unpipelined`: one program that runs microbatches one after the other."""
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -9,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import schedules
@@ -18,7 +17,6 @@ from ..devices import find_hardware
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..sharding.specs import axes_of
 from ..spmd.ranks import is_spec
 from ..spmd.weight_gather import (
     as_stored_on_gpus,
@@ -139,7 +137,7 @@ def most_bytes_for_several(
             the engine may choose.
         count: The layers of the loop.
         stored: Specs of their stored weights.
-        mesh: The devices.
+        mesh: The devices, whose positions on a torus decide.
 
     Returns:
         Bytes on a device. They are 0 where gathers take one step or the number of layers is given.
@@ -150,31 +148,27 @@ def most_bytes_for_several(
     if axis_in_two_steps(stored, mesh) is None:
         return 0.0
     kind = find_hardware(mesh.devices.flat[0].device_kind)
-    return _SHARE_IN_FLIGHT / _IN_FLIGHT * kind.memory_bytes if kind else 0.0
+    assert kind is not None  # gathers in two steps are those of kinds in the table
+    return _SHARE_IN_FLIGHT / _IN_FLIGHT * kind.memory_bytes
 
 
 def _layers_of_an_iteration(count: int) -> int:
     return next((n for n in (4, 3, 2) if count % n == 0), 1)
 
 
-def _gathered_bytes(plan: PipelineSpec, weights: PyTree, stored: PyTree) -> float:
+def _gathered_bytes(plan: PipelineSpec, weights: PyTree, stored: PyTree) -> int:
     """Returns the bytes of weights on a device when all of them are gathered."""
-    leaves = jax.eval_shape(partial(cast_params, plan, "stages"), weights)
-    return sum(
-        leaf.size * leaf.dtype.itemsize / math.prod(plan.mesh.shape[axis] for axis in axes_of(spec))
-        for leaf, spec in zip(
-            jax.tree.leaves(leaves),
-            jax.tree.leaves(read_spec_tree(stored), is_leaf=is_spec),
-            strict=True,
-        )
-    )
+    read = jax.eval_shape(partial(cast_params, plan, "stages"), weights)
+    specs = read_spec_tree(stored)
+    where = jax.tree.map(partial(NamedSharding, plan.mesh), specs, is_leaf=is_spec)
+    return _stacked.device_bytes(read, where)
 
 
 def most_bytes_for_several_of(plan: PipelineSpec) -> float:
     """Returns the bytes of a gathered layer up to which the loop of a plan runs several at a time.
 
     Args:
-        plan: The plan of a step without a pipeline.
+        plan: The plan of a step. Only the engine without a pipeline has such loops.
 
     Returns:
         Bytes on a device, as `most_bytes_for_several` says.

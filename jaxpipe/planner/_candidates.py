@@ -246,6 +246,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
             whole_experts = space.fixed.get("whole_experts", saves)
             if whole_experts and not divides:
                 continue
+            most_for_several = 0.0 if engine.pipelines else _most_for_several(space, mesh, across)
             for microbatches in _microbatches(space, rows, sizes["stage"], engine):
                 first = StepLayout(
                     mesh,
@@ -265,7 +266,7 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     space.gathered_axes,
                     whole_experts,
                     cuts_tiles,
-                    0.0 if engine.pipelines else _most_for_several(space, mesh, across),
+                    most_for_several,
                 )
                 yield from _variants(first, space)
 
@@ -330,8 +331,8 @@ def _most_on_torus(
 ) -> float:
     dcn = {across: devices.num_slices} if across else {}
     sizes = {axis: size // dcn.get(axis, 1) for axis, size in mesh_sizes(mesh).items()}
-    made = sharding.make_mesh(sizes, dcn, devices=absent_devices(devices))
-    return most_bytes_for_several(scan, layers, _WEIGHTS, made)
+    on_torus = sharding.make_mesh(sizes, dcn, devices=absent_devices(devices))
+    return most_bytes_for_several(scan, layers, _WEIGHTS, on_torus)
 
 
 def _is_on_a_host(devices: Devices, ranks: int) -> bool:

@@ -101,7 +101,7 @@ def memory_table(
         plan.num_calls,
         plan.forwarding_delay,
         _adds_in_loops(plan),
-        0.0 if engine.pipelines else most_bytes_for_several_of(plan),
+        most_bytes_for_several_of(plan),
     )
     memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
     splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)

@@ -60,7 +60,7 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         model.num_vocab_tiling,
         EngineOptions(pipeline.forwarding_delay, pipeline.zero1, pipeline.vocab_parallel),
         0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
-        most_for_several=0.0 if plan.engine.pipelines else most_bytes_for_several_of(pipeline),
+        most_for_several=most_bytes_for_several_of(pipeline),
     )
 
 
