@@ -56,24 +56,21 @@ extras:
 benchmarks: $(VENV)/dev
 	$(BIN)/python benchmarks/page.py $(NAMES)
 
-# Stamps: an environment is installed again when pyproject.toml is newer. Of packages with thousands
-# of modules few are imported: to compile all of them took half of the time of an installation.
-INSTALL := $(BIN)/pip install --quiet --no-compile --editable
-
+# Stamps: an environment is installed again when pyproject.toml is newer.
 $(VENV)/demo: pyproject.toml | $(VENV)/made
-	$(INSTALL) ".[train]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[train]"
 	touch $@
 
 $(VENV)/dev: pyproject.toml | $(VENV)/made
-	$(INSTALL) ".[dev]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev]"
 	touch $@
 
 $(VENV)/gpu: pyproject.toml | $(VENV)/made
-	$(INSTALL) ".[dev,cuda]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev,cuda]"
 	touch $@
 
 $(VENV)/docs: pyproject.toml | $(VENV)/made
-	$(INSTALL) ".[docs]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[docs]"
 	touch $@
 
 $(VENV)/browser: .ci/browser | $(VENV)/made
