@@ -12,12 +12,12 @@ from ._engine import When as When
 from ._kinds import with_kinds as _with_kinds
 from ._layer_order import common_sequence as common_sequence
 from ._memory import LIVE as LIVE
-from ._memory import LOGITS as LOGITS
 from ._memory import Buffers as Buffers
 from ._memory import PeakMemory as PeakMemory
 from ._memory import Sharded as Sharded
 from ._memory import StepCounts as StepCounts
 from ._memory import StepSizes as StepSizes
+from ._memory import loss_bytes as loss_bytes
 from ._mpmd import MPMD as _MPMD
 from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED

@@ -12,9 +12,19 @@ from ..schedules import lock_step
 LIVE = 0.8
 """What of the residuals of a layer exists at a time while XLA computes its backward."""
 
-LOGITS = 1.25
-"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
-part never stored."""
+
+def loss_bytes(logits: float, itemsize: int) -> float:
+    """Returns the bytes of temporary arrays of a loss that computes in float32.
+
+    Args:
+        logits: Their number.
+        itemsize: The bytes of one as the head makes it. Narrow ones exist beside their copies in
+            float32; cotangents of wide ones are in part bfloat16, and in part never stored.
+
+    Returns:
+        The bytes, those of the logits among them.
+    """
+    return (4 + itemsize if itemsize < 4 else 5) * logits
 
 
 class StepCounts(NamedTuple):
@@ -104,7 +114,6 @@ class StepSizes(NamedTuple):
         outer_residuals: Residuals of layers of embedding and head and a microbatch, if they are
             not computed again.
         kept_read: Without a pipeline: gathered weights that forwards store for backwards.
-        narrow_logits: Without a pipeline: logits in a narrower dtype than the loss computes in.
     """
 
     weights: float
@@ -130,7 +139,6 @@ class StepSizes(NamedTuple):
     outer_read: float = 0.0
     outer_residuals: float = 0.0
     kept_read: float = 0.0
-    narrow_logits: float = 0.0
 
     @property
     def grad_sums(self) -> float:

@@ -237,13 +237,12 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
     work = sizes.work + sizes.largest_grad
     # The gradients of head and embedding are whole until both are scattered.
     ends = sizes.boundary_grads.whole if sizes.head_read else 0.0
-    loss = sizes.loss + sizes.narrow_logits
-    if late + gathers + work >= max(loss, ends) + sizes.head_read:
+    if late + gathers + work >= max(sizes.loss, ends) + sizes.head_read:
         gradients, cast, logits = gradients + late, cast + gathers, 0.0
-    elif ends > loss:
+    elif ends > sizes.loss:
         gradients, cast, work, logits = gradients + ends, cast + sizes.head_read, 0.0, 0.0
     else:
-        cast, work, logits = cast + sizes.head_read, 0.0, loss
+        cast, work, logits = cast + sizes.head_read, 0.0, sizes.loss
     return PeakMemory(sizes.weights, sizes.optimizer, gradients, cast, activations, logits, work)
 
 

@@ -118,6 +118,7 @@ class LayerSizes(NamedTuple):
         largest: The number of parameters of its largest weight.
         kept: Elements that its forward stores of a token, if nothing is computed again.
         wgrad: Elements that its I stores of a token for its W.
+        live: Elements of a token that exist at a time while its backward runs.
     """
 
     kind: str
@@ -125,6 +126,7 @@ class LayerSizes(NamedTuple):
     largest: int
     kept: float
     wgrad: float
+    live: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +159,12 @@ class PlannedModel:
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
         locations: The location of each tensor, for the policy `custom`.
         wgrad: The tensor that I leaves for W; None: the named tensors, and half of the others.
+        live: The tensor that exists at a time in the backward of a layer; None: a part of those
+            that it keeps.
         layer_sizes: [L] the sizes of each layer, if they differ: then others are means of them.
         past: The tensor that a layer carries for later slices of its sequence; None: the named keys
             and values.
-        narrow_logits: Bytes of a logit that the head makes in a narrower dtype than float32, in
-            which the loss reads it; 0 if it makes them in float32.
+        logit_bytes: Bytes of a logit as the head makes it.
     """
 
     name: str
@@ -189,9 +192,10 @@ class PlannedModel:
     hoists_casts: bool
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None
+    live: Tensor | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     past: Tensor | None = None
-    narrow_logits: int = 0
+    logit_bytes: int = 4
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:
@@ -211,11 +215,11 @@ class PlannedModel:
             parameters=sum(layer.parameters for layer in every) / (len(stages) * most),
             largest=max((layer.largest for layer in every), default=0),
         )
-        kept, wgrad = (
-            max(sum(getattr(layer, name) for layer in stage) for stage in stages) / most
-            for name in ("kept", "wgrad")
+        kept, wgrad, live = (
+            Tensor(max(sum(getattr(layer, name) for layer in stage) for stage in stages) / most)
+            for name in ("kept", "wgrad", "live")
         )
-        return replace(self, layer=(group,), unnamed=(Tensor(kept),), wgrad=Tensor(wgrad))
+        return replace(self, layer=(group,), unnamed=(kept,), wgrad=wgrad, live=live)
 
     def own_rows(self, policy: str) -> tuple[Tensor, ...]:
         """Returns those of `saved` that a device has of its own tokens alone."""

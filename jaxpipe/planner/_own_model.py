@@ -24,6 +24,7 @@ from ..api.inspection import (
     NumLayers,
     check_groups,
     layer_with_weights,
+    live_bytes,
     one_of_each_kind,
     param_specs,
     residual_bytes,
@@ -300,13 +301,14 @@ class _TracedLayer:
     weights: PyTree  # shapes of its own
     kept: float
     wgrad: float
+    live: float
     past: float
 
     def sizes(self, itemsize: int) -> LayerSizes:
         """Returns sizes in elements of activations."""
         group = _group(self.weights)
-        kept, wgrad = self.kept / itemsize, self.wgrad / itemsize
-        return LayerSizes(self.work.name, _size(self.weights), group.largest, kept, wgrad)
+        elements = (size / itemsize for size in (self.kept, self.wgrad, self.live))
+        return LayerSizes(self.work.name, _size(self.weights), group.largest, *elements)
 
 
 _FUSIONS_ON_TPUS = 4 / 3
@@ -388,7 +390,7 @@ def _planned(
         hoists_casts=True,
         layer_sizes=sizes_of_layers if differ else (),
         past=Tensor(fmean(layer.past for layer in layers) / itemsize),
-        narrow_logits=loss.itemsize if loss.itemsize < _FLOAT32 else 0,
+        logit_bytes=loss.itemsize,
     ).with_means([sizes_of_layers], len(kinds))
     if specs:
         planned = replace(planned, layer=_groups(layers[0].weights, "['stages']", specs))
@@ -446,9 +448,9 @@ def _trace_layer(
     traced = trace(run_layer, tokens, read, *of_row)
     # What a second row adds: casts of weights are no work or memory of rows.
     moved = trace(run_layer, tokens, read, *of_two).moved_bytes - traced.moved_bytes
-    kept, wgrad = (
+    kept, wgrad, live = (
         (count(run_layer, read, *of_two) - count(run_layer, read, *of_row)) / tokens
-        for count in (residual_bytes, wgrad_residual_bytes)
+        for count in (residual_bytes, wgrad_residual_bytes, live_bytes)
     )
     work = LayerWork(
         name=kind,
@@ -469,7 +471,7 @@ def _trace_layer(
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
     past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
-    return _TracedLayer(work, own, kept, wgrad, past)
+    return _TracedLayer(work, own, kept, wgrad, live, past)
 
 
 def _past_bytes(layer: Callable, weights: PyTree, arguments: tuple[PyTree, ...]) -> int:

@@ -1,4 +1,4 @@
-"""The memory of plans of an NNX model of 0.27 billion parameters, against XLA:TPU's programs."""
+"""The memory of plans of models of a user, of NNX and of functions, against XLA:TPU's programs."""
 
 from typing import Any
 
@@ -85,7 +85,8 @@ def test_memory_is_within_5_percent_of_what_a_compiler_says(name: str, gpt: tupl
     (layout,) = (
         layout
         for layout in candidates(request.space)
-        if layout.engine_name == engine and layout.policy == "none"
+        if (layout.engine_name, layout.policy) == (engine, "none")
+        and (engine == "none" or layout.gather == "tick")
     )
     run = request.source.prepare(layout, absent_devices(request.devices))
     buffers = run.engine.buffers(run.pipeline)
@@ -93,10 +94,54 @@ def test_memory_is_within_5_percent_of_what_a_compiler_says(name: str, gpt: tupl
     assert memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
 
 
-def test_memory_with_rematerialization_is_within_5_percent(gpt: tuple):
-    """FSDP, of which layers are computed again: 5,322 MB and 0.251 s by `plans.verify`."""
-    model, given = gpt
+def functions(
+    D: int, F: int, V: int, T: int, L: int
+) -> tuple[jp.Model, dict[str, Any], dict[str, Any]]:
+    """Returns a GPT with heads of 64, its parameters and an example, in shapes."""
+
+    def layer(w: Any, x: jax.Array, batch: Any) -> jax.Array:
+        def norm(scale, y):
+            squares = jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True)
+            return (y * jax.lax.rsqrt(squares + 1e-6)).astype(jnp.bfloat16) * scale
+
+        w = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w)
+        parts = jnp.split(norm(w["norm1"], x) @ w["qkv"], 3, -1)
+        q, k, v = (y.reshape(*x.shape[:2], D // 64, 64) for y in parts)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + attended.reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(norm(w["norm2"], x) @ w["up"]) @ w["down"]
+
+    def loss(w: Any, x: jax.Array, batch: Any) -> jax.Array:
+        logits = (x @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+        of_tokens = jnp.take_along_axis(logits, batch["tokens"][..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - of_tokens)
+
+    def shape(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    weights = {"norm1": shape(D), "qkv": shape(D, 3 * D), "out": shape(D, D)}
+    weights |= {"norm2": shape(D), "up": shape(D, F), "down": shape(F, D)}
+    params = {"embed": shape(V, D), "layers": [weights] * L, "head": shape(D, V)}
+    example = {"tokens": jax.ShapeDtypeStruct((1, T), jnp.int32)}
+    model = jp.Model(
+        lambda w, batch: w.astype(jnp.bfloat16)[batch["tokens"]], layer=layer, loss=loss
+    )
+    return model, params, example
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "seconds"), [("NNX", 4816, 0.247), ("functions", 5980, 0.139)]
+)
+def test_memory_with_rematerialization_is_within_5_percent(
+    name: str, compiled: float, seconds: float, request: pytest.FixtureRequest
+):
+    """FSDP, of which layers are computed again: MB and seconds are those of `plans.verify`."""
+    if name == "NNX":
+        model, given = request.getfixturevalue("gpt")
+    else:
+        model, params, example = functions(768, 3072, 50_304, 1024, 12)
+        given = {"params": params, "example": example, "num_plans": 20}
     best = jp.plan(model, "v5p-8", BATCH, **given, mesh={"stage": 1, "fsdp": 4}).best
     assert (best.candidate.policy, best.candidate.microbatches) == ("full", 1)
-    assert best.memory.total / 1e6 == pytest.approx(5322, rel=0.05)
-    assert best.time.seconds == pytest.approx(0.251, rel=0.1)
+    assert best.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
+    assert best.time.seconds == pytest.approx(seconds, rel=0.1)

@@ -4,7 +4,7 @@ Sizes are those of the model and its shardings; its engine says what a step make
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
@@ -22,12 +22,12 @@ from ...autodiff.staged_model import Past, accum_dtype
 from ...devices import hardware
 from ...engines import (
     LIVE,
-    LOGITS,
     PeakMemory,
     PipelineSpec,
     Sharded,
     StepCounts,
     StepSizes,
+    loss_bytes,
     most_bytes_for_several_of,
 )
 from ...engines.fsdp import (
@@ -269,7 +269,7 @@ def _trace(
                 of_stage |= _past_bytes(model, plan, w, xs[0], rows[0], key)
             traced.update({name: max(size, traced[name]) for name, size in of_stage.items()})
         loss = jax.make_jaxpr(model.loss)(model.boundary(weights), xs[0], rows[0])
-        traced["loss"] = LOGITS * 4 * _largest_product(loss.jaxpr)
+        traced["loss"] = loss_bytes(*_largest_product(loss.jaxpr))
         shards = num_row_shards(plan.mesh) if plan.whole_microbatches else 1
         for name in traced:  # of a slice, but for the state that slices carry
             traced[name] *= (1 if "past" in name else pipe.num_slices) / shards
@@ -306,13 +306,19 @@ def _bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _largest_product(jaxpr: Any) -> int:
-    """Returns the elements of the largest result of a matrix product."""
-    sizes = [
-        math.prod(e.outvars[0].aval.shape) for e in jaxpr.eqns if e.primitive.name == "dot_general"
-    ]
-    inner = [sub for e in jaxpr.eqns for sub in jaxprs_in_params(e.params)]
-    return max([*sizes, *map(_largest_product, inner)], default=0)
+def _largest_product(jaxpr: Any) -> tuple[int, int]:
+    """Returns the elements of the largest result of a matrix product, and the bytes of one."""
+    results = (product.outvars[0].aval for product in _products(jaxpr))
+    return max(((x.size, x.dtype.itemsize) for x in results), default=(0, 4))
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    """Yields the matrix products of a jaxpr and of those inside of it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _products(inner)
 
 
 def residual_bytes(
@@ -322,6 +328,27 @@ def residual_bytes(
     pulled = pullback(function, weights, x, inputs, key)
     closed = jax.make_jaxpr(lambda *given: pulled.forward(*given)[1])(weights, x, inputs, key)
     return _device_bytes(closed.out_avals)
+
+
+_LIVE_OF_OTHERS = 0.5
+
+
+def live_bytes(
+    function: Callable, weights: PyTree, x: PyTree, inputs: PyTree, key: PyTree
+) -> float:
+    """Returns the bytes of the residuals of a layer that exist at a time in its backward.
+
+    Of its forward, computed again, XLA stores all scores of attention, which are larger than the
+    heads that a batch of products reads, and half of the rest: it fuses element-wise operations.
+    """
+    pulled = pullback(function, weights, x, inputs, key)
+    closed = jax.make_jaxpr(lambda *given: pulled.forward(*given)[1])(weights, x, inputs, key)
+    batched = (e for e in _products(closed.jaxpr) if any(e.params["dimension_numbers"][1]))
+    sizes = ([v.aval.size for v in (*product.outvars, *product.invars)] for product in batched)
+    scores = {of_result for of_result, *of_heads in sizes if of_result > max(of_heads)}
+    floats = jax.tree.leaves(floating(closed.out_avals))
+    of_scores = _device_bytes(x for x in floats if x.size in scores)
+    return of_scores + _LIVE_OF_OTHERS * (_device_bytes(closed.out_avals) - of_scores)
 
 
 def wgrad_residual_bytes(

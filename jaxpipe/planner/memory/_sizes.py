@@ -6,7 +6,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from ...engines import LIVE, LOGITS, Buffers, PeakMemory, Sharded, StepCounts, StepSizes
+from ...engines import LIVE, Buffers, PeakMemory, Sharded, StepCounts, StepSizes, loss_bytes
 from .._candidates import StepLayout
 from .._model import (
     OFFLOAD_INPUTS,
@@ -109,6 +109,8 @@ def _past_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
     sizes = mesh_sizes(mesh)
+    if model.live is not None and not model.on_cpu:
+        return token_bytes((model.live,), sizes, model.activation_bytes)
     itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
     every = token_bytes(model.own_rows("none"), sizes, itemsize)
     share = _LIVE_ON_CPU if model.on_cpu else LIVE
@@ -163,7 +165,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     replicas = candidate.sizes["data"] if candidate.options.zero1 else 1
     activation = model.activation_bytes * model.hidden * tokens
     kept = tokens * _token_bytes(model, mesh, policy)
-    logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
+    logits = tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
     if candidate.options.vocab_parallel:
         logits /= candidate.num_ranks
     is_cast = pipelines or model.hoists_casts
@@ -193,15 +195,13 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         residuals=_residuals(model, candidate, tokens, activation, kept),
         wgrad_residuals=n * tokens * _wgrad_bytes(model, mesh),
         work=_work(model, candidate, tokens, activation),
-        loss=LOGITS * logits,
+        loss=loss_bytes(logits, model.logit_bytes),
         past=past,
         past_cotangent=past * max(1.0, _FLOAT32 / model.activation_bytes),
         head_read=of_boundary.read * reads_head,
         outer_read=of_boundary.read * outer,
         outer_residuals=model.num_outer * (activation + kept),
         kept_read=model.gathered_bytes * whole * keeps_gathered,
-        # What `none` keeps is counted too high by as much: XLA stores no casts of what is stored.
-        narrow_logits=model.narrow_logits / _FLOAT32 * logits * (policy != "none"),
     )
 
 
