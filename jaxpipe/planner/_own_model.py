@@ -24,7 +24,6 @@ from ..api.inspection import (
     NumLayers,
     check_groups,
     layer_with_weights,
-    live_bytes,
     one_of_each_kind,
     param_specs,
     residual_bytes,
@@ -448,10 +447,9 @@ def _trace_layer(
     traced = trace(run_layer, tokens, read, *of_row)
     # What a second row adds: casts of weights are no work or memory of rows.
     moved = trace(run_layer, tokens, read, *of_two).moved_bytes - traced.moved_bytes
-    kept, wgrad, live = (
-        (count(run_layer, read, *of_two) - count(run_layer, read, *of_row)) / tokens
-        for count in (residual_bytes, wgrad_residual_bytes, live_bytes)
-    )
+    rows = [(run_layer, read, *arguments) for arguments in (of_row, of_two)]
+    sizes = ((*residual_bytes(*row), wgrad_residual_bytes(*row)) for row in rows)
+    kept, live, wgrad = ((two - one) / tokens for one, two in zip(*sizes, strict=True))
     work = LayerWork(
         name=kind,
         count=1,

@@ -21,7 +21,6 @@ if typing.TYPE_CHECKING:
     from ._comparison import Comparison as Comparison
     from ._inspected import InspectedModel as InspectedModel
     from ._memory import MemoryTable as MemoryTable
-    from ._memory import live_bytes as live_bytes
     from ._memory import residual_bytes as residual_bytes
     from ._memory import wgrad_residual_bytes as wgrad_residual_bytes
 else:
