@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from . import mpmd as mpmd
     from . import nnx as nnx
     from . import schedules as schedules
+    from . import testing as testing
     from .api import Model as Model
     from .api import PipelinedModel as PipelinedModel
     from .api import Weighted as Weighted

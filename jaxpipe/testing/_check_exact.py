@@ -80,7 +80,8 @@ def check_exact(
         if isinstance(pipe_or_reason, str):
             return Case(engine, schedule, num_ranks, None, pipe_or_reason)
         pipe, stored = pipe_or_reason
-        comparison = compared(run(pipe, stored, batch, key), references(pipe), tolerance)
+        got = run(pipe, stored, batch, key)
+        comparison = compared(pipe, got, references(pipe), params, batch, key, tolerance)
         if raises:
             what = f"{engine} with {schedule or 'no schedule'} at {num_ranks} ranks"
             require(pipe, comparison, params, batch, key, what=what)

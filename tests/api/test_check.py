@@ -265,6 +265,25 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(options: dict[str,
         pipe.check(params, batch, plain=plain)
 
 
+def test_a_gradient_that_is_zero_with_any_dropout_mask_is_no_error():
+    """Its program in float64 draws other masks."""
+    params, batch = example()
+    keys = iter(jax.random.split(jax.random.key(4), 6))
+    layers = [
+        {n: jax.random.normal(next(keys), (D,)) for n in ("q", "k", "bias")} for _ in range(2)
+    ]
+
+    def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return jnp.where(kept, attending(w, x, batch), x)
+
+    model = dataclasses.replace(PLAIN, layer=dropping)
+    pipe = pipeline(model, schedule="circular")
+    found = pipe.check(params | {"layers": layers}, batch, jax.random.key(5))
+    biases = {f"gradients['layers'][{i}]['bias']" for i in range(2)}
+    assert found.noise == biases and found.largest <= 1e-5
+
+
 def test_rounding_is_not_taken_for_a_function_that_sees_all_rows():
     params, batch = example()
     mixing = dataclasses.replace(

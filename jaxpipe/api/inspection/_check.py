@@ -30,6 +30,7 @@ from ._comparison import (
     compare_leaves,
     default_tolerance,
     noise,
+    zeros,
 )
 from ._compile import train_step
 from ._why import why
@@ -82,12 +83,28 @@ def check(
     stored, whole = stored_and_whole(pipe, params)
     got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
     reference = reference_result(pipe, whole, batch, key, plain=plain)
-    comparison = compared(got, reference, tolerance, plain is not None)
-    if comparison.worse and tolerance is None and not pipe.takes_key:
-        names = _noise(pipe, comparison, got, reference, whole, batch, plain)
-        comparison = replace(comparison, noise=names)
+    comparison = compared(pipe, got, reference, whole, batch, key, tolerance, plain=plain)
     require(pipe, comparison, whole, batch, key, plain=plain)
     return comparison
+
+
+def compared(
+    pipe: Any,
+    got: Result,
+    reference: Reference,
+    whole: PyTree,
+    batch: PyTree,
+    key: Array | None,
+    tolerance: float | None,
+    *,
+    plain: Callable | None = None,
+) -> Comparison:
+    """Compares results with a reference, and says which of them are rounding."""
+    comparison = _compared(got, reference, tolerance, plain is not None)
+    if not comparison.worse or tolerance is not None:
+        return comparison
+    names = _noise(pipe, comparison, got, reference, whole, batch, key, plain)
+    return replace(comparison, noise=names)
 
 
 def _noise(
@@ -97,25 +114,29 @@ def _noise(
     reference: Reference,
     whole: PyTree,
     batch: PyTree,
+    key: Array | None,
     plain: Callable | None,
 ) -> frozenset[str]:
     """Returns the names of results that are rounding, by the user's program in float64.
 
     Parts that say float32, as masks of Flax do, stay so and round differently. That is enough:
-    results that are no rounding agree with them within the tolerance.
+    results that are no rounding agree with them within the tolerance. With dropout it draws other
+    masks, so what it says is which results are zero whatever is drawn.
     """
     program, _ = _program(pipe, whole, plain)
+    key = key if pipe.takes_key else None
     try:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             wide = jax.tree.map(_in_float64, (whole, batch))
-            value, dtype = on_one_device(pipe.mesh, program.value_and_grad, *wide, None)
+            value, dtype = on_one_device(pipe.mesh, program.value_and_grad, *wide, key)
             (loss, metrics), grads = jax.tree.map(np.asarray, value)
     except Exception:  # loops and kernels of the user may take float32 alone
         return frozenset()
     if jnp.finfo(dtype).bits < 32:
         return frozenset()
     exact = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
-    return noise(got, reference.result, exact, found.tolerance) & set(found.worse)
+    names = zeros if pipe.takes_key else partial(noise, tolerance=found.tolerance)
+    return names(got, reference.result, exact) & set(found.worse)
 
 
 def _in_float64(x: Any) -> Any:
@@ -177,10 +198,9 @@ def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProg
     return program_of_plain(plain, trainable), f"reference: {text}, on one device"
 
 
-def compared(
-    got: Result, reference: Reference, tolerance: float | None, is_plain: bool = False
+def _compared(
+    got: Result, reference: Reference, tolerance: float | None, is_plain: bool
 ) -> Comparison:
-    """Compares results with a reference."""
     expected = reference.result
     rounding, why_so = default_tolerance(reference.dtype, reference.num_layers)
     if tolerance is not None:

@@ -99,8 +99,7 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
     roundings of the largest gradient, at most.
     """
     ours, theirs, true = map(_by_name, (got, wanted, exact))
-    largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)
-    rounding = float(jnp.finfo(jnp.float32).eps) * largest
+    rounding = _rounding(exact)
     names = set()
     for name in set(ours) & set(theirs) & set(true):
         of_pipe, of_user = (_magnitude(x[name] - true[name]) for x in (ours, theirs))
@@ -108,6 +107,30 @@ def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> froze
         if misses and of_pipe <= 4 * max(of_user, rounding):
             names.add(name)
     return frozenset(names)
+
+
+_ZERO = 1e-3
+"""Roundings in float32 that are zero in float64, which rounds 5e8 times as finely."""
+
+
+def zeros(got: Result, wanted: Result, exact: Result) -> frozenset[str]:
+    """Returns the names of gradients that are zero in `exact`, and rounding in the two others.
+
+    `exact` may have other dropout masks: what is zero with these is so with any.
+    """
+    rounding = _rounding(exact)
+    return frozenset(
+        f"gradients{name}"
+        for name, true in exact.grads.items()
+        if _magnitude(true) <= _ZERO * rounding
+        and max(_magnitude(got.grads[name]), _magnitude(wanted.grads[name])) <= 4 * rounding
+    )
+
+
+def _rounding(exact: Result) -> float:
+    """Returns a rounding in float32 of the largest gradient."""
+    largest = max((_magnitude(x) for x in exact.grads.values()), default=0.0)
+    return float(jnp.finfo(jnp.float32).eps) * largest
 
 
 def _by_name(result: Result) -> dict[str, Any]:
