@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {
         "_lazy",
         "api",
+        "testing",
         "kernels",
         "cli",
         "equinox",
