@@ -242,14 +242,18 @@ def attending(w: Any, x: Any, batch: Any, wrong: float = 0.0) -> Any:
     return x + (weights @ x[:, :, None])[:, :, 0] + wrong * jnp.mean(w["bias"] * w["q"])
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "circular"}, {"engine": "mpmd"}])
-def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(options: dict[str, Any]):
+def attending_example() -> tuple[Any, Any]:
     params, batch = example()
     keys = iter(jax.random.split(jax.random.key(4), 6))
     layers = [
         {n: jax.random.normal(next(keys), (D,)) for n in ("q", "k", "bias")} for _ in range(2)
     ]
-    params = params | {"layers": layers}
+    return params | {"layers": layers}, batch
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "circular"}, {"engine": "mpmd"}])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(options: dict[str, Any]):
+    params, batch = attending_example()
     pipe = pipeline(dataclasses.replace(PLAIN, layer=attending), **options)
     found = pipe.check(params, batch)
     assert found.noise == {f"gradients['layers'][{i}]['bias']" for i in range(2)}
@@ -267,11 +271,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(options: dict[str,
 
 def test_a_gradient_that_is_zero_with_any_dropout_mask_is_no_error():
     """Its program in float64 draws other masks."""
-    params, batch = example()
-    keys = iter(jax.random.split(jax.random.key(4), 6))
-    layers = [
-        {n: jax.random.normal(next(keys), (D,)) for n in ("q", "k", "bias")} for _ in range(2)
-    ]
+    params, batch = attending_example()
 
     def dropping(w: Any, x: Any, batch: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.8, x.shape)
@@ -279,7 +279,7 @@ def test_a_gradient_that_is_zero_with_any_dropout_mask_is_no_error():
 
     model = dataclasses.replace(PLAIN, layer=dropping)
     pipe = pipeline(model, schedule="circular")
-    found = pipe.check(params | {"layers": layers}, batch, jax.random.key(5))
+    found = pipe.check(params, batch, jax.random.key(5))
     biases = {f"gradients['layers'][{i}]['bias']" for i in range(2)}
     assert found.noise == biases and found.largest <= 1e-5
 

@@ -328,10 +328,10 @@ class ResidualBytes(NamedTuple):
     """Bytes of what a forward stores on the device for its backward, x among them.
 
     Attributes:
-        kept: All of them.
-        live: What of them exists at a time in a backward that computes the forward again. XLA
+        kept: The bytes of all residuals.
+        live: The bytes that exist at a time in a backward that computes the forward again. XLA
             stores all scores of attention, which are larger than the heads that a batch of products
-            reads, and half of the rest: it fuses element-wise operations.
+            reads, and a part of the rest: it fuses element-wise operations.
     """
 
     kept: int
@@ -339,6 +339,7 @@ class ResidualBytes(NamedTuple):
 
 
 _LIVE_OF_OTHERS = 0.5
+"""The part of the rest, read off three programs of XLA:TPU; four others agree (docs/dev/LOG.md)."""
 
 
 def residual_bytes(
