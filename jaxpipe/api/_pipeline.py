@@ -13,7 +13,7 @@ from .. import schedules
 from ..autodiff import Remat, remat_by_name
 from ..autodiff.backward import check_offload
 from ..autodiff.staged_model import layers_per_iteration
-from ..engines import ENGINES, Engine, PipelineSpec, When, usual_engine
+from ..engines import ENGINES, Engine, EngineOptions, PipelineSpec, When, usual_engine
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding import num_ranks_of
@@ -173,19 +173,10 @@ def pipeline(
     # Programs of ranks gather nothing themselves, so nothing but the functions could cast.
     unread_dtype = compute_dtype if selected.program_per_rank else None
     check_contributions(model, frozen=frozen, row_wise=row_wise, compute_dtype=unread_dtype)
-    _check_options(
-        selected,
-        {
-            "gather": gather,
-            "zero1": zero1 or None,
-            "reduce_dtype": reduce_dtype,
-            "forwarding_delay": forwarding_delay or None,
-            "vocab_parallel": vocab_parallel or None,
-            "costs": costs,
-            "scan_repeats": None if scan_repeats else False,
-            "scan_ticks": None if scan_ticks else False,
-        },
+    options = EngineOptions(
+        zero1, reduce_dtype, forwarding_delay, vocab_parallel, scan_repeats, scan_ticks
     )
+    _check_options(selected, {"gather": gather, "costs": costs} | options.changed)
     if vocab_parallel and model.vocab_parallel_loss is None:
         raise ValueError(
             "`vocab_parallel` is True, and the model has no `vocab_parallel_loss` that ranks can "
@@ -207,13 +198,8 @@ def pipeline(
         ticks=ticks,
         remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
         layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
-        forwarding_delay=forwarding_delay,
-        vocab_parallel=vocab_parallel,
         scan_layers=scan_layers,
-        scan_repeats=scan_repeats,
-        scan_ticks=scan_ticks,
-        zero1=zero1,
-        reduce_dtype=_reduce_dtype(reduce_dtype),
+        options=options._replace(reduce_dtype=_reduce_dtype(reduce_dtype)),
         num_calls=accumulate,
         compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
         compute_dtype=compute_dtype,

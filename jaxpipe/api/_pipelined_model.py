@@ -400,7 +400,7 @@ class PipelinedModel(InspectedModel):
         """
         check_means(self.model, "apply")
         self.engine.check_call("apply")
-        told = replace(self.told, vocab_parallel=False)  # as all ranks would compute all outputs
+        told = self.told.with_options(vocab_parallel=False)  # all ranks would compute all outputs
         pipe = replace(self, model=returning_outputs(self.model), told=told)
         _, metrics = pipe.value(params, batch, key)
         outputs = from_metrics(metrics, self.model, *self._loss_arguments(params, batch, key))
@@ -531,9 +531,9 @@ class PipelinedModel(InspectedModel):
         model, names, draws, whole = of_user, (), {}, False
         if num_row_shards(self.mesh) > 1:
             report = self._row_report(of_user, plan, all_weights, batch, keys[0])
-            report.check(self.mesh, plan.reduce_dtype)
+            report.check(self.mesh, plan.options.reduce_dtype)
             names, draws = report.run_on_every_device, report.draws
-            if self.told.vocab_parallel and "loss" in {*names, *draws}:
+            if self.told.options.vocab_parallel and "loss" in {*names, *draws}:
                 raise ValueError(
                     "`vocab_parallel` is True, and `loss` mixes rows, which axes of the mesh "
                     "divide. Leave `vocab_parallel` out, or say `row_wise={'loss': True}` if it is "

@@ -19,6 +19,8 @@ from ._memory import StepCounts as StepCounts
 from ._memory import StepSizes as StepSizes
 from ._memory import loss_bytes as loss_bytes
 from ._mpmd import MPMD as _MPMD
+from ._options import NO_OPTIONS as NO_OPTIONS
+from ._options import EngineOptions as EngineOptions
 from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
 from ._unpipelined import most_bytes_for_several as most_bytes_for_several

@@ -76,18 +76,18 @@ def _options(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str
         layout.num_ranks,
         layout.num_repeats,
         plan.num_microbatches,
-        delay=plan.forwarding_delay,
+        delay=plan.options.forwarding_delay,
         names=("`microbatches`", "`forwarding_delay`"),
     )
     gather, boundary_gather = weight_gathers(plan, weights, keys)
     return {
         "mesh": plan.mesh,
-        "delay": plan.forwarding_delay,
+        "delay": plan.options.forwarding_delay,
         "gather": gather,
         "boundary_gather": boundary_gather,
-        "vocab_parallel": plan.vocab_parallel,
-        "scan_repeats": plan.scan_repeats,
-        "scan_ticks": plan.scan_ticks,
+        "vocab_parallel": plan.options.vocab_parallel,
+        "scan_repeats": plan.options.scan_repeats,
+        "scan_ticks": plan.options.scan_ticks,
     }
 
 
@@ -125,7 +125,7 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
         for i, step in enumerate(program):
             lengths[tick(rank, i)] = max(lengths[tick(rank, i)], duration(step, costs))
     # A delayed hand-over runs beside the work of a whole tick.
-    delay, transfer = plan.forwarding_delay, costs.transfer
+    delay, transfer = plan.options.forwarding_delay, costs.transfer
     ticks = (max(x, transfer) if delay else x + transfer for x in lengths)
     starts = list(accumulate(ticks, initial=0))
     rows = (
@@ -140,7 +140,7 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 
 def _handover(plan: PipelineSpec) -> int:
     """Returns the ticks after which the next rank has what a rank computes."""
-    return 2 if plan.forwarding_delay else 1
+    return 2 if plan.options.forwarding_delay else 1
 
 
 def _num_ticks(plan: PipelineSpec) -> int:
@@ -151,7 +151,7 @@ def _num_ticks(plan: PipelineSpec) -> int:
 def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
     S = plan.layout.num_ranks
     counts = StepCounts(S, plan.layout.num_repeats, plan.num_microbatches, None)
-    counts = counts._replace(forwarding_delay=plan.forwarding_delay)
+    counts = counts._replace(options=plan.options)
     return (_expected_buffers(None, counts),) * S
 
 
@@ -159,7 +159,7 @@ def _expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
     """Returns entries for all ticks, also those in which a rank is in a bubble."""
     del family
     S, v, M, delay = counts.num_ranks, counts.chunks, counts.num_microbatches, 1
-    delay += counts.forwarding_delay
+    delay += counts.options.forwarding_delay
     first, second = circular_engine.num_entries(circular_engine.PipelineShape(S, v, M, delay))
     return Buffers(first + second, first, activations=_STREAM * max(1, M // S) + delay - 1)
 

@@ -5,8 +5,8 @@ microbatches.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
 
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
@@ -18,6 +18,7 @@ from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd.weight_gather import When as WhenOfStage
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
+from ._options import NO_OPTIONS, EngineOptions
 
 When = Literal[WhenOfStage, "layer"]
 """When parameters that are sharded over `fsdp` are gathered."""
@@ -38,14 +39,10 @@ class PipelineSpec:
         schedule: The order of the actions of each rank. None without a pipeline.
         ticks: The schedule in lock-step, for an engine that runs it so.
         remat: A wrapper of stages, which decides what a forward stores for the backward.
-        forwarding_delay: Whether activations are handed over one tick late.
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
             "tick", "once", once per "repeat", ahead of it, or by every "layer" that reads them.
-        vocab_parallel: Whether all ranks of one program compute the loss together.
         scan_layers: Whether the layers of a stage run in a `lax.scan`, or the number that each
             iteration runs. None: True if there are several.
-        scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
-        scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
             for layers of one kind.
         order: The kind of every layer in the order in which they run. (): one kind after the other.
@@ -57,15 +54,13 @@ class PipelineSpec:
         layer_remat: A wrapper of layers, as `remat` is one of stages.
         layer_specs: The spec of every trainable parameter of one layer, in a tree of these, by
             kind if there are kinds; for `gather="layer"`.
-        zero1: Whether gradients, and the state of an optimizer, are divided over `data` too.
         num_calls: A, the number of times that M microbatches are run, whose results are summed.
         compiler_options: XLA's options for every program, by name. None: those of the table of
             flags.
         compute_dtype: The dtype to which floating-point parameters are cast before they are
             gathered; or `path -> dtype or None`, where `path` is such as `['layers']['up']`. None:
             they stay as they are.
-        reduce_dtype: The dtype to which one program rounds gradients of layers to sum them over
-            `data` and `fsdp`. None: they stay as they are summed over microbatches.
+        options: Options that not all engines have.
     """
 
     mesh: Mesh
@@ -74,28 +69,27 @@ class PipelineSpec:
     schedule: Schedule | None = None
     ticks: Ticks | None = None
     remat: Remat = recompute
-    forwarding_delay: bool = False
     gather: When = "tick"
-    vocab_parallel: bool = False
     scan_layers: bool | int | None = None
-    scan_repeats: bool = True
-    scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
     order: tuple[str, ...] = ()
     param_specs: ParamSpecs = ()
     whole_microbatches: bool = False
     layer_remat: Remat = keep
     layer_specs: PyTree = None
-    zero1: bool = False
     num_calls: int = 1
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     compute_dtype: Any = None
-    reduce_dtype: Any = None
+    options: EngineOptions = NO_OPTIONS
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """Returns the kind of every layer in the order in which they run; () without kinds."""
         return self.order or tuple(kind for kind, count in self.kinds for _ in range(count))
+
+    def with_options(self, **options: Any) -> Self:
+        """Returns the pipeline with these options, by their names in `EngineOptions`."""
+        return replace(self, options=self.options._replace(**options))
 
 
 class OwnSchedule(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..schedules import lock_step
+from ._options import NO_OPTIONS, EngineOptions
 
 LIVE = 0.8
 """What of the residuals of a layer exists at a time while XLA computes its backward."""
@@ -36,7 +37,7 @@ class StepCounts(NamedTuple):
         num_microbatches: M, those of a call.
         gather: When weights are gathered; None if they are sharded over no axis that is gathered.
         num_calls: A, the calls of the engine in a step.
-        forwarding_delay: Whether activations are handed over one tick late.
+        options: Options that not all engines have.
         adds_in_loops: Without a pipeline: whether a loop over layers adds their gradients to the
             sums of microbatches; else those of a microbatch are there beside the sums.
         most_for_several: Without a pipeline: the bytes of a gathered layer up to which such a loop
@@ -48,7 +49,7 @@ class StepCounts(NamedTuple):
     num_microbatches: int
     gather: Literal["tick", "once", "repeat", "layer"] | None
     num_calls: int = 1
-    forwarding_delay: bool = False
+    options: EngineOptions = NO_OPTIONS
     adds_in_loops: bool = True
     most_for_several: float = 0.0
 

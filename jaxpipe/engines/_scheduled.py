@@ -72,7 +72,7 @@ def _value(
         mesh=plan.mesh,
         gather=gather,
         boundary_gather=boundary_gather,
-        vocab_parallel=plan.vocab_parallel,
+        vocab_parallel=plan.options.vocab_parallel,
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 
@@ -93,7 +93,7 @@ def _value_and_grad(
         remat=plan.remat,
         gather=gather,
         boundary_gather=boundary_gather,
-        vocab_parallel=plan.vocab_parallel,
+        vocab_parallel=plan.options.vocab_parallel,
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 

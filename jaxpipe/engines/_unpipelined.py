@@ -84,7 +84,7 @@ def _value_and_grad(
     with _mesh_in_context(plan):
         value, grads = unpipelined.value_and_grad(model, *arguments)
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
-    if plan.zero1:
+    if plan.options.zero1:
         divided = over_data(plan, grads)
         grads = _stacked.put_like(divided, grads, grads, model.tied, stage_axis=None)
     return value, grads

@@ -6,7 +6,6 @@ keys of a run too, and `jaxpipe plan` is the command.
 
 from ._answer import Plans as Plans
 from ._candidates import POLICIES as POLICIES
-from ._candidates import EngineOptions as EngineOptions
 from ._candidates import Space as Space
 from ._candidates import StepLayout as StepLayout
 from ._devices import Devices as Devices

@@ -9,13 +9,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from .. import sharding
 from ..api.inspection import counts_by_cost
-from ..engines import CONFIG_ENGINES, Engine, engine_of_any_schedule, most_bytes_for_several
+from ..engines import (
+    CONFIG_ENGINES,
+    NO_OPTIONS,
+    Engine,
+    EngineOptions,
+    engine_of_any_schedule,
+    most_bytes_for_several,
+)
 from ..schedules import FAMILIES
 from ._devices import Devices, absent_devices
 from ._model import OFFLOAD_INPUTS, Sizes, mesh_sizes
@@ -40,25 +47,6 @@ _TILE_ROWS = 16
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 """Policies of rematerialization that plans choose from."""
-
-
-class EngineOptions(NamedTuple):
-    """Options of engines, by their names in `Engine.options`.
-
-    Attributes:
-        forwarding_delay: Whether activations are handed over one tick late.
-        zero1: Whether gradients and the optimizer's state are divided over `data` too.
-        vocab_parallel: Whether all ranks compute the loss together.
-        reduce_dtype: The name of the dtype in which gradients are scattered over devices.
-    """
-
-    forwarding_delay: bool = False
-    zero1: bool = False
-    vocab_parallel: bool = False
-    reduce_dtype: str = "float32"
-
-
-NO_OPTIONS = EngineOptions()
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ from ..api.inspection import (
 from ..autodiff.backward import floating
 from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import engine_of_any_schedule
+from ..engines import EngineOptions, engine_of_any_schedule
 from ..kernels import trace_for, trace_to_read
 from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
-from ._candidates import EngineOptions, Space, StepLayout
+from ._candidates import Space, StepLayout
 from ._devices import Devices, absent_devices, device_hardware
 from ._model import (
     Axes,

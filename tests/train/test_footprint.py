@@ -1,6 +1,5 @@
 """What arithmetic says a run keeps is what its devices hold."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -81,9 +80,9 @@ def _on_rank(rank: int, tree: Any) -> int:
     return sum(array.nbytes for array in held if array is not None)
 
 
-def stored(setup: Setup, **changes: Any) -> tuple[int, ...]:
+def stored(setup: Setup, **options: Any) -> tuple[int, ...]:
     """Residuals of stages that every rank has room for."""
-    plan = dataclasses.replace(setup.pipeline, **changes)
+    plan = setup.pipeline.with_options(**options)
     return tuple(buffers.residuals for buffers in setup.step.engine.buffers(plan))
 
 

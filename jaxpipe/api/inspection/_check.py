@@ -179,7 +179,8 @@ def reference_result(
     (loss, metrics), grads = jax.tree.map(np.asarray, value)
     result = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
     if num_row_shards(pipe.mesh) > 1:
-        dtype = min(dtype, pipe.told.reduce_dtype or dtype, key=lambda each: jnp.finfo(each).bits)
+        summed = pipe.told.options.reduce_dtype or dtype
+        dtype = min(dtype, summed, key=lambda each: jnp.finfo(each).bits)
     return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 

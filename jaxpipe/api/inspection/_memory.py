@@ -99,7 +99,7 @@ def memory_table(
         plan.num_microbatches,
         plan.gather if is_gathered else None,
         plan.num_calls,
-        plan.forwarding_delay,
+        plan.options,
         _adds_in_loops(plan),
         most_bytes_for_several_of(plan),
     )
@@ -225,7 +225,7 @@ def _traced_sizes(
     again = traced.pop("kept") - traced["residuals"]
     if plan.layout.layers_per_stage > 1:  # what is computed again for all layers at once
         work += again * (LIVE if plan.layer_remat is keep else 1.0)
-    loss = traced.pop("loss") / (plan.mesh.shape["stage"] if plan.vocab_parallel else 1)
+    loss = traced.pop("loss") / (plan.mesh.shape["stage"] if plan.options.vocab_parallel else 1)
     return traced | {"work": work, "loss": loss}
 
 

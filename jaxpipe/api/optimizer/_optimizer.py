@@ -110,7 +110,7 @@ class LiftedOptimizer:
             return self.model.to_groups(updates), state
 
         updates, state = self._run(update, stored, arguments)
-        if not stored.plan.zero1:
+        if not stored.plan.options.zero1:
             return updates, state
         # Each device has its part of the updates, and gathers the others'.
         groups = weights_of(updates)

@@ -41,15 +41,14 @@ def boundary_gather(plan: PipelineSpec, boundary: dict[str, PyTree]) -> Gather:
 
     # Once in a step, XLA:TPU sums their gradients as all-reduces, which fail in bfloat16 ("Value
     # element type 'f32' does not match base element type 'bf16'", libtpu 0.0.48.1).
-    return _whole_gather(replace(plan, reduce_dtype=None), cast, stored, read, gradients)
+    return _whole_gather(plan.with_options(reduce_dtype=None), cast, stored, read, gradients)
 
 
 def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
     specs = _specs(plan, "stages", stages)
     of_all = partial(_whole_gather, plan, partial(cast_params, plan, "stages"))
-    of_layers = partial(
-        gather_in_layers, batch_axes=manual_row_axes(plan), reduce_dtype=plan.reduce_dtype
-    )
+    rows, reduce_dtype = manual_row_axes(plan), plan.options.reduce_dtype
+    of_layers = partial(gather_in_layers, batch_axes=rows, reduce_dtype=reduce_dtype)
     if plan.gather != "layer":
         gather = of_all(*specs)
     elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
@@ -67,7 +66,7 @@ def _whole_gather(plan: PipelineSpec, cast: Callable[[PyTree], PyTree], *specs: 
         when=when,
         cast=cast,
         batch_axes=manual_row_axes(plan),
-        reduce_dtype=plan.reduce_dtype,
+        reduce_dtype=plan.options.reduce_dtype,
     )
 
 
@@ -89,7 +88,7 @@ def gather_of_layer(plan: PipelineSpec) -> Callable[[PyTree, PyTree], PyTree]:
     stored, rows = plan.layer_specs, manual_row_axes(plan)
     unsharded, cast = read_spec_tree(stored), partial(cast_params, plan, "stages")
     gather = layer_gather(
-        stored, unsharded, cast=cast, batch_axes=rows, reduce_dtype=plan.reduce_dtype
+        stored, unsharded, cast=cast, batch_axes=rows, reduce_dtype=plan.options.reduce_dtype
     )
 
     def run(weights: PyTree, x: PyTree) -> PyTree:

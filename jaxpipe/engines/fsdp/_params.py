@@ -165,7 +165,7 @@ def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
     """
-    return _with_specs(plan, weights, spec_over_data) if plan.zero1 else plan
+    return _with_specs(plan, weights, spec_over_data) if plan.options.zero1 else plan
 
 
 def gathered_plan(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:

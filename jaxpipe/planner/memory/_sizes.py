@@ -126,7 +126,7 @@ def step_counts(candidate: StepLayout) -> StepCounts:
         candidate.microbatches,
         candidate.gather if candidate.gathers else None,
         candidate.accumulation,
-        candidate.options.forwarding_delay,
+        candidate.options,
         most_for_several=candidate.most_for_several,
     )
 

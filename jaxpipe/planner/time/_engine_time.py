@@ -137,7 +137,7 @@ def tick_scatter_seconds(candidate: StepLayout, request: Request) -> float:
 
 def reduced_bytes(candidate: StepLayout) -> float:
     """Returns the bytes of a gradient of a layer that a pipeline sums over devices."""
-    return float(jnp.dtype(candidate.options.reduce_dtype).itemsize)
+    return float(jnp.dtype(candidate.options.reduce_dtype or jnp.float32).itemsize)
 
 
 def _slow_product_seconds(candidate: StepLayout, request: Request) -> float:

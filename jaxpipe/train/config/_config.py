@@ -9,10 +9,10 @@ from pydantic import model_validator
 from ..._input import short_repr
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources import FIELD_READERS, SourceType
-from ...engines import CONFIG_ENGINES, Engine, usual_engine
+from ...engines import CONFIG_ENGINES, Engine, EngineOptions, usual_engine
 from ..optim._factories import averages_weights, check_factory, unread_keys
 from ..optim._optimizer import DECAY_SHAPES
-from ._keys import ConfigKeys
+from ._keys import GATHER_KEYS, OPTION_KEYS, ConfigKeys
 
 
 def _pipelines(engine: Engine) -> bool:
@@ -46,19 +46,12 @@ _IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
     "set_remat_policy_on_layers_per_stage": _pipelines,
     "pipeline_schedule": _runs_schedules,
     "pipeline_layout": _runs_schedules,
-    "pipeline_vocab_parallel": _option("vocab_parallel"),
     "num_pipeline_slices": lambda engine: engine.sliced_stage is not None,
-    "pipeline_delay_activation_forwarding": _option("forwarding_delay"),
-    "scan_pipeline_iterations": _option("scan_ticks"),
-    "scan_pipeline_repeats": _option("scan_repeats"),
-    "pipeline_fsdp_ag_once": _option("gather"),
-    "pipeline_fsdp_ag_per_repeat": _option("gather"),
-    "pipeline_fsdp_ag_per_layer": _option("gather"),
     "shard_mode": _is_one_pipeline,
-    "shard_optimizer_over_data": _option("zero1"),
-    "reduce_dtype": _option("reduce_dtype"),
     "mpmd_timeout_seconds": _has_programs,
     "mpmd_trace_step": _has_programs,
+    **dict.fromkeys(GATHER_KEYS.values(), _option("gather")),
+    **{key: _option(name) for name, key in OPTION_KEYS.items()},
 }
 _ENGINES_BY_KEY = {
     key: tuple(name for name, engine in CONFIG_ENGINES.items() if is_read_by(engine))
@@ -204,6 +197,13 @@ class Config(ConfigKeys):
         return CONFIG_ENGINES[self.pipeline_engine]
 
     @property
+    def engine_options(self) -> EngineOptions:
+        """Returns the options of the engine; those whose key has its default have theirs."""
+        value_by_key = {key: value for key, value, _ in changed_keys(self, OPTION_KEYS.values())}
+        names = {key: name for name, key in OPTION_KEYS.items()}
+        return EngineOptions(**{names[key]: value for key, value in value_by_key.items()})
+
+    @property
     def tracker_names(self) -> tuple[str, ...]:
         """Returns the names of all trackers, each once."""
         return tuple(dict.fromkeys((*(("wandb",) if self.enable_wandb else ()), *self.trackers)))
@@ -347,8 +347,7 @@ class Config(ConfigKeys):
             )
 
     def _check_weight_gather(self) -> None:
-        names = ("once", "per_repeat", "per_layer")
-        chosen = [f"pipeline_fsdp_ag_{n}" for n in names if getattr(self, f"pipeline_fsdp_ag_{n}")]
+        chosen = [key for key in GATHER_KEYS.values() if getattr(self, key)]
         if len(chosen) > 1:
             raise ValueError(
                 f"`{'` and `'.join(chosen)}` are both true. Weights are gathered either once, per "

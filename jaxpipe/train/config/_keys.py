@@ -13,7 +13,25 @@ from ...autodiff import POLICIES
 from ...autodiff.backward import Location
 from ...data import Source
 from ...data.sources import Paths, Separator, SourceType, TokenType
+from ...engines import When
 from ..optim._optimizer import LEARNING_RATE_SHAPES
+
+OPTION_KEYS = {
+    "zero1": "shard_optimizer_over_data",
+    "reduce_dtype": "reduce_dtype",
+    "forwarding_delay": "pipeline_delay_activation_forwarding",
+    "vocab_parallel": "pipeline_vocab_parallel",
+    "scan_repeats": "scan_pipeline_repeats",
+    "scan_ticks": "scan_pipeline_iterations",
+}
+"""The key of each of `EngineOptions`."""
+
+GATHER_KEYS: dict[When, str] = {
+    "once": "pipeline_fsdp_ag_once",
+    "repeat": "pipeline_fsdp_ag_per_repeat",
+    "layer": "pipeline_fsdp_ag_per_layer",
+}
+"""The keys of `gather`, by its values; "tick" has none."""
 
 
 def _to_tuples(value: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...engines import PeakMemory, Sharded, StepSizes, most_bytes_for_several_of
-from ...planner import EngineOptions, StepLayout
+from ...planner import StepLayout
 from ...planner.memory import step_counts, step_sizes
 from ...schedules import language
 from ...sharding import AXES
@@ -58,7 +58,7 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         _scope(model.remat),
         pipeline.gather,
         model.num_vocab_tiling,
-        EngineOptions(pipeline.forwarding_delay, pipeline.zero1, pipeline.vocab_parallel),
+        pipeline.options,
         0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
         most_for_several=most_bytes_for_several_of(pipeline),
     )

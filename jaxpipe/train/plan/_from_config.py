@@ -13,7 +13,7 @@ from ... import sharding
 from ...api import pipeline
 from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
-from ...engines import Engine, When
+from ...engines import Engine
 from ...kernels import AttentionPlan, check_stored_scores, traced_widest_head
 from ...models import logical_axes
 from ...models.weights import weight_shapes
@@ -21,6 +21,7 @@ from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, check_optimizer_reads_keys, parse_xla_flags
+from ..config._keys import GATHER_KEYS
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
@@ -218,16 +219,6 @@ def _step_plan(
     devices, mesh = weights.devices, weights.devices.mesh
     model = model_plan(config, weights.sizes, devices.platform, mesh.shape["context"])
     dtype, exact = jnp.dtype(config.dtype), weights.exact
-    options = {
-        "gather": _when_gathered(config),
-        "zero1": config.shard_optimizer_over_data,
-        "reduce_dtype": config.reduce_dtype,
-        "forwarding_delay": config.pipeline_delay_activation_forwarding,
-        "vocab_parallel": config.pipeline_vocab_parallel,
-        "costs": selection and selection.costs,
-        "scan_repeats": config.scan_pipeline_repeats,
-        "scan_ticks": config.scan_pipeline_iterations,
-    }
     pipe = pipeline(
         build_model(model, weights, config.enable_nnx),
         schedule=config.engine.own_schedule.family
@@ -247,7 +238,9 @@ def _step_plan(
         compiler_options=compiler_options(config, mesh.devices.flat[0]),
         scan_layers=config.scan_layers_per_stage,
         param_specs=weights.param_specs,
-        **{name: value for name, value in options.items() if name in config.engine.options},
+        gather=next((when for when, key in GATHER_KEYS.items() if getattr(config, key)), None),
+        costs=selection.costs if selection and "costs" in config.engine.options else None,
+        **config.engine_options.changed,
     )
     return StepPlan(
         pipe,
@@ -286,15 +279,6 @@ def _check_stored_scores(model: ModelPlan, weights: WeightPlan, batch: BatchPlan
     )
     num_heads = weights.sizes.base_num_query_heads // heads
     check_stored_scores(model.attention, max(batch.microbatch_size // rows, 1), num_heads)
-
-
-def _when_gathered(config: Config) -> When | None:
-    """Returns when weights that are sharded over `fsdp` are gathered; None if no key says it."""
-    if config.pipeline_fsdp_ag_per_layer:
-        return "layer"
-    if config.pipeline_fsdp_ag_per_repeat:
-        return "repeat"
-    return "once" if config.pipeline_fsdp_ag_once else None
 
 
 def model_plan(
@@ -402,7 +386,7 @@ def _check_sizes(step: StepPlan) -> None:
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
-    if not step.pipeline.vocab_parallel:
+    if not step.pipeline.options.vocab_parallel:
         return
     weights = step.state.weights
     divide_exactly(

@@ -29,7 +29,6 @@ from ...planner import (
     OFFLOAD_INPUTS,
     POLICIES,
     Devices,
-    EngineOptions,
     PlannedModel,
     Request,
     Space,
@@ -39,12 +38,13 @@ from ...planner import (
 )
 from ...sharding.layout import parse_layout
 from ..config._config import Config, engines_that_read, keys_unread_by
+from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import load_config
 from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
 from ..plan._model import ModelPlan
-from ._source import AXIS_KEYS, GATHER_KEYS, OPTION_KEYS, TrainerSource
+from ._source import AXIS_KEYS, TrainerSource
 
 _LAYERS_KEY = "num_layers_per_pipeline_stage"
 _FIXED = {
@@ -217,12 +217,7 @@ def _space(
         fixed,
         policies=(*POLICIES, *offloading),
         without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
-        options=EngineOptions(
-            config.pipeline_delay_activation_forwarding,
-            config.shard_optimizer_over_data,
-            config.pipeline_vocab_parallel,
-            config.reduce_dtype,
-        ),
+        options=config.engine_options,
         free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
         hidden=sizes.base_emb_dim,
         scan_layers=config.scan_layers_per_stage,

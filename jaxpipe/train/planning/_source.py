@@ -11,6 +11,7 @@ from ...planner import OFFLOAD_INPUTS, PreparedPipeline, StepLayout, Values
 from ...sharding import AXES
 from ...xla.compile_report import CompileReport
 from ..config._config import Config
+from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import base_yaml, parse_yaml
 from ..plan._from_config import set_up
 from ..plan._setup import StepPlan
@@ -19,18 +20,6 @@ from ..step._compile_report import report_train_step
 
 AXIS_KEYS = {axis: "pipeline" if axis == "stage" else axis for axis in AXES}
 """The name of each mesh axis in keys such as `ici_pipeline_parallelism`."""
-
-GATHER_KEYS = {
-    "once": "pipeline_fsdp_ag_once",
-    "repeat": "pipeline_fsdp_ag_per_repeat",
-    "layer": "pipeline_fsdp_ag_per_layer",
-}
-
-OPTION_KEYS = {
-    "zero1": "shard_optimizer_over_data",
-    "vocab_parallel": "pipeline_vocab_parallel",
-}
-"""Options of engines that a plan may choose, and their keys."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
         values["num_vocab_tiling"] = candidate.vocab_tiling
     if candidate.whole_experts:
         values["shard_exp_on_fsdp"] = True
-    values |= {key: True for name, key in OPTION_KEYS.items() if getattr(candidate.options, name)}
+    values |= {OPTION_KEYS[name]: value for name, value in candidate.options.changed.items()}
     if not candidate.engine.pipelines:
         return values
     values["set_remat_policy_on_pipeline_iterations"] = candidate.scope != "layer"

@@ -65,7 +65,7 @@ def _direct_update(plan: StepPlan) -> Update:
 def _lifted_update(plan: StepPlan) -> Update:
     """Returns the update of any optimizer, by `optimizer` of the run's pipeline."""
     # Of ZeRO-1 the step shards weights and gathers updates itself.
-    pipe = replace(plan.pipe, told=replace(plan.pipe.told, zero1=False))
+    pipe = replace(plan.pipe, told=plan.pipe.told.with_options(zero1=False))
     optimizer = pipe.optimizer(make_optimizer(plan.state))
     tree = user_tree(plan.state)
     layers = replace(plan.stored["layers"], in_list=isinstance(tree["layers"], list))
