@@ -3,26 +3,17 @@
 import functools
 
 from harness.contract import Row, slow
+from harness.scheduled import EVEN, chunks
 from jaxpipe.schedules import FAMILIES
 
 REFUSED = ("seq1f1b",)
 """Slices of sequences take no dropout, which these rows have: tests/api/test_slices.py."""
-V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
-EVEN = ("dualpipe",)
-"""Families for even numbers of ranks, whose stages are on two ranks each."""
 
 mpmd = functools.partial(Row, "mpmd")
 
 
 def names() -> list[str]:
     return [name for name in FAMILIES if name not in REFUSED]
-
-
-def chunks(name: str, wanted: int) -> int:
-    """How many stages a rank has in a family, where `wanted` are wanted."""
-    if name in V_SHAPED:
-        return 2
-    return wanted if "chunks" in FAMILIES[name].takes else 1
 
 
 def every_family() -> list[Row]:

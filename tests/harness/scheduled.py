@@ -7,7 +7,6 @@ from jaxpipe.schedules import FAMILIES
 
 SLICED = ("seq1f1b",)
 """Families with rows of their own: their model has attention."""
-V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 EVEN = ("dualpipe",)
 """Families for even numbers of ranks, whose stages are on two ranks each."""
 
@@ -20,9 +19,7 @@ def names() -> list[str]:
 
 def chunks(name: str, wanted: int) -> int:
     """How many stages a rank has in a family, where `wanted` are wanted."""
-    if name in V_SHAPED:
-        return 2
-    return wanted if "chunks" in FAMILIES[name].takes else 1
+    return wanted if "chunks" in FAMILIES[name].takes else FAMILIES[name].default_chunks
 
 
 SLOW = ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2", "v_half", "v_min")

@@ -4,11 +4,11 @@ import functools
 import math
 
 from harness.contract import Row
+from harness.scheduled import chunks
 from jaxpipe.schedules import FAMILIES
 
 mpmd = functools.partial(Row, "mpmd", tied=True, dropout=0.1)
 REFUSED = ("seq1f1b",)
-V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 
 
 def few() -> list[Row]:
@@ -22,7 +22,7 @@ def every() -> list[Row]:
     """Every schedule on four ranks."""
     names = [name for name in FAMILIES if name not in REFUSED]
     return [
-        mpmd("mlp", 4, _chunks(name), 8, axes=(), schedule=name, remat=("full", "none")[i % 2])
+        mpmd("mlp", 4, chunks(name, 2), 8, axes=(), schedule=name, remat=("full", "none")[i % 2])
         for i, name in enumerate(names)
     ]
 
@@ -44,7 +44,3 @@ ROWS = {"few": few, "every": every, "sharded": sharded}
 
 def num_devices(row: Row) -> int:
     return row.ranks * math.prod(size for _, size in row.axes or ())
-
-
-def _chunks(name: str) -> int:
-    return 2 if name in V_SHAPED or "chunks" in FAMILIES[name].takes else 1

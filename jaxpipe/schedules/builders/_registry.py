@@ -26,6 +26,9 @@ from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
 Live = Callable[[int, int, int], int]
 """From ranks S, microbatches M and chunks v to residuals of stages that a rank stores at a time."""
 
+Waiting = Callable[[int, int], int]
+"""From S and M to about how many inputs and cotangents of stages wait on a rank in lock-step."""
+
 
 def _live_of_1f1b(S: int, M: int, v: int) -> int:
     return 2 * S - 1
@@ -45,6 +48,19 @@ def _live_of_all(S: int, M: int, v: int) -> int:
     return M * v
 
 
+def _waiting_of_few(S: int, M: int) -> int:
+    return 2
+
+
+def _waiting_of_all(S: int, M: int) -> int:
+    return M + 1
+
+
+def _waiting_breadth_first(S: int, M: int) -> int:
+    """A chunk begins when all microbatches have passed the one before, on S ranks in turn."""
+    return 2 * M - S + 1
+
+
 @dataclass(frozen=True)
 class Family:
     """A builder, with its arguments and constraints, and what is true of all its schedules.
@@ -59,6 +75,7 @@ class Family:
         live: Closed form of `most_live`, without its cap.
         is_live_exact: Whether `most_live` is what lock-step makes of it, for usual counts; a bound
             where the order has no closed form.
+        most_waiting: Closed form of what waits on the fullest rank.
         is_usual: Whether planners try it unless they are told what to try.
         is_variant: Whether it has the actions of another family in nearly their order, so that
             checks of all kinds of schedules need not run both.
@@ -76,6 +93,7 @@ class Family:
     is_breadth_first: bool = False
     live: Live = _live_of_1f1b
     is_live_exact: bool = True
+    most_waiting: Waiting = _waiting_of_few
     is_usual: bool = False
     is_variant: bool = False
     ranks_divide_microbatches: bool = False
@@ -92,17 +110,6 @@ class Family:
         """
         return min(microbatches * chunks, self.live(ranks, microbatches, chunks))
 
-    def most_waiting(self, ranks: int, microbatches: int) -> int:
-        """Returns about how many inputs and cotangents of stages wait on a rank in lock-step.
-
-        Example:
-            >>> FAMILIES["1f1b"].most_waiting(4, 8), FAMILIES["gpipe"].most_waiting(4, 8)
-            (2, 9)
-        """
-        if self.is_breadth_first:
-            return 2 * microbatches - ranks + 1
-        return microbatches + 1 if self.live is _live_of_all else 2
-
 
 def _half(num_ranks: int, num_microbatches: int) -> int:
     return (num_ranks + 1) // 2
@@ -118,6 +125,7 @@ def _interleaved(
     paper: str,
     live: Live = _live_of_groups,
     *,
+    most_waiting: Waiting = _waiting_of_few,
     splits_backward: bool = False,
     is_usual: bool = False,
     is_variant: bool = False,
@@ -133,6 +141,7 @@ def _interleaved(
         default_chunks=2,
         splits_backward=splits_backward,
         live=live,
+        most_waiting=most_waiting,
         is_usual=is_usual,
         is_variant=is_variant,
     )
@@ -165,7 +174,14 @@ def _in_a_v(
 
 
 FAMILIES: dict[str, Family] = {
-    "gpipe": Family(gpipe, (), "", "Huang et al., 2019, arXiv 1811.06965", live=_live_of_all),
+    "gpipe": Family(
+        gpipe,
+        (),
+        "",
+        "Huang et al., 2019, arXiv 1811.06965",
+        live=_live_of_all,
+        most_waiting=_waiting_of_all,
+    ),
     "1f1b": Family(one_f_one_b, (), "", "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True),
     "eager_1f1b": Family(
         eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322", is_variant=True
@@ -188,9 +204,14 @@ FAMILIES: dict[str, Family] = {
         default_chunks=2,
         is_breadth_first=True,
         live=_live_of_all,
+        most_waiting=_waiting_breadth_first,
     ),
     "interleaved_gpipe": _interleaved(
-        interleaved_gpipe, "NVIDIA JaxPP, 2025", _live_of_all, is_variant=True
+        interleaved_gpipe,
+        "NVIDIA JaxPP, 2025",
+        _live_of_all,
+        most_waiting=_waiting_of_all,
+        is_variant=True,
     ),
     "zero_bubble_h1": Family(
         zero_bubble_h1,
@@ -255,6 +276,7 @@ FAMILIES: dict[str, Family] = {
         default_chunks=2,
         is_breadth_first=True,
         live=_live_of_all,
+        most_waiting=_waiting_breadth_first,
         ranks_divide_microbatches=True,
     ),
 }

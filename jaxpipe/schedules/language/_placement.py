@@ -8,7 +8,8 @@
 In a V the first and the last stage share rank 0, and a microbatch turns round without a transfer.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 Placement = Literal["straight", "loop", "v", "both_ways"]
 
@@ -36,6 +37,25 @@ def v_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
     return (position if chunk % 2 == 0 else num_ranks - 1 - position), chunk
 
 
+class _OneRank(NamedTuple):
+    """A placement of every stage on one rank.
+
+    Attributes:
+        rank_and_chunk: `(stage, num_ranks) -> (rank, chunk)`.
+        searched_chunks: The numbers of chunks that a search tries. None: all.
+    """
+
+    rank_and_chunk: Callable[[int, int], tuple[int, int]]
+    searched_chunks: tuple[int, ...] | None = None
+
+
+_ON_ONE_RANK = {
+    "straight": _OneRank(loop_rank_and_chunk, (1,)),
+    "loop": _OneRank(loop_rank_and_chunk),
+    "v": _OneRank(v_rank_and_chunk, (2, 4)),
+}
+
+
 def rank_of_each_stage(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """Returns [ranks * chunks] the rank of every stage in a named placement.
 
@@ -43,7 +63,24 @@ def rank_of_each_stage(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...
         >>> rank_of_each_stage("v", ranks=3, chunks=2)
         (0, 1, 2, 2, 1, 0)
     """
-    if name not in ("straight", "loop", "v"):
-        raise ValueError(f"`name` is {name!r}. Give straight, loop or v.")
-    rank_and_chunk = v_rank_and_chunk if name == "v" else loop_rank_and_chunk
+    if name not in _ON_ONE_RANK:
+        raise ValueError(f"`name` is {name!r}. Give one of {', '.join(_ON_ONE_RANK)}.")
+    rank_and_chunk = _ON_ONE_RANK[name].rank_and_chunk
     return tuple(rank_and_chunk(stage, ranks)[0] for stage in range(ranks * chunks))
+
+
+def usual_placements(ranks: int, max_chunks: int) -> list[tuple[int, ...]]:
+    """Returns the ranks of stages in all placements of up to so many chunks, each once.
+
+    Example:
+        >>> usual_placements(ranks=2, max_chunks=2)
+        [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0)]
+    """
+    counts = range(1, max_chunks + 1)
+    tried = (
+        rank_of_each_stage(name, ranks, chunks)
+        for name, placement in _ON_ONE_RANK.items()
+        for chunks in counts
+        if chunks in (placement.searched_chunks or counts)
+    )
+    return list(dict.fromkeys(tried))

@@ -13,7 +13,7 @@ from math import floor
 
 from ...builders._require import require, require_positive
 from ...language._check import check
-from ...language._placement import rank_of_each_stage
+from ...language._placement import usual_placements
 from ...language._schedule import Schedule, num_slices
 from ...lock_step._grid_search import to_lock_step
 from ...lock_step._ticks import simulate_ticks
@@ -121,7 +121,7 @@ def search(
         memory, caps = memory_of_slots(memory, caps, synchronous)
     if placement is not None:
         max_chunks = len(placement) // ranks
-    tried = _usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
+    tried = usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
     settings = [
         _Setting(_problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces), pieces)
         for rank_of in tried
@@ -340,10 +340,3 @@ def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> t
         "on a rank, one microbatch.",
         f"Give at least {float(least):g}, smaller microbatches, or rematerialise.",
     )
-
-
-def _usual_placements(ranks: int, max_chunks: int) -> list[tuple[int, ...]]:
-    """Returns the placements that a search tries: straight, loops, a V and, of 4 chunks, a W."""
-    loops = [rank_of_each_stage("loop", ranks, chunks) for chunks in range(1, max_chunks + 1)]
-    turns = [rank_of_each_stage("v", ranks, chunks) for chunks in (2, 4) if chunks <= max_chunks]
-    return list(dict.fromkeys([*loops, *turns]))
