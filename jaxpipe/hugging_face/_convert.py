@@ -23,9 +23,9 @@ from jaxtyping import PyTree
 from .. import models
 from .._durable import write_file
 from .._input import MEGABYTE, parse_json, read_text
+from ..models import ModelConfig
 from ..models.weights import weight_shapes
 from ..train import checkpoint
-from ..train.plan import ModelConfig
 from ._carried import copy_from_hugging_face, files_to_hugging_face
 from .folders import (
     DTYPES,
@@ -38,11 +38,11 @@ from .folders import (
     tensors_in_folder,
 )
 from .formats import (
-    MODEL_FORMATS,
     ConfigValues,
     LeafSlices,
     TensorSlice,
     canonical_weights,
+    format_of,
     leaf_slices,
     read_model,
     read_sizes,
@@ -114,7 +114,7 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
     config = _read_json_object(source / "config.json")
     block, sizes = _parse_config(source / "config.json", config)
     tensors = tensors_in_folder(source)
-    _check_count(source, len(tensors), sizes, stacks_experts=MODEL_FORMATS[block].stacks_experts)
+    _check_count(source, len(tensors), sizes, stacks_experts=format_of(block).stacks_experts)
     parts = leaf_slices(block, sizes)
     tensors = _without_buffers(tensors, sizes)
     _check_tensors(source, tensors, parts)
@@ -176,7 +176,7 @@ def to_hugging_face(
         checkpoint.check_not_to_average(metadata, f"{folder} step {step}")
         layers_after = metadata.get("layers_after", 0)
         block, sizes = read_sizes(metadata)
-        config = MODEL_FORMATS[block].write(sizes, max_length)
+        config = format_of(block).write(sizes, max_length)
         parts = leaf_slices(block, sizes, layers_after)
         saved = _check_saved_leaves(checkpoints, step, block, sizes, layers_after)
         stored = dtype or saved["embed/table"][1]

@@ -4,6 +4,9 @@ from ._boundary import next_token_logits as next_token_logits
 from ._deepseek import DeepseekConfig as DeepseekConfig
 from ._deepseek import deepseek as deepseek
 from ._deepseek import deepseek_weights as deepseek_weights
+from ._families import MODEL_FAMILIES as MODEL_FAMILIES
+from ._families import ModelConfig as ModelConfig
+from ._families import ModelFamily as ModelFamily
 from ._flops import matmul_flops_per_token as matmul_flops_per_token
 from ._gemma import GemmaConfig as GemmaConfig
 from ._gpt_oss import GptOssConfig as GptOssConfig

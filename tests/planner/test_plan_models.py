@@ -19,11 +19,10 @@ from jaxpipe import sharding
 from jaxpipe.autodiff.backward import SUM_OVER_DEVICES
 from jaxpipe.cost.work import flops_per_token
 from jaxpipe.kernels import sliced_dot_product_attention
-from jaxpipe.models import PRESETS, matmul_flops_per_token, num_parameters
+from jaxpipe.models import MODEL_FAMILIES, PRESETS, matmul_flops_per_token, num_parameters
 from jaxpipe.models.layers import routed_experts
 from jaxpipe.models.weights import is_weight, weight_shapes
 from jaxpipe.planner import Request, parse_devices
-from jaxpipe.train.plan import MODEL_FAMILIES
 from jaxpipe.train.planning import make_request
 
 PUBLISHED = {

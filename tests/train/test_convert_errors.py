@@ -371,3 +371,11 @@ def test_a_model_that_hugging_face_does_not_have_is_refused(
     assert message in str(error.value)
     assert str(error.value).endswith("Hugging Face has no such model.")
     assert not (tmp_path / "theirs").exists()
+
+
+def test_a_family_without_a_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_run(tmp_path / "run", DEEPSEEK)
+    monkeypatch.setattr("jaxpipe.hugging_face.formats._models.MODEL_FORMATS", {})
+    with pytest.raises(ValueError, match="'deepseek', which Hugging Face does not have"):
+        to_hugging_face(tmp_path / "run", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()

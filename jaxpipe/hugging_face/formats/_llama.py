@@ -44,7 +44,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
 _QWEN3_FIXED = _FIXED | {"attention_bias": (False,), "use_sliding_window": (False,)}
 _QWEN3_IGNORED = ("layer_types", "max_window_layers", "sliding_window")
-_FIELDS = {
+LLAMA_FIELDS = {
     "llama": ConfigFields(
         LLAMA_SIZES, _DEFAULTS, _FIXED | {"attention_bias": (False,), "mlp_bias": (False,)}
     ),
@@ -102,7 +102,7 @@ _LLAMA3_FIXED = {
 
 def read_llama(config: Mapping[str, Any], block: str) -> ConfigValues:
     """Returns the config keys of jaxpipe for a config.json."""
-    values = read_fields(_without_null(config, block), _FIELDS[block])
+    values = read_fields(_without_null(config, block), LLAMA_FIELDS[block])
     types = config.get("layer_types") or []
     check_no_problems(
         [
@@ -152,7 +152,7 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None, block: str) -
     values = {
         "architectures": [f"{block.title().replace('_', '')}ForCausalLM"],
         "model_type": block,
-        **write_fields(dataclasses.asdict(sizes), _FIELDS[block]),
+        **write_fields(dataclasses.asdict(sizes), LLAMA_FIELDS[block]),
         "rope_theta": sizes.rope_max_timescale,
         "rope_scaling": None,
         "max_position_embeddings": max_length or 4096,

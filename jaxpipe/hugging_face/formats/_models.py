@@ -10,14 +10,14 @@ from jaxtyping import PyTree
 
 from ... import models
 from ..._input import short_repr
+from ...models import MODEL_FAMILIES, ModelConfig
 from ...models.weights import stack_weights
 from ...train.config import check_values
-from ...train.plan import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
 from ._fields import ConfigValues, check_no_problems
 from ._gemma import gemma_slices, read_gemma, write_gemma
 from ._gpt_oss import gpt_oss_slices, read_gpt_oss, write_gpt_oss
-from ._llama import llama_slices, read_llama, write_llama
+from ._llama import LLAMA_FIELDS, llama_slices, read_llama, write_llama
 from ._llama4 import llama4_slices, read_llama4, write_llama4
 from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
@@ -41,16 +41,15 @@ def _llama(block: str) -> ModelFormat:
     return ModelFormat(read, write, layer)
 
 
-_OWN_FORMATS = {
+MODEL_FORMATS = {block: _llama(block) for block in LLAMA_FIELDS} | {
     "gemma3": ModelFormat(read_gemma, write_gemma, gemma_slices),
     "gpt_oss": ModelFormat(read_gpt_oss, write_gpt_oss, gpt_oss_slices, stacks_experts=True),
     "llama4": ModelFormat(read_llama4, write_llama4, llama4_slices, stacks_experts=True),
     "deepseek": ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices),
 }
-MODEL_FORMATS = {block: _OWN_FORMATS.get(block) or _llama(block) for block in MODEL_FAMILIES}
-"""The formats by `decoder_block`."""
+"""The formats by `decoder_block`, of the families that Hugging Face has too."""
 
-MODEL_TYPES = {block: block for block in MODEL_FORMATS if block not in _OWN_FORMATS} | {
+MODEL_TYPES = {block: block for block in LLAMA_FIELDS} | {
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
     "llama4_text": "llama4",
@@ -58,6 +57,16 @@ MODEL_TYPES = {block: block for block in MODEL_FORMATS if block not in _OWN_FORM
     "deepseek_v3": "deepseek",
 }
 """From Hugging Face's `model_type` to `decoder_block`."""
+
+
+def format_of(block: str) -> ModelFormat:
+    """Returns the format of a `decoder_block`; raises a `ValueError` if Hugging Face has none."""
+    if block not in MODEL_FORMATS:
+        raise ValueError(
+            f"`decoder_block` is {block!r}, which Hugging Face does not have. Models of "
+            f"{', '.join(MODEL_FORMATS)} are converted."
+        )
+    return MODEL_FORMATS[block]
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
@@ -102,7 +111,7 @@ def canonical_weights(
 
 def leaf_slices(block: str, sizes: ModelConfig, layers_after: int = 0) -> LeafSlices:
     """Returns the slices of every leaf of a checkpoint's weights."""
-    kind = MODEL_FORMATS[block]
+    kind = format_of(block)
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
     num_dense, num_layers = sizes.num_dense_layers, sizes.num_pipeline_layers - layers_after
     dense = stacked_layers(kind.dense(sizes), range(num_dense)) if num_dense else {}

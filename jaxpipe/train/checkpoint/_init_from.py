@@ -8,9 +8,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ..._input import MAX_JSON_BYTES, is_file
+from ...models import ModelConfig
 from ...models.weights import weight_shapes
 from ..optim._factories import averages_weights
-from ..plan._family import ModelConfig
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._weight_plan import WeightPlan

@@ -14,6 +14,7 @@ from ...autodiff.backward import Location
 from ...data import Source
 from ...data.sources import Paths, Separator, SourceType, TokenType
 from ...engines import When
+from ...models import MODEL_FAMILIES
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 OPTION_KEYS = {
@@ -68,21 +69,6 @@ Minutes = Annotated[float, Field(ge=0, le=1e7)]
 Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
-DecoderBlock = Annotated[
-    Literal[
-        "llama",
-        "mistral",
-        "qwen3",
-        "gemma3",
-        "mixtral",
-        "qwen3_moe",
-        "gpt_oss",
-        "llama4",
-        "deepseek",
-    ],
-    BeforeValidator(lambda value: "llama" if value == "llama2" else value),
-]
-"""A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_to_tuples)]
 _ArgumentItem = bool | int | float | Text | None
 _ArgumentValue = _ArgumentItem | tuple[_ArgumentItem | tuple[_ArgumentItem, ...], ...]
@@ -114,6 +100,12 @@ def _folder_name(value: str) -> str:
 
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 RematPolicy = Annotated[str, _one_of(POLICIES)]
+DecoderBlock = Annotated[
+    str,
+    _one_of(MODEL_FAMILIES),
+    BeforeValidator(lambda value: "llama" if value == "llama2" else value),
+]
+"""A family of models; MaxText's `llama2`, which is Llama 3 too, is `llama`."""
 LearningRateShape = Annotated[str, _one_of(LEARNING_RATE_SHAPES)]
 
 

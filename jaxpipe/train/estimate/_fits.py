@@ -7,8 +7,8 @@ import jax
 from ..._input import shorten
 from ...devices import host_bytes
 from ...engines import PeakMemory
+from ...models import ModelConfig
 from ..plan._devices import BatchPlan
-from ..plan._family import ModelConfig
 from ..plan._setup import StepPlan
 from ._memory_estimate import estimate_memory
 

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ...models import DeepseekConfig, LlamaConfig
+from ...models import DeepseekConfig, LlamaConfig, ModelConfig
 from ...models.layers import MoeSettings, ragged_dot
 from ...models.weights import is_weight
 from ...planner import Axes, PlannedModel, RoutedExperts, Tensor, WeightBytes, WeightGroup
 from ...sharding import Rules, gathered_rules, partition_spec
 from ...sharding.specs import axes_of_dim
-from ..plan._family import ModelConfig
 from ..plan._model import CHUNK_ROWS, ModelPlan
 from ..plan._state_plan import OptimizerPlan
 from ._state_bytes import state_bytes

@@ -6,8 +6,8 @@ from typing import Any
 
 from ... import models
 from ...devices import find_peak_tflops
+from ...models import ModelConfig
 from ..plan._devices import BatchPlan
-from ..plan._family import ModelConfig
 
 
 def peak_tflops(device: Any, given: float) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ..._durable import write_file
+from ...models import ModelConfig
 from ..checkpoint._digests import (
     DIGESTS_FILE,
     describe_corruption,
@@ -29,7 +30,6 @@ from ..checkpoint._digests import (
 from ..checkpoint._init_from import CHECKPOINTS_FOLDER, check_same_sizes
 from ..checkpoint._sealing import REMOVED_FOLDER, leftovers
 from ..logs._metrics import METRICS_FILE, read_metrics
-from ..plan._family import ModelConfig
 from ..plan._state_plan import LearningRate
 from ..runtime._reading import is_folder, list_names, read_file
 from ._data_changes import ADAMW, check_data, check_learning_rate, check_optimizer

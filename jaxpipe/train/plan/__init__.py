@@ -2,8 +2,6 @@
 
 from ._devices import BatchPlan as BatchPlan
 from ._devices import DeviceLayout as DeviceLayout
-from ._family import MODEL_FAMILIES as MODEL_FAMILIES
-from ._family import ModelConfig as ModelConfig
 from ._family import model_config as model_config
 from ._from_config import compiler_options as compiler_options
 from ._from_config import learning_rate as learning_rate

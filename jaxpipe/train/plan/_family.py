@@ -1,107 +1,12 @@
-"""StagedModel families, one for each value of `decoder_block`.
-
-The fields of a family's dataclass of sizes are keys of the config. Keys that only other families
-read must keep their defaults.
-"""
+"""The sizes of a run's model, from the keys that its family reads."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
 
 import jax.numpy as jnp
 
 from ... import models
+from ...models import MODEL_FAMILIES, ModelConfig
 from ..config._config import Config, changed_keys
-
-ModelConfig = models.LlamaConfig | models.DeepseekConfig
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """The functions and keys that the trainer needs of a model family.
-
-    Attributes:
-        sizes: Dataclass whose fields are keys of the config.
-        weights: `(sizes, dtype, layers_after=...) -> abstract weights`.
-        model: `(sizes, experts=..., **options) -> (embed, layer, loss)`, functions of a microbatch;
-            all families take the same options.
-        extra_keys: Keys beside the sizes that this family reads and some others do not.
-        tied: `sizes -> whether` the loss reads the weights of the embedding.
-        has_slices: Whether it is trained on slices of sequences.
-        fixed: Sizes that every model of the family has.
-    """
-
-    sizes: Callable[..., ModelConfig]
-    weights: Callable[..., dict[str, Any]]
-    model: Callable[..., tuple[Callable, Callable, Callable]]
-    extra_keys: tuple[str, ...] = ()
-    tied: Callable[..., bool] = lambda sizes: False
-    has_slices: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keys(self) -> set[str]:
-        """Keys of the config that this family reads."""
-        return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
-
-
-def _dense(*, use_qk_norm: bool) -> ModelFamily:
-    """Returns a family of llamas with an MLP in every layer."""
-    return ModelFamily(
-        models.LlamaConfig,
-        models.llama_weights,
-        models.llama,
-        tied=attrgetter("logits_via_embedding"),
-        has_slices=True,
-        fixed={"use_qk_norm": use_qk_norm},
-    )
-
-
-_GEMMA3 = ModelFamily(
-    models.GemmaConfig,
-    models.llama_weights,
-    models.llama,
-    tied=attrgetter("logits_via_embedding"),
-    has_slices=True,
-    fixed={"use_qk_norm": True, "rope_type": "default"},
-)
-
-
-def _mixture(**fixed: Any) -> ModelFamily:
-    """Returns a family of llamas with experts in every layer."""
-    return ModelFamily(
-        models.MixtureConfig,
-        models.llama_weights,
-        models.llama,
-        extra_keys=("megablox", "shard_exp_on_fsdp"),
-        tied=attrgetter("logits_via_embedding"),
-        fixed=fixed,
-    )
-
-
-MODEL_FAMILIES: dict[str, ModelFamily] = {
-    "llama": _dense(use_qk_norm=False),
-    "mistral": _dense(use_qk_norm=False),
-    "qwen3": _dense(use_qk_norm=True),
-    "gemma3": _GEMMA3,
-    "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
-    "qwen3_moe": _mixture(use_qk_norm=True),
-    "gpt_oss": dataclasses.replace(
-        _mixture(use_qk_norm=False, norm_topk_prob=True, rope_type="yarn"),
-        sizes=models.GptOssConfig,
-    ),
-    "llama4": dataclasses.replace(
-        _mixture(norm_topk_prob=False, rope_type="default"), sizes=models.Llama4Config
-    ),
-    "deepseek": ModelFamily(
-        models.DeepseekConfig,
-        models.deepseek_weights,
-        models.deepseek,
-        extra_keys=("routed_bias_update_rate", "megablox", "shard_exp_on_fsdp"),
-    ),
-}
 
 
 def model_config(config: Config) -> ModelConfig:

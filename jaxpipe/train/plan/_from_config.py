@@ -15,7 +15,7 @@ from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches import global_batch_size
 from ...engines import Engine
 from ...kernels import AttentionPlan, check_stored_scores, traced_widest_head
-from ...models import logical_axes
+from ...models import MODEL_FAMILIES, ModelConfig, logical_axes
 from ...models.weights import weight_shapes
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
@@ -26,7 +26,7 @@ from ..optim._decay import check_weight_decay_exclude
 from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
-from ._family import MODEL_FAMILIES, ModelConfig, layer_bytes, model_config
+from ._family import layer_bytes, model_config
 from ._layout import LayerSettings, circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
 from ._optimizer import check_optimizer

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ... import schedules
+from ...models import ModelConfig
 from ...sharding.layout import LayerLayout, divide_exactly, even_layout, parse_layout
-from ._family import ModelConfig
 from ._schedule_selection import (
     ScheduleRequest,
     ScheduleSelection,

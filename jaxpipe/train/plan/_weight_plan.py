@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from ... import models
+from ...models import ModelConfig, ModelFamily
 from ...models.weights import is_weight, stack_weights, weight_shapes
 from ...sharding.layout import LayerLayout
 from ...spmd.ranks import is_spec
 from ...spmd.weight_gather import specs_of
 from ._devices import DeviceLayout
-from ._family import ModelConfig, ModelFamily
 
 STACK_AXES = ("circular_repeats", "stage", "layers")
 """Logical axes of the leading dims [R, S, layers per stage] of every stacked weight."""

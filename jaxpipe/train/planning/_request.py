@@ -23,7 +23,7 @@ from ...cost.work import (
 )
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...kernels import LARGEST_STORED, for_heads_up_to
-from ...models import PRESETS, DeepseekConfig, num_parameters
+from ...models import MODEL_FAMILIES, PRESETS, DeepseekConfig, ModelConfig, num_parameters
 from ...models.weights import is_weight
 from ...planner import (
     OFFLOAD_INPUTS,
@@ -41,7 +41,7 @@ from ..config._config import Config, engines_that_read, keys_unread_by
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import load_config
 from ..estimate._planned_model import SCORES, planned_model
-from ..plan._family import MODEL_FAMILIES, ModelConfig, model_config
+from ..plan._family import model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
 from ..plan._model import ModelPlan
 from ._source import AXIS_KEYS, TrainerSource

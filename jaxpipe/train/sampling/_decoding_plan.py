@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ... import models, sharding
-from ...models import Weight, logical_axes
+from ...models import MODEL_FAMILIES, Weight, logical_axes
 from ...models.weights import is_weight, weight_shapes
 from ...sharding.layout import LayerLayout
 from ..checkpoint._canonical import shard_over_ranks
 from ..checkpoint._layer_reordering import jit_on_mesh
 from ..config._config import Config
 from ..plan._devices import DeviceLayout
-from ..plan._family import MODEL_FAMILIES, model_config
+from ..plan._family import model_config
 from ..plan._from_config import axis_rules, model_plan
 from ..plan._model import ModelPlan, build_functions
 from ..plan._weight_plan import WeightPlan
