@@ -55,6 +55,11 @@ class AttentionSizes(NamedTuple):
     num_kv_heads: int  # K
     head_dim: int  # C
 
+    @property
+    def score_products(self) -> int:
+        """Returns the multiply-adds of a token for each position that it attends to."""
+        return 2 * self.num_query_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderSizes):

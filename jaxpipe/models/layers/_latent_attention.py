@@ -48,6 +48,11 @@ class LatentAttentionSettings:
         """Returns C, the number of channels of a query and key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def score_products(self) -> int:
+        """Returns the multiply-adds of a token for each position that it attends to."""
+        return self.num_heads * (self.head_dim + self.v_head_dim)
+
 
 def latent_attention_weights(
     settings: LatentAttentionSettings, *, branches: int, dtype: Any
