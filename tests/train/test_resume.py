@@ -266,6 +266,13 @@ def test_steps_may_grow_where_the_learning_rate_does_not_jump(settings, done):
     assert check_learning_rate(20, learning_rate(config), done, allowed=False) == ""
 
 
+def test_a_learning_rate_is_that_of_the_steps_that_were_not_skipped():
+    rate = learning_rate(Config(steps=40, learning_rate_schedule="wsd"))
+    assert check_learning_rate(20, rate, 20, skipped=10, allowed=False) == ""
+    with pytest.raises(ValueError, match="The learning rate of step 21 was to be"):
+        check_learning_rate(20, rate, 20, allowed=False)
+
+
 @pytest.mark.parametrize(
     "name", ["", " ", ".", "..", "../x", "a/../../b", "/x/y", "a/b", "a\nb", "a\0b", "a\x1bb"]
 )

@@ -175,6 +175,10 @@ def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
     assert f"step {skipped} has changed nothing: its gradient_norm is " in said
     assert [metrics["skipped"] for metrics in history[:skipped]] == [0.0] * (skipped - 1) + [1.0]
     assert losses(history)[:skipped] == losses(first)[:skipped]
+    # A step that is skipped does not move the schedule.
+    rates, as_if_none = ([metrics["learning_rate"] for metrics in x] for x in (history, first))
+    assert rates[skipped:] == as_if_none[skipped - 1 : -1]
+    assert rates[:skipped] == as_if_none[:skipped]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +210,12 @@ def test_every_engine_skips(devices, settings):
     batch |= {"positions": np.zeros_like(tokens), "segment_ids": np.ones_like(tokens)}
     batch |= {"target_weights": np.ones((ROWS, 16), np.float32)}
     with jax.set_mesh(setup.mesh):
-        state, metrics = make_train_step(setup.step)(state, shard_batch(setup.batch, batch))
+        step = make_train_step(setup.step)
+        state, metrics = step(state, shard_batch(setup.batch, batch))
+        state, second = step(state, shard_batch(setup.batch, batch))
     assert float(metrics["gradient_norm"]) > 1e-9
-    assert int(state.pop("step")) == 1
+    assert float(second["learning_rate"]) == float(metrics["learning_rate"])
+    assert int(state.pop("step")) == 2
     before.pop("step")
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
 

@@ -71,12 +71,18 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], where: st
     )
 
 
-def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:
-    """Checks that the learning rate does not jump because `steps` has changed."""
+def check_learning_rate(
+    before: int, rate: LearningRate, done: int, *, skipped: int = 0, allowed: bool
+) -> str:
+    """Checks that the learning rate does not jump because `steps` has changed.
+
+    Of the steps that are done, those that were skipped have not moved the schedule.
+    """
     if not rate.follows_run:  # changed by hand, if at all
         return ""
     old, new = (
-        np.asarray(rate.schedule(num_steps)(done)).item() for num_steps in (before, rate.num_steps)
+        np.asarray(rate.schedule(num_steps)(done - skipped)).item()
+        for num_steps in (before, rate.num_steps)
     )
     if abs(old - new) <= 1e-6 * max(old, new):
         return ""

@@ -146,8 +146,11 @@ def check_resume(
         warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
     if "schedule_steps" in saved:
         allowed = policy.allow_learning_rate_change
+        lines = [json.loads(line) for line in _metrics_up_to_checkpoint(point).splitlines()]
+        skipped = sum(int(metrics.get("skipped", 0)) for metrics in lines)
+        before = saved["schedule_steps"]
         warnings += [
-            check_learning_rate(saved["schedule_steps"], rate, point.step, allowed=allowed)
+            check_learning_rate(before, rate, point.step, skipped=skipped, allowed=allowed)
         ]
     return [warning for warning in warnings if warning]
 

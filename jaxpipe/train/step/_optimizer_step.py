@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..optim._optimizer import clip_by_norm, gradient_norm
 from ..optim._router_bias import drop_router_biases, update_router_biases
@@ -45,15 +45,22 @@ def make_optimizer_step(
             "weights": update_router_biases(trained, weights, grads, rate=bias_rate),
             "optimizer": optimizer_state,
         }
-        rate = jnp.asarray(schedule(state["step"]))
+        skips = optimizer_plan.skip_bad_steps
+        rate = jnp.asarray(schedule(_num_updates(state) if skips else state["step"]))
         all_metrics = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
-        if optimizer_plan.skip_bad_steps:
+        if skips:
             is_usable = _is_usable(loss, norm, optimizer_plan.max_gradient_norm)
             new = _select(is_usable, new, {name: state[name] for name in new})
             all_metrics["skipped"] = 1 - is_usable.astype(jnp.float32)
         return new | {"step": state["step"] + 1}, all_metrics
 
     return step
+
+
+def _num_updates(state: TrainState) -> Int[Array, ""]:
+    """Returns the steps that were not skipped, by which the optimizer finds its rate."""
+    counts = optax.tree_utils.tree_get_all_with_path(state["optimizer"], "count")
+    return counts[0][1] if counts else state["step"]
 
 
 def _is_usable(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
