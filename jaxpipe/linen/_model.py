@@ -393,11 +393,12 @@ def _layer_paths(flat: dict[Path, Any], layers: Any) -> list[Path]:
     paths = [path for _, path in sorted(indexed)]
     alike = len({(path[:-1] if isinstance(layers, str) else len(path)) for path in paths}) == 1
     if not alike or [index for index, _ in sorted(indexed)] != list(range(len(paths))):
-        patterns = sorted({re.sub(r"\d+$", "N", "/".join(path)) for path in modules})
+        patterns = {re.sub(r"\d+$", "N", "/".join(path)) for path in modules}
+        nearest = sorted(patterns, key=lambda name: (not name.endswith("N"), name.count("/"), name))
         raise ValueError(
             f"`layers` is {layers!r}, which names {['/'.join(path) for path in paths][:8]}. It "
             "must name submodules that are numbered from 0. The module has the submodules "
-            f"{', '.join(patterns[:16])}."
+            f"{', '.join(nearest[:16])}."
         )
     return paths
 

@@ -38,8 +38,8 @@ class Vision(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.attention, self.mlp = Attention(rngs), nnx.Linear(D, D, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
-        return x + self.attention(x, x) + jnp.tanh(self.mlp(x))
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return x + self.attention(x, x * mask) + jnp.tanh(self.mlp(x))
 
 
 class Language(nnx.Module):
@@ -69,8 +69,9 @@ class VisionLanguage(nnx.Module):
 
     def __call__(self, batch: Any) -> Any:
         image = self.patch(batch["patches"])
+        mask = jnp.where(batch["patches"][..., :1] > -1, 1.0, 0.0)
         for layer in self.vision:
-            image = layer(image)
+            image = layer(image, mask)
         if self.norm is not None:
             image = self.norm(image)
         x = self.table(batch["tokens"])
@@ -252,7 +253,7 @@ class Tied(VisionLanguage):
     def __call__(self, batch: Any) -> Any:
         image = self.patch(batch["patches"])
         for layer in self.vision:
-            image = layer(image)
+            image = layer(image, 1.0)
         x = self.table(batch["tokens"]) + self.table(self.table.attend(image).argmax(-1)[:, :1])
         for i, layer in enumerate(self.language):
             x = layer(x, image if i % 4 == 3 else jnp.ones_like(x))

@@ -218,8 +218,8 @@ class BranchParts(HookParts):
                 self._check_no_key(read, i)
                 needs[i] |= read.outputs
                 shared |= read.outer
-            # The embedding returns what the first layer is given, also what the batch determines.
-            elif read.outer or read.key or i == 0:
+            # The embedding returns x of the first layer also if the batch determines it.
+            elif read.outer or read.key or (i == 0 and n < reads.num_x):
                 leaf = reads.leaves[i][n]
                 same = [reads.leaves[j][m] is leaf for j, m in sources]
                 if True not in same:

@@ -29,7 +29,7 @@ from ._layer_calls import (
     zeros_of,
 )
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
-from ._reads import Reads, array_arguments, find_reads
+from ._reads import Reads, find_reads
 
 
 class Stop(BaseException):
@@ -220,10 +220,9 @@ class HookParts(Parts):
     def reads(self, row: PyTree) -> Reads:
         """Finds what the arguments of layers and the output of the module depend on."""
 
-        def call(outer: Outer, row: PyTree, key: Any, results: Any, order: Any, leaves: Any) -> Any:
+        def call(outer: Outer, row: PyTree, key: Any, results: Any, calls: Any) -> Any:
             def hook(call: LayerCall) -> Any:
-                order.append(call.index)
-                leaves.append(array_arguments(arguments_of(call)))
+                calls.append((call.index, arguments_of(call)))
                 y, extras = results[call.index]
                 return (y, *extras) if extras else y
 

@@ -36,6 +36,7 @@ class Reads(NamedTuple):
     Attributes:
         order: The layers in the order of their calls.
         leaves: [L] the arrays of the arguments of every layer, tracers whose identity counts.
+        num_x: The number of arrays that are x of the first layer, which come first.
         of_layers: [L] what each of these depends on.
         of_output: The inputs on which each array of the output depends.
         draws_twice: Whether the output depends on numbers that were drawn for layers too.
@@ -43,6 +44,7 @@ class Reads(NamedTuple):
 
     order: list[int]
     leaves: list[list[Any]]
+    num_x: int
     of_layers: list[list[Read]]
     of_output: list[Read]
     draws_twice: bool
@@ -56,14 +58,16 @@ def array_arguments(at: LayerArguments) -> list[Any]:
 def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results: Any) -> Reads:
     """Traces the call of a module once.
 
-    It is `(outer, row, key, results, order, leaves) -> output` and appends to `order` and `leaves`
-    of `Reads`; `results` are [L] pairs of the shapes of x and of what a layer returns besides.
+    It is `(outer, row, key, results, calls) -> output` and appends the index and the arguments of
+    every layer to `calls`; `results` are [L] pairs of the shapes of x and of what a layer returns
+    besides.
     """
-    order: list[int] = []
+    calls: list[tuple[int, LayerArguments]] = []
     leaves: list[list[Any]] = []
 
     def run(outer: Any, row: Any, key: Any, results: Any) -> Any:
-        output = jax.tree.leaves(call(outer, row, key, results, order, leaves))
+        output = jax.tree.leaves(call(outer, row, key, results, calls))
+        leaves.extend(array_arguments(at) for _, at in calls)
         return leaves, [leaf for leaf in output if isinstance(leaf, jax.Array)]
 
     arguments = outer, row, key, results
@@ -73,7 +77,9 @@ def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results
     of_layers = [reads[a:b] for a, b in pairwise(ends)]
     keys = len(jax.tree.leaves((outer, row))), len(jax.tree.leaves(key))
     twice = _draws_twice(closed, keys, ends[-1])
-    return Reads(order, leaves, of_layers, reads[ends[-1] :], twice)
+    num_x = len(jax.tree.leaves(calls[0][1].x)) if calls else 0
+    order = [index for index, _ in calls]
+    return Reads(order, leaves, num_x, of_layers, reads[ends[-1] :], twice)
 
 
 def _read(outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> Read:
