@@ -118,7 +118,7 @@ def packed_x(
         return None
     shapes, key = jax.tree.map(shape_of, (weights, key))
     groups = {name: shapes[name] for name in shapes if name != "stages"}
-    groups["layers"] = engine.layers_by_kind(plan, shapes["stages"])
+    groups["layers"] = engine.storage.layers_by_kind(plan, shapes["stages"])
     x_shapes: list[PyTree] = []
     makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(plan.kinds_of_layers))
     between = x_of_layers(model, plan.kinds_of_layers, groups, rows, key)

@@ -121,7 +121,7 @@ class PipelinedModel(InspectedModel):
             return shard_state(self.engine, self._plan_of_state, params, like, self.model.tied)
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
-        weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)
+        weights = self.engine.storage.put(plan, self._weights(plan, params), self.model.tied)
         return self._stored(plan, weights, num_layers, in_list)
 
     def init(self, make: Callable[..., PyTree], *arguments: Any) -> StoredParams:
@@ -140,7 +140,7 @@ class PipelinedModel(InspectedModel):
         """
         num_layers, in_list, specs = self._check_params(jax.eval_shape(make, *arguments))
         plan = self.plan(num_layers, specs)
-        weights = self.engine.init(
+        weights = self.engine.storage.init(
             plan, lambda: self._weights(plan, make(*arguments)), self.model.tied
         )
         return self._stored(plan, weights, num_layers, in_list)
@@ -164,7 +164,7 @@ class PipelinedModel(InspectedModel):
         if self.frozen is not None:
             groups = mark_frozen(self.frozen, params, self.model.to_groups, self.model.has_kinds)
         others = {name: groups[name] for name in groups if name != "layers"}
-        stages = self.engine.stack(plan, stack_all(self.model.layer, groups["layers"]))
+        stages = self.engine.storage.stack(plan, stack_all(self.model.layer, groups["layers"]))
         return jax.tree.map(jnp.asarray, others) | {"stages": stages}
 
     def shapes(self, params: PyTree) -> StoredParams:
@@ -189,7 +189,7 @@ class PipelinedModel(InspectedModel):
             plan = self.plan(num_layers, specs)
             weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
         if not self.engine.program_per_rank:
-            where = self.engine.shardings(plan, weights, self.model.tied)
+            where = self.engine.storage.shardings(plan, weights, self.model.tied)
             weights = jax.tree.map(with_sharding, weights, where)
         return self._stored(plan, weights, num_layers, in_list)
 
@@ -202,7 +202,7 @@ class PipelinedModel(InspectedModel):
 
     def _layer_ids(self, plan: PipelineSpec) -> tuple[Any, ...]:
         """Returns which layer is where in stored parameters."""
-        return self.engine.layer_ids(plan.layout)
+        return self.engine.storage.layer_ids(plan.layout)
 
     def _plan_of(self, params: StoredParams) -> PipelineSpec:
         """Returns the plan for stored parameters, and checks that they suit this pipeline."""
@@ -239,8 +239,8 @@ class PipelinedModel(InspectedModel):
         plan = self._plan_of(params)
         params = unmark(params)
         stored = params["layers"]
-        gathered = self.engine.gather(plan, params | {"layers": stored.stages})
-        layers = self.engine.unstack(plan, gathered["layers"])
+        gathered = self.engine.storage.gather(plan, params | {"layers": stored.stages})
+        layers = self.engine.storage.unstack(plan, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
         return self.model.from_groups(gathered | {"layers": layers})
 
@@ -444,7 +444,7 @@ class PipelinedModel(InspectedModel):
         value = value[0], self._with_rows(value[1])
         if self.model.shared:
             plan = self.plan(params["layers"].num_layers)
-            grads["stages"], grads["shared"] = self.engine.sum_shared(plan, grads["stages"])
+            grads["stages"], grads["shared"] = self.engine.storage.sum_shared(plan, grads["stages"])
         stages = replace(params["layers"], stages=grads["stages"], role=GRADIENTS)
         return value, {name: grads[name] for name in params if name != "layers"} | {
             "layers": stages
@@ -570,10 +570,11 @@ class PipelinedModel(InspectedModel):
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         by_tokens = by_tokens and not jax.tree.leaves(frozen["embed"])  # which it closes over
         plan = with_layer_specs(plan, weights["stages"])
-        layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
+        storage = self.engine.storage
+        layer_keys = storage.layer_keys(plan, keys[1], frozen["stages"])
         if self.model.shared:
-            weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
-            layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
+            weights["stages"] = storage.share(plan, weights["stages"], weights.pop("shared"))
+            layer_keys = storage.share(plan, layer_keys, frozen["shared"])
         staged = self._staged_model(model, plan, packed, by_tokens)
         return plan, staged, weights, inputs, layer_keys
 
@@ -602,7 +603,8 @@ class PipelinedModel(InspectedModel):
         model = contributing_model(self.model, self.mesh, *self._stages_of(plan))
         inputs = slice_sequences(batch, self.num_slices, 2)
         nothing: Any = {kind: () for kind, _ in plan.kinds} if plan.kinds else ()
-        layer_keys = self.engine.layer_keys(plan, keys, self.engine.stack(plan, nothing))
+        storage = self.engine.storage
+        layer_keys = storage.layer_keys(plan, keys, storage.stack(plan, nothing))
         return plan, model, weights, inputs, layer_keys
 
     def _stages_of(self, plan: PipelineSpec) -> list[Callable]:
@@ -649,7 +651,7 @@ class PipelinedModel(InspectedModel):
     def _shapes_by_kind(self, plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns shapes of the groups, of layers those of one of each kind."""
         groups = jax.tree.map(shape_of, weights)
-        return groups | {"layers": self.engine.layers_by_kind(plan, groups.pop("stages"))}
+        return groups | {"layers": self.engine.storage.layers_by_kind(plan, groups.pop("stages"))}
 
     def _row_report(
         self, model: Model, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
@@ -681,7 +683,8 @@ class PipelinedModel(InspectedModel):
         tokens_over = self.mesh if by_tokens else None
         divide = divided(self.mesh, self.model.sequence_dim, plan.whole_microbatches)
         stages_of = self._stages_of(plan)
-        own_copy, per_rank = self.engine.own_copy, packed if self.engine.program_per_rank else None
+        own_copy = self.engine.storage.own_copy
+        per_rank = packed if self.engine.program_per_rank else None
         hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
 
         def staged(model: Model) -> StagedModel:

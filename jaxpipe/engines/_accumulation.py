@@ -107,9 +107,10 @@ def with_calls(engine: Engine) -> Engine:
                 if not has_grads:
                     return sums
                 value, grads = sums
-                return value, engine.put_like(over_data(plan, grads), grads, grads, model.tied)
+                divided = over_data(plan, grads)
+                return value, engine.storage.put_like(divided, grads, grads, model.tied)
 
-            if engine.per_stage_state:
+            if engine.storage.per_stage:
                 calls = unrolled_gradient_accumulation(call, plan.num_calls)
             else:
                 calls = gradient_accumulation(call, plan.num_calls, reshard=as_stored)
@@ -123,7 +124,7 @@ def with_calls(engine: Engine) -> Engine:
         peak, sums = engine.memory(counts, buffers, sizes), sizes.grad_sums
         others = counts.num_calls - 1
         # Programs of ranks add gradients that are not float32 after the last loop only.
-        adds_late = engine.per_stage_state and sizes.call_grads < sums
+        adds_late = engine.storage.per_stage and sizes.call_grads < sums
         earlier = others * sizes.call_grads if adds_late else min(others, 1) * sums
         return replace(peak, gradients=peak.gradients + earlier)
 

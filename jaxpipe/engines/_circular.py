@@ -1,7 +1,6 @@
 """The engine `circular`: MaxText's circular pipeline in one program."""
 
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any
 
 from .. import schedules
@@ -227,31 +226,17 @@ CIRCULAR = Engine(
             *("scan_repeats", "scan_ticks"),
         }
     ),
-    per_stage_state=False,
+    storage=_stacked.STORAGE,
     program_per_rank=False,
     shares_loss=True,
     stage_by_stage=True,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_stacked.round_robin_layout,
-    layer_ids=attrgetter("layer_ids"),
-    stack=_stacked.stack,
-    unstack=_stacked.unstack,
-    share=_stacked.share,
-    own_copy=_stacked.own_copy,
-    sum_shared=_stacked.sum_shared,
-    layer_keys=_stacked.layer_keys,
-    layer_shapes=_stacked.layer_shapes,
     stage=_stacked.stage,
     value=_value,
     value_and_grad=_value_and_grad,
-    put=_stacked.put,
-    shardings=_stacked.shardings,
-    rank_bytes=_stacked.rank_bytes,
     step_bytes=_stacked.rank_bytes,
-    init=_stacked.init,
-    put_like=_stacked.put_like,
-    gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
     buffers=_buffers,

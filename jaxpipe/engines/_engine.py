@@ -105,33 +105,12 @@ class OwnSchedule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A way to run a pipeline, as functions of its plan.
-
-    If the plan has kinds, layers are a dict of those of each kind, and so are functions of a layer.
+class Storage:
+    """How weights of stages are stored and moved, as functions of a pipeline's plan.
 
     Attributes:
-        name: The name by which users select it.
-        config_name: Its name in configs, as the value of `pipeline_engine`.
-        pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
-        runs_schedules: Whether it runs any schedule that it is given.
-        options: The arguments of `pipeline` that this engine has, of those that not all have.
-        per_stage_state: Whether every stage has its own tree of weights on the devices of its rank.
-            False if leaves stack all stages.
-        program_per_rank: Whether ranks run programs of their own: each needs memory of its own, and
-            none runs functions of the model for a bubble. False if all devices run one program.
-        shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
-            the rank of the last stage computes all, unless `vocab_parallel` divides each.
-        stage_by_stage: Whether a rank runs all microbatches of a stage before those of its next: it
-            adds up gradients of that stage alone, while it moves weights and gradients of others.
-        check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
-            may not be called here.
-        prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
-            -> (schedule, ticks)`: the schedule as the engine runs it, in the ticks that take least
-            by these costs, with at most `memory_cap` microbatches stored on a rank. It raises a
-            `ValueError` that names another engine if this one cannot run the schedule, and one
-            that names the least cap if it cannot keep this one.
-        layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
+        per_stage: Whether every stage has its own tree of weights on the devices of its rank. False
+            if leaves stack all stages.
         layer_ids: `layout -> layer_ids` or `stage_layer_ids` of the layout: which layer is where in
             stored stages.
         stack: `(plan, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
@@ -149,6 +128,71 @@ class Engine:
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
         layer_shapes: `(stages, kind or None) -> layer`: shapes and dtypes of one layer, from those
             of stored stages; of this kind if layers are of several.
+        put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
+        shardings: `(plan, weights, tied) -> shardings` of the weights that `put` returns.
+        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights that a device of every rank
+            stores.
+        init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
+            devices that hold them, so that no device ever has the whole model.
+        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in
+            groups, such as the moments of an optimizer, on the devices that hold `like`.
+        gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
+    """
+
+    per_stage: bool
+    layer_ids: Callable[[LayerLayout], tuple[Any, ...]]
+    stack: Callable[[PipelineSpec, Any], PyTree]
+    unstack: Callable[[PipelineSpec, PyTree], Any]
+    share: Callable[[PipelineSpec, PyTree, PyTree], PyTree]
+    own_copy: Callable[[dict[str, PyTree]], PyTree]
+    sum_shared: Callable[[PipelineSpec, PyTree], tuple[PyTree, PyTree]]
+    layer_keys: Callable[[PipelineSpec, Any, PyTree], Any]
+    layer_shapes: Callable[[PyTree, str | None], PyTree]
+    put: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
+    shardings: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
+    rank_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
+    init: Callable[[PipelineSpec, Callable[[], dict[str, Any]], bool], dict[str, Any]]
+    put_like: Callable[[PipelineSpec, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
+    gather: Callable[[PipelineSpec, Any], Any]
+
+    def layers_by_kind(self, plan: PipelineSpec, stages: PyTree) -> PyTree:
+        """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
+        if not plan.kinds:
+            return self.layer_shapes(stages, None)
+        return {kind: self.layer_shapes(stages, kind) for kind, _ in plan.kinds}
+
+    def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the stages that each rank stores; None if leaves stack all stages."""
+        return stored_stages(schedule) if schedule and self.per_stage else None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to run a pipeline, as functions of its plan.
+
+    If the plan has kinds, layers are a dict of those of each kind, and so are functions of a layer.
+
+    Attributes:
+        name: The name by which users select it.
+        config_name: Its name in configs, as the value of `pipeline_engine`.
+        pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
+        runs_schedules: Whether it runs any schedule that it is given.
+        options: The arguments of `pipeline` that this engine has, of those that not all have.
+        storage: How it stores weights.
+        program_per_rank: Whether ranks run programs of their own: each needs memory of its own, and
+            none runs functions of the model for a bubble. False if all devices run one program.
+        shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
+            the rank of the last stage computes all, unless `vocab_parallel` divides each.
+        stage_by_stage: Whether a rank runs all microbatches of a stage before those of its next: it
+            adds up gradients of that stage alone, while it moves weights and gradients of others.
+        check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
+            may not be called here.
+        prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
+            -> (schedule, ticks)`: the schedule as the engine runs it, in the ticks that take least
+            by these costs, with at most `memory_cap` microbatches stored on a rank. It raises a
+            `ValueError` that names another engine if this one cannot run the schedule, and one
+            that names the least cap if it cannot keep this one.
+        layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
         stage: `(plan, layer) -> stage`, which runs the layers of one stage.
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [A * M, D, ...], where D is the number of devices that divide the
@@ -158,17 +202,8 @@ class Engine:
             argument of `model.bind`.
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
             with gradients like the first three groups of `weights`.
-        put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
-        shardings: `(plan, weights, tied) -> shardings` of the weights that `put` returns.
-        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights that a device of every rank
-            stores.
         step_bytes: `(plan, weights, tied) -> [S]` bytes of weights on a device of every rank during
             a step, with those that other ranks send it because several ranks run a stage.
-        init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
-            devices that hold them, so that no device ever has the whole model.
-        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in
-            groups, such as the moments of an optimizer, on the devices that hold `like`.
-        gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
@@ -194,7 +229,7 @@ class Engine:
     pipelines: bool
     runs_schedules: bool
     options: frozenset[str]
-    per_stage_state: bool
+    storage: Storage
     program_per_rank: bool
     shares_loss: bool
     stage_by_stage: bool
@@ -204,24 +239,10 @@ class Engine:
         tuple[Schedule | None, Ticks | None],
     ]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
-    layer_ids: Callable[[LayerLayout], tuple[Any, ...]]
-    stack: Callable[[PipelineSpec, Any], PyTree]
-    unstack: Callable[[PipelineSpec, PyTree], Any]
-    share: Callable[[PipelineSpec, PyTree, PyTree], PyTree]
-    own_copy: Callable[[dict[str, PyTree]], PyTree]
-    sum_shared: Callable[[PipelineSpec, PyTree], tuple[PyTree, PyTree]]
-    layer_keys: Callable[[PipelineSpec, Any, PyTree], Any]
-    layer_shapes: Callable[[PyTree, str | None], PyTree]
     stage: Callable[[PipelineSpec, Any], Callable]
     value: Callable[[PipelineSpec, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelineSpec, StagedModel, dict[str, Any], Any, Any], Any]
-    put: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
-    shardings: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
-    rank_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
     step_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
-    init: Callable[[PipelineSpec, Callable[[], dict[str, Any]], bool], dict[str, Any]]
-    put_like: Callable[[PipelineSpec, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
-    gather: Callable[[PipelineSpec, Any], Any]
     jit: Callable[[PipelineSpec, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelineSpec, Costs], Timeline]
     buffers: Callable[[PipelineSpec], tuple[Buffers, ...]]
@@ -244,13 +265,3 @@ class Engine:
     def runs_ticks(self) -> bool:
         """Returns whether it runs any schedule as ticks of one program, which `prepare` returns."""
         return self.runs_schedules and not self.program_per_rank
-
-    def layers_by_kind(self, plan: PipelineSpec, stages: PyTree) -> PyTree:
-        """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
-        if not plan.kinds:
-            return self.layer_shapes(stages, None)
-        return {kind: self.layer_shapes(stages, kind) for kind, _ in plan.kinds}
-
-    def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the stages that each rank stores; None if leaves stack all stages."""
-        return stored_stages(schedule) if schedule and self.per_stage_state else None

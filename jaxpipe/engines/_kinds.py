@@ -33,26 +33,26 @@ def with_kinds(engine: Engine) -> Engine:
 
     def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
         if not plan.kinds:
-            return engine.stack(plan, layers)
+            return engine.storage.stack(plan, layers)
         plans = _plans(engine, plan)
-        return _stages(plans, {k: engine.stack(plans[k], layers[k]) for k in plans})
+        return _stages(plans, {k: engine.storage.stack(plans[k], layers[k]) for k in plans})
 
     def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
         if not plan.kinds:
-            return engine.unstack(plan, stages)
+            return engine.storage.unstack(plan, stages)
         plans = _plans(engine, plan)
-        return {kind: engine.unstack(plans[kind], _of_kind(stages, kind)) for kind in plans}
+        return {kind: engine.storage.unstack(plans[kind], _of_kind(stages, kind)) for kind in plans}
 
     def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
         if not plan.kinds:
-            return engine.layer_keys(plan, dropout, frozen)
+            return engine.storage.layer_keys(plan, dropout, frozen)
         plans, order, keys_by_kind = _plans(engine, plan), np.array(plan.kinds_of_layers), {}
         for kind, _ in plan.kinds:
             (ids,) = np.nonzero(order == kind)
             keys = jax.tree.map(lambda leaf: leaf[ids], dropout)  # noqa: B023
             is_list = isinstance(frozen, list)
             of_kind = [stage.get(kind) for stage in frozen] if is_list else frozen[kind]
-            keys_by_kind[kind] = engine.layer_keys(plans[kind], keys, of_kind)
+            keys_by_kind[kind] = engine.storage.layer_keys(plans[kind], keys, of_kind)
         stages = _stages(plans, keys_by_kind)
         if not isinstance(stages, list):
             return stages
@@ -83,11 +83,10 @@ def with_kinds(engine: Engine) -> Engine:
 
         return _slices_in_order(_common_runs(engine, plan), of_run)
 
+    storage = replace(engine.storage, stack=stack, unstack=unstack, layer_keys=layer_keys)
     return replace(
         engine,
-        stack=stack,
-        unstack=unstack,
-        layer_keys=layer_keys,
+        storage=storage,
         stage=stage,
         sliced_stage=sliced_stage if engine.sliced_stage else None,
     )
@@ -106,13 +105,13 @@ def _common_sequence(plan: PipelineSpec) -> tuple[str, ...]:
 
 def _common_runs(engine: Engine, plan: PipelineSpec) -> Runs | None:
     """Returns the runs that every stage of one program has; None if each has runs of its own."""
-    return None if engine.per_stage_state else layer_runs(_common_sequence(plan))
+    return None if engine.storage.per_stage else layer_runs(_common_sequence(plan))
 
 
 def _plans(engine: Engine, plan: PipelineSpec) -> dict[str, PipelineSpec]:
     """Returns the plan of each kind: with a layout of the layers of this kind alone."""
     patterns, num_ranks = _patterns(plan), plan.mesh.shape["stage"]
-    sequence = () if engine.per_stage_state else _common_sequence(plan)
+    sequence = () if engine.storage.per_stage else _common_sequence(plan)
     slots = [slots_by_kind(sequence, pattern) for pattern in patterns]
     plans = {}
     for kind, _ in plan.kinds:
@@ -135,7 +134,7 @@ def _plan_of_run(engine: Engine, plan: PipelineSpec, num_layers: int, is_all: bo
     """Returns the plan of some layers of a kind, which are written out unless they are all."""
     scan = plan.scan_layers
     # In one program `counts` says that some slots are skipped.
-    counts = None if engine.per_stage_state else plan.layout.counts
+    counts = None if engine.storage.per_stage else plan.layout.counts
     layout = replace(plan.layout, layers_per_stage=num_layers, counts=counts, slots=None)
     # A loop over a part of a stack would copy the part in every tick.
     return replace(plan, layout=layout, scan_layers=scan if is_all or scan is not None else False)

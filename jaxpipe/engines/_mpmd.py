@@ -18,7 +18,7 @@ from ..mpmd import api as mpmd_api
 from ..schedules import Costs, Op, Schedule, Timeline, check, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ._engine import Engine, PipelineSpec
+from ._engine import Engine, PipelineSpec, Storage
 from ._memory import Buffers
 from ._memory_cap import activation_cap
 from ._scheduled import expected_buffers, memory
@@ -271,31 +271,33 @@ MPMD = Engine(
     pipelines=True,
     runs_schedules=True,
     options=frozenset(),
-    per_stage_state=True,
+    storage=Storage(
+        per_stage=True,
+        layer_ids=attrgetter("stage_layer_ids"),
+        stack=_stack,
+        unstack=_unstack,
+        share=_share,
+        own_copy=itemgetter("shared"),
+        sum_shared=_sum_shared,
+        layer_keys=_layer_keys,
+        layer_shapes=_layer_shapes,
+        put=_put,
+        shardings=_shardings,
+        rank_bytes=_rank_bytes,
+        init=_init,
+        put_like=_put_like,
+        gather=_gather,
+    ),
     program_per_rank=True,
     shares_loss=False,
     stage_by_stage=False,
     check_call=_check_call,
     prepare=_prepare,
     layout=_layout,
-    layer_ids=attrgetter("stage_layer_ids"),
-    stack=_stack,
-    unstack=_unstack,
-    share=_share,
-    own_copy=itemgetter("shared"),
-    sum_shared=_sum_shared,
-    layer_keys=_layer_keys,
-    layer_shapes=_layer_shapes,
     stage=_stage,
     value=_value,
     value_and_grad=_value_and_grad,
-    put=_put,
-    shardings=_shardings,
-    rank_bytes=_rank_bytes,
     step_bytes=partial(_rank_bytes, copies=True),
-    init=_init,
-    put_like=_put_like,
-    gather=_gather,
     jit=_jit,
     timeline=_timeline,
     buffers=_buffers,

@@ -1,7 +1,6 @@
 """The engine `scheduled`: any schedule in one program, in lock-step."""
 
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from ..autodiff import StagedModel
@@ -211,31 +210,17 @@ SCHEDULED = Engine(
     pipelines=True,
     runs_schedules=True,
     options=frozenset({"gather", "zero1", "reduce_dtype", "vocab_parallel", "costs"}),
-    per_stage_state=False,
+    storage=_stacked.STORAGE,
     program_per_rank=False,
     shares_loss=False,
     stage_by_stage=False,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_stacked.layout_of_schedule,
-    layer_ids=attrgetter("layer_ids"),
-    stack=_stacked.stack,
-    unstack=_stacked.unstack,
-    share=_stacked.share,
-    own_copy=_stacked.own_copy,
-    sum_shared=_stacked.sum_shared,
-    layer_keys=_stacked.layer_keys,
-    layer_shapes=_stacked.layer_shapes,
     stage=_stacked.stage,
     value=_value,
     value_and_grad=_value_and_grad,
-    put=_stacked.put,
-    shardings=_stacked.shardings,
-    rank_bytes=_stacked.rank_bytes,
     step_bytes=_step_bytes,
-    init=_stacked.init,
-    put_like=_stacked.put_like,
-    gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
     buffers=_buffers,

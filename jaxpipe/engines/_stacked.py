@@ -6,6 +6,7 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import (
     gathering_layer,
 )
-from ._engine import PipelineSpec
+from ._engine import PipelineSpec, Storage
 from .fsdp import (
     gather_of_layer,
     param_spec_tree,
@@ -236,3 +237,22 @@ def may_divide_rows(mesh: Mesh) -> bool:
 def gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)
+
+
+STORAGE = Storage(
+    per_stage=False,
+    layer_ids=attrgetter("layer_ids"),
+    stack=stack,
+    unstack=unstack,
+    share=share,
+    own_copy=own_copy,
+    sum_shared=sum_shared,
+    layer_keys=layer_keys,
+    layer_shapes=layer_shapes,
+    put=put,
+    shardings=shardings,
+    rank_bytes=rank_bytes,
+    init=init,
+    put_like=put_like,
+    gather=gather,
+)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -252,31 +251,24 @@ UNPIPELINED = Engine(
     pipelines=False,
     runs_schedules=False,
     options=frozenset({"zero1"}),
-    per_stage_state=False,
+    storage=replace(
+        _stacked.STORAGE,
+        put=partial(_stacked.put, stage_axis=None),
+        shardings=partial(_stacked.shardings, stage_axis=None),
+        rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
+        init=partial(_stacked.init, stage_axis=None),
+        put_like=partial(_stacked.put_like, stage_axis=None),
+    ),
     program_per_rank=False,
     shares_loss=False,
     stage_by_stage=False,
     check_call=_stacked.check_call,
     prepare=_prepare,
     layout=_layout,
-    layer_ids=attrgetter("layer_ids"),
-    stack=_stacked.stack,
-    unstack=_stacked.unstack,
-    share=_stacked.share,
-    own_copy=_stacked.own_copy,
-    sum_shared=_stacked.sum_shared,
-    layer_keys=_stacked.layer_keys,
-    layer_shapes=_stacked.layer_shapes,
     stage=_stage,
     value=_value,
     value_and_grad=_value_and_grad,
-    put=partial(_stacked.put, stage_axis=None),
-    shardings=partial(_stacked.shardings, stage_axis=None),
-    rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     step_bytes=partial(_stacked.rank_bytes, stage_axis=None),
-    init=partial(_stacked.init, stage_axis=None),
-    put_like=partial(_stacked.put_like, stage_axis=None),
-    gather=_stacked.gather,
     jit=jit,
     timeline=_timeline,
     buffers=lambda plan: (Buffers(1),) * plan.mesh.shape["stage"],

@@ -97,7 +97,7 @@ def of_trainer(num_devices: int, settings: runs.Settings) -> dict[str, Any]:
     """Runs three steps, and lowers the step if it is one program."""
     run = runs.three_steps(num_devices, settings)
     plan, text = run.setup.step, None
-    if not plan.engine.per_stage_state:
+    if not plan.engine.storage.per_stage:
         step: Any = make_train_step(plan)
         batch_at = synthetic_batches(vocab_size=64, batch_size=runs.ROWS, length=16, seed=0)
         with jax.set_mesh(plan.pipeline.mesh):

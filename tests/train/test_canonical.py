@@ -109,7 +109,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     of_stacks = of_largest(setup, stacks(lent))
     put_back(state, lent)
     assert next(calls) >= 2 * len(stacks(lent))
-    if not setup.step.engine.per_stage_state:
+    if not setup.step.engine.storage.per_stage:
         assert np.all(found <= before + of_stacks)
     else:  # parts are joined on their ranks first, and room is made for as many as any rank has
         padded = setup.state.weights.slot_layer_ids.size / setup.pipeline.layout.num_layers
@@ -125,7 +125,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     state_from_canonical(setup.state, stored_shardings(setup.step), restored)
     assert len(found) > 3
     if (
-        not setup.step.engine.per_stage_state
+        not setup.step.engine.storage.per_stage
     ):  # here too ranks may have room for more layers than there are
         padded = np.prod(setup.pipeline.layout.dims) / setup.pipeline.layout.num_layers
         assert np.all(found <= np.maximum(before, of_state) + padded * largest)
@@ -154,7 +154,7 @@ def weights_and_moments(state: TrainState) -> tuple[Any, Any, Any]:
 
 def in_forward_order(setup: Setup, state: TrainState) -> list[np.ndarray]:
     """`stacks` of a state in host memory, one layer after the other."""
-    if not setup.step.engine.per_stage_state:
+    if not setup.step.engine.storage.per_stage:
         numbers = np.array(setup.pipeline.layout.layer_ids)
         order = [np.flatnonzero(numbers == i)[0] for i in range(setup.pipeline.layout.num_layers)]
         return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]

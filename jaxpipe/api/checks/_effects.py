@@ -77,7 +77,7 @@ def _functions(
     x = jax.eval_shape(model.embed, shapes["embed"], batch, key)
     yield "embed", model.embed, (shapes["embed"], batch, key)
     for kind, function in _by_kind(model.layer).items():
-        layer = engine.layer_shapes(shapes["stages"], kind)
+        layer = engine.storage.layer_shapes(shapes["stages"], kind)
         layer = {"layer": layer, "shared": shapes["shared"]} if model.shared else layer
         name = "layer" if kind is None else f"layer[{kind!r}]"
         yield name, function, (layer, x, batch, key)

@@ -166,7 +166,7 @@ def _weight_sizes(
     stages, boundary = partial(_part, of_stages=True), partial(_part, of_stages=False)
     columns = {
         "weights": of(plan, weights),
-        "optimizer": [num_moments * x for x in of(divided, trainable, engine.rank_bytes)],
+        "optimizer": [num_moments * x for x in of(divided, trainable, engine.storage.rank_bytes)],
         "grads": shards(divided, stages(grads)),
         "reads": shards(plan, stages(reads)),
         "casts": shards(plan, stages(casts)),

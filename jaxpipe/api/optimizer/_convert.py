@@ -20,10 +20,11 @@ def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelineSpec], state:
 
     def gather(node: Any) -> Any:
         if not is_tree_of_state(node):
-            return engine.gather(plan_of(node), node)
-        groups = engine.gather(plan_of(node), node.groups)
+            return engine.storage.gather(plan_of(node), node)
+        groups = engine.storage.gather(plan_of(node), node.groups)
         return replace(
-            node, groups=groups | {"stages": engine.unstack(plan_of(node), groups["stages"])}
+            node,
+            groups=groups | {"stages": engine.storage.unstack(plan_of(node), groups["stages"])},
         )
 
     def array(node: StoredState, slot: Slot) -> Any:
@@ -72,7 +73,8 @@ def _stored_node(
         for kind, by_name in layers.items()
     }
     groups["stages"] = _stages(engine, plan, node.num_layers, stacks)
-    return replace(node, groups=engine.put(replace(plan, param_specs=node.specs), groups, tied))
+    plan = replace(plan, param_specs=node.specs)
+    return replace(node, groups=engine.storage.put(plan, groups, tied))
 
 
 def _stages(
@@ -80,5 +82,5 @@ def _stages(
 ) -> Any:
     """Returns leaves [L, ...] of dicts by name, by kind, as the engine stores them."""
     if isinstance(num_layers, int):
-        return engine.stack(plan, stacks.get("", {}))
-    return engine.stack(plan, {kind: stacks.get(kind, {}) for kind, _ in num_layers})
+        return engine.storage.stack(plan, stacks.get("", {}))
+    return engine.storage.stack(plan, {kind: stacks.get(kind, {}) for kind, _ in num_layers})

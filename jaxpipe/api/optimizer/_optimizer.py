@@ -114,7 +114,7 @@ class LiftedOptimizer:
             return updates, state
         # Each device has its part of the updates, and gathers the others'.
         groups = weights_of(updates)
-        groups = self.engine.put_like(stored.plan, groups, groups, self.model.tied)
+        groups = self.engine.storage.put_like(stored.plan, groups, groups, self.model.tied)
         layers = replace(updates["layers"], stages=groups["stages"])
         updates = {name: groups[name] for name in updates if name != "layers"} | {"layers": layers}
         return updates, jax.tree.map(
@@ -135,7 +135,9 @@ class LiftedOptimizer:
                 is_whole = not self.engine.program_per_rank
                 everywhere = NamedSharding(stored.plan.mesh, PartitionSpec())
                 return with_sharding(node, everywhere) if is_whole else node
-            where = self.engine.shardings(_plan_of(stored, node), node.groups, self.model.tied)
+            where = self.engine.storage.shardings(
+                _plan_of(stored, node), node.groups, self.model.tied
+            )
             return replace(node, groups=jax.tree.map(with_sharding, node.groups, where))
 
         return jax.tree.map(
@@ -145,10 +147,10 @@ class LiftedOptimizer:
     def _placed(self, stored: StoredTree, node: Any) -> Any:
         """Returns a part of a first state where the parameters are that it is for."""
         if not is_tree_of_state(node):
-            return self.engine.gather(stored.plan, node)
+            return self.engine.storage.gather(stored.plan, node)
         like = stored.params | {"stages": stored.layers.stages}
         plan, tied = _plan_of(stored, node), self.model.tied
-        return replace(node, groups=self.engine.put_like(plan, node.groups, like, tied))
+        return replace(node, groups=self.engine.storage.put_like(plan, node.groups, like, tied))
 
     def _run(
         self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]
@@ -169,7 +171,7 @@ class LiftedOptimizer:
         form = state_form(state, of_one, stored.tree)
         slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
         ids = layer_ids(self.engine, stored.plan, stored.num_layers)
-        replicate = partial(self.engine.gather, stored.plan)
+        replicate = partial(self.engine.storage.gather, stored.plan)
         if stored.in_list:
             counts = layer_counts(stored.num_layers)
             results = run_of_lists(closed, arguments, slots, counts, ids, replicate)
@@ -203,7 +205,7 @@ def stored_tree(
 
     def to_groups(params: dict[str, Any]) -> dict[str, PyTree]:
         layers = params["layers"]
-        stack = engine.unstack(plan, layers.stages)
+        stack = engine.storage.unstack(plan, layers.stages)
         return params | {"layers": unstack_all(stack, layers.num_layers, layers.in_list)}
 
     groups = jax.eval_shape(to_groups, _shapes(params))

@@ -97,7 +97,7 @@ def layer_ids(engine: Engine, plan: PipelineSpec, num_layers: NumLayers) -> Laye
         return {"": (np.array(layout.layer_ids, int).reshape(layout.dims),)}
     with jax.ensure_compile_time_eval():
         layers = {kind: np.arange(1, count + 1) for kind, count in num_layers}
-        stages = engine.stack(plan, layers)  # which writes zeros at padding
+        stages = engine.storage.stack(plan, layers)  # which writes zeros at padding
     return {
         kind: tuple(np.asarray(ids) - 1 for ids in trees)
         for kind, trees in part_trees(stages, num_layers).items()

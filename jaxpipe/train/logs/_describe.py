@@ -38,7 +38,8 @@ def describe(setup: Setup, done: int) -> str:
 def _sharding_lines(setup: Setup) -> list[str]:
     """Returns a line for every weight: its shape, and the mesh axes that shard each dim."""
     plan, stored = setup.pipeline, setup.step.groups
-    where = jax.tree.leaves(setup.step.engine.shardings(plan, stored, setup.state.weights.tied))
+    storage, tied = setup.step.engine.storage, setup.state.weights.tied
+    where = jax.tree.leaves(storage.shardings(plan, stored, tied))
     leaves = jax.tree_util.tree_leaves_with_path(stored)
     names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
     return [

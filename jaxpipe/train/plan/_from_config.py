@@ -87,7 +87,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         config.weight_dtype,
         layout,
         num_layers_after,
-        config.engine.stages_by_rank(selection.schedule if selection else None),
+        config.engine.storage.stages_by_rank(selection.schedule if selection else None),
         device_layout,
     )
     _check_shardings(config.engine, weights, batch)

@@ -83,6 +83,6 @@ def of_gradients(plan: StepPlan) -> PipelineSpec:
 
 def _shardings(plan: StepPlan, pipeline: PipelineSpec) -> PyTree[NamedSharding]:
     weights, mesh = plan.groups, plan.pipe.mesh
-    where = plan.engine.shardings(pipeline, weights, plan.state.weights.tied)
+    where = plan.engine.storage.shardings(pipeline, weights, plan.state.weights.tied)
     where = {name: where[name] for name in ("embed", "stages", "head")}
     return jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), where)
