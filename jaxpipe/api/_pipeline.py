@@ -174,7 +174,12 @@ def pipeline(
     unread_dtype = compute_dtype if selected.program_per_rank else None
     check_contributions(model, frozen=frozen, row_wise=row_wise, compute_dtype=unread_dtype)
     options = EngineOptions(
-        zero1, reduce_dtype, forwarding_delay, vocab_parallel, scan_repeats, scan_ticks
+        zero1=zero1,
+        reduce_dtype=reduce_dtype,
+        forwarding_delay=forwarding_delay,
+        vocab_parallel=vocab_parallel,
+        scan_repeats=scan_repeats,
+        scan_ticks=scan_ticks,
     )
     _check_options(selected, {"gather": gather, "costs": costs} | options.changed)
     if vocab_parallel and model.vocab_parallel_loss is None:

@@ -118,6 +118,14 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
             "No layout of 4 devices divides 7 sequences",
         ),
         (["--topology", "v5p:2x2x1", "ici_fsdp_parallelism=3"], "given (fsdp 3) multiply to 3"),
+        (
+            ["--devices", "v5p-8", "pipeline_engine=mpmd", "reduce_dtype=bfloat16"],
+            "`pipeline_engine` is 'mpmd', which does not read `reduce_dtype`. Leave one",
+        ),
+        (
+            ["--devices", "v5p-8", "pipeline_engine=circular", "pipeline_schedule=1f1b"],
+            "`pipeline_engine` is 'circular', which does not read `pipeline_schedule`",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(

@@ -188,7 +188,7 @@ def test_a_delay_is_planned_for_the_engine_that_has_it(engine: str):
     if engine == "circular":
         assert answer(key) != answer({"pipeline_engine": engine})
     else:
-        with pytest.raises(ValueError, match="No layout"):
+        with pytest.raises(ValueError, match="does not read `pipeline_delay"):
             answer(key)
 
 

@@ -81,6 +81,6 @@ def usual_placements(ranks: int, max_chunks: int) -> list[tuple[int, ...]]:
         rank_of_each_stage(name, ranks, chunks)
         for name, placement in _ON_ONE_RANK.items()
         for chunks in counts
-        if chunks in (placement.searched_chunks or counts)
+        if placement.searched_chunks is None or chunks in placement.searched_chunks
     )
     return list(dict.fromkeys(tried))

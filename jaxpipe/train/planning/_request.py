@@ -104,9 +104,14 @@ def make_request(
             settings["pipeline_schedule"] = schedule
     fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
-    layers = {key: settings[key] for key in (_LAYERS_KEY,) if key in settings}
-    read = values | layers
-    engines = engines_that_read(read)
+    of_engines = {k: settings[k] for k in (_LAYERS_KEY, "pipeline_schedule") if k in settings}
+    read = values | of_engines
+    engines, engine_name = engines_that_read(read), settings.get("pipeline_engine")
+    if engine_name in CONFIG_ENGINES and engine_name not in engines:
+        raise ValueError(
+            f"`pipeline_engine` is {engine_name!r}, which does not read "
+            f"`{keys_unread_by(engine_name, read)[0]}`. Leave one of them out."
+        )
     config = _checked(
         values | ({"max_target_length": sequence} if sequence else {}), fixed, engines
     )

@@ -34,18 +34,18 @@ class Named:
 def named_candidates(
     ranks: int,
     microbatches: int,
-    names: Iterable[str] = tuple(FAMILIES),
+    names: Iterable[str] | None = None,
     *,
     max_chunks: int = 4,
     max_slices: int = 1,
     usual_groups: bool = False,
 ) -> Iterator[Named]:
-    """Yields families with the arguments that are worth a try.
+    """Yields families, by default all, with the arguments that are worth a try.
 
     With `usual_groups`, groups are the family's own; for a large problem all but three are left
     out.
     """
-    for name in names:
+    for name in FAMILIES if names is None else names:
         family = FAMILIES[name]
         takes, placed_by = family.takes, family.placement
         if "slices" in takes:
