@@ -48,12 +48,18 @@ class ModelFamily:
         return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
+_OF_MLPS = ("mlpwi_0", "mlpwi_1", "mlpwo")
+_OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "megablox", "shard_exp_on_fsdp")
+"""Keys of families with MLPs, and of those with experts; tensors are among `autodiff.TENSORS`."""
+
+
 def _dense(*, use_qk_norm: bool) -> ModelFamily:
     """Returns a family of llamas with an MLP in every layer."""
     return ModelFamily(
         LlamaConfig,
         llama_weights,
         llama,
+        extra_keys=_OF_MLPS,
         tied=attrgetter("logits_via_embedding"),
         has_slices=True,
         fixed={"use_qk_norm": use_qk_norm},
@@ -64,6 +70,7 @@ _GEMMA3 = ModelFamily(
     GemmaConfig,
     llama_weights,
     llama,
+    extra_keys=_OF_MLPS,
     tied=attrgetter("logits_via_embedding"),
     has_slices=True,
     fixed={"use_qk_norm": True, "rope_type": "default"},
@@ -76,7 +83,7 @@ def _mixture(**fixed: Any) -> ModelFamily:
         MixtureConfig,
         llama_weights,
         llama,
-        extra_keys=("megablox", "shard_exp_on_fsdp"),
+        extra_keys=_OF_EXPERTS,
         tied=attrgetter("logits_via_embedding"),
         fixed=fixed,
     )
@@ -94,12 +101,14 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         sizes=GptOssConfig,
     ),
     "llama4": dataclasses.replace(
-        _mixture(norm_topk_prob=False, rope_type="default"), sizes=Llama4Config
+        _mixture(norm_topk_prob=False, rope_type="default"),
+        sizes=Llama4Config,
+        extra_keys=(*_OF_MLPS, *_OF_EXPERTS),
     ),
     "deepseek": ModelFamily(
         DeepseekConfig,
         deepseek_weights,
         deepseek,
-        extra_keys=("routed_bias_update_rate", "megablox", "shard_exp_on_fsdp"),
+        extra_keys=("routed_bias_update_rate", "mla_q", "mla_kv", *_OF_MLPS, *_OF_EXPERTS),
     ),
 }

@@ -182,6 +182,12 @@ WITH: dict[str, dict[str, Any]] = {
         "pipeline_vocab_parallel": False,
     },
     "optimizer_arguments": {"optimizer": "sgd"},
+    "llama31_rope_factor": {"rope_type": "llama3.1"},
+    "routed_bias_update_rate": {"routed_bias": True},
+    **{
+        f"set_remat_policy_on_{scope}": {"pipeline_engine": "circular"}
+        for scope in ("pipeline_iterations", "layers_per_stage")
+    },
     **{f"sliding_window_{name}": {"model_name": "gemma3-1b"} for name in ("size", "pattern")},
     "local_rope_max_timescale": {"model_name": "gemma3-1b"},
     "rope_linear_scaling_factor": {"model_name": "gemma3-1b"},
@@ -191,6 +197,7 @@ WITH: dict[str, dict[str, Any]] = {
     "nope_layer_interval": _LLAMA4,
     "interleave_moe_layer_step": _LLAMA4,
     "topk_routing_group": {"n_routing_groups": 4},
+    "group_score_experts": {"n_routing_groups": 4, "topk_routing_group": 2},
     "num_pipeline_slices": {
         "pipeline_engine": "scheduled",
         "pipeline_schedule": "seq1f1b",

@@ -16,7 +16,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import sharding
-from jaxpipe.autodiff.backward import SUM_OVER_DEVICES
+from jaxpipe.autodiff.backward import SUM_OVER_DEVICES, TENSORS
 from jaxpipe.cost.work import flops_per_token
 from jaxpipe.kernels import sliced_dot_product_attention
 from jaxpipe.models import MODEL_FAMILIES, PRESETS, matmul_flops_per_token, num_parameters
@@ -148,6 +148,10 @@ def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name:
     assert found.pop("decoder_layer_input") == sizes.base_emb_dim
     planned = make_request({"model_name": name}, parse_devices("h100:8")).model.tensors
     assert found == {name: tensor.channels for name, tensor in planned if tensor.channels}
+    # Keys of tensors that a layer does not make are refused.
+    of_some = {key for other in MODEL_FAMILIES.values() for key in other.keys} & TENSORS.keys()
+    read = {name for name in TENSORS if name in family.keys or name not in of_some}
+    assert {*found} == read - {"decoder_layer_input"}
 
 
 def named_sizes(jaxpr: Any) -> Counter[str]:
