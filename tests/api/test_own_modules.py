@@ -436,7 +436,7 @@ class NormBlock(LinenBlock):
 def test_linen_and_equinox_modules_that_cannot_be_cut_are_refused_by_name():
     with pytest.raises(ValueError, match=r'variable "mean" in "/block_0/BatchNorm_0"'):
         linen_model(block=NormBlock, batch=batch())
-    with pytest.raises(ValueError, match=r"`layers` is 'layer'.*block_N, embed"):
+    with pytest.raises(ValueError, match=r"`layers` is 'layer'.*block_N,.*embed"):
         linen_model(layers="layer")
     with pytest.raises(ValueError, match="dropout"):
         linen_model(0.25, rngs=(), batch=batch())
