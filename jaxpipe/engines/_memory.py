@@ -18,7 +18,7 @@ def loss_bytes(logits: float, itemsize: int) -> float:
     """Returns the bytes of temporary arrays of a loss that computes in float32.
 
     Args:
-        logits: Their number.
+        logits: The number of logits that exist at a time.
         itemsize: The bytes of one as the head makes it. Narrow ones exist beside their copies in
             float32; cotangents of wide ones are in part bfloat16, and in part never stored.
 

@@ -53,7 +53,7 @@ _OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "megablox", "shard_exp
 """Keys of families with MLPs, and of those with experts; tensors are among `autodiff.TENSORS`."""
 
 
-def _dense(*, use_qk_norm: bool) -> ModelFamily:
+def _dense(**fixed: Any) -> ModelFamily:
     """Returns a family of llamas with an MLP in every layer."""
     return ModelFamily(
         LlamaConfig,
@@ -62,19 +62,8 @@ def _dense(*, use_qk_norm: bool) -> ModelFamily:
         extra_keys=_OF_MLPS,
         tied=attrgetter("logits_via_embedding"),
         has_slices=True,
-        fixed={"use_qk_norm": use_qk_norm},
+        fixed=fixed,
     )
-
-
-_GEMMA3 = ModelFamily(
-    GemmaConfig,
-    llama_weights,
-    llama,
-    extra_keys=_OF_MLPS,
-    tied=attrgetter("logits_via_embedding"),
-    has_slices=True,
-    fixed={"use_qk_norm": True, "rope_type": "default"},
-)
 
 
 def _mixture(**fixed: Any) -> ModelFamily:
@@ -93,7 +82,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "llama": _dense(use_qk_norm=False),
     "mistral": _dense(use_qk_norm=False),
     "qwen3": _dense(use_qk_norm=True),
-    "gemma3": _GEMMA3,
+    "gemma3": dataclasses.replace(_dense(use_qk_norm=True, rope_type="default"), sizes=GemmaConfig),
     "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
     "qwen3_moe": _mixture(use_qk_norm=True),
     "gpt_oss": dataclasses.replace(

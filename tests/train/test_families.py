@@ -223,6 +223,8 @@ def test_the_norm_of_gradients_leaves_biases_out():
 
 def test_maxtexts_name_of_the_llamas_is_accepted():
     assert Config.model_validate({"decoder_block": "llama2"}) == Config()
+    with pytest.raises(ValueError, match=f"should be one of {', '.join(MODEL_FAMILIES)}"):
+        Config.model_validate({"decoder_block": "llama1"})
 
 
 @pytest.mark.parametrize("name", [*models.PRESETS])

@@ -57,7 +57,6 @@ def _waiting_of_all(S: int, M: int) -> int:
 
 
 def _waiting_breadth_first(S: int, M: int) -> int:
-    """A chunk begins when all microbatches have passed the one before, on S ranks in turn."""
     return 2 * M - S + 1
 
 

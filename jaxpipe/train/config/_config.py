@@ -199,9 +199,9 @@ class Config(ConfigKeys):
     @property
     def engine_options(self) -> EngineOptions:
         """Returns the options of the engine; those whose key has its default have theirs."""
-        value_by_key = {key: value for key, value, _ in changed_keys(self, OPTION_KEYS.values())}
-        names = {key: name for name, key in OPTION_KEYS.items()}
-        return EngineOptions(**{names[key]: value for key, value in value_by_key.items()})
+        changed = {key: value for key, value, _ in changed_keys(self, OPTION_KEYS.values())}
+        options = {name: changed[key] for name, key in OPTION_KEYS.items() if key in changed}
+        return EngineOptions(**options)
 
     @property
     def tracker_names(self) -> tuple[str, ...]:

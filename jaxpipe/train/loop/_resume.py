@@ -139,14 +139,15 @@ def check_resume(
                 "lines up to there are missing or have changed. Put the file back, or give "
                 "`allow_unverified=true` to go on with what is there."
             )
-    if not _metrics_up_to_checkpoint(point):
+    history = _metrics_up_to_checkpoint(point)
+    if not history:
         read_metrics(point.folder / METRICS_FILE)  # raises if a line is broken
     warnings = [check_optimizer(saved.get("optimizer", ADAMW), optimizer, where)]
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
     if "schedule_steps" in saved:
         allowed = policy.allow_learning_rate_change
-        lines = [json.loads(line) for line in _metrics_up_to_checkpoint(point).splitlines()]
+        lines = map(json.loads, history.splitlines())
         skipped = sum(int(metrics.get("skipped", 0)) for metrics in lines)
         before = saved["schedule_steps"]
         warnings += [
