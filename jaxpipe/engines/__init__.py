@@ -1,6 +1,8 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
 from ..schedules import Schedule as _Schedule
+from ..spmd import NO_OPTIONS as NO_OPTIONS
+from ..spmd import EngineOptions as EngineOptions
 from ._accumulation import gradient_accumulation as gradient_accumulation
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
@@ -19,8 +21,6 @@ from ._memory import StepCounts as StepCounts
 from ._memory import StepSizes as StepSizes
 from ._memory import loss_bytes as loss_bytes
 from ._mpmd import MPMD as _MPMD
-from ._options import NO_OPTIONS as NO_OPTIONS
-from ._options import EngineOptions as EngineOptions
 from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
 from ._unpipelined import most_bytes_for_several as most_bytes_for_several

@@ -68,8 +68,8 @@ def _prepare(
     return circular, None
 
 
-def _options(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
-    """Returns the options of the circular pipeline; raises a `ValueError` if it cannot run."""
+def _arguments(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
+    """Returns arguments of the circular pipeline; raises a `ValueError` if it cannot run."""
     layout = plan.layout
     circular_engine.check_circular(
         layout.num_ranks,
@@ -81,29 +81,26 @@ def _options(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str
     gather, boundary_gather = weight_gathers(plan, weights, keys)
     return {
         "mesh": plan.mesh,
-        "delay": plan.options.forwarding_delay,
         "gather": gather,
         "boundary_gather": boundary_gather,
-        "vocab_parallel": plan.options.vocab_parallel,
-        "scan_repeats": plan.options.scan_repeats,
-        "scan_ticks": plan.options.scan_ticks,
+        "options": plan.options,
     }
 
 
 def _value(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    options = _options(plan, weights, keys)
-    return circular_engine.circular_value(model, weights, batch_inputs, keys, **options)
+    arguments = _arguments(plan, weights, keys)
+    return circular_engine.circular_value(model, weights, batch_inputs, keys, **arguments)
 
 
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_SECOND_DERIVATIVES)
-    options = _options(plan, weights, keys)
+    arguments = _arguments(plan, weights, keys)
     result = circular_engine.circular_value_and_grad(
-        model, weights, batch_inputs, keys, remat=plan.remat, **options
+        model, weights, batch_inputs, keys, remat=plan.remat, **arguments
     )
     return undifferentiated(result, _NO_SECOND_DERIVATIVES)
 
@@ -139,7 +136,7 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
 
 def _handover(plan: PipelineSpec) -> int:
     """Returns the ticks after which the next rank has what a rank computes."""
-    return 2 if plan.options.forwarding_delay else 1
+    return 1 + plan.options.forwarding_delay
 
 
 def _num_ticks(plan: PipelineSpec) -> int:

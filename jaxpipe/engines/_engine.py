@@ -16,9 +16,9 @@ from ..schedules import Costs, Schedule, Timeline
 from ..schedules.language import stored_stages
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
+from ..spmd import NO_OPTIONS, EngineOptions
 from ..spmd.weight_gather import When as WhenOfStage
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
-from ._options import NO_OPTIONS, EngineOptions
 
 When = Literal[WhenOfStage, "layer"]
 """When parameters that are sharded over `fsdp` are gathered."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..schedules import lock_step
-from ._options import NO_OPTIONS, EngineOptions
+from ..spmd import NO_OPTIONS, EngineOptions
 
 LIVE = 0.8
 """What of the residuals of a layer exists at a time while XLA computes its backward."""

@@ -71,7 +71,7 @@ def _value(
         mesh=plan.mesh,
         gather=gather,
         boundary_gather=boundary_gather,
-        vocab_parallel=plan.options.vocab_parallel,
+        options=plan.options,
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 
@@ -92,7 +92,7 @@ def _value_and_grad(
         remat=plan.remat,
         gather=gather,
         boundary_gather=boundary_gather,
-        vocab_parallel=plan.options.vocab_parallel,
+        options=plan.options,
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 

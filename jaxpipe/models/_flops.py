@@ -7,28 +7,30 @@ counted.
 """
 
 import math
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from ._families import MODEL_FAMILIES, ModelConfig
+from ._families import ModelConfig
 from .weights import is_weight
 
 
-def matmul_flops_per_token(config: ModelConfig, length: int) -> float:
+def matmul_flops_per_token(config: ModelConfig, weights: dict[str, Any], length: int) -> float:
     """Returns the floating-point operations of forward and backward per token.
 
     Args:
         config: The sizes of the model.
+        weights: Its abstract weights, as its family makes them: `embed`, `head` and one `layer`.
         length: The length of the sequences, in tokens.
 
     Returns:
         Floating-point operations per token.
 
     Example:
-        >>> from jaxpipe.models import PRESETS, LlamaConfig
+        >>> from jaxpipe.models import PRESETS, LlamaConfig, llama_weights
         >>> sizes = LlamaConfig(**PRESETS["llama-tiny"])
-        >>> matmul_flops_per_token(sizes, length=128)
+        >>> matmul_flops_per_token(sizes, llama_weights(sizes), length=128)
         2875392.0
     """
     num_layers, num_blocks = config.base_num_decoder_layers, config.num_blocks
@@ -37,7 +39,6 @@ def matmul_flops_per_token(config: ModelConfig, length: int) -> float:
     scores = config.attention.score_products * sum(
         _positions(config, kind, length) for kind in kinds
     )
-    weights = next(f for f in MODEL_FAMILIES.values() if f.sizes is type(config)).weights(config)
     layers = config.num_pipeline_layers * _multiplied(config, weights["layer"])
     layers += _multiplied(config, weights["embed"].get("layers", {}))
     return 6.0 * (layers + scores + config.base_emb_dim * config.vocab_size)

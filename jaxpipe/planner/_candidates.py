@@ -7,9 +7,9 @@ divide is left out here to save time; the checks of a run have the last word (`_
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -49,8 +49,7 @@ POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_contex
 """Policies of rematerialization that plans choose from."""
 
 
-@dataclass(frozen=True)
-class StepLayout:
+class StepLayout(NamedTuple):
     """A way to spread a training step over devices and time.
 
     Attributes:
@@ -136,6 +135,7 @@ class StepLayout:
         return row_shards(self.sizes)
 
 
+@lru_cache(maxsize=64)
 def engine_named(name: str) -> Engine:
     """Returns the engine of a name in configs.
 
@@ -270,7 +270,7 @@ def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
         and space.vocab % ranks == 0
         and space.fixed.get("vocab_tiling", 1) == 1
     ):
-        yield replace(candidate, options=shared, vocab_tiling=1)
+        yield candidate._replace(options=shared, vocab_tiling=1)
     if not engine.runs_schedules or "schedule" in space.fixed:
         return
     for name, family in FAMILIES.items():
@@ -280,7 +280,7 @@ def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
         if family.ranks_divide_microbatches and candidate.microbatches % ranks:
             continue
         copies = candidate.chunks if _is_on_two_ranks(name) else 0
-        yield replace(candidate, schedule=name, copies=copies)
+        yield candidate._replace(schedule=name, copies=copies)
 
 
 def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
@@ -519,4 +519,4 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
             for gather in _choices(fixed, "gather", gathers):
                 if not first.engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick
-                yield replace(first, policy=policy, scope=scope, gather=gather)
+                yield first._replace(policy=policy, scope=scope, gather=gather)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -264,8 +265,11 @@ def absent_devices(devices: Devices) -> Sequence[Any]:
     Returns:
         [num_devices] stand-ins in the order of hosts and slices; real devices if they are here.
     """
-    if devices.are_here:
-        return jax.devices()
+    return jax.devices() if devices.are_here else _stand_ins(devices)
+
+
+@lru_cache(maxsize=8)
+def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
     row = HARDWARE[devices.generation]
     kind = row.device_kinds[0]
     if devices.is_gpu:

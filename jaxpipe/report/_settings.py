@@ -1,13 +1,11 @@
 """Tabulates the settings of a run, and their difference from the defaults."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..models import PRESETS
-from ..train import Config
-from ..train.config import base_yaml
+from ..train.config import key_defaults, key_meanings
 
 
 @dataclass(frozen=True)
@@ -16,18 +14,17 @@ class Setting:
 
     key: str
     value: str  # its value in the run
-    default: str  # its value in base.yml
+    default: str
     # The origin of the value: `preset` for the model's preset, `run` for another value, "" for the
     # default, `unknown` for a key that this version does not have.
     source: str
-    meaning: str  # the comment in base.yml
+    meaning: str
 
 
 def settings(values: Mapping[str, Any]) -> list[Setting]:
     """Compares each setting of a run with its default."""
-    defaults = Config().model_dump(mode="json")
+    defaults, meanings = key_defaults(), key_meanings()
     preset = PRESETS.get(str(values.get("model_name")), {})
-    meanings = _meanings()
     rows = []
     for key, value in values.items():
         if key not in defaults:
@@ -39,12 +36,6 @@ def settings(values: Mapping[str, Any]) -> list[Setting]:
         default = _text(defaults[key]) if key in defaults else ""
         rows.append(Setting(key, _text(value), default, source, meanings.get(key, "")))
     return rows
-
-
-def _meanings() -> dict[str, str]:
-    """Returns the comment beside each key in base.yml."""
-    lines = (re.fullmatch(r"(\w+): .*?  # (.*)", line) for line in base_yaml().splitlines())
-    return {match[1]: match[2] for match in lines if match}
 
 
 def _text(value: Any) -> str:

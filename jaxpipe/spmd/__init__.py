@@ -5,6 +5,8 @@ import typing
 from .. import _lazy
 
 if typing.TYPE_CHECKING:
+    from ._options import NO_OPTIONS as NO_OPTIONS
+    from ._options import EngineOptions as EngineOptions
     from .circular_engine import circular as circular
     from .ranks import to_ranks as to_ranks
     from .ranks import to_stages as to_stages

@@ -18,6 +18,7 @@ import jaxpipe as jp
 from jaxpipe import devices, xla
 from jaxpipe._compat import jaxprs_in_params
 from jaxpipe.autodiff.backward import check_offload
+from jaxpipe.engines import EngineOptions
 
 B, D, L = 16, 8, 8
 NAMES = ("embed", "layers", "head")
@@ -66,8 +67,10 @@ def pipeline(sizes: dict[str, int], model: Any = MODEL, **options: Any) -> Any:
 
 def text(pipe: Any) -> str:
     """The program of loss and gradients."""
+    of_tokens = pipe.model.vocab_parallel_loss is not None
+    given, rows = (vocabulary(), tokens()) if of_tokens else (params(), batch())
     with jax.set_mesh(pipe.mesh):
-        return jax.jit(pipe.value_and_grad).lower(pipe.shard(params()), batch()).as_text()
+        return jax.jit(pipe.value_and_grad).lower(pipe.shard(given), rows).as_text()
 
 
 FSDP, DATA = {"stage": 2, "fsdp": 2}, {"stage": 2, "data": 2, "fsdp": 2}
@@ -214,6 +217,14 @@ def language_model(is_weighted: bool, *, tied: bool) -> Any:
     )
 
 
+def vocabulary() -> Any:
+    table = jax.random.normal(jax.random.key(2), (V, D))
+    return params() | {
+        "embed": {"table": table},
+        "head": jax.random.normal(jax.random.key(3), (D, V)),
+    }
+
+
 def tokens() -> Any:
     keys = jax.random.split(jax.random.key(5), 3)
     x, y = (jax.random.randint(key, (B, T), 0, V) for key in keys[:2])
@@ -247,10 +258,8 @@ def tokens() -> Any:
 def test_ranks_that_share_the_vocabulary_have_the_loss_of_whole_logits(
     sizes: dict[str, int], options: dict[str, Any], tied: bool, is_weighted: bool
 ):
-    table = jax.random.normal(jax.random.key(2), (V, D))
-    head = jax.random.normal(jax.random.key(3), (D, V))
     pipe = pipeline(sizes, language_model(is_weighted, tied=tied), vocab_parallel=True, **options)
-    pipe.check(params() | {"embed": {"table": table}, "head": head}, tokens())
+    pipe.check(vocabulary(), tokens())
 
 
 def test_a_vocabulary_that_does_not_divide_and_other_numbers_are_refused():
@@ -369,11 +378,27 @@ EFFECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
         pipeline({"stage": 2}, remat="none", layer_remat="full"),
     ),
     "scan_layers": lambda: (pipeline({"stage": 2}), pipeline({"stage": 2}, scan_layers=2)),
-    "forwarding_delay": lambda: (
-        pipeline({"stage": 2}, schedule="circular"),
-        pipeline({"stage": 2}, schedule="circular", forwarding_delay=True),
+    "reduce_dtype": lambda: (pipeline(DATA), pipeline(DATA, reduce_dtype="bfloat16")),
+    "vocab_parallel": lambda: (
+        pipeline(FSDP, language_model(False, tied=False)),
+        pipeline(FSDP, language_model(False, tied=False), vocab_parallel=True),
     ),
+    **{
+        name: lambda name=name, value=value: (
+            pipeline({"stage": 2}, schedule="circular", chunks=2),
+            pipeline({"stage": 2}, schedule="circular", chunks=2, **{name: value}),
+        )
+        for name, value in (
+            ("forwarding_delay", True),
+            ("scan_repeats", False),
+            ("scan_ticks", False),
+        )
+    },
 }
+
+
+def test_every_option_of_an_engine_has_a_row():
+    assert {*EngineOptions._fields} <= {*EFFECTS}
 
 
 @pytest.mark.parametrize("name", EFFECTS)

@@ -116,6 +116,15 @@ class Case:
     keys: Any
 
 
+def options_of(row: Row) -> spmd.EngineOptions:
+    """Returns the options of a row that the engines of one program read."""
+    return spmd.EngineOptions(
+        forwarding_delay=row.delay,
+        vocab_parallel=row.vocab_parallel,
+        scan_repeats=row.scan_repeats,
+    )
+
+
 def circular(row: Row, case: Case) -> Any:
     mesh = mesh_of(row)
     weights = placed(case, mesh)
@@ -127,12 +136,10 @@ def circular(row: Row, case: Case) -> Any:
             batch_inputs,
             keys,
             mesh=mesh,
-            delay=row.delay,
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
             boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
-            scan_repeats=row.scan_repeats,
-            vocab_parallel=row.vocab_parallel,
+            options=options_of(row),
         )
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -173,7 +180,7 @@ def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
             boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
-            vocab_parallel=row.vocab_parallel,
+            options=options_of(row),
         )
         return value, grads
 

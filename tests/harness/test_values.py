@@ -35,14 +35,14 @@ def value_of(row: Row, case: Case) -> Any:
         "gather": gather_of(row, case.axes["stages"], stacked=2),
         "boundary_gather": gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
     }
+    how["options"] = contract.options_of(row)
     weights, keys = placed(case, mesh), case.keys
     if row.engine == "circular":
-        how |= {"delay": row.delay, "vocab_parallel": row.vocab_parallel}
         run = functools.partial(circular_engine.circular_value, case.model, **how)
     else:
         schedule = contract.ticks_of(row).schedule
         ticks = lock_step.to_lock_step(language.forward_only(schedule))
-        how |= {"ticks": ticks, "vocab_parallel": row.vocab_parallel}
+        how["ticks"] = ticks
         run = functools.partial(scheduled_engine.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))
         weights = weights | {"stages": stages}

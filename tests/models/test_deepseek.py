@@ -164,7 +164,7 @@ def test_flops_are_those_of_a_hand_count():
     attention = queries + heads + 2 * 8 * 16 + 2 * (12 + 8) * 5
     moe = 16 * 4 + (2 + 1) * 3 * 16 * 8
     forward = 5 * attention + 2 * 3 * 16 * 24 + 3 * moe + 16 * 32
-    assert models.matmul_flops_per_token(SMALL, 10) == 6 * forward
+    assert models.matmul_flops_per_token(SMALL, models.deepseek_weights(SMALL), 10) == 6 * forward
 
 
 @pytest.mark.parametrize(

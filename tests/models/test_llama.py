@@ -143,7 +143,7 @@ def test_flops_are_those_of_a_hand_count():
     # Scores and their sum of values: each 4 heads x 8 channels x half of 10 tokens.
     attention = 2 * 4 * 8 * 5
     forward = 2 * (2 * (layer + attention) + 16 * 32)
-    assert models.matmul_flops_per_token(SMALL, 10) == 3 * forward
+    assert models.matmul_flops_per_token(SMALL, models.llama_weights(SMALL), 10) == 3 * forward
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -109,15 +110,28 @@ def test_the_planner_multiplies_by_every_matrix(name: str):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_planner_counts_the_operations_that_a_run_reports(name: str):
-    sizes, work = sizes_and_weights(name)[0], request_of(name).work
-    assert flops_per_token(work, 512) == matmul_flops_per_token(sizes, 512)
+    work = request_of(name).work
+    assert flops_per_token(work, 512) == matmul_flops_per_token(*sizes_and_weights(name), 512)
+
+
+def test_layers_that_the_planner_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch):
+    llama = MODEL_FAMILIES["llama"]
+
+    def without_gate(*arguments: Any, **options: Any) -> dict[str, Any]:
+        weights = llama.weights(*arguments, **options)
+        del weights["layer"]["mlp"]["gate"]
+        return weights
+
+    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(llama, weights=without_gate))
+    with pytest.raises(ValueError, match=r"LlamaConfig, whose weights make .* does not know its"):
+        make_request({"model_name": "llama-tiny"}, parse_devices("v5p-8"))
 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_passes_the_published_number_of_parameters(name: str):
     sizes = sizes_and_weights(name)[0]
     embedding = sizes.vocab_size * sizes.base_emb_dim
-    active = matmul_flops_per_token(sizes, 0) / 6 + embedding
+    active = matmul_flops_per_token(*sizes_and_weights(name), 0) / 6 + embedding
     assert active == pytest.approx(ACTIVE[name], rel=0.02)
 
 

@@ -139,7 +139,8 @@ def test_windows_for_halves_of_backwards_are_refused():
 
 
 def test_a_head_that_cannot_be_shared_is_refused():
-    refused("`vocab_parallel` is True and `model.vocab_parallel_loss` None", vocab_parallel=True)
+    options = spmd.EngineOptions(vocab_parallel=True)
+    refused("`vocab_parallel` is True and `model.vocab_parallel_loss` None", options=options)
 
 
 def test_a_value_alone_takes_forwards_alone():

@@ -84,7 +84,7 @@ def test_every_call_has_dropout_masks_of_its_own():
 
 def test_tokens_and_operations_of_all_calls_count():
     one, three = (setup_of(1, NONE, {"gradient_accumulation_steps": n}) for n in (1, 3))
-    single, triple = (step_work(run.state.weights.sizes, run.batch) for run in (one, three))
+    single, triple = (step_work(run.state.weights, run.batch) for run in (one, three))
     assert triple.flops == 3 * single.flops
     tokens = (speed_metrics(work, 1.0)["tokens_per_second"] for work in (single, triple))
     assert 3 * next(tokens) == next(tokens)

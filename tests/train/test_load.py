@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from jaxpipe.train import Config, load_config
-from jaxpipe.train.config import base_yaml, parse_yaml
+from jaxpipe.train.config import defaults_yaml, parse_yaml
 
 PRESETS = {"llama-tiny": {"base_emb_dim": 32}, "llama2-7b": {"base_emb_dim": 4096, "head_dim": 128}}
 
@@ -30,14 +30,14 @@ def file(tmp_path: Path):
     return write
 
 
-def test_base_yml_has_the_keys_and_defaults_of_the_model_in_its_order():
-    values = parse_yaml(base_yaml(), "base.yml")
+def test_the_printed_keys_are_a_file_of_all_defaults_in_order():
+    values = parse_yaml(defaults_yaml(), "printed")
     assert list(values) == list(Config.model_fields)
     assert Config(**values) == Config()
 
 
-def test_base_yml_explains_every_key():
-    lines = [line for line in base_yaml().splitlines() if line and not line.startswith("#")]
+def test_every_printed_key_is_explained():
+    lines = [line for line in defaults_yaml().splitlines() if line and not line.startswith("#")]
     assert len(lines) == len(Config.model_fields)
     for line in lines:
         assert re.search(r"  # \S", line), line

@@ -33,7 +33,7 @@ def test_the_peak_is_that_of_the_device(kind: str, tflops: float | None):
 
 def test_mfu_is_the_share_of_it():
     setup = setup_of(1, NONE)
-    unknown, work = (step_work(setup.state.weights.sizes, setup.batch, x) for x in (0.0, 2.0))
+    unknown, work = (step_work(setup.state.weights, setup.batch, x) for x in (0.0, 2.0))
     assert "mfu" not in speed_metrics(unknown, 1.0)
     known = speed_metrics(work, 1.0)
     assert known["mfu"] == known["tflops_per_second_per_device"] / 2.0

@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from ...train import train
-    from ...train.config import base_yaml
+    from ...train.config import defaults_yaml
     from ...train.runtime import TerminatedError
 
     if args.keys:
-        print(base_yaml())
+        print(defaults_yaml())
         return 0
     config = read_settings(args.settings)
     check_address_space(config.emulate_devices)

@@ -4,8 +4,9 @@ T tokens of a microbatch on a device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from math import ceil
 
 from ...devices import Hardware, cudnn_attention
@@ -54,6 +55,10 @@ def add(*terms: Seconds) -> Seconds:
         for kind, seconds in term.items():
             total[kind] = total.get(kind, 0.0) + seconds
     return total
+
+
+def _times(count: int, seconds: Seconds) -> Seconds:
+    return {kind: count * x for kind, x in seconds.items()}
 
 
 def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSeconds:
@@ -244,8 +249,12 @@ def _padded(size: Size) -> int:
     return ceil(size / _TILE) * _TILE
 
 
-def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple[LayerWork, ...]]:
-    """Returns the kinds of the layers of every stage, in forward order."""
+Layers = tuple[tuple[LayerWork, int], ...]
+"""The layers of a stage: kinds that follow each other, each with its number."""
+
+
+def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[Layers]:
+    """Returns the layers of every stage, in forward order."""
     counts = layout.layers_per_stage or even_layers(work.num_layers, num_stages)
     if len(counts) != num_stages or sum(counts) != work.num_layers:
         raise ValueError(
@@ -254,7 +263,8 @@ def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple
         )
     kinds, stages, start = work.kinds(), [], 0
     for count in counts:
-        stages.append(kinds[start : start + count])
+        runs = ([*run] for _, run in groupby(kinds[start : start + count], key=id))
+        stages.append(tuple((run[0], len(run)) for run in runs))
         start += count
     return stages
 
@@ -272,21 +282,21 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def stage_seconds(
-    work: ModelWork, layers: list[tuple[LayerWork, ...]], layout: Layout, device: Device
+    work: ModelWork, layers: list[Layers], layout: Layout, device: Device
 ) -> list[ActionSeconds]:
     """Returns the seconds of every stage for one microbatch, with embedding and head."""
-    each = {layer: layer_seconds(layer, layout, device) for layer in work.layers}
+    each = {id(layer): layer_seconds(layer, layout, device) for layer in work.layers}
     stages = []
     for index, kinds in enumerate(layers):
         boundary = _embedding_and_head(
             work, layout, device, index == 0, index == len(layers) - 1, len(layers)
         )
-        times = [*(each[kind] for kind in kinds), boundary]
         gathers, scatters = _gathers(kinds, layout, device)
         transfers = {"forward": gathers, "input": gathers, "weight": scatters}
         actions = []
         for name, seconds in transfers.items():
-            computing = add(*(getattr(time, name) for time in times))
+            of_layers = (_times(count, getattr(each[id(kind)], name)) for kind, count in kinds)
+            computing = add(*of_layers, getattr(boundary, name))
             actions.append(add(computing, _exposed(seconds, computing, layout)))
         stages.append(ActionSeconds(*actions))
     return stages
@@ -320,32 +330,36 @@ def _embedding_and_head(
     return seconds
 
 
-def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> tuple[float, float]:
+def _gathers(layers: Layers, layout: Layout, device: Device) -> tuple[float, float]:
     """Returns the seconds of one gather of a stage's weights, and of one scatter of gradients."""
     if layout.num_weight_shards == 1 or layout.gather in ("once", "repeat"):
         return 0.0, 0.0
     return gather_seconds(layers, layout, device), scatter_seconds(layers, layout, device)
 
 
-def scatter_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
+def scatter_seconds(layers: Layers, layout: Layout, device: Device) -> float:
     """Returns the seconds of one scatter of layers' gradients, which sends what a gather does."""
-    if layout.scattered_bytes is not None:
-        layers = tuple(replace(layer, weight_bytes=layout.scattered_bytes) for layer in layers)
-    return gather_seconds(layers, layout, device)
+    return gather_seconds(layers, layout, device, layout.scattered_bytes)
 
 
-def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
-    """Returns the seconds of one gather of layers' weights over the axes that divide them."""
+def gather_seconds(
+    layers: Layers, layout: Layout, device: Device, itemsize: float | None = None
+) -> float:
+    """Returns the seconds of one gather of layers' weights over the axes that divide them.
+
+    A weight has `itemsize` bytes. None: its own.
+    """
+    counts = [(la, n * (la.weight_bytes if itemsize is None else itemsize)) for la, n in layers]
     group = make_group(layout, device.network, *layout.weight_axes)
     seconds = partial(
         all_gather_seconds, network=device.network, in_one_ring=layout.gathers_in_one_ring
     )
     if not layout.experts_gather:
-        read = (layer.weight_bytes * device_parameters(layer, layout) for layer in layers)
+        read = (n * device_parameters(layer, layout) for layer, n in counts)
         return seconds(sum(read, 0.0), group)
     every = make_group(layout, device.network, *layout.weight_axes, "expert")
-    dense = sum((la.weight_bytes * la.dense_parameters / layout.tensor for la in layers), 0.0)
-    experts = sum((la.weight_bytes * expert_parameters(la, layout) for la in layers), 0.0)
+    dense = sum((n * la.dense_parameters / layout.tensor for la, n in counts), 0.0)
+    experts = sum((n * expert_parameters(la, layout) for la, n in counts), 0.0)
     return seconds(dense, every) + seconds(experts, group)
 
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from ...devices import Hardware
 from ...schedules import Schedule
-from ..work import LayerWork, ModelWork, flops_per_token
+from ..work import ModelWork, flops_per_token
 from ._efficiency import Efficiency, efficiency
 from ._layer_time import (
     ActionSeconds,
     Device,
+    Layers,
     Seconds,
     add,
     device_parameters,
@@ -129,13 +130,13 @@ def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> 
 
 
 def _gradients(
-    work: ModelWork, layers: tuple[LayerWork, ...], layout: Layout, device: Device, backward: float
+    work: ModelWork, layers: Layers, layout: Layout, device: Device, backward: float
 ) -> float:
     """Returns the exposed seconds of the gradients' reduction."""
-    dense = sum(layer.dense_parameters for layer in layers) + work.embedding_parameters
+    dense = sum(n * layer.dense_parameters for layer, n in layers) + work.embedding_parameters
     own = layout.num_expert_shards
     dense /= layout.tensor * own
-    experts = sum(layer.expert_parameters for layer in layers)
+    experts = sum(n * layer.expert_parameters for layer, n in layers)
     experts /= layout.tensor * layout.expert * own
     copies = ("data",) if layout.context_gathers else ("data", "context")
     all_axes = make_group(layout, device.network, *copies, "expert")
@@ -152,10 +153,8 @@ def _gradients(
     return max(0.0, seconds - hidden)
 
 
-def _optimizer(
-    work: ModelWork, layers: tuple[LayerWork, ...], layout: Layout, device: Device
-) -> float:
-    parameters = sum(device_parameters(layer, layout) for layer in layers)
+def _optimizer(work: ModelWork, layers: Layers, layout: Layout, device: Device) -> float:
+    parameters = sum(n * device_parameters(layer, layout) for layer, n in layers)
     parameters += work.embedding_parameters / layout.tensor
     shares = layout.num_expert_shards * (layout.data if layout.shared_optimizer else 1)
     return layout.optimizer_bytes * parameters / shares / device.memory_rate

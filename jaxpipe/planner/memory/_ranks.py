@@ -4,7 +4,6 @@ In one program each stage has room for the slots of a sequence of kinds that all
 Programs of ranks have the layers of their own stages.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -29,7 +28,7 @@ def ranks(model: PlannedModel, candidate: StepLayout) -> tuple[OfRank, ...]:
     placement = family.placement if family else "loop"
     one_program = not candidate.engine.program_per_rank
     counts, models = _ranks(model, one_program, placement, candidate.num_ranks, candidate.counts)
-    layout = replace(candidate, counts=counts)
+    layout = candidate._replace(counts=counts)
     return tuple((of_rank, layout) for of_rank in models)
 
 

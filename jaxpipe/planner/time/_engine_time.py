@@ -3,8 +3,6 @@
 S ranks, v stages on each, M microbatches.
 """
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 
 from ...cost.training_step import efficiency
@@ -64,7 +62,7 @@ def _memory_rate(request: Request) -> float:
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds in which what layers keep is written to a stack, and read there."""
     if candidate.policy == OFFLOAD_INPUTS:  # what goes to the host is written and read, too
-        candidate = replace(candidate, policy="full")
+        candidate = candidate._replace(policy="full")
     sizes = step_sizes(request.model, candidate, request.tokens(candidate))
     kept = sizes.residuals + (sizes.wgrad_residuals if splits_backward(candidate) else 0.0)
     passes = _OWN_STACK_BYTES if request.source.is_own else _STACK_BYTES

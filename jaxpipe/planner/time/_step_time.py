@@ -21,7 +21,7 @@ from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
 from ...schedules.lock_step import has_forwards_first, num_ticks
 from ...xla.compiler_flags import FLAGS, StepTraits
-from .._candidates import GatherMode, StepLayout, row_shards, splits_backward
+from .._candidates import GatherMode, StepLayout, engine_named, row_shards, splits_backward
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, PlannedModel, mesh_sizes
 from .._request import PreparedPipeline, Request
@@ -369,21 +369,20 @@ def _layout(
 
 def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
     """Returns the names of the flags that have an effect on a step."""
-    device, engine = device_hardware(request.devices), candidate.engine
-    return _flags(
-        StepTraits(
-            request.devices.platform,
-            device.device_kinds[0],
-            engine.config_name,
-            program_per_rank=engine.program_per_rank,
-            has_experts=bool(request.model.experts),
-            default_flags=request.default_flags,
-        )
+    return _engine_flags(candidate.engine_name, request)
+
+
+@lru_cache(maxsize=64)
+def _engine_flags(engine_name: str, request: Request) -> frozenset[str]:
+    device, engine = device_hardware(request.devices), engine_named(engine_name)
+    traits = StepTraits(
+        request.devices.platform,
+        device.device_kinds[0],
+        engine.config_name,
+        program_per_rank=engine.program_per_rank,
+        has_experts=bool(request.model.experts),
+        default_flags=request.default_flags,
     )
-
-
-@lru_cache(maxsize=4096)
-def _flags(traits: StepTraits) -> frozenset[str]:
     return frozenset(flag.option for flag in FLAGS if flag.has_effect(traits))
 
 

@@ -18,6 +18,7 @@ from ...autodiff.staged_model import Aux, with_aux
 from ...sharding import num_ranks_of
 from ...sharding.specs import typed_by_specs
 from .._boundary import check_vocab_parallel
+from .._options import NO_OPTIONS, EngineOptions
 from .._whole_arrays import (
     check_rows,
     common_dims,
@@ -97,7 +98,8 @@ def circular(
     microbatches = {"inputs": inputs, "batch_inputs": batch_inputs}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
-    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
+    told = EngineOptions(forwarding_delay=delay, scan_repeats=scan_repeats, scan_ticks=scan_ticks)
+    options = CircularOptions(told, remat, gather)
     shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, stacked_weight_specs, mesh)
@@ -158,13 +160,10 @@ def circular_value_and_grad(
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
-    delay: bool = False,
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    vocab_parallel: bool = False,
-    scan_repeats: bool = True,
-    scan_ticks: bool = True,
+    options: EngineOptions = NO_OPTIONS,
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
 
@@ -176,10 +175,9 @@ def circular_value_and_grad(
         batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
-        delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        vocab_parallel: Whether all ranks compute the loss of each microbatch together, by
-            `model.vocab_parallel_loss`.
+        options: Of which this engine reads `forwarding_delay`, `vocab_parallel` and the two scans;
+            `gather` says the others.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -198,12 +196,12 @@ def circular_value_and_grad(
         (24.0, [[8.0, 8.0]])
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
-    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
+    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, options.forwarding_delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks, model.mark_idle)
-    check_vocab_parallel(model, vocab_parallel)
+    check_vocab_parallel(model, options.vocab_parallel)
+    on_rank = CircularOptions(options, remat, gather, model.mark_idle)
     rank_fn = lambda model: partial(  # noqa: E731
-        rank_value_and_grad, model, options, boundary_gather, vocab_parallel
+        rank_value_and_grad, model, on_rank, boundary_gather
     )
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
@@ -218,25 +216,20 @@ def circular_value(
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
-    delay: bool = False,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    vocab_parallel: bool = False,
-    scan_repeats: bool = True,
-    scan_ticks: bool = True,
+    options: EngineOptions = NO_OPTIONS,
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
     Takes the arguments of `circular_value_and_grad`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
-    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
+    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, options.forwarding_delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks, model.mark_idle)
-    check_vocab_parallel(model, vocab_parallel)
-    rank_fn = lambda model: partial(  # noqa: E731
-        rank_value, model, options, boundary_gather, vocab_parallel
-    )
+    check_vocab_parallel(model, options.vocab_parallel)
+    on_rank = CircularOptions(options, recompute, gather, model.mark_idle)
+    rank_fn = lambda model: partial(rank_value, model, on_rank, boundary_gather)  # noqa: E731
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
+from .._options import EngineOptions
 from ..ranks import AXIS, pvary
 from ..weight_gather import Gather, WeightGather, read_after, weight_gather
 from ._loop_phases import run_all_ticks
@@ -23,18 +24,14 @@ class CircularOptions(NamedTuple):
     """Options of a circular pipeline.
 
     Attributes:
-        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        engine: What `jaxpipe.pipeline` is told, such as delay and loops.
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
-        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
-        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
         mark_idle: `StagedModel.mark_idle`, by which a stage knows whether its results are used.
     """
 
-    delay: bool
+    engine: EngineOptions
     remat: Callable[[Callable], Callable]
     gather: Gather
-    scan_repeats: bool
-    scan_ticks: bool
     mark_idle: Callable[[PyTree, Array], PyTree] | None = None
 
 
@@ -67,7 +64,7 @@ def prepare(
     """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
     R = jax.tree.leaves((weights, keys))[0].shape[0]
-    check_circular(S, R, S * n, delay=options.delay)
+    check_circular(S, R, S * n, delay=options.engine.forwarding_delay)
 
     gather = weight_gather(options.gather, weights, read=read_after)
     # Only the types of these arguments are used, to trace the stage.
@@ -76,14 +73,15 @@ def prepare(
     first = mark_idle(first, pvary(jnp.asarray(True)))
     examples = gather.unshard(gather.window(gather.prefetch(0), 0)), x, first, key
     _, aux_shapes = jax.eval_shape(stage, *examples)
-    shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
+    shape = PipelineShape(S, R, S * n, 1 + options.engine.forwarding_delay)
 
     def varying(*arguments: PyTree) -> tuple[PyTree, Aux]:
         y, aux = stage(*arguments)
         return y, jax.tree.map(pvary, aux)  # also of constants, as their cotangents do
 
     traced = pullback(options.remat(varying), *examples)
-    run = partial(run_all_ticks, scan_repeats=options.scan_repeats, scan_ticks=options.scan_ticks)
+    loops = options.engine
+    run = partial(run_all_ticks, scan_repeats=loops.scan_repeats, scan_ticks=loops.scan_ticks)
     invariants = CircularInvariants(shape, traced, gather, batch_inputs, keys, run, mark_idle)
     return invariants, aux_shapes
 

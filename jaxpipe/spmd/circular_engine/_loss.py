@@ -34,7 +34,6 @@ def rank_value_and_grad(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
-    vocab_parallel: bool,
     stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
@@ -51,7 +50,7 @@ def rank_value_and_grad(
     x, pull_embed = _pullback(lambda w: _embed(model, w, share), gathered["embed"])
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), residuals = forward(invariants, x, aux_shapes, save_residuals=True)
-    losses = _losses_of_all_ranks if vocab_parallel else _losses_of_rank
+    losses = _losses_of_all_ranks if options.engine.vocab_parallel else _losses_of_rank
     (loss, loss_metrics), (boundary_grads, dy) = losses(model, gathered, y, batch_inputs)
     daux = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in stage_aux.items()}
     gradients, dx, _ = backward(invariants, residuals, dy, daux)
@@ -71,7 +70,6 @@ def rank_value(
     model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
-    vocab_parallel: bool,
     stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
@@ -87,7 +85,7 @@ def rank_value(
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), _ = forward(invariants, x, aux_shapes, save_residuals=False)
 
-    if vocab_parallel:
+    if options.engine.vocab_parallel:
         (loss, metrics), _ = _losses_of_all_ranks(model, gathered, y, batch_inputs)
     else:
 

@@ -16,6 +16,7 @@ from ...schedules.language import num_slices
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
 from .._boundary import check_vocab_parallel
+from .._options import NO_OPTIONS, EngineOptions
 from .._whole_arrays import (
     check_rows,
     common_dims,
@@ -40,7 +41,7 @@ def scheduled_value_and_grad(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    vocab_parallel: bool = False,
+    options: EngineOptions = NO_OPTIONS,
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs by any schedule.
 
@@ -58,8 +59,7 @@ def scheduled_value_and_grad(
             one such change ahead.
         boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
             gathered once, whatever its `when`.
-        vocab_parallel: Whether all ranks compute the loss together, by
-            `model.vocab_parallel_loss`. Otherwise the rank of the last stage computes it alone.
+        options: Of which this engine reads `vocab_parallel`; `gather` says the others.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -86,17 +86,16 @@ def scheduled_value_and_grad(
         >>> grads["stages"].shape  # as the weights: [chunks, ranks]
         (1, 2)
     """
-    _check_model(model, ticks, vocab_parallel)
+    _check_model(model, ticks, options)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if not tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has no backwards, and gradients are wanted. Give `to_lock_step(schedule)`, or "
             "call `scheduled_value`."
         )
-    options = ScheduledOptions(
-        tables, ticks.schedule.num_stages, remat, gather, boundary_gather, vocab_parallel
-    )
-    rank_fn = lambda model: partial(rank_value_and_grad, model, options)  # noqa: E731
+    num_stages = ticks.schedule.num_stages
+    on_rank = ScheduledOptions(tables, num_stages, remat, gather, boundary_gather, options)
+    rank_fn = lambda model: partial(rank_value_and_grad, model, on_rank)  # noqa: E731
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -113,24 +112,23 @@ def scheduled_value(
     mesh: Mesh | None = None,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    vocab_parallel: bool = False,
+    options: EngineOptions = NO_OPTIONS,
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
     Takes the arguments of `scheduled_value_and_grad`; `ticks` are the forwards alone,
     `to_lock_step(forward_only(schedule))`.
     """
-    _check_model(model, ticks, vocab_parallel)
+    _check_model(model, ticks, options)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
             "`to_lock_step(forward_only(schedule))`."
         )
-    options = ScheduledOptions(
-        tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, vocab_parallel
-    )
-    rank_fn = lambda model: partial(rank_value, model, options)  # noqa: E731
+    num_stages = ticks.schedule.num_stages
+    on_rank = ScheduledOptions(tables, num_stages, recompute, gather, boundary_gather, options)
+    rank_fn = lambda model: partial(rank_value, model, on_rank)  # noqa: E731
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 
@@ -155,14 +153,14 @@ def _checked_tables(
     return tables
 
 
-def _check_model(model: StagedModel, ticks: Ticks, vocab_parallel: bool) -> None:
+def _check_model(model: StagedModel, ticks: Ticks, options: EngineOptions) -> None:
     if num_slices(ticks.schedule) > 1 and model.sliced_stage is None:
         raise ValueError(
             "`ticks` is a schedule with slices of sequences and `model.sliced_stage` is None: the "
             "layers do not say what they carry from slice to slice. Give one, or a schedule of "
             "whole microbatches, such as 1f1b."
         )
-    check_vocab_parallel(model, vocab_parallel)
+    check_vocab_parallel(model, options.vocab_parallel)
 
 
 def _check(

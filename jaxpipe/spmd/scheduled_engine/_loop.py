@@ -42,6 +42,7 @@ from .._buffers import (
     to_accum_dtype,
     type_of,
 )
+from .._options import EngineOptions
 from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_like
 from ..weight_gather import Gather
 from . import _past
@@ -77,7 +78,7 @@ class ScheduledOptions(NamedTuple):
 
     Attributes:
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
-        vocab_parallel: Whether all ranks compute the loss together.
+        engine: What `jaxpipe.pipeline` is told, such as whether all ranks compute the loss.
     """
 
     tables: TickTables
@@ -85,7 +86,7 @@ class ScheduledOptions(NamedTuple):
     remat: Remat
     gather: Gather
     boundary_gather: Gather
-    vocab_parallel: bool
+    engine: EngineOptions
 
 
 class TickCarry(NamedTuple):
@@ -136,7 +137,7 @@ def rank_value(
     _, arrays = split_metrics(totals.loss_metrics)
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
     stored = num_microbatches * _num_bytes(zero_outputs.activation)
-    if options.vocab_parallel or _num_bytes(arrays) <= stored:
+    if options.engine.vocab_parallel or _num_bytes(arrays) <= stored:
         return _summed(options, _all_ticks(options, *prepared)[0])
     # Such as logits, which are larger than y, of which they are computed. The loop stores y of
     # every microbatch, and each rank computes the loss of a share behind it; otherwise every rank
@@ -214,7 +215,7 @@ def _run_loop(
         return _tick(invariants, zero_outputs, carry, row), None
 
     rows = rows_of_rank(invariants.tables)
-    if options.vocab_parallel:
+    if options.engine.vocab_parallel:
         leaving = _loss_microbatches(invariants.tables, options.num_stages - 1)
         rows = rows._replace(loss_microbatches=leaving)
     return lax.scan(tick, carry, rows)[0]
@@ -265,7 +266,7 @@ def _prepare(
     )
     zero_aux = {name: zeros(s) for name, s in aux_shapes.items()}
     daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
-    loss_stage = options.num_stages if options.vocab_parallel else options.num_stages - 1
+    loss_stage = options.num_stages if options.engine.vocab_parallel else options.num_stages - 1
     invariants = ScheduledInvariants(
         model,
         options.num_stages,
@@ -286,7 +287,7 @@ def _prepare(
         _zero_metrics(metric_shapes, jax.tree.leaves(batch_inputs)[0].shape[0]),
         zero_aux,
         weight_state,
-        zero_sums(model, gathered, options.vocab_parallel) if has_backward else {},
+        zero_sums(model, gathered, options.engine.vocab_parallel) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, examples)
     _, on_host = split_by_memory(invariants.residuals)

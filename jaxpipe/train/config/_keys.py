@@ -1,6 +1,6 @@
-"""Every key of a training run: its name (MaxText's where MaxText has one), type, range and default.
+"""Every key of a training run: its name (MaxText's where MaxText has one), type, default, meaning.
 
-`base.yml` has the same keys with the same defaults, and says what each means.
+`jaxpipe train --keys` prints them.
 """
 
 from collections.abc import Collection, Mapping
@@ -109,213 +109,479 @@ DecoderBlock = Annotated[
 LearningRateShape = Annotated[str, _one_of(LEARNING_RATE_SHAPES)]
 
 
-class ConfigKeys(BaseModel):
-    """The keys by themselves; `Config` adds the checks across keys."""
+class _Section(BaseModel):
+    """Keys of one section, each with its default and, below, its meaning."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
-    # The run.
+
+class RunKeys(_Section):
+    """The run."""
+
     run_name: FolderName = "default"
+    """One folder inside `output_dir`, for this run; the same name again resumes it."""
     output_dir: Name = "runs"
+    """Where runs live."""
     steps: PositiveInt = 200
+    """Optimizer steps of the whole run."""
     log_period: PositiveInt = 1
+    """Steps between two printed lines."""
     max_minutes: Minutes = 0.0
+    """Stop so long after the first step began, with a checkpoint; 0: no limit."""
 
-    # The model.
+
+class ModelKeys(_Section):
+    """The model."""
+
     model_name: Name = "llama-tiny"
+    """The preset whose values replace the defaults of this section."""
     decoder_block: DecoderBlock = "llama"
+    """The family: llama, mistral, qwen3 or gemma3; with experts mixtral, qwen3_moe, gpt_oss, llama4
+    or deepseek."""
     base_emb_dim: PositiveInt = 64
+    """Width of the residual stream."""
     base_num_decoder_layers: NumLayers = 8
+    """Layers of the whole model."""
     base_num_query_heads: PositiveInt = 4
+    """Attention heads."""
     base_num_kv_heads: PositiveInt = 2
+    """Heads of keys and values; must divide `base_num_query_heads`; not deepseek."""
     base_mlp_dim: PositiveInt = 192
+    """Hidden width of the feed-forward block."""
     head_dim: PositiveInt = 16
+    """Width of one attention head; even; not deepseek."""
     vocab_size: PositiveInt = 320
+    """Rows of the embedding; at least the tokenizer's vocabulary (257 for bytes)."""
     normalization_layer_epsilon: PositiveFloat = 1e-5
+    """Added to the mean square in RMS norms."""
     rope_max_timescale: PositiveFloat = 10000.0
+    """Longest wavelength of rotary embeddings, in units of 2 pi tokens."""
     rope_type: Literal["default", "llama3.1", "yarn"] = "default"
+    """default; llama3.1: wavelengths beyond 8192 tokens are stretched; yarn: in deepseek and
+    gpt_oss."""
     llama31_rope_factor: PositiveFloat = 8.0
+    """With llama3.1, the factor by which they are stretched: 8 in Llama 3.1, 32 in 3.2."""
     logits_via_embedding: bool = True
+    """Use the embedding as output projection too; not deepseek."""
     use_qk_norm: bool = False
+    """Normalize every head of queries and keys: true in qwen3, qwen3_moe, gemma3; llama4: in layers
+    with rotary positions."""
     query_pre_attn_scalar: PositiveInt = 16
+    """In gemma3, scores are divided by its square root."""
     sliding_window_size: PositiveInt = 16
+    """In gemma3 and gpt_oss, the tokens that local layers see back to."""
     sliding_window_pattern: PositiveInt = 6
+    """In gemma3, one layer in so many is global, the last of them."""
     local_rope_max_timescale: PositiveFloat = 10000.0
+    """In gemma3, `rope_max_timescale` of local layers."""
     rope_linear_scaling_factor: PositiveFloat = 1.0
+    """In gemma3, the factor by which the wavelengths of global layers are stretched."""
     chunk_attn_window_size: PositiveInt = 8192
+    """In llama4, the tokens of a chunk, within which layers attend."""
     nope_layer_interval: PositiveInt = 4
+    """In llama4, one layer in so many attends to all tokens, without rotary positions."""
     temperature_tuning: bool = False
+    """In llama4, scores of these layers grow with the logarithm of the position."""
     dropout_rate: FractionBelowOne = 0.0
+    """Share of activations dropped."""
     dtype: FloatType = "bfloat16"
+    """The dtype of activations: bfloat16 or float32."""
     weight_dtype: FloatType = "float32"
+    """The dtype of weights, gradients and optimizer state: bfloat16 or float32."""
     quantization: Literal["", "fp8"] = ""
+    """The dtype of matrix products in attention and dense MLPs: fp8, or "" for `dtype`."""
     attention: Literal["auto", "dot_product", "splash", "cudnn", "pallas"] = "auto"
+    """dot_product, splash (TPU), cudnn or pallas (GPU), or auto: the fastest that runs."""
     num_vocab_tiling: PositiveInt = 1
+    """Chunks of the tokens, one after the other in the loss: fewer logits at a time."""
 
-    # Experts.
+
+class ExpertKeys(_Section):
+    """Experts: decoder_block mixtral, qwen3_moe, gpt_oss, llama4 and deepseek."""
+
     base_moe_mlp_dim: PositiveInt = 64
+    """Hidden width of one expert; where all layers have experts `base_mlp_dim` must be the same."""
     num_experts: PositiveInt = 1
+    """Experts of which a router chooses."""
     num_experts_per_tok: PositiveInt = 1
+    """How many of these a token is sent to."""
     load_balance_loss_weight: NonNegativeFloat = 0.0
+    """Factor of each layer's loss from an uneven load."""
     norm_topk_prob: bool = False
+    """Make the shares of a token's experts sum to 1: true in mixtral, gpt_oss."""
     interleave_moe_layer_step: PositiveInt = 1
+    """In llama4, one layer in so many has experts; a layer of the pipeline is as many layers."""
     megablox: Literal["auto"] | bool = "auto"
+    """Grouped matmul: true (TPU kernel), false (XLA's ragged dot), or auto: where it runs."""
     shard_exp_on_fsdp: bool = False
+    """Store whole experts on each device of fsdp, not a slice of every expert: for large fsdp."""
 
-    # Experts and latent attention of DeepSeek.
+
+class DeepseekKeys(_Section):
+    """Experts and latent attention: decoder_block deepseek; YaRN also gpt_oss."""
+
     first_num_dense_layers: NonNegativeInt = 0
+    """Layers without experts, before the others and before the pipeline."""
     shared_experts: NonNegativeInt = 0
+    """Experts that every token goes to."""
     routed_score_func: Literal["softmax", "sigmoid"] = "softmax"
+    """The function from router logits to scores: softmax or sigmoid."""
     routed_bias: bool = False
+    """A bias per expert, moved against its load, steers the choice."""
     routed_bias_update_rate: NonNegativeFloat = 1e-3
+    """How far such a bias moves in a step."""
     routed_scaling_factor: PositiveFloat = 1.0
+    """What the chosen experts' shares are multiplied by in the end."""
     n_routing_groups: PositiveInt = 1
+    """Groups of neighbouring experts; 1: none."""
     topk_routing_group: PositiveInt = 1
+    """Groups that a token may choose from."""
     group_score_experts: PositiveInt = 2
+    """By how many of its best experts a group is ranked: 1 in V2, 2 in V3."""
     q_lora_rank: NonNegativeInt = 0
+    """Width of compressed queries; 0: not compressed."""
     kv_lora_rank: PositiveInt = 32
+    """Width of compressed keys and values."""
     qk_nope_head_dim: PositiveInt = 16
+    """Channels of a query and key head without position."""
     qk_rope_head_dim: PositiveInt = 8
+    """Channels of a query and key head with position; even."""
     v_head_dim: PositiveInt = 16
+    """Channels of a value head."""
     rope_factor: PositiveFloat = 40.0
+    """With yarn, the factor by which sequences are longer than trained."""
     original_max_position_embeddings: PositiveInt = 4096
+    """With yarn, the tokens of the trained length."""
     beta_fast: PositiveFloat = 32.0
+    """With yarn, channels that turn more often within it stay as they are."""
     beta_slow: PositiveFloat = 1.0
+    """With yarn, channels that turn less often are stretched in full."""
     mscale: NonNegativeFloat = 1.0
+    """With yarn in deepseek, how much sharper attention becomes with `rope_factor`."""
 
-    # The data.
+
+class DataKeys(_Section):
+    """The data."""
+
     dataset_type: Literal["synthetic", "mixture"] | SourceType = "synthetic"
+    """What is read: synthetic (random tokens); text; jsonl (an object a line); parquet; arrow (IPC
+    files and streams, Feather); tokens (ids without text, as `jaxpipe tokenize` writes them);
+    mixture (several of these)."""
     data_files: Paths = ("builtin:sonnets",)
+    """One or a list of files, folders (all such files inside), builtins."""
     text_separator: Separator = "\n\n\n"
+    """In text, what stands between two documents of a file; "" for one a file."""
     text_field: Name = "text"
+    """In jsonl, parquet and arrow, the field or column that holds a document."""
     token_dtype: TokenType = "uint16"
+    """In tokens, the dtype of .bin files, little-endian: uint8, uint16, uint32, int32, int64."""
     token_eod: NonNegativeInt | None = None
+    """In tokens, the id that ends each document."""
     data_sources: Sources = ()
+    """In a mixture: [{type: jsonl, files: a.jsonl, weight: 0.7}, ...], with the keys above."""
     tokenizer_path: Name = ""
+    """A Hugging Face tokenizer.json, a sentencepiece .model; "" for bytes."""
     max_target_length: PositiveInt = 128
+    """Tokens in a row."""
     per_device_batch_size: PositiveFloat = 8.0
+    """Rows per device and call of the engine; may be a fraction if the total is whole."""
     enable_data_shuffling: bool = True
+    """A new order of rows every epoch."""
     data_shuffle_seed: Seed = 0
+    """The seed of that order, and of synthetic tokens."""
     packing: bool = True
+    """Fill rows with several documents; false: one document a row, cut or padded."""
     eval_files: Paths = ()
+    """What evaluation reads, as `data_files`; training does not."""
     eval_data_sources: Sources = ()
+    """What evaluation reads in a mixture, as `data_sources`; weights are not read."""
     eval_split_fraction: FractionBelowOne = 0.0
+    """Share of the documents that only evaluation reads."""
     eval_split_seed: Seed = 0
+    """The seed of the choice of these documents."""
 
-    # The optimizer.
+
+class OptimizerKeys(_Section):
+    """The optimizer (linear warmup, then down)."""
+
     optimizer: Name = "adamw"
+    """One of optax by name, as adamw, muon, adafactor, lion, sgd; or module:function of yours."""
     optimizer_arguments: Arguments = ()
+    """Arguments of that factory: {momentum: 0.9}; what other keys give is theirs."""
     learning_rate: NonNegativeFloat = 1e-3
+    """The peak."""
     learning_rate_schedule: LearningRateShape = "cosine"
+    """The way down from it: cosine, linear, constant, inverse_sqrt, or wsd."""
     warmup_steps_fraction: FractionBelowOne = 0.1
+    """Share of the schedule spent rising to the peak."""
     learning_rate_final_fraction: Fraction = 0.1
+    """Share of the peak left when the schedule ends."""
     learning_rate_schedule_steps: PositiveIntOrAuto = -1
+    """Length of the schedule; -1: `steps`."""
     adam_b1: FractionBelowOne = 0.9
+    """In adamw, and what muon leaves to it, the decay of the mean of gradients."""
     adam_b2: FractionBelowOne = 0.95
+    """There too, the decay of the mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
+    """There too, what is added to the root in the denominator."""
     adam_weight_decay: NonNegativeFloat = 0.1
+    """The decay in adamw, muon, lion and others with a mask: of matrices only."""
     weight_decay_exclude: Paths = ()
+    """Regular expressions; what they find in a matrix's name does not decay."""
     z_loss_multiplier: NonNegativeFloat = 0.0
+    """The factor in the loss of the mean squared logarithm of softmax's denominator."""
     gradient_accumulation_steps: PositiveInt = 1
+    """Calls of the engine in a step, each with all its microbatches."""
     gradient_clipping_threshold: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: no clipping."""
     max_gradient_norm: NonNegativeFloat = 0.0
+    """A step whose gradients have a larger norm is bad, as one with NaN; 0: any."""
     bad_step_policy: Literal["stop", "skip", "ignore"] = "stop"
+    """Stop the run, skip what the step would change, or ignore it."""
 
-    # Evaluation.
+
+class EvaluationKeys(_Section):
+    """Evaluation."""
+
     eval_interval: NonNegativeInt = 0
+    """Steps between two evaluations, forward only; one more after the last step; 0: none."""
     eval_steps: PositiveIntOrAuto = -1
+    """Batches of an evaluation; -1: all there are."""
     keep_best: NonNegativeInt = 0
+    """Checkpoints with the least `eval_loss` that stay, beside the newest `max_to_keep`."""
     sample_prompt: Text = ""
+    """Each evaluation prints how the model goes on behind this text; "": it does not."""
     sample_max_tokens: PositiveInt = 64
+    """The most tokens that follow it."""
     sample_temperature: NonNegativeFloat = 0.0
+    """What logits are divided by before a token is drawn; 0: the likeliest."""
 
-    # Chance.
+
+class SeedKeys(_Section):
+    """Chance."""
+
     init_weights_seed: Seed = 0
+    """The seed of the first weights."""
     init_from: Name = ""
+    """Take those from a folder: of a run, or of `jaxpipe convert`; "": from the seed."""
     enable_dropout: bool = True
+    """If false, there is no dropout even if `dropout_rate` is not 0."""
     dropout_seed: Seed = 0
+    """The seed of dropout masks."""
 
-    # The pipeline.
+
+class PipelineKeys(_Section):
+    """The pipeline."""
+
     pipeline_engine: Literal["none", "circular", "scheduled", "mpmd"] = "circular"
+    """circular; scheduled (also of a schedule alone) or mpmd, which run any schedule; or none."""
     pipeline_schedule: Name = "auto"
+    """With these two, a name of `jaxpipe schedule list`, a CSV, or auto: by costs."""
     pipeline_layout: Name = ""
+    """With these two, layers per stage, as in Et*3|t*4|t*4|t*3L; empty: all alike."""
     pipeline_vocab_parallel: bool = False
+    """In circular and scheduled, all ranks compute logits and loss, a slice of the vocabulary
+    each."""
     pipeline_parallel_layers: PositiveIntOrAuto = -1
+    """Layers in stages; the last others come after; -1: all but dense ones."""
     num_layers_per_pipeline_stage: PositiveInt = 1
+    """Consecutive layers in one stage."""
     num_pipeline_repeats: PositiveIntOrAuto = -1
+    """Stages per rank; -1: as many as the layers give."""
     num_pipeline_microbatches: PositiveIntOrAuto = -1
+    """Pieces of the batch; -1: one per rank, two with delay."""
     num_pipeline_slices: PositiveIntOrAuto = -1
+    """Pieces of each sequence, for seq1f1b; -1: 2 with it, else 1."""
     pipeline_delay_activation_forwarding: bool = False
+    """Hand on one tick later, to overlap with compute."""
     pipeline_fsdp_ag_once: bool = False
+    """Gather weights split over fsdp once per step, not in every tick."""
     pipeline_fsdp_ag_per_repeat: bool = False
+    """Gather them once per repeat, or visit of a stage, one ahead."""
     pipeline_fsdp_ag_per_layer: bool = False
+    """Gather a layer's when it runs, and again in its backward; so without these keys if a stage
+    has several layers."""
     scan_pipeline_iterations: bool = True
+    """The ticks of a repeat are a loop; false writes them out."""
     scan_pipeline_repeats: bool = True
+    """Repeats are a loop of the program; false writes them out."""
     scan_layers_per_stage: bool | PositiveInt = True
+    """Layers of a stage are a loop; false writes them out; 2: two in an iteration."""
     enable_nnx: bool | None = None
+    """Decoder of Flax modules: true (NNX), false (Linen); null: the model's functions."""
     pure_nnx_decoder: bool = False
+    """True exactly if `enable_nnx` is."""
     set_remat_policy_on_pipeline_iterations: bool = True
+    """`remat_policy` decides what of a tick is kept."""
     set_remat_policy_on_layers_per_stage: bool = False
+    """It decides what of each layer inside a stage is kept."""
     remat_policy: RematPolicy = "full"
+    """What is kept for the backward; the rest is computed again. From fast and large to slow and
+    small: none (keep everything), minimal_with_context, minimal, save_dot_with_context_except_mlp,
+    save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj, full (keep the input);
+    in the host's memory: minimal_offloaded, qkv_proj_offloaded; custom: as the tensors below
+    say."""
     decoder_layer_input: Location = "device"
+    """With `remat_policy=custom`, where this and the tensors below go: remat (compute again),
+    device (keep) or offload (keep, in host memory). This one enters a layer."""
     query_proj: Location = "remat"
+    """Queries, as attention takes them."""
     key_proj: Location = "remat"
+    """Keys, likewise."""
     value_proj: Location = "remat"
+    """Values."""
     context: Location = "remat"
+    """What attention returns, before the output projection."""
     out_proj: Location = "remat"
+    """The output projection of attention."""
     mlpwi_0: Location = "remat"
+    """The gate of an MLP, or of the experts for every token."""
     mlpwi_1: Location = "remat"
+    """What that gate is multiplied with."""
     mlpwo: Location = "remat"
+    """What an MLP adds."""
     mla_q: Location = "remat"
+    """Compressed queries of latent attention."""
     mla_kv: Location = "remat"
+    """Its compressed keys and values."""
     moe_mlpwi_0: Location = "remat"
+    """The gates of routed experts."""
     moe_mlpwi_1: Location = "remat"
+    """What those gates are multiplied with."""
     moe_mlpwo: Location = "remat"
+    """What routed experts return."""
 
-    # The devices.
+
+class DeviceKeys(_Section):
+    """The devices: sizes of the mesh axes inside a slice (ici) and across slices (dcn)."""
+
     ici_data_parallelism: PositiveIntOrAuto = 1
+    """Copies of the weights."""
     ici_pipeline_parallelism: PositiveIntOrAuto = 1
+    """Ranks of the pipeline, mesh axis `stage`."""
     ici_fsdp_parallelism: PositiveIntOrAuto = -1
+    """Shards of weights and batch. One ici size may be -1: it takes the devices that the others
+    leave."""
     ici_tensor_parallelism: PositiveIntOrAuto = 1
+    """Shards of heads and hidden widths."""
     ici_expert_parallelism: PositiveIntOrAuto = 1
+    """Shards of experts."""
     ici_context_parallelism: PositiveIntOrAuto = 1
+    """Shards of the sequence."""
     dcn_data_parallelism: PositiveInt = 1
+    """Copies of the weights."""
     dcn_pipeline_parallelism: PositiveInt = 1
+    """Ranks of the pipeline."""
     dcn_fsdp_parallelism: PositiveInt = 1
+    """Shards of weights and batch."""
     dcn_tensor_parallelism: PositiveInt = 1
+    """Shards of heads and hidden widths."""
     dcn_expert_parallelism: PositiveInt = 1
+    """Shards of experts."""
     dcn_context_parallelism: PositiveInt = 1
+    """Shards of the sequence."""
     logical_axis_rules: AxisRules | None = None
+    """[[logical axis, mesh axis or list or null], ...]; null: the default rules."""
     shard_mode: Literal["auto", "explicit"] = "auto"
+    """auto, or explicit: data, stage and fsdp are part of every array's type."""
     shard_optimizer_over_data: bool = False
+    """ZeRO-1: Adam's moments and gradients are split over data too."""
     reduce_dtype: FloatType = "float32"
+    """The dtype in which a pipeline sums layers' gradients over fsdp and data; bfloat16 halves the
+    bytes."""
     debug_sharding: bool = False
+    """Print how every weight is split."""
     compile_xla_flags: Name = ""
+    """XLA's options for the step: --xla_a=true --xla_b=2."""
     compile_default_flags: Literal["all", "quick", "none"] = "all"
+    """Which of jaxpipe's own flags: all, quick (compilation is no slower) or none."""
     emulate_devices: NumDevices = 0
+    """Run every process on this many emulated CPU devices; 0: the real ones."""
     distributed: bool = False
+    """One of several processes, started by SLURM, Kubernetes, Open MPI or a TPU pod."""
     deterministic: bool = False
+    """XLA takes kernels alone that give the same bits in every run."""
     step_timeout_minutes: Minutes = 30.0
+    """With several processes: all end if none goes on for so long; 0: never."""
     mpmd_timeout_seconds: Seconds = 300.0
+    """With several processes: after how long a step of mpmd is stuck."""
     mpmd_trace_step: NonNegativeInt = 0
+    """Write what ran when in this step, and what the schedule predicts; 0: none."""
 
-    # Checkpoints and reports.
+
+class ReportKeys(_Section):
+    """Checkpoints and reports."""
+
     enable_checkpointing: bool = True
+    """Save, and resume from the newest checkpoint of this run."""
     checkpoint_period: PositiveInt = 100
+    """Steps between two checkpoints."""
     checkpoint_minutes: Minutes = 0.0
+    """The longest time without a checkpoint; 0: any."""
     async_checkpointing: bool = True
+    """Write them while training goes on."""
     max_to_keep: PositiveInt = 3
+    """Newest checkpoints kept."""
     begin_anew: bool = False
+    """If all checkpoints are gone: begin at step 1, and keep the old metrics aside."""
     allow_unverified: bool = False
+    """Go on also from a checkpoint without digests, or with edited metrics."""
     allow_data_change: bool = False
+    """Go on also with other data, another batch or packing."""
     allow_learning_rate_change: bool = False
+    """Go on also if the learning rate jumps because `steps` changed."""
     enable_tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
     trackers: Paths = ()
+    """What else is told all metrics: wandb, mlflow, trackio, or module:function of yours."""
     tracker_project: Name = "jaxpipe"
+    """The project or experiment there."""
     enable_wandb: bool = False
+    """Tell wandb, as if `trackers` had it."""
     peak_tflops_per_device: NonNegativeFloat = 0.0
+    """For `mfu`, in 1e12 operations a second; 0: as the device is known."""
     enable_progress_bar: Literal["auto"] | bool = "auto"
+    """true, false, or auto: a bar on a terminal, lines elsewhere."""
     profile_steps: Name = ""
+    """10:12 writes a profile of these steps into the run's folder, for xprof."""
     jax_cache_dir: Name = "auto"
+    """Folder of compiled programs, for the next start; "": none; auto: the user's."""
+
+
+class ConfigKeys(
+    ReportKeys,
+    DeviceKeys,
+    PipelineKeys,
+    SeedKeys,
+    EvaluationKeys,
+    OptimizerKeys,
+    DataKeys,
+    DeepseekKeys,
+    ExpertKeys,
+    ModelKeys,
+    RunKeys,
+):
+    """The keys by themselves; `Config` adds the checks across keys."""
+
+
+SECTIONS: tuple[type[BaseModel], ...] = (
+    RunKeys,
+    ModelKeys,
+    ExpertKeys,
+    DeepseekKeys,
+    DataKeys,
+    OptimizerKeys,
+    EvaluationKeys,
+    SeedKeys,
+    PipelineKeys,
+    DeviceKeys,
+    ReportKeys,
+)
+"""The sections in order; Pydantic takes fields from the last base first."""

@@ -1,8 +1,8 @@
-"""Merges a config from many sources; from weak to strong: base.yml, preset, files, overrides."""
+"""Merges a config from many sources; from weak to strong: defaults, preset, files, overrides."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib import resources
+from functools import cache
 from os import PathLike, fspath
 from typing import Any
 
@@ -10,13 +10,19 @@ from pydantic import ValidationError
 
 from ..._input import read_text, short_repr, shorten
 from ._config import Config
+from ._keys import SECTIONS
 from ._maxtext_keys import SAME_KEYS, maxtext_advice
-from ._yaml import MAX_YAML_BYTES, load_yaml
+from ._yaml import MAX_YAML_BYTES, load_yaml, to_yaml
 
 ConfigValues = dict[str, Any]
 
 _TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annotation is str}
 """Keys whose value is text even if it looks like a number, as in `run_name=7`."""
+
+_HEAD = """\
+# Every key of a training run with its default. Override them in a YAML file of your own or as
+# `key=value` on the command line. From weak to strong: this file, the preset that `model_name`
+# names, your files in the order given, the command line."""
 
 _MAX_PROBLEMS = 8
 """The most problems that one error lists, one line each."""
@@ -28,10 +34,10 @@ def load_config(
     *,
     presets: Mapping[str, Mapping[str, Any]],
 ) -> Config:
-    """Loads a config from base.yml, a model's preset, files and overrides.
+    """Loads a config from the defaults, a model's preset, files and overrides.
 
-    From weak to strong: base.yml, the preset that `model_name` names (which may itself come from a
-    file or an override), the files in order, the overrides in order.
+    From weak to strong: the defaults, the preset that `model_name` names (which may itself come
+    from a file or an override), the files in order, the overrides in order.
 
     Args:
         files: YAML files, each a mapping from keys to values.
@@ -49,19 +55,35 @@ def load_config(
         >>> load_config([], ["steps=3"], presets={"llama-tiny": {}}).steps
         3
     """
-    base = parse_yaml(base_yaml(), "base.yml")
-    del base["pipeline_engine"]  # which a schedule chooses if nothing else does
     sources = [(fspath(file), _read_yaml(fspath(file))) for file in files]
     sources += [("the command line", parse_override(text)) for text in overrides]
 
-    name = _merged([("base.yml", base), *sources])["model_name"]
+    name = _merged(sources).get("model_name", Config.model_fields["model_name"].default)
     preset = _preset(name, presets)
-    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *sources])
+    return _validated([(f"the preset {name!r}", preset), *sources])
 
 
-def base_yaml() -> str:
-    """Returns the text of base.yml: every key, its default and its meaning."""
-    return resources.files("jaxpipe.train.config").joinpath("base.yml").read_text(encoding="utf-8")
+@cache
+def key_defaults() -> ConfigValues:
+    """Returns the default of every key, as a file would give it."""
+    return Config().model_dump(mode="json")
+
+
+def key_meanings() -> dict[str, str]:
+    """Returns one line for every key that says what it means."""
+    fields = Config.model_fields.items()
+    return {key: " ".join((field.description or "").split()) for key, field in fields}
+
+
+def defaults_yaml() -> str:
+    """Returns a YAML file of every key with its default and its meaning, in sections."""
+    defaults, meanings = key_defaults(), key_meanings()
+    lines = [_HEAD]
+    for section in SECTIONS:
+        lines += ["", f"# --- {(section.__doc__ or '').rstrip('.')} ---"]
+        keys = section.model_fields
+        lines += [f"{key}: {to_yaml(defaults[key])}  # {meanings[key]}" for key in keys]
+    return "\n".join(lines) + "\n"
 
 
 def parse_override(text: str) -> ConfigValues:

@@ -5,6 +5,7 @@ It follows YAML 1.1 where common configs rely on it (`yes`, `1_000`), and not wh
 and a key that is given twice is an error.
 """
 
+import json
 import re
 from collections.abc import Collection
 from typing import Any
@@ -47,6 +48,18 @@ def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any
         raise ValueError(f"{source} is not valid YAML: {_describe_syntax_error(error)}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from None
+
+
+def to_yaml(value: Any) -> str:
+    """Formats plain data as one line that `load_yaml` reads back.
+
+    Example:
+        >>> to_yaml("auto"), to_yaml("1"), to_yaml([1e-5, None])
+        ('auto', '"1"', '[1e-05, null]')
+    """
+    if isinstance(value, str) and re.fullmatch(r"\w[\w./:-]*", value):
+        return value if load_yaml(value, "a value") == value else json.dumps(value)
+    return json.dumps(value)
 
 
 class _Loader(yaml.SafeLoader):

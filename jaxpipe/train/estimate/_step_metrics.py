@@ -6,8 +6,8 @@ from typing import Any
 
 from ... import models
 from ...devices import find_peak_tflops
-from ...models import ModelConfig
 from ..plan._devices import BatchPlan
+from ..plan._weight_plan import WeightPlan
 
 
 def peak_tflops(device: Any, given: float) -> float | None:
@@ -33,10 +33,14 @@ class StepWork:
     peak_tflops: float | None
 
 
-def step_work(sizes: ModelConfig, batch: BatchPlan, given_tflops: float = 0.0) -> StepWork:
+def step_work(weights: WeightPlan, batch: BatchPlan, given_tflops: float = 0.0) -> StepWork:
     """Counts what a step computes."""
     mesh = batch.devices.mesh
-    flops = models.matmul_flops_per_token(sizes, batch.length) * batch.num_rows * batch.length
+    flops = (
+        batch.num_rows
+        * batch.length
+        * models.matmul_flops_per_token(weights.sizes, weights.abstract_unstacked, batch.length)
+    )
     peak = peak_tflops(mesh.devices.flat[0], given_tflops)
     return StepWork(flops, batch.num_tokens, mesh.size, peak)
 

@@ -176,7 +176,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             state,
             done,
             run.data.training,
-            work=step_work(setup.state.weights.sizes, setup.batch, config.peak_tflops_per_device),
+            work=step_work(setup.state.weights, setup.batch, config.peak_tflops_per_device),
             write_trace=partial(_write_trace, run.folder),
             save=_make_save(run, checkpoints, by_time) if checkpoints else None,
             before=before,

@@ -3,7 +3,6 @@
 All other keys are passed on to the run.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,11 +18,19 @@ from ...cost.work import (
     LatentAttention,
     ModelWork,
     backward_products,
+    flops_per_token,
     transformer,
 )
 from ...engines import CONFIG_ENGINES, usual_engine
 from ...kernels import LARGEST_STORED, for_heads_up_to
-from ...models import MODEL_FAMILIES, PRESETS, DeepseekConfig, ModelConfig, num_parameters
+from ...models import (
+    MODEL_FAMILIES,
+    PRESETS,
+    DeepseekConfig,
+    ModelConfig,
+    matmul_flops_per_token,
+    num_parameters,
+)
 from ...models.weights import is_weight
 from ...planner import (
     OFFLOAD_INPUTS,
@@ -40,6 +47,7 @@ from ...sharding.layout import parse_layout
 from ..config._config import Config, engines_that_read, keys_unread_by
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import load_config
+from ..config._yaml import to_yaml
 from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
@@ -243,7 +251,7 @@ def _checked(values: Values, fixed: Values, engines: tuple[str, ...]) -> Config:
     if usual_engine(None).config_name not in engines and engines:
         values["pipeline_engine"] = engines[0]
     values["remat_policy"] = fixed.get("policy", "full").replace(OFFLOAD_INPUTS, "full")
-    pairs = [f"{key}={_yaml(value)}" for key, value in values.items()]
+    pairs = [f"{key}={to_yaml(value)}" for key, value in values.items()]
     config = load_config([], pairs, presets=PRESETS)
     _check_planned(config)
     return config.model_copy(update={"pipeline_parallel_layers": num_pipelined})
@@ -263,11 +271,6 @@ def _check_planned(config: Config) -> None:
             f"`quantization` is {config.quantization!r}, and the planner knows neither time nor "
             "memory of its products. Plan without it, or compare by `jaxpipe compile`."
         )
-
-
-def _yaml(value: Any) -> str:
-    """Returns a value as YAML on one line."""
-    return json.dumps(value)
 
 
 def _fixed(settings: Mapping[str, Any], num_slices: int) -> tuple[Values, set[str]]:
@@ -353,12 +356,30 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], model: ModelPlan) -> Mode
         latent=latent,
         experts=experts,
     )
+    _check_work(work, sizes, weights)
     itemsize = float(jnp.dtype(model.dtype).itemsize)
     layers = (
         replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
         for layer in work.layers
     )
     return _with_counts(replace(work, layers=tuple(layers)), weights)
+
+
+def _check_work(work: ModelWork, sizes: ModelConfig, weights: dict[str, Any]) -> None:
+    """Checks that the planner's description of a family's layers has the products of its weights.
+
+    The description restates them by arithmetic, and a plan of another model would be silent.
+    """
+    length = 512
+    described = flops_per_token(work, length)
+    counted = matmul_flops_per_token(sizes, weights, length)
+    if not math.isclose(described, counted, rel_tol=1e-6):
+        raise ValueError(
+            f"The planner counts {described:,.0f} operations a token for a model of "
+            f"{type(sizes).__name__}, whose weights make {counted:,.0f}: it does not know its "
+            "layers. Describe them in `_work` and `planned_model`, or compare layouts by "
+            "`jaxpipe compile`."
+        )
 
 
 def _with_counts(work: ModelWork, weights: dict[str, Any]) -> ModelWork:

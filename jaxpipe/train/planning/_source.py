@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NoReturn
 
 from ...kernels import for_heads_up_to
@@ -10,9 +9,9 @@ from ...models import PRESETS
 from ...planner import OFFLOAD_INPUTS, PreparedPipeline, StepLayout, Values
 from ...sharding import AXES
 from ...xla.compile_report import CompileReport
+from ..config import key_defaults
 from ..config._config import Config
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
-from ..config._load import base_yaml, parse_yaml
 from ..plan._from_config import set_up
 from ..plan._setup import StepPlan
 from ..step._aot import check_single_program
@@ -117,14 +116,9 @@ def _mesh(candidate: StepLayout, num_slices: int) -> Values:
 
 def _base_values(values: Mapping[str, Any]) -> Values:
     """Returns the values of all keys: defaults, the model's preset, and those given."""
-    base = _base()
+    base = key_defaults()
     preset = PRESETS[values.get("model_name", base["model_name"])]
     return {**base, **preset, **values}
-
-
-@cache
-def _base() -> Values:
-    return parse_yaml(base_yaml(), "base.yml")
 
 
 def _layout_text(counts: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from ._aot import compile_train_step
 
 def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
     """Compiles the step that `train` runs."""
-    work = step_work(plan.state.weights.sizes, plan.batch)
+    work = step_work(plan.state.weights, plan.batch)
     for attention in plan.model.attentions:
         attention.check_compiles()
     started = time.perf_counter()
