@@ -157,6 +157,8 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     layers = n * (candidate.chunks + candidate.copies)
     stored, whole = layers * on_mesh.stored_layer, layers * on_mesh.layer
     of, of_boundary, pipelines = model.of_layers, model.of_boundary, candidate.engine.pipelines
+    if not pipelines:  # XLA casts what a layer casts before it gathers it, and before the loop
+        of = of._replace(read=model.gathered_bytes)
     weights = of.weight * stored + of_boundary.weight * on_mesh.stored_boundary
     of_layer, of_others = model.state_of_layer, model.state_of_boundary
     updated = n * candidate.chunks * on_mesh.stored_layer  # copies are not updated
@@ -201,7 +203,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         head_read=of_boundary.read * reads_head,
         outer_read=of_boundary.read * outer,
         outer_residuals=model.num_outer * (activation + kept),
-        kept_read=model.gathered_bytes * whole * keeps_gathered,
+        kept_read=of.read * whole * keeps_gathered,
     )
 
 

@@ -176,7 +176,7 @@ def circular_value_and_grad(
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        options: Of which this engine reads `forwarding_delay`, `vocab_parallel` and the two scans;
+        options: This engine reads `forwarding_delay`, `vocab_parallel` and the two scans of them;
             `gather` says the others.
 
     Returns:

@@ -59,7 +59,7 @@ def scheduled_value_and_grad(
             one such change ahead.
         boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
             gathered once, whatever its `when`.
-        options: Of which this engine reads `vocab_parallel`; `gather` says the others.
+        options: This engine reads `vocab_parallel` of them; `gather` says the others.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
