@@ -290,7 +290,14 @@ def row_report(
     known = [_without_zeros(state, num_blocks) for state in states if state is not None]
     x_dims, reason_of_x = _dims_of_x(known)
     functions = tuple(verdicts.values())
-    return RowReport(functions, whole_rows, num_shards, is_divided, x_dims, reason_of_x)
+    return RowReport(
+        functions=functions,
+        num_rows=whole_rows,
+        num_shards=num_shards,
+        is_divided=is_divided,
+        x_dims=x_dims,
+        reason_of_x=reason_of_x,
+    )
 
 
 def _without_zeros(x: Activations, num_blocks: int) -> Activations:

@@ -3,7 +3,6 @@
 from ..schedules import Schedule as _Schedule
 from ..spmd import NO_OPTIONS as NO_OPTIONS
 from ..spmd import EngineOptions as EngineOptions
-from ._accumulation import gradient_accumulation as gradient_accumulation
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine

@@ -41,8 +41,6 @@ def gradient_accumulation(
         The same function, of `batch_inputs` whose leaves are [A * M, ...]. Its arrays are
         [A * M, ...] too.
     """
-    if num_steps == 1:
-        return f
 
     def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
         def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -87,7 +85,7 @@ def unrolled_gradient_accumulation(
         first, *others = (x.astype(accum_dtype(x)) for x in terms)
         return sum(others, start=first).astype(terms[0].dtype)
 
-    return run if num_steps > 1 else f
+    return run
 
 
 def with_calls(engine: Engine) -> Engine:
@@ -97,6 +95,9 @@ def with_calls(engine: Engine) -> Engine:
         def run_calls(
             plan: PipelineSpec, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
+            if plan.num_calls == 1:
+                return run(plan, model, weights, inputs, keys)
+
             def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
                 result = run(plan, model, weights, inputs, keys)
                 (loss, metrics), grads = result if has_grads else (result, {})

@@ -177,13 +177,15 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
         kept, gradients, work, logits = every, 0.0, 0.0, sizes.loss
         gathered += boundary  # which are freed after it
     return PeakMemory(
-        sizes.weights,
-        sizes.optimizer,
-        gradients + head,
-        gathered,
-        kept + buffers.activations * sizes.activation + embedded * sizes.outer_residuals,
-        logits,
-        work,
+        weights=sizes.weights,
+        optimizer=sizes.optimizer,
+        gradients=gradients + head,
+        gathered=gathered,
+        activations=kept
+        + buffers.activations * sizes.activation
+        + embedded * sizes.outer_residuals,
+        logits=logits,
+        buffers=work,
     )
 
 

@@ -194,13 +194,13 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
     else:
         loss = 0.0
     return PeakMemory(
-        sizes.weights,
-        sizes.optimizer,
-        gradients + boundary_grads,
-        gathered + boundary,
-        residuals + other_activations(buffers, sizes),
-        loss,
-        work,
+        weights=sizes.weights,
+        optimizer=sizes.optimizer,
+        gradients=gradients + boundary_grads,
+        gathered=gathered + boundary,
+        activations=residuals + other_activations(buffers, sizes),
+        logits=loss,
+        buffers=work,
     )
 
 

@@ -242,7 +242,15 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
         gradients, cast, work, logits = gradients + ends, cast + sizes.head_read, 0.0, 0.0
     else:
         cast, work, logits = cast + sizes.head_read, 0.0, sizes.loss
-    return PeakMemory(sizes.weights, sizes.optimizer, gradients, cast, activations, logits, work)
+    return PeakMemory(
+        weights=sizes.weights,
+        optimizer=sizes.optimizer,
+        gradients=gradients,
+        gathered=cast,
+        activations=activations,
+        logits=logits,
+        buffers=work,
+    )
 
 
 UNPIPELINED = Engine(

@@ -124,7 +124,16 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         return with_values(params, outer, stack)
 
     outer = _shapes_of(_by_name(params, [where(params)]))
-    return CutModule(run, split, join, outer, _shapes_of(stack), names, takes_key, vmap)
+    return CutModule(
+        run=run,
+        split=split,
+        join=join,
+        outer=outer,
+        layers=_shapes_of(stack),
+        names=names,
+        takes_key=takes_key,
+        by_row=vmap,
+    )
 
 
 def _cut(
@@ -208,14 +217,14 @@ def _cut(
         name = "layers" if len(targets) == 1 else f"layers[{n}]"
         layer_names += [name] if is_module[n] else [f"{name}[{i}]" for i in range(len(target))]
     return CutModule(
-        run,
-        split,
-        join,
-        _shapes_of(outer),
-        _shapes_of(layers),
-        layer_names,
-        takes_key,
-        vmap,
+        run=run,
+        split=split,
+        join=join,
+        outer=_shapes_of(outer),
+        layers=_shapes_of(layers),
+        names=layer_names,
+        takes_key=takes_key,
+        by_row=vmap,
         by_calls=by_calls or any(is_module),
     )
 

@@ -344,7 +344,14 @@ def _summarize(
     shapes = {part.tensor: part.shape for slices in parts.values() for part in slices}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     files = {x.file for x in tensors.values()}
-    return ConversionSummary(block, count, len(shapes), len(files), dtype, tuple(carried))
+    return ConversionSummary(
+        decoder_block=block,
+        num_parameters=count,
+        num_tensors=len(shapes),
+        num_files=len(files),
+        dtype=dtype,
+        carried=tuple(carried),
+    )
 
 
 def _layer_sort_key(name: str) -> list[Any]:

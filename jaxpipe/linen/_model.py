@@ -141,7 +141,15 @@ def _cut(
     outer, layer_params = jax.tree.map(_shape_of, split(variables))
     run = _run_with_hooks(apply, params_of, paths, factors, constants, has_streams)
     names = ["/".join(path) for path in paths]
-    return CutModule(run, split, join, outer, layer_params, names, has_streams)
+    return CutModule(
+        run=run,
+        split=split,
+        join=join,
+        outer=outer,
+        layers=layer_params,
+        names=names,
+        takes_key=has_streams,
+    )
 
 
 def _paths_by_calls(flat: dict[Path, Any], layers: Sequence[Any]) -> list[Path]:
@@ -330,7 +338,13 @@ def _cut_at_scan(
 
     names = [f"{name}[{i}]" for i in range(count)]
     return CutModule(
-        run, split_stack, lambda outer, stack: join(outer, [stack]), {}, stack, names, False
+        run=run,
+        split=split_stack,
+        join=lambda outer, stack: join(outer, [stack]),
+        outer={},
+        layers=stack,
+        names=names,
+        takes_key=False,
     )
 
 
@@ -368,7 +382,17 @@ def _interceptor(
         # A layer may read its name. Flax folds it into random streams, which have layers' own keys.
         static += [] if has_streams else [context.module.name]
         named = {name: named_value(value) for name, value in settings.items() if name}
-        return hook(LayerCall(index, args, kwargs, run_layer, static, sown, lambda: named))
+        return hook(
+            LayerCall(
+                index=index,
+                args=args,
+                kwargs=kwargs,
+                run=run_layer,
+                static=static,
+                sown=sown,
+                attributes=lambda: named,
+            )
+        )
 
     return intercept
 

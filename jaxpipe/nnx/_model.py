@@ -202,13 +202,13 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
         for path in paths
     ]
     return CutModule(
-        run,
-        split,
-        join,
-        of_outer,
-        of_layers,
-        names,
-        any(has_streams),
+        run=run,
+        split=split,
+        join=join,
+        outer=of_outer,
+        layers=of_layers,
+        names=names,
+        takes_key=any(has_streams),
         shared=frozenset(names_of_shared),
         by_calls=by_calls or _is_module(_attribute(module, layers[0])[1]),
     )

@@ -48,7 +48,15 @@ def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
 
     has_streams = any(isinstance(v, nnx.RngKey) for v in kept.values())
     names = [f"{layers}[{i}]" for i in range(count)]
-    return CutModule(run, split, join, outer, stack, names, has_streams)
+    return CutModule(
+        run=run,
+        split=split,
+        join=join,
+        outer=outer,
+        layers=stack,
+        names=names,
+        takes_key=has_streams,
+    )
 
 
 def _check_unchanged(before: dict[str, Any], after: dict[str, Any], stack: str) -> None:

@@ -134,7 +134,14 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
         shape, fits = sizes, len(sizes) == row.torus_axes
     if not fits or 0 in shape:
         raise ValueError(_no_devices(name, num_slices))
-    return Devices(name, generation, shape, num_slices, row.memory_bytes, row.is_gpu)
+    return Devices(
+        name=name,
+        generation=generation,
+        shape=shape,
+        num_slices=num_slices,
+        memory_bytes=row.memory_bytes,
+        is_gpu=row.is_gpu,
+    )
 
 
 def _devices_here() -> Devices:
@@ -150,7 +157,15 @@ def _devices_here() -> Devices:
     if row is None:
         memory = host_bytes() // count
         return Devices("here", "cpu", shape, 1, memory, is_gpu=True, are_here=True)
-    return Devices("here", row.kind, shape, 1, row.memory_bytes, row.is_gpu, are_here=True)
+    return Devices(
+        name="here",
+        generation=row.kind,
+        shape=shape,
+        num_slices=1,
+        memory_bytes=row.memory_bytes,
+        is_gpu=row.is_gpu,
+        are_here=True,
+    )
 
 
 def _no_devices(name: str, num_slices: int) -> str:
@@ -275,7 +290,14 @@ def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
     if devices.is_gpu:
         per_host = devices.devices_per_host
         return [
-            AbsentDevice(i, "gpu", kind, i // per_host, (), None)
+            AbsentDevice(
+                id=i,
+                platform="gpu",
+                device_kind=kind,
+                process_index=i // per_host,
+                coords=(),
+                slice_index=None,
+            )
             for i in range(devices.num_devices)
         ]
     dims = (*devices.shape, 1)[:3]
@@ -287,5 +309,15 @@ def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
                 index = len(absent)
                 host = index // row.devices_per_host
                 slice_index = part if devices.num_slices > 1 else None
-                absent.append(AbsentDevice(index, "tpu", kind, host, (x, y, z), slice_index, core))
+                absent.append(
+                    AbsentDevice(
+                        id=index,
+                        platform="tpu",
+                        device_kind=kind,
+                        process_index=host,
+                        coords=(x, y, z),
+                        slice_index=slice_index,
+                        core_on_chip=core,
+                    )
+                )
     return absent

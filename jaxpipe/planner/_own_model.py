@@ -232,9 +232,28 @@ def own_request(
         hidden=planned.hidden,
     )
     num_layers = _num_layers(model, work)
-    source = OwnSource(model, params, example, num_layers, options, devices.num_slices, make)
+    source = OwnSource(
+        model=model,
+        params=params,
+        example=example,
+        num_layers=num_layers,
+        options=options,
+        num_slices=devices.num_slices,
+        make=make,
+    )
     limit = devices.usable_bytes(memory_gb)
-    return Request(devices, rows, tokens, limit, planned, work, source, space, 0, 0)
+    return Request(
+        devices=devices,
+        batch=rows,
+        sequence=tokens,
+        limit=limit,
+        model=planned,
+        work=work,
+        source=source,
+        space=space,
+        before=0,
+        after=0,
+    )
 
 
 def _made(made: Any) -> tuple[Model, PyTree]:
@@ -469,7 +488,7 @@ def _trace_layer(
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
     past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
-    return _TracedLayer(work, own, kept, wgrad, live, past)
+    return _TracedLayer(work=work, weights=own, kept=kept, wgrad=wgrad, live=live, past=past)
 
 
 def _past_bytes(layer: Callable, weights: PyTree, arguments: tuple[PyTree, ...]) -> int:

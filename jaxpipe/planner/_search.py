@@ -92,13 +92,13 @@ def search(request: Request, num_plans: int) -> BestPlans:
     plain = next((plan for plan in plans if is_plain(plan.candidate)), None)
     too_large = min(finals.too_large, key=lambda pair: pair[1].total, default=None)
     return BestPlans(
-        simplest_first(_unlike(plans), num_plans),
-        len(every.layouts),
-        None if plans else too_large or every.leanest(),
-        every.beyond(),
-        tuple(finals.refused),
-        plain,
-        None if plain else plains.leanest(),
+        plans=simplest_first(_unlike(plans), num_plans),
+        num_candidates=len(every.layouts),
+        leanest=None if plans else too_large or every.leanest(),
+        beyond=every.beyond(),
+        refused=tuple(finals.refused),
+        plain=plain,
+        leanest_plain=None if plain else plains.leanest(),
     )
 
 

@@ -90,7 +90,14 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
     attention = reduce(_both, attentions) if attentions else None
     moved, kernels = fused_work(to_graph(closed, prints=True))
     gathered /= tokens
-    return RowWork(tuple(products), attention, moved / tokens, kernels, gathered, itemsize)
+    return RowWork(
+        products=tuple(products),
+        attention=attention,
+        moved_bytes=moved / tokens,
+        num_kernels=kernels,
+        gathered_bytes=gathered,
+        itemsize=itemsize,
+    )
 
 
 def _gathered_bytes(eqn: Any) -> float:

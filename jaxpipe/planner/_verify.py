@@ -67,10 +67,10 @@ def verify(plan: Plan, request: Request) -> VerifiedPlan:
     report = request.source.compile(plan.settings, request.batch, devices)
     compiled_time = report.step_time
     return VerifiedPlan(
-        plan,
-        report.memory.peak_bytes,
-        None if compiled_time is None else compiled_time.seconds,
-        None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
-        time.perf_counter() - started,
-        "a roofline of its program" if device_hardware(target).is_gpu else VerifiedPlan.judge,
+        plan=plan,
+        peak_bytes=report.memory.peak_bytes,
+        step_seconds=None if compiled_time is None else compiled_time.seconds,
+        busy_seconds=None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
+        compile_seconds=time.perf_counter() - started,
+        judge="a roofline of its program" if device_hardware(target).is_gpu else VerifiedPlan.judge,
     )

@@ -22,16 +22,16 @@ from .weight_gather import Gather
 
 
 def on_parts(
-    f: Callable[[StagedModel], Callable],
+    f: Callable[..., Any],
     model: StagedModel,
     mesh: Mesh | None,
     gather: Gather,
     boundary_gather: Gather,
     out_dims: Any,
 ) -> Callable:
-    """Returns a function of whole arrays that runs `f(model)` on all ranks.
+    """Returns a function of whole arrays that runs `f` on all ranks.
 
-    `f(model)(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the
+    `f(model, stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the
     groups "embed" and "head" of `weights`. Each rank has the constants of `weights`, if there are
     any, whole. The function returned is `(weights, batch_inputs, keys) -> ...`.
     """
@@ -46,7 +46,7 @@ def on_parts(
     def run_rank(
         stages: PyTree, boundary: PyTree, batch_inputs: PyTree, keys: PyTree, constants: PyTree
     ) -> Any:
-        return f(model.with_constants(constants))(stages, boundary, batch_inputs, keys)
+        return f(model.with_constants(constants), stages, boundary, batch_inputs, keys)
 
     run = on_ranks(run_rank, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
 

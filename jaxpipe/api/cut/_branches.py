@@ -232,12 +232,12 @@ class BranchParts(HookParts):
         needs[last] |= {i for i in _read_from(last - 1, needs, range(last - 1)) if i < last - 2}
         read_at = [*(set(of_layer.values()) for of_layer in slots), set[int]()]
         return _Live(
-            tuple(_read_from(i, needs, range(i)) for i in range(last + 1)),
-            tuple(_read_from(i, read_at, range(len(sources))) for i in range(last + 1)),
-            tuple(sources),
-            tuple(slots),
-            frozenset(shared),
-            any(read.reads_extras for *_, read in of_arguments),
+            outputs=tuple(_read_from(i, needs, range(i)) for i in range(last + 1)),
+            carried=tuple(_read_from(i, read_at, range(len(sources))) for i in range(last + 1)),
+            sources=tuple(sources),
+            slots=tuple(slots),
+            shared=frozenset(shared),
+            reads_extras=any(read.reads_extras for *_, read in of_arguments),
         )
 
     def _check_no_key(self, read: Read, index: int) -> None:

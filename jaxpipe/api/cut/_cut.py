@@ -109,12 +109,12 @@ def cut_model(
 
     has_kinds = len(names) > 1
     model = Model(
-        ModelFunction(embed, keyed[0]),
-        {name: layer(kind) for kind, name in enumerate(names)} if has_kinds else layer(0),
-        ModelFunction(loss_of, keyed[-2]),
-        tied,
-        to_groups,
-        from_groups,
+        embed=ModelFunction(embed, keyed[0]),
+        layer={name: layer(kind) for kind, name in enumerate(names)} if has_kinds else layer(0),
+        loss=ModelFunction(loss_of, keyed[-2]),
+        tied=tied,
+        to_groups=to_groups,
+        from_groups=from_groups,
         shared=bool(cut.shared),
         output=ModelFunction(output_of, keyed[-1]),
         plain=plain,

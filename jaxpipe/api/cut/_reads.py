@@ -79,7 +79,14 @@ def find_reads(call: Callable[..., Any], outer: Any, row: Any, key: Any, results
     twice = _draws_twice(closed, keys, ends[-1])
     num_x = len(jax.tree.leaves(calls[0][1].x)) if calls else 0
     order = [index for index, _ in calls]
-    return Reads(order, leaves, num_x, of_layers, reads[ends[-1] :], twice)
+    return Reads(
+        order=order,
+        leaves=leaves,
+        num_x=num_x,
+        of_layers=of_layers,
+        of_output=reads[ends[-1] :],
+        draws_twice=twice,
+    )
 
 
 def _read(outer: dict[str, Any], row: PyTree, key: Any, results: list[Any]) -> Read:

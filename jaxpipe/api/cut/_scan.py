@@ -175,7 +175,9 @@ class ScanParts(Parts):
         first, count = (len(jax.tree.leaves(tree)) for tree in given[:2])
         stack = closed.jaxpr.invars[first : first + count]
         at = self.find_scan(closed, stack)
-        call = _ScannedCall(closed, at, (), (), {}, jax.tree.structure(out))
+        call = _ScannedCall(
+            closed=closed, at=at, stack_ids=(), carried=(), rows={}, out=jax.tree.structure(out)
+        )
         consts, _, xs = call.inputs
         ids = tuple(stack.index(v) if _is_in(v, stack) else None for v in xs)
         sources, _ = dependent_inputs(lambda *given: call.before(consts, *given), *given)

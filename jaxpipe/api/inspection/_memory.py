@@ -94,14 +94,14 @@ def memory_table(
     engine = pipe.engine
     is_gathered = gathered_size(plan.mesh, plan.param_specs) > 1
     counts = StepCounts(
-        plan.mesh.shape["stage"],
-        _num_stages(plan),
-        plan.num_microbatches,
-        plan.gather if is_gathered else None,
-        plan.num_calls,
-        plan.options,
-        _adds_in_loops(plan),
-        most_bytes_for_several_of(plan),
+        num_ranks=plan.mesh.shape["stage"],
+        chunks=_num_stages(plan),
+        num_microbatches=plan.num_microbatches,
+        gather=plan.gather if is_gathered else None,
+        num_calls=plan.num_calls,
+        options=plan.options,
+        adds_in_loops=_adds_in_loops(plan),
+        most_for_several=most_bytes_for_several_of(plan),
     )
     memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
     splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)

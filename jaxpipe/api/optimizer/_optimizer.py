@@ -212,7 +212,9 @@ def stored_tree(
     (is_list,) = in_list
     slots = slots_of_groups(groups, layers.num_layers, is_list)
     tree = user_tree(model.from_groups, groups, slots)
-    return StoredTree(params, plan, groups, slots, tree, is_list)
+    return StoredTree(
+        params=params, plan=plan, groups=groups, slots=slots, tree=tree, in_list=is_list
+    )
 
 
 def _trace(function: Callable, arguments: PyTree) -> tuple[ClosedJaxpr, Any]:

@@ -208,7 +208,16 @@ def _compare_scalar(
     whole, joined, total, root = (jnp.abs(x) if jnp.iscomplexobj(x) else x for x in scalars)
     accepted = tolerance * jnp.abs(whole)
     is_sum, is_root = jnp.abs(total - whole) <= accepted, jnp.abs(root - whole) <= accepted
-    return UnlikeRows(function, layer, result, error, whole, joined, is_sum, is_root)
+    return UnlikeRows(
+        function=function,
+        layer=layer,
+        result=result,
+        error=error,
+        whole=whole,
+        pieces=joined,
+        is_sum=is_sum,
+        is_root=is_root,
+    )
 
 
 def _error(whole: Any, joined: Any) -> Any:

@@ -103,7 +103,14 @@ def split_backward(
         return jax.tree.unflatten(gradient_tree, leaves)
 
     on_host = tuple(aval.memory_space == jax.memory.Space.Host for aval in residuals)
-    return SplitBackward(forward, backward, input, weight, for_weight, on_host)
+    return SplitBackward(
+        forward=forward,
+        backward=backward,
+        input=input,
+        weight=weight,
+        for_weight=for_weight,
+        on_host=on_host,
+    )
 
 
 _KINDS: tuple[InputKind, ...] = ("recomputable", "recomputable", "recomputable", "saved", "dead")

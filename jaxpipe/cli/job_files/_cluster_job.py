@@ -60,7 +60,13 @@ def cluster_job(
         values["jax_cache_dir"] = str(PurePosixPath(config.output_dir) / ".compiled")
     words = tuple(_setting(key, value) for key, value in values.items())
     return ClusterJob(
-        config.run_name, words, config.output_dir, devices, max_restarts, image, storage
+        name=config.run_name,
+        settings=words,
+        output_dir=config.output_dir,
+        devices=devices,
+        max_restarts=max_restarts,
+        image=image,
+        storage=storage,
     )
 
 

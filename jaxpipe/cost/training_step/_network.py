@@ -36,12 +36,12 @@ def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Net
     if layout.hosts:
         domain = max(1, min(domain, layout.devices // layout.hosts))
     return Network(
-        hardware.link_bandwidth * reached.links,
-        hardware.network_bandwidth * reached.network,
-        hardware.link_latency,
-        hardware.network_latency,
-        hardware.torus_axes,
-        domain,
+        link=hardware.link_bandwidth * reached.links,
+        network=hardware.network_bandwidth * reached.network,
+        link_latency=hardware.link_latency,
+        network_latency=hardware.network_latency,
+        torus_axes=hardware.torus_axes,
+        domain=domain,
     )
 
 

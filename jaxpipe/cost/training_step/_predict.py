@@ -99,15 +99,18 @@ def predict(
     flops = flops_per_token(work, layout.sequence)
     tokens = layout.batch * layout.sequence
     return Prediction(
-        seconds,
-        {kind: parts.get(kind, 0.0) for kind in KINDS},
-        tokens / seconds,
-        flops * tokens / seconds / (layout.devices * hardware.peak_flops("bf16")),
-        parts["bubble"] / time.seconds,
-        costs.forward,
-        costs.input,
-        costs.weight,
-        transfer,
+        seconds=seconds,
+        parts={kind: parts.get(kind, 0.0) for kind in KINDS},
+        tokens_per_second=tokens / seconds,
+        model_flops_utilization=flops
+        * tokens
+        / seconds
+        / (layout.devices * hardware.peak_flops("bf16")),
+        bubble_fraction=parts["bubble"] / time.seconds,
+        forward=costs.forward,
+        input=costs.input,
+        weight=costs.weight,
+        transfer=transfer,
     )
 
 

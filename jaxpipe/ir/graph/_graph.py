@@ -361,12 +361,12 @@ def _to_eqn(
             operation = Cond(tuple(_to_graph(branch, names) for branch in params["branches"]))
         case "shard_map":
             operation = ShardMap(
-                _to_graph(params["jaxpr"], names),
-                params["mesh"],
-                frozenset(params["newly_manual_axes"]),
-                tuple(params["in_specs"]),
-                tuple(params["out_specs"]),
-                params["check_vma"],
+                body=_to_graph(params["jaxpr"], names),
+                mesh=params["mesh"],
+                axes=frozenset(params["newly_manual_axes"]),
+                in_specs=tuple(params["in_specs"]),
+                out_specs=tuple(params["out_specs"]),
+                check_vma=params["check_vma"],
             )
         case name:
             operation = PrimitiveCall(name, bind(equation, jaxpr), params, equation)

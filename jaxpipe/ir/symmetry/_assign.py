@@ -119,7 +119,9 @@ def _trial(
 ) -> _Trial:
     """Assigns all calls, in one pass, except those that must stay single."""
     keys, sames = _Keys(), _Keys()
-    trial = _Trial({}, {}, {}, {}, defaultdict(dict), {})
+    trial = _Trial(
+        key_of={}, owner_of={}, name_of={}, same={}, groups=defaultdict(dict), group_of={}
+    )
     for var, (owner, name) in inputs.items():
         trial.owner_of[var], trial.key_of[var] = owner, keys(("input", owner.kind, name))
         trial.name_of[var] = name

@@ -151,7 +151,14 @@ def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     name = operation.name if is_primitive else type(operation).__name__.lower()
     equation = operation.equation if is_primitive else None
     if equation is None:
-        return Call(name, eqn.inputs, eqn.outputs, operation.run, signature, operation)
+        return Call(
+            name=name,
+            operands=eqn.inputs,
+            outputs=eqn.outputs,
+            run=operation.run,
+            signature=signature,
+            operation=operation,
+        )
     variables = iter(eqn.inputs)
     operands = tuple(
         Literal(x.val) if isinstance(x, core.Literal) else next(variables) for x in equation.invars
@@ -160,7 +167,14 @@ def call_of(eqn: Eqn, jaxpr: Jaxpr) -> Call:
     def run(*operands: Any) -> Sequence[Any]:  # no `partial`: JAX would print all of the jaxpr
         return bind(equation, jaxpr, with_literals=True)(*operands)
 
-    return Call(name, operands, eqn.outputs, run, signature, operation)
+    return Call(
+        name=name,
+        operands=operands,
+        outputs=eqn.outputs,
+        run=run,
+        signature=signature,
+        operation=operation,
+    )
 
 
 def _signature(operation: Any) -> Hashable:

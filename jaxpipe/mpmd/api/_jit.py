@@ -66,15 +66,15 @@ class MpmdFunction:
         named = jax.tree.leaves(in_info[1])
         donated = [i for i, x in enumerate(jax.tree.leaves(in_info)) if x.donated]
         return Traced(
-            settings,
-            _to_pure_graph(traced.jaxpr),
-            jax.tree.structure(in_info),
-            jax.tree.structure(out_info),
-            (*map(_spec_of, in_leaves), *(None for _ in named)),
-            tuple(map(_spec_of, out_leaves)),
-            held_on,
-            tuple(_ranks_of(sharding) for sharding in out_leaves),
-            frozenset(donated),
+            settings=settings,
+            graph=_to_pure_graph(traced.jaxpr),
+            in_tree=jax.tree.structure(in_info),
+            out_tree=jax.tree.structure(out_info),
+            in_specs=(*map(_spec_of, in_leaves), *(None for _ in named)),
+            out_specs=tuple(map(_spec_of, out_leaves)),
+            in_ranks=held_on,
+            out_ranks=tuple(_ranks_of(sharding) for sharding in out_leaves),
+            donated=frozenset(donated),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -298,16 +298,16 @@ def mpmd_jit_with_loop(
         traits = StepTraits(device.platform, device.device_kind, "mpmd", program_per_rank=True)
         compiler_options = default_options(FLAGS, traits, device)
     settings = Settings(
-        mpmd_mesh,
-        _given_once("in", in_specs, in_shardings),
-        _given_once("out", out_specs, out_shardings),
-        (
+        mesh=mpmd_mesh,
+        in_specs=_given_once("in", in_specs, in_shardings),
+        out_specs=_given_once("out", out_specs, out_shardings),
+        names=(
             "in_specs" if in_shardings is None else "in_shardings",
             "out_specs" if out_shardings is None else "out_shardings",
         ),
-        static_arguments(fun, _as_list(static_argnums), _as_list(static_argnames)),
-        compiler_options,
-        timeout,
+        static=static_arguments(fun, _as_list(static_argnums), _as_list(static_argnames)),
+        compiler_options=compiler_options,
+        timeout=timeout,
     )
     return MpmdFunction(jitted, settings)
 

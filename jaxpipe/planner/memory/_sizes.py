@@ -55,13 +55,13 @@ class _OnMesh(NamedTuple):
 def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
     sizes, ends = mesh_sizes(mesh), (*model.embed, *model.head)
     return _OnMesh(
-        stored_parameters(model.layer, sizes),
-        gathered_parameters(model.layer, sizes),
-        largest_weight(model.dense, sizes),
-        stored_parameters(ends, sizes),
-        gathered_parameters(ends, sizes),
-        gathered_parameters(model.head, sizes),
-        gathered_parameters(model.outer, sizes),
+        stored_layer=stored_parameters(model.layer, sizes),
+        layer=gathered_parameters(model.layer, sizes),
+        largest=largest_weight(model.dense, sizes),
+        stored_boundary=stored_parameters(ends, sizes),
+        boundary=gathered_parameters(ends, sizes),
+        head=gathered_parameters(model.head, sizes),
+        outer=gathered_parameters(model.outer, sizes),
     )
 
 
@@ -121,12 +121,12 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 def step_counts(candidate: StepLayout) -> StepCounts:
     """Returns the counts of a layout."""
     return StepCounts(
-        candidate.num_ranks,
-        candidate.chunks + candidate.copies,
-        candidate.microbatches,
-        candidate.gather if candidate.gathers else None,
-        candidate.accumulation,
-        candidate.options,
+        num_ranks=candidate.num_ranks,
+        chunks=candidate.chunks + candidate.copies,
+        num_microbatches=candidate.microbatches,
+        gather=candidate.gather if candidate.gathers else None,
+        num_calls=candidate.accumulation,
+        options=candidate.options,
         most_for_several=candidate.most_for_several,
     )
 

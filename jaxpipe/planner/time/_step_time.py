@@ -207,12 +207,12 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     seconds = sum(parts.values())
     tokens = request.batch * request.sequence
     return PredictedTime(
-        seconds,
-        parts,
-        tokens / seconds,
-        step.model_flops_utilization * step.seconds * candidate.accumulation / seconds,
-        parts["bubble"] / seconds,
-        {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
+        seconds=seconds,
+        parts=parts,
+        tokens_per_second=tokens / seconds,
+        mfu=step.model_flops_utilization * step.seconds * candidate.accumulation / seconds,
+        bubble_fraction=parts["bubble"] / seconds,
+        exposed={name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
     )
 
 

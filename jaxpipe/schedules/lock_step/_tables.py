@@ -140,19 +140,19 @@ def tick_tables(ticks: Ticks) -> TickTables:
         for chunk_of, program in zip(chunks, schedule.programs, strict=True)
     )
     return TickTables(
-        forward,
-        backward,
-        weight,
-        _arrivals(ticks, (Op.F,), 1, slots.inputs),
-        _arrivals(ticks, (Op.B, Op.I), -1, slots.cotangents),
-        sizes,
-        first,
-        separate,
-        copies,
-        slices,
-        has_forwards_first(ticks),
-        ticks.memory_cap,
-        range(max(map(len, chunks)) if sizes["cotangents"] else 0),
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        activation_arrivals=_arrivals(ticks, (Op.F,), 1, slots.inputs),
+        cotangent_arrivals=_arrivals(ticks, (Op.B, Op.I), -1, slots.cotangents),
+        num_slots=sizes,
+        first_chunks=first,
+        separate_backward_weights=separate,
+        copies=copies,
+        num_slices=slices,
+        forwards_first=has_forwards_first(ticks),
+        memory_cap=ticks.memory_cap,
+        chunks=range(max(map(len, chunks)) if sizes["cotangents"] else 0),
     )
 
 

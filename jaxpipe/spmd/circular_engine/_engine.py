@@ -200,9 +200,7 @@ def circular_value_and_grad(
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     check_vocab_parallel(model, options.vocab_parallel)
     on_rank = CircularOptions(options, remat, gather, model.mark_idle)
-    rank_fn = lambda model: partial(  # noqa: E731
-        rank_value_and_grad, model, on_rank, boundary_gather
-    )
+    rank_fn = partial(rank_value_and_grad, options=on_rank, boundary_gather=boundary_gather)
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -229,7 +227,7 @@ def circular_value(
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     check_vocab_parallel(model, options.vocab_parallel)
     on_rank = CircularOptions(options, recompute, gather, model.mark_idle)
-    rank_fn = lambda model: partial(rank_value, model, on_rank, boundary_gather)  # noqa: E731
+    rank_fn = partial(rank_value, options=on_rank, boundary_gather=boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 

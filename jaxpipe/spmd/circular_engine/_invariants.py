@@ -82,7 +82,15 @@ def prepare(
     traced = pullback(options.remat(varying), *examples)
     loops = options.engine
     run = partial(run_all_ticks, scan_repeats=loops.scan_repeats, scan_ticks=loops.scan_ticks)
-    invariants = CircularInvariants(shape, traced, gather, batch_inputs, keys, run, mark_idle)
+    invariants = CircularInvariants(
+        shape=shape,
+        stage=traced,
+        gather=gather,
+        batch_inputs=batch_inputs,
+        keys=keys,
+        run_all_ticks=run,
+        mark_idle=mark_idle,
+    )
     return invariants, aux_shapes
 
 

@@ -32,12 +32,13 @@ from ._passes import forward
 
 def rank_value_and_grad(
     model: StagedModel,
-    options: CircularOptions,
-    boundary_gather: Gather,
     stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
+    *,
+    options: CircularOptions,
+    boundary_gather: Gather,
 ) -> tuple[tuple[tuple[Scalar, Aux], Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
@@ -68,12 +69,13 @@ def rank_value_and_grad(
 
 def rank_value(
     model: StagedModel,
-    options: CircularOptions,
-    boundary_gather: Gather,
     stages: PyTree[Shaped[Array, "R ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
+    *,
+    options: CircularOptions,
+    boundary_gather: Gather,
 ) -> tuple[tuple[Scalar, Aux], Aux]:
     """Returns ((loss, metrics), metrics that are arrays), without gradients.
 

@@ -94,8 +94,15 @@ def scheduled_value_and_grad(
             "call `scheduled_value`."
         )
     num_stages = ticks.schedule.num_stages
-    on_rank = ScheduledOptions(tables, num_stages, remat, gather, boundary_gather, options)
-    rank_fn = lambda model: partial(rank_value_and_grad, model, on_rank)  # noqa: E731
+    on_rank = ScheduledOptions(
+        tables=tables,
+        num_stages=num_stages,
+        remat=remat,
+        gather=gather,
+        boundary_gather=boundary_gather,
+        engine=options,
+    )
+    rank_fn = partial(rank_value_and_grad, options=on_rank)
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -127,8 +134,15 @@ def scheduled_value(
             "`to_lock_step(forward_only(schedule))`."
         )
     num_stages = ticks.schedule.num_stages
-    on_rank = ScheduledOptions(tables, num_stages, recompute, gather, boundary_gather, options)
-    rank_fn = lambda model: partial(rank_value, model, on_rank)  # noqa: E731
+    on_rank = ScheduledOptions(
+        tables=tables,
+        num_stages=num_stages,
+        remat=recompute,
+        gather=gather,
+        boundary_gather=boundary_gather,
+        engine=options,
+    )
+    rank_fn = partial(rank_value, options=on_rank)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 

@@ -98,11 +98,12 @@ class TickCarry(NamedTuple):
 
 def rank_value_and_grad(
     model: StagedModel,
-    options: ScheduledOptions,
     stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "v ..."]],
+    *,
+    options: ScheduledOptions,
 ) -> tuple[tuple[tuple[Scalar, Aux], Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients of the batch, as computed by one rank inside `stage`.
 
@@ -125,11 +126,12 @@ def rank_value_and_grad(
 
 def rank_value(
     model: StagedModel,
-    options: ScheduledOptions,
     stages: PyTree[Shaped[Array, "v ..."]],
     boundary: dict[str, PyTree],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "v ..."]],
+    *,
+    options: ScheduledOptions,
 ) -> tuple[tuple[Scalar, Aux], Aux]:
     """Returns ((loss, metrics), metrics that are arrays), by a schedule that has only forwards."""
     prepared = _prepare(model, options, stages, boundary, batch_inputs, keys)
@@ -268,19 +270,19 @@ def _prepare(
     daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
     loss_stage = options.num_stages if options.engine.vocab_parallel else options.num_stages - 1
     invariants = ScheduledInvariants(
-        model,
-        options.num_stages,
-        loss_stage,
-        options.tables,
-        past,
-        run_stage,
-        split,
-        _residual_types(split, examples) if split else ([], []),
-        gather,
-        gathered,
-        batch_inputs,
-        keys,
-        daux,
+        model=model,
+        num_stages=options.num_stages,
+        loss_stage=loss_stage,
+        tables=options.tables,
+        past=past,
+        run_stage=run_stage,
+        stage=split,
+        residuals=_residual_types(split, examples) if split else ([], []),
+        gather=gather,
+        boundary=gathered,
+        batch_inputs=batch_inputs,
+        keys=keys,
+        daux=daux,
     )
     totals = Totals(
         zeros(loss_shape),
@@ -317,7 +319,15 @@ def _allocate_buffers(invariants: ScheduledInvariants, examples: tuple) -> Activ
     w, x, inputs, keys = examples
     past, stage = inputs.earlier, invariants.stage
     allocate = partial(_allocate, invariants.tables.num_slots)
-    buffers = ActivationBuffers(allocate(x, "inputs"), (), [], [], [], allocate(past, "past"), [])
+    buffers = ActivationBuffers(
+        inputs=allocate(x, "inputs"),
+        cotangents=(),
+        for_backward=[],
+        for_weight=[],
+        wgrad_residuals=[],
+        past=allocate(past, "past"),
+        past_cotangents=[],
+    )
     if stage is None:
         return buffers
 

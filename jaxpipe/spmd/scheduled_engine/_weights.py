@@ -77,7 +77,7 @@ def scheduled_weights(gather: Gather, weights: PyTree, tables: TickTables) -> Sc
             tables.first_chunks,
             separate=tables.separate_backward_weights,
         )
-    return _by_tick(weight_gather(gather, weights))
+    return _per_action(weight_gather(gather, weights))
 
 
 def _unchanged(
@@ -87,7 +87,7 @@ def _unchanged(
     return state
 
 
-def _by_tick(gather: WeightGather) -> ScheduledWeights:
+def _per_action(gather: WeightGather) -> ScheduledWeights:
     """Looks up weights and sums of gradients of the chunk in every tick; the state is the sums."""
 
     def with_sums(state: PyTree, tables: TickTables) -> PyTree:

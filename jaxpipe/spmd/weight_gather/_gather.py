@@ -222,14 +222,14 @@ def gather_by_specs(
     # Explicit axes keep their type only where a spec has no entries, not even of None.
     no_entries = jax.tree.map(lambda _: REPLICATED, stored, is_leaf=is_spec)
     return Gather(
-        when,
-        cast,
-        unshard,
-        constrain_unsharded,
-        reduce_scatter,
-        batch_axes,
-        manual_stored if batch_axes else no_entries,
-        manual_gradients if batch_axes else no_entries,
+        when=when,
+        cast=cast,
+        unshard=unshard,
+        constrain_unsharded=constrain_unsharded,
+        reduce_scatter=reduce_scatter,
+        batch_axes=batch_axes,
+        weight_specs=manual_stored if batch_axes else no_entries,
+        gradient_specs=manual_gradients if batch_axes else no_entries,
         divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
         by_specs=BySpecs(
             partial(

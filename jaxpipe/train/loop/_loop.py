@@ -83,8 +83,13 @@ def train(
         setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
     )
     sample_state = make_sample_state(setup)
-    keys = (field.name for field in dataclasses.fields(_resume.ResumePolicy))
-    policy = _resume.ResumePolicy(**{key: getattr(config, key) for key in keys})
+    policy = _resume.ResumePolicy(
+        enable_checkpointing=config.enable_checkpointing,
+        begin_anew=config.begin_anew,
+        allow_unverified=config.allow_unverified,
+        allow_data_change=config.allow_data_change,
+        allow_learning_rate_change=config.allow_learning_rate_change,
+    )
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
@@ -115,17 +120,17 @@ def train(
         if restored is None:
             restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
         run = _RunContext(
-            setup,
-            data,
-            evaluate,
-            sample_state,
-            checkpoints,
-            folder,
-            trackers,
-            resume_point,
-            shown,
-            stop,
-            watch,
+            setup=setup,
+            data=data,
+            evaluate=evaluate,
+            sample_state=sample_state,
+            checkpoints=checkpoints,
+            folder=folder,
+            trackers=trackers,
+            resume_point=resume_point,
+            shown=shown,
+            stop=stop,
+            watch=watch,
         )
         return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
 

@@ -82,13 +82,15 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         in_host_memory=config.engine.program_per_rank,
     )
     weights = WeightPlan(
-        MODEL_FAMILIES[config.decoder_block],
-        sizes,
-        config.weight_dtype,
-        layout,
-        num_layers_after,
-        config.engine.storage.stages_by_rank(selection.schedule if selection else None),
-        device_layout,
+        family=MODEL_FAMILIES[config.decoder_block],
+        sizes=sizes,
+        dtype=config.weight_dtype,
+        layout=layout,
+        num_layers_after=num_layers_after,
+        stages_by_rank=config.engine.storage.stages_by_rank(
+            selection.schedule if selection else None
+        ),
+        devices=device_layout,
     )
     _check_shardings(config.engine, weights, batch)
     step = _step_plan(config, weights, batch, selection)
@@ -171,12 +173,12 @@ def _divided_layers(
 def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
     """Returns the schedule that a config asks for, as `select_schedule` takes it."""
     return ScheduleRequest(
-        config.engine,
-        config.pipeline_schedule,
-        num_ranks,
-        num_microbatches,
-        config.num_pipeline_repeats,
-        config.num_layers_per_pipeline_stage,
+        engine=config.engine,
+        name=config.pipeline_schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_pipeline_repeats=config.num_pipeline_repeats,
+        num_layers_per_pipeline_stage=config.num_layers_per_pipeline_stage,
         recomputes=config.remat_policy != "none",
         gathers_per_repeat=config.pipeline_fsdp_ag_per_repeat,
         num_pipeline_slices=config.num_pipeline_slices,
@@ -243,17 +245,17 @@ def _step_plan(
         **config.engine_options.changed,
     )
     return StepPlan(
-        pipe,
-        model,
-        StatePlan(
+        pipe=pipe,
+        model=model,
+        state=StatePlan(
             weights,
             optimizer_plan(config),
             config.init_weights_seed,
             config.shard_optimizer_over_data,
         ),
-        batch,
-        config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
-        config.mpmd_timeout_seconds,
+        batch=batch,
+        dropout_seed=config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
+        timeout_seconds=config.mpmd_timeout_seconds,
     )
 
 
@@ -327,12 +329,12 @@ def optimizer_plan(config: Config) -> OptimizerPlan:
     return OptimizerPlan(
         learning_rate=learning_rate(config),
         keys=OptimizerKeys(
-            config.optimizer,
-            config.optimizer_arguments,
-            config.adam_b1,
-            config.adam_b2,
-            config.adam_eps,
-            config.adam_weight_decay,
+            name=config.optimizer,
+            arguments=config.optimizer_arguments,
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.adam_weight_decay,
         ),
         weight_decay_exclude=config.weight_decay_exclude,
         gradient_clipping_threshold=config.gradient_clipping_threshold,

@@ -169,23 +169,23 @@ def make_request(
         )
 
     return Request(
-        devices,
-        rows,
-        sequence,
-        devices.usable_bytes(memory_gb),
-        planned(config),
-        _work(sizes, family.weights(sizes), model),
-        TrainerSource(values, devices.num_slices, widest_head),
-        replace(
+        devices=devices,
+        batch=rows,
+        sequence=sequence,
+        limit=devices.usable_bytes(memory_gb),
+        model=planned(config),
+        work=_work(sizes, family.weights(sizes), model),
+        source=TrainerSource(values, devices.num_slices, widest_head),
+        space=replace(
             _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages),
             engines=engines,
             of_pipelines=keys_unread_by(usual_engine(None).config_name, read),
         ),
-        sizes.num_dense_layers,
-        uniform - pipelined,
-        config.compile_default_flags,
-        math.inf if config.attention == "dot_product" else SCORES * LARGEST_STORED,
-        lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
+        before=sizes.num_dense_layers,
+        after=uniform - pipelined,
+        default_flags=config.compile_default_flags,
+        most_scores=math.inf if config.attention == "dot_product" else SCORES * LARGEST_STORED,
+        leaner=lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
     )
 
 
@@ -219,15 +219,15 @@ def _space(
     """Returns the sizes and limits of candidates of all engines."""
     offloading = (OFFLOAD_INPUTS,) if device_hardware(devices).host_bandwidth else ()
     return Space(
-        devices,
-        rows,
-        config.max_target_length,
-        num_layers,
-        getattr(sizes, "num_experts", 0),
-        getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
-        sizes.vocab_size,
-        max_stages or devices.num_devices,
-        fixed,
+        devices=devices,
+        batch=rows,
+        sequence=config.max_target_length,
+        num_layers=num_layers,
+        num_experts=getattr(sizes, "num_experts", 0),
+        num_kv_heads=getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
+        vocab=sizes.vocab_size,
+        max_stages=max_stages or devices.num_devices,
+        fixed=fixed,
         policies=(*POLICIES, *offloading),
         without=tuple(name for name, key in GATHER_KEYS.items() if settings.get(key) is False),
         options=config.engine_options,

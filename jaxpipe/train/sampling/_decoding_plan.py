@@ -114,5 +114,13 @@ def decoding_plan(config: Config, mesh: Mesh) -> DecodingPlan:
     devices, sizes = DeviceLayout(mesh, rules), model_config(config)
     layout = LayerLayout(1, 1, sizes.num_pipeline_layers)
     family = MODEL_FAMILIES[config.decoder_block]
-    weights = WeightPlan(family, sizes, config.weight_dtype, layout, 0, None, devices)
+    weights = WeightPlan(
+        family=family,
+        sizes=sizes,
+        dtype=config.weight_dtype,
+        layout=layout,
+        num_layers_after=0,
+        stages_by_rank=None,
+        devices=devices,
+    )
     return DecodingPlan(weights, model_plan(plain, sizes, devices.platform))

@@ -52,21 +52,21 @@ class _Programs:
 
 
 _ONE = _Programs(
-    init_stacked_state,
-    state_shardings,
-    make_stacked_train_step,
+    init=init_stacked_state,
+    shardings=state_shardings,
+    train_step=make_stacked_train_step,
     # JAX keeps the program for the calls with such arguments.
-    lambda plan, step, state, batch: step.lower(state, batch).compile(),
-    lambda plan: plan.pipe.jit(make_eval(plan)),
-    lambda plan: jax.set_mesh(plan.pipeline.mesh),
+    compile=lambda plan, step, state, batch: step.lower(state, batch).compile(),
+    eval_step=lambda plan: plan.pipe.jit(make_eval(plan)),
+    context=lambda plan: jax.set_mesh(plan.pipeline.mesh),
 )
 _BY_RANK = _Programs(
-    init_mpmd_state,
-    mpmd_state_shardings,
-    make_mpmd_train_step,
-    lambda plan, step, state, batch: compiled_mpmd_train_step(plan),
-    make_mpmd_eval_step,
-    lambda plan: nullcontext(),
+    init=init_mpmd_state,
+    shardings=mpmd_state_shardings,
+    train_step=make_mpmd_train_step,
+    compile=lambda plan, step, state, batch: compiled_mpmd_train_step(plan),
+    eval_step=make_mpmd_eval_step,
+    context=lambda plan: nullcontext(),
 )
 
 

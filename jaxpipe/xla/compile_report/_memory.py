@@ -48,7 +48,14 @@ def memory(compiled: Any, platform: str) -> Memory:
         peak = allocated
     elif host:  # that of XLA:TPU counts the host's memory too (libtpu 0.0.48.1)
         peak = min(peak, allocated)
-    return Memory(argument, output, alias, temp, peak, host)
+    return Memory(
+        argument_bytes=argument,
+        output_bytes=output,
+        alias_bytes=alias,
+        temp_bytes=temp,
+        peak_bytes=peak,
+        host_bytes=host,
+    )
 
 
 _HOST_PARTS = "argument", "output", "temp"

@@ -107,13 +107,13 @@ def add_up(sites: tuple[CollectiveSite, ...]) -> CollectiveTotals:
         return sum(site.executions * site.result_bytes for site in chosen)
 
     return CollectiveTotals(
-        len(sites),
-        sum(site.executions for site in sites),
-        moved(list(sites)),
-        moved([site for site in sites if site.asynchronous]),
-        moved([site for site in sites if site.beside_product]),
-        moved([site for site in sites if site.loops]),
-        moved([site for site in sites if site.across_slices]),
+        sites=len(sites),
+        executions=sum(site.executions for site in sites),
+        result_bytes=moved(list(sites)),
+        asynchronous_bytes=moved([site for site in sites if site.asynchronous]),
+        beside_product_bytes=moved([site for site in sites if site.beside_product]),
+        in_loops_bytes=moved([site for site in sites if site.loops]),
+        across_slices_bytes=moved([site for site in sites if site.across_slices]),
     )
 
 
@@ -178,18 +178,18 @@ def _visit(
 
 def _site(collective: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
     return CollectiveSite(
-        collective.kind,
-        collective.name,
-        collective.shape,
-        collective.result_bytes,
-        math.ceil(context.executions * context.executed_share),
-        collective.asynchronous or context.asynchronous,
-        beside_product,
-        context.loops,
-        context.conditional,
-        collective.across_slices,
-        collective.groups,
-        collective.op_name or context.op_name,
+        kind=collective.kind,
+        name=collective.name,
+        shape=collective.shape,
+        result_bytes=collective.result_bytes,
+        executions=math.ceil(context.executions * context.executed_share),
+        asynchronous=collective.asynchronous or context.asynchronous,
+        beside_product=beside_product,
+        loops=context.loops,
+        conditional=context.conditional,
+        across_slices=collective.across_slices,
+        groups=collective.groups,
+        op_name=collective.op_name or context.op_name,
     )
 
 

@@ -84,15 +84,15 @@ def _collective(
         or _attribute_of_slices(instruction, "target")
     )
     return Collective(
-        kind,
-        instruction.name,
-        without_layouts(shape),
-        shape_bytes(shape),
-        asynchronous,
-        across,
-        groups,
-        op_name(instruction),
-        _chain(instruction),
+        kind=kind,
+        name=instruction.name,
+        shape=without_layouts(shape),
+        result_bytes=shape_bytes(shape),
+        asynchronous=asynchronous,
+        across_slices=across,
+        groups=groups,
+        op_name=op_name(instruction),
+        chain=_chain(instruction),
     )
 
 

@@ -96,7 +96,14 @@ def _instruction(name: str, text: str) -> Instruction:
     opcode, closing = text[shape_end:opening].strip(), _closing(text, opening)
     literal = text[opening + 1 : closing]
     operands = () if opcode in _LITERALS else tuple(_OPERAND.findall(literal))
-    return Instruction(name, opcode, text[:shape_end], operands, literal, text[closing + 1 :])
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        shape=text[:shape_end],
+        operands=operands,
+        literal=literal,
+        attributes=text[closing + 1 :],
+    )
 
 
 def _closing(text: str, opening: int) -> int:

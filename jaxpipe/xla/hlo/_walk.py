@@ -35,7 +35,15 @@ class CallContext:
         return float(times / (outer.executions * outer.executed_share)) if times else 0.0
 
 
-ENTRY = CallContext(1, Fraction(1), (), False, False, False, "")
+ENTRY = CallContext(
+    executions=1,
+    executed_share=Fraction(1),
+    loops=(),
+    conditional=False,
+    asynchronous=False,
+    fused=False,
+    op_name="",
+)
 
 Visit = Callable[[Scope, Instruction, CallContext], tuple[Sequence[T], bool]]
 """Returns what is found at an instruction, and whether what it calls is walked through."""

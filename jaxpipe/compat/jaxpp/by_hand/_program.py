@@ -118,14 +118,14 @@ class FunctionByHand:
         read = {id(x) for operation in program.operations for x in operation.inputs}
         used = [id(x) in read and bool(x.sharding.addressable_devices) for x in inputs]
         return LoweredMpmdFun(
-            self.mpmd_mesh,
-            jax.tree.unflatten(tree, flat_shardings),
-            jax.tree.unflatten(out_tree, shapes),
-            jax.tree.unflatten(tree, used),
-            specs,
-            compiled.steps,
-            compiled.outputs,
-            compiled.deleted,
+            mpmd_mesh=self.mpmd_mesh,
+            in_shardings=jax.tree.unflatten(tree, flat_shardings),
+            out_shape=jax.tree.unflatten(out_tree, shapes),
+            used_inputs=jax.tree.unflatten(tree, used),
+            _specs=specs,
+            _steps=compiled.steps,
+            _outputs=compiled.outputs,
+            _donated=compiled.deleted,
         )
 
 

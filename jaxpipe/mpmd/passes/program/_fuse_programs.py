@@ -98,7 +98,15 @@ def _fuse_tasks(
         fused_graphs[key] = _fuse_graphs(first, second, reads, writes)
     actions: tuple[Action, ...] = (*first.actions, *second.actions)
     name = f"FusedTask({first.name}, {second.name})"
-    return RunTask(first.rank, name, fused_graphs[key], reads, writes, actions, loop=first.loop)
+    return RunTask(
+        rank=first.rank,
+        name=name,
+        graph=fused_graphs[key],
+        reads=reads,
+        writes=writes,
+        actions=actions,
+        loop=first.loop,
+    )
 
 
 def _fuse_graphs(

@@ -144,5 +144,11 @@ def _run_task(
         is_last = num_updates[result] == len(loop.microbatches[part, rank])
         writes.append(Buffer(results[result], None if is_last else num_updates[result]))
     return RunTask(
-        rank, task_name(action), task.graph, tuple(reads), tuple(writes), (action,), loop=loop_index
+        rank=rank,
+        name=task_name(action),
+        graph=task.graph,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        actions=(action,),
+        loop=loop_index,
     )

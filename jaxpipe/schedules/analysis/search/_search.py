@@ -174,14 +174,14 @@ def _problem(
 ) -> Problem:
     S = len(rank_of)
     return Problem(
-        rank_of,
-        microbatches,
-        (each(costs.forward, S), each(costs.input, S), each(costs.weight, S)),
-        costs.transfer * pieces,
-        each(memory.stored, S),
-        each(memory.kept, S),
-        tuple(cap * pieces for cap in caps),
-        synchronous,
+        rank_of=rank_of,
+        num_microbatches=microbatches,
+        times=(each(costs.forward, S), each(costs.input, S), each(costs.weight, S)),
+        transfer=costs.transfer * pieces,
+        stored=each(memory.stored, S),
+        kept=each(memory.kept, S),
+        caps=tuple(cap * pieces for cap in caps),
+        synchronous=synchronous,
     )
 
 
@@ -246,7 +246,14 @@ def _orders(settings: list[_Setting]) -> list[_Fit]:
 def _searched(setting: _Setting, solution: Solution) -> _Fit:
     peak = _peak(setting, solution.words)
     assert peak is not None, "an order is within its caps"
-    return _Fit(SEARCHED, (), setting, solution.words, solution.objective / setting.pieces, peak)
+    return _Fit(
+        name=SEARCHED,
+        arguments=(),
+        setting=setting,
+        schedule=solution.words,
+        step_time=solution.objective / setting.pieces,
+        peak=peak,
+    )
 
 
 def _best_named(
@@ -276,7 +283,14 @@ def _best_named(
         time = (
             named_time(family, schedule, setting.problem, _costs(setting, costs)) / setting.pieces
         )
-        fit = _Fit(family.name, family.arguments, setting, schedule, time, peak)
+        fit = _Fit(
+            name=family.name,
+            arguments=family.arguments,
+            setting=setting,
+            schedule=schedule,
+            step_time=time,
+            peak=peak,
+        )
         best = _better(as_run(fit), best)
     return best
 
@@ -329,7 +343,15 @@ def _candidate(fit: _Fit, costs: Costs, bound: Time, time: Time | None) -> Candi
     if time is None:
         timeline = simulate(schedule, _costs(fit.setting, costs))
         time = makespan(timeline) / fit.setting.pieces
-    return Candidate(fit.name, fit.arguments, schedule, time, fit.peak, fit.step_time, bound)
+    return Candidate(
+        name=fit.name,
+        arguments=fit.arguments,
+        schedule=schedule,
+        makespan=time,
+        peak=fit.peak,
+        step_time=fit.step_time,
+        bound=bound,
+    )
 
 
 def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> tuple[str, str]:
