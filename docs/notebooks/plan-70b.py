@@ -36,19 +36,10 @@ except ValueError as error:
     explain(error)
 
 # %% [markdown]
-# ## Sixteen chips: a pipeline fits, FSDP alone does not
+# ## Sixteen chips: it fits
 #
-# `v5p-32` counts TensorCores: these are 16 chips. Without a pipeline:
-
-# %%
-try:
-    jp.plan(MODEL, "v5p-32", BATCH, SEQUENCE, max_stages=1)
-except ValueError as error:
-    explain(error)
-
-# %% [markdown]
-# With ranks that own parts of the layers there is room, though only if the backward computes whole
-# layers again:
+# `v5p-32` counts TensorCores: these are 16 chips. There is room, though only if the backward
+# computes whole layers again:
 
 # %%
 sixteen = jp.plan(MODEL, "v5p-32", BATCH, SEQUENCE, num_plans=3)
@@ -61,8 +52,8 @@ show(sixteen)
 #
 # ## Twice the chips, less than half the time
 #
-# With 32 chips, each computes half as much, and has memory for the inputs of all layers: with 16,
-# the backward computes them again. `max_stages` and keys of a run narrow the search.
+# With 32 chips, each computes half as much, and has memory for more of what layers compute: with
+# 16, the backward computes all of it again. `max_stages` and keys of a run narrow the search.
 
 # %%
 thirty_two = jp.plan(MODEL, "v5p-64", BATCH, SEQUENCE, max_stages=4, ici_tensor_parallelism=2)
@@ -112,7 +103,8 @@ simulate(build("interleaved_1f1b", ranks=4, microbatches=8, chunks=5), Costs(1, 
 # ## What does memory buy?
 #
 # The same 32 chips with two ranks, if only a part of their memory may be used: with less of it
-# matrices are cut into more parts, which costs communication.
+# inputs of layers wait on the host, which is `custom` here, and matrices are cut into more parts,
+# which costs communication.
 
 # %%
 for gigabytes in (80, 65, 50):

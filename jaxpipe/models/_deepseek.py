@@ -22,7 +22,8 @@ from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
 from ._sizes import DecoderSizes
-from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope, swiglu, swiglu_weights
+from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope
+from .layers._gated_mlp import GatedMlp
 from .layers._latent_attention import (
     LatentAttentionSettings,
     latent_attention,
@@ -122,6 +123,11 @@ class DeepseekConfig(DecoderSizes):
     def num_dense_layers(self) -> int:
         """Returns the number of first layers with one MLP, which run before the pipeline."""
         return self.first_num_dense_layers
+
+    @property
+    def mlp(self) -> GatedMlp:
+        """Returns the MLP of a dense layer."""
+        return GatedMlp(self.base_emb_dim, self.base_mlp_dim)
 
     @property
     def attention(self) -> LatentAttentionSettings:
@@ -245,7 +251,7 @@ def deepseek_weights(
     boundary = boundary_weights(D, config.vocab_size, tied=False, dtype=dtype)
     layer = _half_weights(D, config.attention, branches, dtype)
     if dense_layers:
-        mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
+        mlp = config.mlp.weights(branches=branches, dtype=dtype)
         boundary["embed"]["layers"] = stack_weights(
             layer | {"mlp": mlp}, (dense_layers,), ("layers",)
         )
@@ -324,7 +330,7 @@ def deepseek(
         w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, _, past: Past | None = None
     ):
         x, past = add_attention(w, x, inputs, past, ())
-        y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
+        y = config.mlp.run(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return add(x, y, ()), {} if past is None else ({}, past)
 
     def layer(w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, key, past: Past | None = None):

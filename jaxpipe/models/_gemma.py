@@ -14,6 +14,7 @@ from jaxtyping import Float
 from ..kernels import Scores
 from ._llama import LlamaConfig
 from .layers._common import rope_frequencies
+from .layers._gated_mlp import GatedMlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,13 @@ class GemmaConfig(LlamaConfig):
     rope_linear_scaling_factor: float = 1.0
 
     norm_offset: ClassVar[float] = 1.0
-    mlp_activation: ClassVar[str] = "gelu"
     has_post_norms: ClassVar[bool] = True
     scales_embedding: ClassVar[bool] = True
+
+    @property
+    def mlp(self) -> GatedMlp:
+        """Returns the MLP of a layer, GeGLU."""
+        return super().mlp._replace(activation="gelu")
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:

@@ -34,9 +34,8 @@ from .layers._common import (
     rms_norm,
     rope,
     rope_frequencies,
-    swiglu,
-    swiglu_weights,
 )
+from .layers._gated_mlp import GatedMlp
 from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
@@ -99,7 +98,6 @@ class LlamaConfig(DecoderSizes):
     use_qk_norm: bool = False
 
     # What all models of a family have, and no key says.
-    mlp_activation: ClassVar[str] = "silu"
     has_post_norms: ClassVar[bool] = False  # whether results of attention and MLP are normalized
     scales_embedding: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(D)
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3.1")
@@ -146,6 +144,11 @@ class LlamaConfig(DecoderSizes):
         return AttentionSizes(
             self.base_emb_dim, self.base_num_query_heads, self.base_num_kv_heads, self.head_dim
         )
+
+    @property
+    def mlp(self) -> GatedMlp:
+        """Returns the MLP of a layer without experts."""
+        return GatedMlp(self.base_emb_dim, self.base_mlp_dim)
 
     @property
     def moe(self) -> MoeSettings | None:
@@ -270,8 +273,7 @@ def _layer_weights(config: LlamaConfig, dtype: Any, *, has_experts: bool) -> dic
         norms += ["post_attention_norm", "post_mlp_norm"]
     layer = {"attention": attention, **{name: scale(D, dtype, offset) for name in norms}}
     if config.moe is None or not has_experts:
-        mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
-        return layer | {"mlp": mlp}
+        return layer | {"mlp": config.mlp.weights(branches=branches, dtype=dtype)}
     return layer | {"moe": moe_weights(config.moe, branches=branches, dtype=dtype)}
 
 
@@ -452,14 +454,14 @@ def _feed_forward(
     config: LlamaConfig, experts: Experts | None, constrain: Constrain, project: Projection
 ) -> Callable:
     """Returns the MLP or the experts as `(layer weights, x, batch_inputs) -> (y, aux)`."""
-    activate, mix = getattr(jax.nn, config.mlp_activation), None
+    mlp, mix = config.mlp, None
     if config.moe is not None and experts is not None:
         mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
 
     def run(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Any:
         if mix is not None and "moe" in w:
             return mix(w["moe"], x, batch_inputs)
-        return swiglu(w["mlp"], x, constrain, project, activate), {}
+        return mlp.run(w["mlp"], x, constrain, project), {}
 
     return run
 

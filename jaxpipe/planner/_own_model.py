@@ -220,39 +220,57 @@ def own_request(
         costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
     if schedule:
         counts |= {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
-    space = Space(
-        *(devices, rows, tokens, planned.num_layers, 0, 1, planned.vocab),
-        max_stages or devices.num_devices,
-        NOT_CHOSEN | counts | axes,
-        policies=("full", "none"),
-        options=EngineOptions(zero1=bool(zero1)),
-        free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
-        costs=costs,
-        gathered_axes=("fsdp",),
-        hidden=planned.hidden,
-    )
-    num_layers = _num_layers(model, work)
+    fixed = NOT_CHOSEN | counts | axes
+    space = _space(devices, rows, tokens, planned, max_stages, fixed, zero1, costs)
     source = OwnSource(
         model=model,
         params=params,
         example=example,
-        num_layers=num_layers,
+        num_layers=_num_layers(model, work),
         options=options,
         num_slices=devices.num_slices,
         make=make,
     )
-    limit = devices.usable_bytes(memory_gb)
     return Request(
         devices=devices,
         batch=rows,
         sequence=tokens,
-        limit=limit,
+        limit=devices.usable_bytes(memory_gb),
         model=planned,
         work=work,
         source=source,
         space=space,
         before=0,
         after=0,
+    )
+
+
+def _space(
+    devices: Devices,
+    rows: int,
+    tokens: int,
+    planned: PlannedModel,
+    max_stages: int | None,
+    fixed: Values,
+    zero1: bool | None,
+    costs: tuple[float, ...] | None,
+) -> Space:
+    return Space(
+        devices=devices,
+        batch=rows,
+        sequence=tokens,
+        num_layers=planned.num_layers,
+        num_experts=0,
+        num_kv_heads=1,
+        vocab=planned.vocab,
+        max_stages=max_stages or devices.num_devices,
+        fixed=fixed,
+        policies=("full", "none"),
+        options=EngineOptions(zero1=bool(zero1)),
+        free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
+        costs=costs,
+        gathered_axes=("fsdp",),
+        hidden=planned.hidden,
     )
 
 

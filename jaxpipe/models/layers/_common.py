@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ...sharding import Constrain, local_draws
-from ..weights._abstract import Weight, matrix
-from ._projection import Projection
+from ...sharding import local_draws
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
 HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
-_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
 Frequencies = Float[np.ndarray, " half"] | Float[Array, " half"]
@@ -89,28 +86,6 @@ def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Marks queries, keys and values with the names that rematerialization policies use."""
     named = checkpoint_name
     return named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
-
-
-def swiglu(
-    w: PyTree,
-    x: Float[Array, "b T D"],
-    constrain: Constrain,
-    project: Projection,
-    activate: Callable[[Array], Array] = jax.nn.silu,
-) -> Float[Array, "b T D"]:
-    """Runs the gated MLP SwiGLU, or GeGLU by `activate` (Shazeer, 2020, arXiv 2002.05202)."""
-    gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
-    gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
-    return checkpoint_name(project(activate(gate) * up, w["down"]), "mlpwo")
-
-
-def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:
-    """Returns the abstract weights of a SwiGLU MLP: `gate` and `up` [D, F], and `down` [F, D]."""
-    return {
-        "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
-        "up": matrix((D, F), ("embed", "mlp"), D, dtype),
-        "down": matrix((F, D), ("mlp", "embed"), F * branches, dtype),
-    }
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> Float[Array, "..."]:

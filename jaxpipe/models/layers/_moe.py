@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, PyTree
 
 from ...sharding import Constrain
 from ..weights._abstract import matrix, zero_bias
-from ._common import ACTIVATION, swiglu, swiglu_weights
+from ._common import ACTIVATION
+from ._gated_mlp import GatedMlp
 from ._projection import Projection, projection
 from ._routed_experts import EXPERT_AXES, Experts, Gated, gated_silu
 from ._router import RouterSettings, Routing, route
@@ -34,6 +35,12 @@ class MoeSettings:
     scales_inputs: bool = False  # whether experts are given inputs times shares, as in Llama 4
     gated: Gated = gated_silu  # the activation between the first two products and the last
 
+    @property
+    def shared_mlp(self) -> GatedMlp | None:
+        """Returns the shared experts as the MLP that they are; None if there are none."""
+        width = self.shared_experts * self.expert_dim
+        return GatedMlp(self.embed_dim, width) if width else None
+
 
 def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     """Returns abstract weights `{"router", "experts"}`, and "shared" if there are such experts."""
@@ -52,9 +59,8 @@ def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
             experts[name] = zero_bias((E, F), EXPERT_AXES[name], dtype)
         experts["down_bias"] = zero_bias((E, D), (None, "embed"), dtype)
     weights = {"router": router, "experts": experts}
-    if settings.shared_experts:
-        width = F * settings.shared_experts
-        weights["shared"] = swiglu_weights(D, width, branches=branches, dtype=dtype)
+    if settings.shared_mlp:
+        weights["shared"] = settings.shared_mlp.weights(branches=branches, dtype=dtype)
     return weights
 
 
@@ -88,8 +94,8 @@ def moe(
         options = {"gated": settings.gated, "scales_inputs": settings.scales_inputs}
         y = experts(w["experts"], x, routing.chosen, routing.shares, **options)
         y = constrain(y, ACTIVATION)
-        if settings.shared_experts:
-            y += swiglu(w["shared"], x, constrain, project)
+        if settings.shared_mlp:
+            y += settings.shared_mlp.run(w["shared"], x, constrain, project)
         return y, _aux_losses(
             routing, bias, settings.load_balance_loss_weight, batch_inputs["target_weights"]
         )

@@ -176,8 +176,7 @@ def circular_value_and_grad(
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        options: This engine reads `forwarding_delay`, `vocab_parallel` and the two scans of them;
-            `gather` says the others.
+        options: Those of the engine; of these `gather` says how weights are stored and summed.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.

@@ -80,8 +80,7 @@ def prepare(
         return y, jax.tree.map(pvary, aux)  # also of constants, as their cotangents do
 
     traced = pullback(options.remat(varying), *examples)
-    loops = options.engine
-    run = partial(run_all_ticks, scan_repeats=loops.scan_repeats, scan_ticks=loops.scan_ticks)
+    run = partial(run_all_ticks, options=options.engine)
     invariants = CircularInvariants(
         shape=shape,
         stage=traced,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from .._options import EngineOptions
 from ._shape import PipelineShape
 
 Carry = TypeVar("Carry")
@@ -55,8 +56,7 @@ def run_all_ticks(
     shape: PipelineShape,
     repeats: range,
     *,
-    scan_repeats: bool,
-    scan_ticks: bool,
+    options: EngineOptions,
     reverse: bool = False,
 ) -> Carry:
     """Runs the ticks of some repeats by `tick`: `(phase, carry, index of the tick) -> carry`.
@@ -65,9 +65,11 @@ def run_all_ticks(
     """
 
     def run(carry: Carry, phase: LoopPhase) -> Carry:
-        return run_ticks(partial(tick, phase), carry, phase, scan=scan_ticks, reverse=reverse)
+        f = partial(tick, phase)
+        return run_ticks(f, carry, phase, scan=options.scan_ticks, reverse=reverse)
 
-    if scan_repeats and scan_ticks:
+    scan_repeats = options.scan_repeats
+    if scan_repeats and options.scan_ticks:
         return run(carry, phase_of(shape, repeats))
     final = shape.num_repeats - 1
     in_blocks = range(repeats.start, min(repeats.stop, final))

@@ -143,8 +143,8 @@ class ModelKeys(_Section):
     model_name: Name = "llama-tiny"
     """The preset whose values replace the defaults of this section."""
     decoder_block: DecoderBlock = "llama"
-    """The family: llama, mistral, qwen3 or gemma3; with experts mixtral, qwen3_moe, gpt_oss, llama4
-    or deepseek."""
+    """The family, such as llama, mistral, qwen3 or gemma3; with experts mixtral, qwen3_moe,
+    gpt_oss, llama4 or deepseek."""
     base_emb_dim: PositiveInt = 64
     """Width of the residual stream."""
     base_num_decoder_layers: NumLayers = 8

@@ -124,16 +124,16 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
             keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
             named |= _heads(keys, keys, values, values)
             named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
-    num_mlps = count if moe is None else count - 1
-    width = num_mlps * sizes.base_mlp_dim
-    if num_mlps:
-        unnamed.append(Tensor(2 * width, _SPLIT))
+    mlps = [sizes.mlp] * (count if moe is None else count - 1)
+    if mlps:
+        unnamed.append(Tensor(2 * sum(mlp.width for mlp in mlps), _SPLIT))
+    if moe and moe.shared_mlp:
+        mlps.append(moe.shared_mlp)
+    for name in mlps[0].tensors if mlps else ():
+        channels = sum(mlp.tensors[name] for mlp in mlps)
+        named[name] = Tensor(channels, () if name == "mlpwo" else _SPLIT)
     if moe is None:
-        return named | _mlp(num_mlps * D, width), tuple(unnamed)
-    if moe.shared_experts:
-        num_mlps, width = num_mlps + 1, width + moe.shared_experts * moe.expert_dim
-    if num_mlps:
-        named |= _mlp(num_mlps * D, width)
+        return named, tuple(unnamed)
     k, F = moe.router.num_chosen, moe.expert_dim
     for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
         named[name] = Tensor(k * F, _SPLIT, all_rows=True)
@@ -154,7 +154,3 @@ def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tens
     names = ("query_proj", "key_proj", "value_proj", "context")
     sizes = (queries, keys, values, context)
     return {name: Tensor(size, _SPLIT) for name, size in zip(names, sizes, strict=True)}
-
-
-def _mlp(D: int, F: int) -> dict[str, Tensor]:
-    return {"mlpwi_0": Tensor(F, _SPLIT), "mlpwi_1": Tensor(F, _SPLIT), "mlpwo": Tensor(D)}

@@ -343,7 +343,8 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], model: ModelPlan) -> Mode
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
         vocab=sizes.vocab_size,
-        mlp=sizes.base_mlp_dim,
+        mlp=sizes.mlp.width,
+        gated=sizes.mlp.has_gate,
         kv_heads=getattr(sizes, "base_num_kv_heads", None),
         head_channels=getattr(sizes, "head_dim", None),
         tied=getattr(sizes, "logits_via_embedding", False),
@@ -375,10 +376,10 @@ def _check_work(work: ModelWork, sizes: ModelConfig, weights: dict[str, Any]) ->
     counted = matmul_flops_per_token(sizes, weights, length)
     if not math.isclose(described, counted, rel_tol=1e-6):
         raise ValueError(
-            f"The planner counts {described:,.0f} operations a token for a model of "
-            f"{type(sizes).__name__}, whose weights make {counted:,.0f}: it does not know its "
-            "layers. Describe them in `_work` and `planned_model`, or compare layouts by "
-            "`jaxpipe compile`."
+            f"The planner counts {described:,.0f} operations a token for this model, whose weights "
+            f"make {counted:,.0f}: it does not know the layers of this `decoder_block`. Compare "
+            f"layouts by `jaxpipe compile`. (`{type(sizes).__name__}` is described in "
+            "`jaxpipe/train/planning/_request.py`.)"
         )
 
 

@@ -122,11 +122,13 @@ def search(
     if placement is not None:
         max_chunks = len(placement) // ranks
     tried = usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
-    settings = [
-        _Setting(_problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces), pieces)
-        for rank_of in tried
-        for pieces in [len(rank_of) // ranks if placement is None else 1]
-    ]
+
+    def setting_of(rank_of: tuple[int, ...]) -> _Setting:
+        pieces = len(rank_of) // ranks if placement is None else 1
+        of_stages = _problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces)
+        return _Setting(of_stages, pieces)
+
+    settings = [setting_of(rank_of) for rank_of in tried]
     named = list(
         named_candidates(ranks, microbatches, max_chunks=max_chunks, max_slices=max_slices)
     )
@@ -136,7 +138,7 @@ def search(
     as_run = partial(_in_ticks, costs) if lock_step else _unchanged
     orders = [as_run(order) for order in _orders(fitting)]
     best_order = reduce(_better, orders) if orders else None
-    best = _best_named(named, settings, costs, best_order, as_run)
+    best = _best_named(named, settings, setting_of, costs, best_order, as_run)
     require(best is not None, *_too_small(memory_cap, settings))
     assert best is not None
     bound = min([best.step_time, *(setting.bound for setting in fitting)])
@@ -259,15 +261,18 @@ def _searched(setting: _Setting, solution: Solution) -> _Fit:
 def _best_named(
     named: Iterable[Named],
     settings: list[_Setting],
+    setting_of: Callable[[tuple[int, ...]], _Setting],
     costs: Costs,
     best: _Fit | None,
     as_run: Callable[[_Fit], _Fit],
 ) -> _Fit | None:
-    """Returns the better of what was found and the best family."""
+    """Returns the better of what was found and the best family, in any placement."""
     by_placement = {setting.problem.rank_of: setting for setting in settings}
     some = settings[0].problem
     for family in named:
-        setting = by_placement.get(family.rank_of) if family.rank_of else None
+        setting = None
+        if family.rank_of is not None:
+            setting = by_placement.get(family.rank_of) or setting_of(family.rank_of)
         # A fused pair may take less time than its halves, which no bound knows.
         if best is not None and setting is not None and costs.pair_factor >= 1:
             bound = named_bound(family, setting.problem) / setting.pieces

@@ -1,0 +1,63 @@
+"""The MLP of a layer, as one record: its weights, what it computes, and what plans count of it.
+
+b sequences, T tokens, D embed, F width.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PyTree
+
+from ...sharding import Constrain
+from ..weights._abstract import Weight, matrix
+from ._projection import Projection
+
+_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
+
+
+class GatedMlp(NamedTuple):
+    """SwiGLU, or GeGLU by its activation (Shazeer, 2020, arXiv 2002.05202).
+
+    A family with another MLP has a record of its own, with the same properties and methods.
+
+    Attributes:
+        embed_dim: D.
+        width: F.
+        activation: The name of a function of `jax.nn`, which the gate passes.
+    """
+
+    embed_dim: int
+    width: int
+    activation: str = "silu"
+
+    @property
+    def has_gate(self) -> bool:
+        """Returns whether two products lead to the width."""
+        return True
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """Returns the channels of what it makes of a token, by the names that policies keep."""
+        return {"mlpwi_0": self.width, "mlpwi_1": self.width, "mlpwo": self.embed_dim}
+
+    def weights(self, *, branches: int, dtype: Any) -> dict[str, Weight]:
+        """Returns abstract weights: `gate` and `up` [D, F], and `down` [F, D].
+
+        The initial output is that of one of `branches` residual branches.
+        """
+        D, F, _ = self
+        return {
+            "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
+            "up": matrix((D, F), ("embed", "mlp"), D, dtype),
+            "down": matrix((F, D), ("mlp", "embed"), F * branches, dtype),
+        }
+
+    def run(
+        self, w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
+    ) -> Float[Array, "b T D"]:
+        """Computes the MLP of every token."""
+        gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
+        gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
+        activate = getattr(jax.nn, self.activation)
+        return checkpoint_name(project(activate(gate) * up, w["down"]), "mlpwo")
