@@ -36,7 +36,7 @@ except ValueError as error:
     explain(error)
 
 # %% [markdown]
-# ## Sixteen chips: it fits
+# ## The model fits on sixteen chips
 #
 # `v5p-32` counts TensorCores: these are 16 chips. There is room, though only if the backward
 # computes whole layers again:
@@ -71,7 +71,7 @@ for name, plans in (("16 chips", sixteen), ("32 chips", thirty_two)):
 # %% [markdown]
 # ## What does the schedule change?
 #
-# The same mesh with four ranks, under one schedule after the other. Interleaving shortens the
+# One mesh with four ranks, under one schedule after the other. Interleaving shortens the
 # bubble. Zero bubble schedules split the backward, and what waits for its second half takes memory
 # that is not there, or that other choices have to save, at the cost of time.
 
@@ -103,7 +103,7 @@ simulate(build("interleaved_1f1b", ranks=4, microbatches=8, chunks=5), Costs(1, 
 # ## What does memory buy?
 #
 # The same 32 chips with two ranks, if only a part of their memory may be used: with less of it
-# inputs of layers wait on the host, which is `custom` here, and matrices are cut into more parts,
+# inputs of layers are stored on the host, which is `custom` here, and matrices are cut into more parts,
 # which costs communication.
 
 # %%

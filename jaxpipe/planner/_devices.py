@@ -289,7 +289,7 @@ def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
     kind = row.device_kinds[0]
     if devices.is_gpu:
         per_host = devices.devices_per_host
-        return [
+        return tuple(
             AbsentDevice(
                 id=i,
                 platform="gpu",
@@ -299,7 +299,7 @@ def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
                 slice_index=None,
             )
             for i in range(devices.num_devices)
-        ]
+        )
     dims = (*devices.shape, 1)[:3]
     absent: list[AbsentDevice] = []
     for part in range(devices.num_slices):
@@ -320,4 +320,4 @@ def _stand_ins(devices: Devices) -> Sequence[AbsentDevice]:
                         core_on_chip=core,
                     )
                 )
-    return absent
+    return tuple(absent)

@@ -24,7 +24,11 @@ class GatedMlp(NamedTuple):
     Attributes:
         embed_dim: D.
         width: F.
-        activation: The name of a function of `jax.nn`, which the gate passes.
+        activation: The name of the function of `jax.nn` that activates the gate.
+
+    Example:
+        >>> GatedMlp(64, 192).tensors["mlpwo"]
+        64
     """
 
     embed_dim: int
@@ -33,18 +37,18 @@ class GatedMlp(NamedTuple):
 
     @property
     def has_gate(self) -> bool:
-        """Returns whether two products lead to the width."""
+        """Returns whether the input is multiplied by two matrices, `gate` and `up`."""
         return True
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Returns the channels of what it makes of a token, by the names that policies keep."""
+        """Returns the channels per token of every tensor that a policy may keep, by name."""
         return {"mlpwi_0": self.width, "mlpwi_1": self.width, "mlpwo": self.embed_dim}
 
     def weights(self, *, branches: int, dtype: Any) -> dict[str, Weight]:
         """Returns abstract weights: `gate` and `up` [D, F], and `down` [F, D].
 
-        The initial output is that of one of `branches` residual branches.
+        `down` starts smaller by the square root of `branches`, the residual branches of the model.
         """
         D, F, _ = self
         return {

@@ -372,7 +372,7 @@ def compiler_flags(candidate: StepLayout, request: Request) -> frozenset[str]:
     return _engine_flags(candidate.engine_name, request)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # of few engines and requests
 def _engine_flags(engine_name: str, request: Request) -> frozenset[str]:
     device, engine = device_hardware(request.devices), engine_named(engine_name)
     traits = StepTraits(

@@ -30,7 +30,7 @@ from .._whole_arrays import (
     value_dims,
     with_arrays,
 )
-from ..ranks import AXIS, on_ranks
+from ..ranks import AXIS, rank_optionss
 from ..weight_gather import EACH_TICK, Gather
 from ._invariants import CircularOptions, Stage
 from ._loss import rank_value, rank_value_and_grad
@@ -98,8 +98,8 @@ def circular(
     microbatches = {"inputs": inputs, "batch_inputs": batch_inputs}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
-    told = EngineOptions(forwarding_delay=delay, scan_repeats=scan_repeats, scan_ticks=scan_ticks)
-    options = CircularOptions(told, remat, gather)
+    engine = EngineOptions(forwarding_delay=delay, scan_repeats=scan_repeats, scan_ticks=scan_ticks)
+    options = CircularOptions(engine, remat, gather)
     shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, stacked_weight_specs, mesh)
@@ -120,14 +120,14 @@ def _layer(stage: Stage, mesh: Mesh | None, options: CircularOptions) -> Callabl
     device = P((AXIS, *gather.batch_axes))
 
     def forward(save_residuals: bool) -> Callable:
-        return on_ranks(
+        return rank_optionss(
             partial(forward_rank, stage, options, save_residuals),
             mesh=mesh,
             in_dims=(weights, shares, batch_inputs, keys),
             out_dims=((shares, None), device),
         )
 
-    backward = on_ranks(
+    backward = rank_optionss(
         partial(backward_rank, stage, options),
         mesh=mesh,
         in_dims=(weights, shares, batch_inputs, keys, device, shares, None),
@@ -176,7 +176,8 @@ def circular_value_and_grad(
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        options: Those of the engine; of these `gather` says how weights are stored and summed.
+        options: Options of the engine. `zero1` and `reduce_dtype` are not read: `gather` and
+            `boundary_gather` say how gradients are stored and summed.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -198,8 +199,8 @@ def circular_value_and_grad(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, options.forwarding_delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     check_vocab_parallel(model, options.vocab_parallel)
-    on_rank = CircularOptions(options, remat, gather, model.mark_idle)
-    rank_fn = partial(rank_value_and_grad, options=on_rank, boundary_gather=boundary_gather)
+    rank_options = CircularOptions(options, remat, gather, model.mark_idle)
+    rank_fn = partial(rank_value_and_grad, options=rank_options, boundary_gather=boundary_gather)
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -225,8 +226,8 @@ def circular_value(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, options.forwarding_delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     check_vocab_parallel(model, options.vocab_parallel)
-    on_rank = CircularOptions(options, recompute, gather, model.mark_idle)
-    rank_fn = partial(rank_value, options=on_rank, boundary_gather=boundary_gather)
+    rank_options = CircularOptions(options, recompute, gather, model.mark_idle)
+    rank_fn = partial(rank_value, options=rank_options, boundary_gather=boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 

@@ -24,7 +24,7 @@ class CircularOptions(NamedTuple):
     """Options of a circular pipeline.
 
     Attributes:
-        engine: What `jaxpipe.pipeline` is told, such as delay and loops.
+        engine: Options of the engine, of which a loop reads delay and scans.
         remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
         mark_idle: `StagedModel.mark_idle`, by which a stage knows whether its results are used.
     """

@@ -59,7 +59,8 @@ def scheduled_value_and_grad(
             one such change ahead.
         boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
             gathered once, whatever its `when`.
-        options: This engine reads `vocab_parallel` of them; `gather` says the others.
+        options: Options of the engine. It reads `vocab_parallel`: `gather` and `boundary_gather`
+            say how gradients are stored and summed, and the others are the circular engine's.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -94,7 +95,7 @@ def scheduled_value_and_grad(
             "call `scheduled_value`."
         )
     num_stages = ticks.schedule.num_stages
-    on_rank = ScheduledOptions(
+    rank_options = ScheduledOptions(
         tables=tables,
         num_stages=num_stages,
         remat=remat,
@@ -102,7 +103,7 @@ def scheduled_value_and_grad(
         boundary_gather=boundary_gather,
         engine=options,
     )
-    rank_fn = partial(rank_value_and_grad, options=on_rank)
+    rank_fn = partial(rank_value_and_grad, options=rank_options)
     out_dims = value_dims(gather), gradient_dims(gather, boundary_gather)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
@@ -134,7 +135,7 @@ def scheduled_value(
             "`to_lock_step(forward_only(schedule))`."
         )
     num_stages = ticks.schedule.num_stages
-    on_rank = ScheduledOptions(
+    rank_options = ScheduledOptions(
         tables=tables,
         num_stages=num_stages,
         remat=recompute,
@@ -142,7 +143,7 @@ def scheduled_value(
         boundary_gather=boundary_gather,
         engine=options,
     )
-    rank_fn = partial(rank_value, options=on_rank)
+    rank_fn = partial(rank_value, options=rank_options)
     run = on_parts(rank_fn, model, mesh, gather, boundary_gather, value_dims(gather))
     return with_arrays(run(weights, batch_inputs, keys), batch_inputs)
 
@@ -175,6 +176,12 @@ def _check_model(model: StagedModel, ticks: Ticks, options: EngineOptions) -> No
             "whole microbatches, such as 1f1b."
         )
     check_vocab_parallel(model, options.vocab_parallel)
+    unread = sorted(options.changed.keys() - {"vocab_parallel", "zero1", "reduce_dtype"})
+    if unread:
+        raise ValueError(
+            f"`options` sets `{'` and `'.join(unread)}`, which the scheduled engine does not read. "
+            "Leave the default."
+        )
 
 
 def _check(

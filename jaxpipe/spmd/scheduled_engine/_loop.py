@@ -78,7 +78,7 @@ class ScheduledOptions(NamedTuple):
 
     Attributes:
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
-        engine: What `jaxpipe.pipeline` is told, such as whether all ranks compute the loss.
+        engine: Options of the engine, of which a loop reads `vocab_parallel`.
     """
 
     tables: TickTables

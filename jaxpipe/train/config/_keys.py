@@ -122,13 +122,13 @@ class _Section(BaseModel):
     )
 
 
-class RunKeys(_Section):
+class RunSection(_Section):
     """The run."""
 
     run_name: FolderName = "default"
     """One folder inside `output_dir`, for this run; the same name again resumes it."""
     output_dir: Name = "runs"
-    """Where runs live."""
+    """The folder of all runs."""
     steps: PositiveInt = 200
     """Optimizer steps of the whole run."""
     log_period: PositiveInt = 1
@@ -137,7 +137,7 @@ class RunKeys(_Section):
     """Stop so long after the first step began, with a checkpoint; 0: no limit."""
 
 
-class ModelKeys(_Section):
+class ModelSection(_Section):
     """The model."""
 
     model_name: Name = "llama-tiny"
@@ -167,14 +167,15 @@ class ModelKeys(_Section):
     """default; llama3.1: wavelengths beyond 8192 tokens are stretched; yarn: in deepseek and
     gpt_oss."""
     llama31_rope_factor: PositiveFloat = 8.0
-    """With llama3.1, the factor by which they are stretched: 8 in Llama 3.1, 32 in 3.2."""
+    """With llama3.1, the factor by which long wavelengths are stretched: 8 in Llama 3.1, 32 in
+    3.2."""
     logits_via_embedding: bool = True
     """Use the embedding as output projection too; not deepseek."""
     use_qk_norm: bool = False
     """Normalize every head of queries and keys: true in qwen3, qwen3_moe, gemma3; llama4: in layers
     with rotary positions."""
     query_pre_attn_scalar: PositiveInt = 16
-    """In gemma3, scores are divided by its square root."""
+    """In gemma3, the number by whose square root scores are divided."""
     sliding_window_size: PositiveInt = 16
     """In gemma3 and gpt_oss, the tokens that local layers see back to."""
     sliding_window_pattern: PositiveInt = 6
@@ -188,7 +189,8 @@ class ModelKeys(_Section):
     nope_layer_interval: PositiveInt = 4
     """In llama4, one layer in so many attends to all tokens, without rotary positions."""
     temperature_tuning: bool = False
-    """In llama4, scores of these layers grow with the logarithm of the position."""
+    """In llama4, scores of layers without rotary positions grow with the logarithm of the
+    position."""
     dropout_rate: FractionBelowOne = 0.0
     """Share of activations dropped."""
     dtype: FloatType = "bfloat16"
@@ -203,7 +205,7 @@ class ModelKeys(_Section):
     """Chunks of the tokens, one after the other in the loss: fewer logits at a time."""
 
 
-class ExpertKeys(_Section):
+class ExpertSection(_Section):
     """Experts: decoder_block mixtral, qwen3_moe, gpt_oss, llama4 and deepseek."""
 
     base_moe_mlp_dim: PositiveInt = 64
@@ -211,7 +213,7 @@ class ExpertKeys(_Section):
     num_experts: PositiveInt = 1
     """Experts of which a router chooses."""
     num_experts_per_tok: PositiveInt = 1
-    """How many of these a token is sent to."""
+    """Experts that a token is sent to."""
     load_balance_loss_weight: NonNegativeFloat = 0.0
     """Factor of each layer's loss from an uneven load."""
     norm_topk_prob: bool = False
@@ -219,12 +221,13 @@ class ExpertKeys(_Section):
     interleave_moe_layer_step: PositiveInt = 1
     """In llama4, one layer in so many has experts; a layer of the pipeline is as many layers."""
     megablox: Literal["auto"] | bool = "auto"
-    """Grouped matmul: true (TPU kernel), false (XLA's ragged dot), or auto: where it runs."""
+    """Grouped matmul: true (a Pallas kernel, on TPUs and GPUs), false (XLA's ragged dot), or auto:
+    the kernel where there is one."""
     shard_exp_on_fsdp: bool = False
     """Store whole experts on each device of fsdp, not a slice of every expert: for large fsdp."""
 
 
-class DeepseekKeys(_Section):
+class DeepseekSection(_Section):
     """Experts and latent attention: decoder_block deepseek; YaRN also gpt_oss."""
 
     first_num_dense_layers: NonNegativeInt = 0
@@ -236,7 +239,7 @@ class DeepseekKeys(_Section):
     routed_bias: bool = False
     """A bias per expert, moved against its load, steers the choice."""
     routed_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far such a bias moves in a step."""
+    """The change of an expert's bias in a step."""
     routed_scaling_factor: PositiveFloat = 1.0
     """What the chosen experts' shares are multiplied by in the end."""
     n_routing_groups: PositiveInt = 1
@@ -256,7 +259,8 @@ class DeepseekKeys(_Section):
     v_head_dim: PositiveInt = 16
     """Channels of a value head."""
     rope_factor: PositiveFloat = 40.0
-    """With yarn, the factor by which sequences are longer than trained."""
+    """With yarn, the factor by which sequences may be longer than
+    `original_max_position_embeddings`."""
     original_max_position_embeddings: PositiveInt = 4096
     """With yarn, the tokens of the trained length."""
     beta_fast: PositiveFloat = 32.0
@@ -267,7 +271,7 @@ class DeepseekKeys(_Section):
     """With yarn in deepseek, how much sharper attention becomes with `rope_factor`."""
 
 
-class DataKeys(_Section):
+class DataSection(_Section):
     """The data."""
 
     dataset_type: Literal["synthetic", "mixture"] | SourceType = "synthetic"
@@ -277,7 +281,7 @@ class DataKeys(_Section):
     data_files: Paths = ("builtin:sonnets",)
     """One or a list of files, folders (all such files inside), builtins."""
     text_separator: Separator = "\n\n\n"
-    """In text, what stands between two documents of a file; "" for one a file."""
+    """In text, the separator of two documents of a file; "": each file is one document."""
     text_field: Name = "text"
     """In jsonl, parquet and arrow, the field or column that holds a document."""
     token_dtype: TokenType = "uint16"
@@ -295,7 +299,7 @@ class DataKeys(_Section):
     enable_data_shuffling: bool = True
     """A new order of rows every epoch."""
     data_shuffle_seed: Seed = 0
-    """The seed of that order, and of synthetic tokens."""
+    """The seed of the order of rows, and of synthetic tokens."""
     packing: bool = True
     """Fill rows with several documents; false: one document a row, cut or padded."""
     eval_files: Paths = ()
@@ -305,20 +309,20 @@ class DataKeys(_Section):
     eval_split_fraction: FractionBelowOne = 0.0
     """Share of the documents that only evaluation reads."""
     eval_split_seed: Seed = 0
-    """The seed of the choice of these documents."""
+    """The seed that chooses the documents of `eval_split_fraction`."""
 
 
-class OptimizerKeys(_Section):
+class OptimizerSection(_Section):
     """The optimizer (linear warmup, then down)."""
 
     optimizer: Name = "adamw"
     """One of optax by name, as adamw, muon, adafactor, lion, sgd; or module:function of yours."""
     optimizer_arguments: Arguments = ()
-    """Arguments of that factory: {momentum: 0.9}; what other keys give is theirs."""
+    """Arguments of the optimizer's factory: {momentum: 0.9}; without those that other keys give."""
     learning_rate: NonNegativeFloat = 1e-3
-    """The peak."""
+    """The peak of the learning rate."""
     learning_rate_schedule: LearningRateShape = "cosine"
-    """The way down from it: cosine, linear, constant, inverse_sqrt, or wsd."""
+    """The shape after the peak: cosine, linear, constant, inverse_sqrt, or wsd."""
     warmup_steps_fraction: FractionBelowOne = 0.1
     """Share of the schedule spent rising to the peak."""
     learning_rate_final_fraction: Fraction = 0.1
@@ -328,9 +332,10 @@ class OptimizerKeys(_Section):
     adam_b1: FractionBelowOne = 0.9
     """In adamw, and what muon leaves to it, the decay of the mean of gradients."""
     adam_b2: FractionBelowOne = 0.95
-    """There too, the decay of the mean of squared gradients."""
+    """In adamw, and what muon leaves to it, the decay of the mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
-    """There too, what is added to the root in the denominator."""
+    """In adamw, and what muon leaves to it, the number that is added to the root in the
+    denominator."""
     adam_weight_decay: NonNegativeFloat = 0.1
     """The decay in adamw, muon, lion and others with a mask: of matrices only."""
     weight_decay_exclude: Paths = ()
@@ -347,7 +352,7 @@ class OptimizerKeys(_Section):
     """Stop the run, skip what the step would change, or ignore it."""
 
 
-class EvaluationKeys(_Section):
+class EvaluationSection(_Section):
     """Evaluation."""
 
     eval_interval: NonNegativeInt = 0
@@ -357,57 +362,59 @@ class EvaluationKeys(_Section):
     keep_best: NonNegativeInt = 0
     """Checkpoints with the least `eval_loss` that stay, beside the newest `max_to_keep`."""
     sample_prompt: Text = ""
-    """Each evaluation prints how the model goes on behind this text; "": it does not."""
+    """Each evaluation prints how the model continues this text; "": it prints none."""
     sample_max_tokens: PositiveInt = 64
-    """The most tokens that follow it."""
+    """The most tokens that follow `sample_prompt`."""
     sample_temperature: NonNegativeFloat = 0.0
     """What logits are divided by before a token is drawn; 0: the likeliest."""
 
 
-class SeedKeys(_Section):
+class SeedSection(_Section):
     """Chance."""
 
     init_weights_seed: Seed = 0
     """The seed of the first weights."""
     init_from: Name = ""
-    """Take those from a folder: of a run, or of `jaxpipe convert`; "": from the seed."""
+    """A folder from which the first weights are read: of a run, or of `jaxpipe convert`; "": made
+    from the seed."""
     enable_dropout: bool = True
     """If false, there is no dropout even if `dropout_rate` is not 0."""
     dropout_seed: Seed = 0
     """The seed of dropout masks."""
 
 
-class PipelineKeys(_Section):
+class PipelineSection(_Section):
     """The pipeline."""
 
     pipeline_engine: Literal["none", "circular", "scheduled", "mpmd"] = "circular"
-    """circular; scheduled (also of a schedule alone) or mpmd, which run any schedule; or none."""
+    """circular; scheduled or mpmd, which run any schedule; or none. If only `pipeline_schedule` is
+    given, the engine of one program that runs it."""
     pipeline_schedule: Name = "auto"
-    """With these two, a name of `jaxpipe schedule list`, a CSV, or auto: by costs."""
+    """In scheduled and mpmd, a name of `jaxpipe schedule list`, a CSV, or auto: by costs."""
     pipeline_layout: Name = ""
-    """With these two, layers per stage, as in Et*3|t*4|t*4|t*3L; empty: all alike."""
+    """In scheduled and mpmd, layers per stage, as in Et*3|t*4|t*4|t*3L; "": as even as possible."""
     pipeline_vocab_parallel: bool = False
     """In circular and scheduled, all ranks compute logits and loss, a slice of the vocabulary
     each."""
     pipeline_parallel_layers: PositiveIntOrAuto = -1
-    """Layers in stages; the last others come after; -1: all but dense ones."""
+    """Layers in stages; the others run after the pipeline; -1: all but dense ones."""
     num_layers_per_pipeline_stage: PositiveInt = 1
     """Consecutive layers in one stage."""
     num_pipeline_repeats: PositiveIntOrAuto = -1
     """Stages per rank; -1: as many as the layers give."""
     num_pipeline_microbatches: PositiveIntOrAuto = -1
-    """Pieces of the batch; -1: one per rank, two with delay."""
+    """Microbatches of a call; -1: one per rank, two with delay."""
     num_pipeline_slices: PositiveIntOrAuto = -1
-    """Pieces of each sequence, for seq1f1b; -1: 2 with it, else 1."""
+    """Slices of each sequence, for seq1f1b; -1: 2 with it, else 1."""
     pipeline_delay_activation_forwarding: bool = False
     """Hand on one tick later, to overlap with compute."""
     pipeline_fsdp_ag_once: bool = False
-    """Gather weights split over fsdp once per step, not in every tick."""
+    """Gather weights that are sharded over fsdp once per step, not in every tick."""
     pipeline_fsdp_ag_per_repeat: bool = False
-    """Gather them once per repeat, or visit of a stage, one ahead."""
+    """Gather weights that are sharded over fsdp once per repeat, or visit of a stage, one ahead."""
     pipeline_fsdp_ag_per_layer: bool = False
-    """Gather a layer's when it runs, and again in its backward; so without these keys if a stage
-    has several layers."""
+    """Gather a layer's weights when it runs, and again in its backward. This is the default of
+    stages with several layers."""
     scan_pipeline_iterations: bool = True
     """The ticks of a repeat are a loop; false writes them out."""
     scan_pipeline_repeats: bool = True
@@ -419,9 +426,9 @@ class PipelineKeys(_Section):
     pure_nnx_decoder: bool = False
     """True exactly if `enable_nnx` is."""
     set_remat_policy_on_pipeline_iterations: bool = True
-    """`remat_policy` decides what of a tick is kept."""
+    """`remat_policy` decides what is kept of a tick."""
     set_remat_policy_on_layers_per_stage: bool = False
-    """It decides what of each layer inside a stage is kept."""
+    """`remat_policy` decides what is kept of each layer inside a stage."""
     remat_policy: RematPolicy = "full"
     """What is kept for the backward; the rest is computed again. From fast and large to slow and
     small: none (keep everything), minimal_with_context, minimal, save_dot_with_context_except_mlp,
@@ -429,14 +436,14 @@ class PipelineKeys(_Section):
     in the host's memory: minimal_offloaded, qkv_proj_offloaded; custom: as the tensors below
     say."""
     decoder_layer_input: Location = "device"
-    """With `remat_policy=custom`, where this and the tensors below go: remat (compute again),
-    device (keep) or offload (keep, in host memory). This one enters a layer."""
+    """The input of a layer. With `remat_policy=custom`, each tensor: remat (compute again), device
+    (keep) or offload (keep, in host memory)."""
     query_proj: Location = "remat"
     """Queries, as attention takes them."""
     key_proj: Location = "remat"
-    """Keys, likewise."""
+    """Keys, as attention takes them."""
     value_proj: Location = "remat"
-    """Values."""
+    """Values, as attention takes them."""
     context: Location = "remat"
     """What attention returns, before the output projection."""
     out_proj: Location = "remat"
@@ -444,22 +451,22 @@ class PipelineKeys(_Section):
     mlpwi_0: Location = "remat"
     """The gate of an MLP, or of the experts for every token."""
     mlpwi_1: Location = "remat"
-    """What that gate is multiplied with."""
+    """The factor that the gate of an MLP is multiplied with."""
     mlpwo: Location = "remat"
     """What an MLP adds."""
     mla_q: Location = "remat"
     """Compressed queries of latent attention."""
     mla_kv: Location = "remat"
-    """Its compressed keys and values."""
+    """Compressed keys and values of latent attention."""
     moe_mlpwi_0: Location = "remat"
     """The gates of routed experts."""
     moe_mlpwi_1: Location = "remat"
-    """What those gates are multiplied with."""
+    """The factors that the gates of routed experts are multiplied with."""
     moe_mlpwo: Location = "remat"
     """What routed experts return."""
 
 
-class DeviceKeys(_Section):
+class DeviceSection(_Section):
     """The devices: sizes of the mesh axes inside a slice (ici) and across slices (dcn)."""
 
     ici_data_parallelism: PositiveIntOrAuto = 1
@@ -492,7 +499,7 @@ class DeviceKeys(_Section):
     shard_mode: Literal["auto", "explicit"] = "auto"
     """auto, or explicit: data, stage and fsdp are part of every array's type."""
     shard_optimizer_over_data: bool = False
-    """ZeRO-1: Adam's moments and gradients are split over data too."""
+    """ZeRO-1: the state of the optimizer and the gradients are sharded over data too."""
     reduce_dtype: FloatType = "float32"
     """The dtype in which a pipeline sums layers' gradients over fsdp and data; bfloat16 halves the
     bytes."""
@@ -505,18 +512,18 @@ class DeviceKeys(_Section):
     emulate_devices: NumDevices = 0
     """Run every process on this many emulated CPU devices; 0: the real ones."""
     distributed: bool = False
-    """One of several processes, started by SLURM, Kubernetes, Open MPI or a TPU pod."""
+    """The run has several processes, started by SLURM, Kubernetes, Open MPI or a TPU pod."""
     deterministic: bool = False
-    """XLA takes kernels alone that give the same bits in every run."""
+    """XLA takes only kernels that give the same bits in every run."""
     step_timeout_minutes: Minutes = 30.0
-    """With several processes: all end if none goes on for so long; 0: never."""
+    """With several processes, the minutes without progress after which all end; 0: never."""
     mpmd_timeout_seconds: Seconds = 300.0
-    """With several processes: after how long a step of mpmd is stuck."""
+    """With several processes, the seconds without progress after which a step of mpmd fails."""
     mpmd_trace_step: NonNegativeInt = 0
     """Write what ran when in this step, and what the schedule predicts; 0: none."""
 
 
-class ReportKeys(_Section):
+class ReportSection(_Section):
     """Checkpoints and reports."""
 
     enable_checkpointing: bool = True
@@ -526,7 +533,7 @@ class ReportKeys(_Section):
     checkpoint_minutes: Minutes = 0.0
     """The longest time without a checkpoint; 0: any."""
     async_checkpointing: bool = True
-    """Write them while training goes on."""
+    """Write checkpoints while training goes on."""
     max_to_keep: PositiveInt = 3
     """Newest checkpoints kept."""
     begin_anew: bool = False
@@ -540,9 +547,9 @@ class ReportKeys(_Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     trackers: Paths = ()
-    """What else is told all metrics: wandb, mlflow, trackio, or module:function of yours."""
+    """Trackers that receive all metrics: wandb, mlflow, trackio, or module:function of yours."""
     tracker_project: Name = "jaxpipe"
-    """The project or experiment there."""
+    """The project or experiment in the trackers."""
     enable_wandb: bool = False
     """Tell wandb, as if `trackers` had it."""
     peak_tflops_per_device: NonNegativeFloat = 0.0
@@ -556,32 +563,20 @@ class ReportKeys(_Section):
 
 
 class ConfigKeys(
-    ReportKeys,
-    DeviceKeys,
-    PipelineKeys,
-    SeedKeys,
-    EvaluationKeys,
-    OptimizerKeys,
-    DataKeys,
-    DeepseekKeys,
-    ExpertKeys,
-    ModelKeys,
-    RunKeys,
+    ReportSection,
+    DeviceSection,
+    PipelineSection,
+    SeedSection,
+    EvaluationSection,
+    OptimizerSection,
+    DataSection,
+    DeepseekSection,
+    ExpertSection,
+    ModelSection,
+    RunSection,
 ):
     """The keys by themselves; `Config` adds the checks across keys."""
 
 
-SECTIONS: tuple[type[BaseModel], ...] = (
-    RunKeys,
-    ModelKeys,
-    ExpertKeys,
-    DeepseekKeys,
-    DataKeys,
-    OptimizerKeys,
-    EvaluationKeys,
-    SeedKeys,
-    PipelineKeys,
-    DeviceKeys,
-    ReportKeys,
-)
-"""The sections in order; Pydantic takes fields from the last base first."""
+SECTIONS: tuple[type[BaseModel], ...] = ConfigKeys.__bases__[::-1]
+"""The sections in order: Pydantic takes fields from the last base first."""

@@ -1,5 +1,7 @@
 """Merges a config from many sources; from weak to strong: defaults, preset, files, overrides."""
 
+import copy
+import textwrap
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -20,9 +22,12 @@ _TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annot
 """Keys whose value is text even if it looks like a number, as in `run_name=7`."""
 
 _HEAD = """\
-# Every key of a training run with its default. Override them in a YAML file of your own or as
-# `key=value` on the command line. From weak to strong: this file, the preset that `model_name`
-# names, your files in the order given, the command line."""
+# Every key of a training run with its default. Override keys in a YAML file of your own or as
+# `key=value` on the command line. From weak to strong: the defaults, the preset that `model_name`
+# names, your files in the order given, the command line. Copy single lines: a copy of all of them
+# would override the preset too."""
+
+_WIDTH = 100
 
 _MAX_PROBLEMS = 8
 """The most problems that one error lists, one line each."""
@@ -63,14 +68,19 @@ def load_config(
     return _validated([(f"the preset {name!r}", preset), *sources])
 
 
-@cache
 def key_defaults() -> ConfigValues:
-    """Returns the default of every key, as a file would give it."""
+    """Returns the default of every key as plain data, as `parse_yaml` would read it."""
+    return copy.deepcopy(_defaults())
+
+
+@cache
+def _defaults() -> ConfigValues:
     return Config().model_dump(mode="json")
 
 
 def key_meanings() -> dict[str, str]:
     """Returns one line for every key that says what it means."""
+    # Pydantic reads docstrings of attributes from the source; without it there are none.
     fields = Config.model_fields.items()
     return {key: " ".join((field.description or "").split()) for key, field in fields}
 
@@ -80,9 +90,15 @@ def defaults_yaml() -> str:
     defaults, meanings = key_defaults(), key_meanings()
     lines = [_HEAD]
     for section in SECTIONS:
-        lines += ["", f"# --- {(section.__doc__ or '').rstrip('.')} ---"]
-        keys = section.model_fields
-        lines += [f"{key}: {to_yaml(defaults[key])}  # {meanings[key]}" for key in keys]
+        title = (section.__doc__ or section.__name__).rstrip(".")
+        lines += ["", f"# --- {title} ---"]
+        for key in section.model_fields:
+            setting, meaning = f"{key}: {to_yaml(defaults[key])}", meanings[key]
+            if len(f"{setting}  # {meaning}") <= _WIDTH:
+                lines.append(f"{setting}  # {meaning}")
+            else:
+                above = textwrap.wrap(meaning, _WIDTH - 2, break_on_hyphens=False)
+                lines += [*(f"# {line}" for line in above), setting]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """MaxText's keys that jaxpipe does not have, with advice on what to write instead.
 
-Every key of MaxText 0.2.5 is listed, except those with the same name and meaning in base.yml.
+Every key of MaxText 0.2.5 is listed, except those with the same name and meaning in `_keys.py`.
 """
 
 import re

@@ -57,9 +57,10 @@ def to_yaml(value: Any) -> str:
         >>> to_yaml("auto"), to_yaml("1"), to_yaml([1e-5, None])
         ('auto', '"1"', '[1e-05, null]')
     """
-    if isinstance(value, str) and re.fullmatch(r"\w[\w./:-]*", value):
-        return value if load_yaml(value, "a value") == value else json.dumps(value)
-    return json.dumps(value)
+    is_word = isinstance(value, str) and re.fullmatch(r"\w[\w./:-]*", value)
+    if is_word and load_yaml(value, "a value") == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 class _Loader(yaml.SafeLoader):

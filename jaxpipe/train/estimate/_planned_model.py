@@ -126,7 +126,8 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
             named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
     mlps = [sizes.mlp] * (count if moe is None else count - 1)
     if mlps:
-        unnamed.append(Tensor(2 * sum(mlp.width for mlp in mlps), _SPLIT))
+        # The activated gate and its product, or what an MLP without a gate activates.
+        unnamed.append(Tensor(sum((1 + mlp.has_gate) * mlp.width for mlp in mlps), _SPLIT))
     if moe and moe.shared_mlp:
         mlps.append(moe.shared_mlp)
     for name in mlps[0].tensors if mlps else ():

@@ -371,7 +371,7 @@ def _check_work(work: ModelWork, sizes: ModelConfig, weights: dict[str, Any]) ->
 
     The description restates them by arithmetic, and a plan of another model would be silent.
     """
-    length = 512
+    length = 512  # any: both count attention by it
     described = flops_per_token(work, length)
     counted = matmul_flops_per_token(sizes, weights, length)
     if not math.isclose(described, counted, rel_tol=1e-6):

@@ -273,6 +273,7 @@ def _best_named(
         setting = None
         if family.rank_of is not None:
             setting = by_placement.get(family.rank_of) or setting_of(family.rank_of)
+            by_placement[family.rank_of] = setting
         # A fused pair may take less time than its halves, which no bound knows.
         if best is not None and setting is not None and costs.pair_factor >= 1:
             bound = named_bound(family, setting.problem) / setting.pieces
