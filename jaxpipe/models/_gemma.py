@@ -43,7 +43,7 @@ class GemmaConfig(LlamaConfig):
     @property
     def mlp(self) -> GatedMlp:
         """Returns the MLP of a layer, GeGLU."""
-        return super().mlp._replace(activation="gelu")
+        return GatedMlp(self.base_emb_dim, self.base_mlp_dim, "gelu")
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:

@@ -35,7 +35,7 @@ from .layers._common import (
     rope,
     rope_frequencies,
 )
-from .layers._gated_mlp import GatedMlp
+from .layers._gated_mlp import GatedMlp, Mlp
 from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
@@ -146,7 +146,7 @@ class LlamaConfig(DecoderSizes):
         )
 
     @property
-    def mlp(self) -> GatedMlp:
+    def mlp(self) -> Mlp:
         """Returns the MLP of a layer without experts."""
         return GatedMlp(self.base_emb_dim, self.base_mlp_dim)
 

@@ -8,6 +8,7 @@ from ._common import rope_by_product as rope_by_product
 from ._common import rope_frequencies as rope_frequencies
 from ._common import token_losses as token_losses
 from ._gated_mlp import GatedMlp as GatedMlp
+from ._gated_mlp import Mlp as Mlp
 from ._gpu_grouped_matmul import pallas_gpu_grouped_matmul as pallas_gpu_grouped_matmul
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox

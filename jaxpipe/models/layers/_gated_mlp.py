@@ -3,7 +3,7 @@
 b sequences, T tokens, D embed, F width.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,10 +16,37 @@ from ._projection import Projection
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+class Mlp(Protocol):
+    """What weights, functions and plans of a family read of its MLP."""
+
+    @property
+    def width(self) -> int:
+        """Returns F."""
+        ...
+
+    @property
+    def has_gate(self) -> bool:
+        """Returns whether the input is multiplied by two matrices, `gate` and `up`."""
+        ...
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """Returns the channels per token of every tensor that a policy may keep, by name."""
+        ...
+
+    def weights(self, *, branches: int, dtype: Any) -> dict[str, Weight]:
+        """Returns abstract weights; the last starts smaller by the square root of `branches`."""
+        ...
+
+    def run(
+        self, w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
+    ) -> Float[Array, "b T D"]:
+        """Computes the MLP of every token."""
+        ...
+
+
 class GatedMlp(NamedTuple):
     """SwiGLU, or GeGLU by its activation (Shazeer, 2020, arXiv 2002.05202).
-
-    A family with another MLP has a record of its own, with the same properties and methods.
 
     Attributes:
         embed_dim: D.
