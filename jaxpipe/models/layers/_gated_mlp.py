@@ -3,7 +3,7 @@
 b sequences, T tokens, D embed, F width.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,6 +16,7 @@ from ._projection import Projection
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+@runtime_checkable
 class Mlp(Protocol):
     """What weights, functions and plans of a family read of its MLP."""
 

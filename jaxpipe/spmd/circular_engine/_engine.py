@@ -30,7 +30,7 @@ from .._whole_arrays import (
     value_dims,
     with_arrays,
 )
-from ..ranks import AXIS, rank_optionss
+from ..ranks import AXIS, on_ranks
 from ..weight_gather import EACH_TICK, Gather
 from ._invariants import CircularOptions, Stage
 from ._loss import rank_value, rank_value_and_grad
@@ -120,14 +120,14 @@ def _layer(stage: Stage, mesh: Mesh | None, options: CircularOptions) -> Callabl
     device = P((AXIS, *gather.batch_axes))
 
     def forward(save_residuals: bool) -> Callable:
-        return rank_optionss(
+        return on_ranks(
             partial(forward_rank, stage, options, save_residuals),
             mesh=mesh,
             in_dims=(weights, shares, batch_inputs, keys),
             out_dims=((shares, None), device),
         )
 
-    backward = rank_optionss(
+    backward = on_ranks(
         partial(backward_rank, stage, options),
         mesh=mesh,
         in_dims=(weights, shares, batch_inputs, keys, device, shares, None),
