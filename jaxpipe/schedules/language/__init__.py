@@ -12,11 +12,8 @@ from ._owners import num_copies as num_copies
 from ._owners import owners as owners
 from ._owners import rank_by_microbatch as rank_by_microbatch
 from ._owners import stored_stages as stored_stages
-from ._placement import loop_rank_and_chunk as loop_rank_and_chunk
-from ._placement import loop_stage as loop_stage
+from ._placement import PLACEMENTS as PLACEMENTS
 from ._placement import rank_of_each_stage as rank_of_each_stage
-from ._placement import v_rank_and_chunk as v_rank_and_chunk
-from ._placement import v_stage as v_stage
 from ._schedule import describe as describe
 from ._schedule import enumerate_actions as enumerate_actions
 from ._schedule import forward_only as forward_only
