@@ -50,8 +50,8 @@ class GatedMlp(NamedTuple):
     """SwiGLU, or GeGLU by its activation (Shazeer, 2020, arXiv 2002.05202).
 
     Attributes:
-        embed_dim: D.
-        width: F.
+        embed_dim: D, the channels between layers.
+        width: F, the channels of its hidden layer.
         activation: The name of the function of `jax.nn` that activates the gate.
 
     Example:
