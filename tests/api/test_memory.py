@@ -90,6 +90,23 @@ def test_matrices_are_divided_and_an_unpipelined_program_has_everything():
 STORED = 1 + len(jax.tree.leaves(jax.vjp(jnp.tanh, 1.0)[1]))
 
 
+def test_a_loss_that_mixes_rows_is_that_of_all_rows_on_every_device():
+    mesh = jp.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])
+    words = jax.ShapeDtypeStruct((D, 64 * V), jnp.float32)
+
+    def loss(w, x, batch):
+        logits = x @ w
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.mean(logits))
+
+    def logits(**options: Any) -> float:
+        model = jp.Model(MODEL.embed, MODEL.layer, loss)
+        pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=4, **options)
+        found = pipe.memory(PARAMS | {"head": words}, BATCH)
+        return max(found.totals)
+
+    assert logits() > logits(row_wise={"loss": True})
+
+
 def test_residuals_are_stored_without_recomputation():
     kept, again = (pipeline(remat=remat).memory(PARAMS, BATCH) for remat in (keep, "full"))
     more = kept.ranks[0].activations - again.ranks[0].activations
@@ -146,6 +163,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B, FSDP": {"sizes": FSDP, "schedule": "1f1b"},
     "1F1B, by layers": {"sizes": FSDP, "schedule": "1f1b", "gather": "layer"},
     "1F1B, nothing again": {"sizes": TWO, "schedule": "1f1b", "remat": "none"},
+    "1F1B, a loss of all rows": {"sizes": FSDP, "schedule": "1f1b", "row_wise": {"loss": False}},
     "GPipe": {"sizes": FSDP, "schedule": "gpipe"},
     "BFS, halves": {"sizes": {"stage": 1, "fsdp": 2}, "schedule": "looped_bfs", "chunks": 8}
     | {"gather": "repeat"},

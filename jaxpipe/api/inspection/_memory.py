@@ -36,6 +36,7 @@ from ...engines.fsdp import (
     gathered_size,
     num_row_shards,
     over_data,
+    row_axes,
 )
 from ...schedules import language
 from .._frozen import unmark
@@ -278,7 +279,12 @@ def _trace(
             traced[name] *= (1 if "past" in name else pipe.num_slices) / shards
         traced["plan"] = plan
 
-    jax.eval_shape(measure, stored, batch, key)
+    on_device = measure
+    if not pipe.engine.program_per_rank:  # functions of all rows name the axes that divide these
+        for axis in row_axes(pipe.mesh):
+            size = pipe.mesh.shape[axis]
+            on_device = jax.vmap(on_device, None, None, axis_name=axis, axis_size=size)
+    jax.eval_shape(on_device, stored, batch, key)
     return traced
 
 
