@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import schedules
-from ..autodiff import Remat, remat_by_name
+from ..autodiff import POLICIES, Remat, remat_by_name
 from ..autodiff.backward import check_offload
 from ..autodiff.staged_model import layers_per_iteration
 from ..engines import ENGINES, Engine, EngineOptions, PipelineSpec, When, usual_engine
@@ -253,6 +253,8 @@ def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:
     """Returns a wrapper of functions, from a wrapper or the name of a policy."""
     if not isinstance(value, str):
         return value
+    if value not in POLICIES:
+        raise ValueError(f"`{name}` is {value!r}. Give one of {', '.join(POLICIES)}.")
     try:
         check_offload(value, {}, mesh.devices.flat)
         return remat_by_name(value)

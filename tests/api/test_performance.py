@@ -656,7 +656,7 @@ REFUSED = {
         {"reduce_dtype": "bfloat16", "row_wise": {"layer": False}, "schedule": "circular"},
         "`reduce_dtype` is bfloat16, and whole microbatches, as layer",
     ),
-    "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'"),
+    "an unknown policy": ({"remat": "fulll"}, "`remat` is 'fulll'. Give one of full"),
     "no calls": ({"accumulate": 0}, "`accumulate`"),
     "no layers": ({"scan_layers": -1}, "`scan_layers` is -1. Give at least 1"),
     "too many layers": (
