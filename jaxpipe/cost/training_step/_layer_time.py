@@ -57,8 +57,9 @@ def add(*terms: Seconds) -> Seconds:
     return total
 
 
-def _times(count: int, seconds: Seconds) -> Seconds:
-    return {kind: count * x for kind, x in seconds.items()}
+def scaled(seconds: Seconds, factor: Size) -> Seconds:
+    """Returns the product of seconds and a factor, kind by kind."""
+    return {kind: factor * x for kind, x in seconds.items()}
 
 
 def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSeconds:
@@ -85,7 +86,7 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     }
     again = {}
     if layout.recomputed is not None:
-        again = {kind: seconds * layout.recomputed for kind, seconds in forward.items()}
+        again = scaled(forward, layout.recomputed)
         if layout.recomputed_attention is not None:
             again["products"] = (
                 products * layout.recomputed + attention * layout.recomputed_attention
@@ -296,7 +297,7 @@ def stage_seconds(
         transfers = {"forward": gathers, "input": gathers, "weight": scatters}
         actions = []
         for name, seconds in transfers.items():
-            of_layers = (_times(count, getattr(each[id(kind)], name)) for kind, count in kinds)
+            of_layers = (scaled(getattr(each[id(kind)], name), count) for kind, count in kinds)
             computing = add(*of_layers, getattr(boundary, name))
             actions.append(add(computing, _exposed(seconds, computing, layout)))
         stages.append(ActionSeconds(*actions))

@@ -14,6 +14,7 @@ from ._layer_time import (
     add,
     device_parameters,
     gather_seconds,
+    scaled,
     scatter_seconds,
     split_layers,
     stage_seconds,
@@ -129,7 +130,7 @@ def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
 def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
     """Returns the seconds that a rank works, by kind."""
     actions = (s for stage in own for s in vars(stages[stage]).values())
-    return {kind: layout.microbatches * seconds for kind, seconds in add(*actions).items()}
+    return scaled(add(*actions), layout.microbatches)
 
 
 def _gradients(

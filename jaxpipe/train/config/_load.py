@@ -94,8 +94,9 @@ def defaults_yaml() -> str:
         lines += ["", f"# --- {title} ---"]
         for key in section.model_fields:
             setting, meaning = f"{key}: {to_yaml(defaults[key])}", meanings[key]
-            if len(f"{setting}  # {meaning}") <= _WIDTH:
-                lines.append(f"{setting}  # {meaning}")
+            line = f"{setting}  # {meaning}"
+            if len(line) <= _WIDTH:
+                lines.append(line)
             else:
                 above = textwrap.wrap(meaning, _WIDTH - 2, break_on_hyphens=False)
                 lines += [*(f"# {line}" for line in above), setting]
