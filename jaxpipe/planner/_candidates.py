@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -47,6 +47,20 @@ _TILE_ROWS = 16
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
 POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
 """Policies of rematerialization that plans choose from."""
+
+
+class Choice(NamedTuple):
+    """Choices of a layout that change little of its work.
+
+    Attributes:
+        policy: The policy of rematerialization.
+        scope: Whether it is applied to the stage of a tick, to each layer, or to both.
+        gather: When weights are gathered.
+    """
+
+    policy: str
+    scope: RematScope
+    gather: GatherMode
 
 
 class StepLayout(NamedTuple):
@@ -118,6 +132,11 @@ class StepLayout(NamedTuple):
     def layers_per_stage(self) -> int:
         """Returns the layers of the longest stage."""
         return max(self.counts)
+
+    @property
+    def choice(self) -> Choice:
+        """Returns the choice of the layout in its group."""
+        return Choice(self.policy, self.scope, self.gather)
 
     @property
     def usual_gather(self) -> GatherMode:
@@ -214,8 +233,29 @@ def _imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> floa
     return max(stages) * len(stages) / sum(stages)
 
 
-def candidates(space: Space) -> Iterator[StepLayout]:
-    """Yields the candidates."""
+class LayoutGroup(NamedTuple):
+    """Layouts that differ in their `Choice` alone.
+
+    Attributes:
+        first: One of them.
+        choices: Their choices, in order.
+    """
+
+    first: StepLayout
+    choices: tuple[Choice, ...]
+
+    def layout(self, index: int) -> StepLayout:
+        """Returns a layout, with the choice of this index."""
+        return self.first._replace(**self.choices[index]._asdict())
+
+    def layouts(self) -> Iterator[StepLayout]:
+        """Yields the layouts."""
+        return map(self.layout, range(len(self.choices)))
+
+
+def layout_groups(space: Space) -> Iterator[LayoutGroup]:
+    """Yields the candidates, in groups."""
+    choices_of = cache(partial(_layout_choices, space))
     for mesh, across in _meshes(space):
         sizes = mesh_sizes(mesh)
         accumulation = space.fixed.get("accumulation", 1)
@@ -256,11 +296,14 @@ def candidates(space: Space) -> Iterator[StepLayout]:
                     cuts_tiles=cuts_tiles,
                     most_for_several=most_for_several,
                 )
-                yield from _variants(first, space)
+                has_shards = row_shards(sizes) > sizes["data"]
+                choices = choices_of(name, first.family_name, max(counts), has_shards)
+                if choices:
+                    yield LayoutGroup(first, choices)
 
 
 def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
-    """Yields layouts that differ in one choice which `candidates` leaves out to save time."""
+    """Yields layouts that differ in one choice which `layout_groups` leaves out to save time."""
     engine, ranks = candidate.engine, candidate.num_ranks
     shared = candidate.options._replace(vocab_parallel=True)
     if (
@@ -493,30 +536,33 @@ def _vocab_tiling(space: Space, rows: int, sizes: Sizes) -> int:
     return tiles
 
 
-def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
-    """Yields a candidate with every rematerialization and every way to gather weights."""
-    fixed = space.fixed
-    one_layer = first.layers_per_stage == 1
+def _layout_choices(
+    space: Space, engine_name: str, family_name: str, layers_per_stage: int, has_shards: bool
+) -> tuple[Choice, ...]:
+    """Returns every rematerialization and every way to gather weights of a layout."""
+    fixed, engine = space.fixed, engine_named(engine_name)
     scopes: Sequence[RematScope] = ("layer",)
-    if first.engine.pipelines:
-        scopes = ("tick",) if one_layer else ("layer", "both")
-    usual = first.usual_gather
+    if engine.pipelines:
+        scopes = ("tick",) if layers_per_stage == 1 else ("layer", "both")
+    usual = engine.usual_gather(layers_per_stage)
     gathers: Sequence[GatherMode] = (usual,)
-    if "gather" in first.engine.options and row_shards(first.sizes) > first.sizes["data"]:
-        family = FAMILIES.get(first.family_name)
+    if "gather" in engine.options and has_shards:
+        family = FAMILIES.get(family_name)
         gathers = ("once", usual, "repeat")
         if not (family and family.is_breadth_first):
             gathers = ("once", "layer")
     gathers = [gather for gather in gathers if gather == usual or gather not in space.without]
+    choices = []
     for policy in _choices(fixed, "policy", space.policies):
         # Where a plan may choose to store everything, that is of a whole stage.
         stores_all = policy == "none" and policy in space.policies
-        offloads = policy == OFFLOAD_INPUTS and first.engine.pipelines
-        if offloads and first.engine.program_per_rank:
+        offloads = policy == OFFLOAD_INPUTS and engine.pipelines
+        if offloads and engine.program_per_rank:
             continue  # what its programs leave for each other stays on the device
         chosen = _choices(fixed, "scope", ("layer",) if offloads else scopes)
         for scope in ("tick",) if stores_all else chosen:
             for gather in _choices(fixed, "gather", gathers):
-                if not first.engine.pipelines and policy != "none":
+                if not engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick
-                yield first._replace(policy=policy, scope=scope, gather=gather)
+                choices.append(Choice(policy, scope, gather))
+    return tuple(choices)

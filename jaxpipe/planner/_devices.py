@@ -244,9 +244,9 @@ class _MemoryKind:
     kind: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AbsentDevice:
-    """What a mesh and the checks of a run ask about a device.
+    """What a mesh and the checks of a run ask about a device. It equals itself alone, as those do.
 
     Attributes:
         id: The index of the device.

@@ -7,10 +7,10 @@ so are the neighbours of the best of these. Of plans that are nearly as fast the
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from ..engines import PeakMemory
-from ._candidates import StepLayout, candidates, neighbours
+from ._candidates import LayoutGroup, StepLayout, layout_groups, neighbours
 from ._devices import absent_devices
 from ._model import OFFLOAD_INPUTS
 from ._request import Request, Values
@@ -79,8 +79,8 @@ class BestPlans:
 
 def search(request: Request, num_plans: int) -> BestPlans:
     """Returns the fastest plans, the simplest of those that are nearly as fast first."""
-    every = Candidates(candidates(request.space), request)
-    plains = Candidates(filter(is_plain, every.layouts), request)
+    every = Candidates(layout_groups(request.space), request)
+    plains = Candidates((group for group in every.groups if is_plain(group.first)), request)
     finals = _Finals(request)
     finals.add_best(plains.by_seconds(fit=True), _PER_MESH)
     finals.add_best(every.by_seconds(fit=True), max(num_plans, _FINALISTS))
@@ -93,7 +93,7 @@ def search(request: Request, num_plans: int) -> BestPlans:
     too_large = min(finals.too_large, key=lambda pair: pair[1].total, default=None)
     return BestPlans(
         plans=simplest_first(_unlike(plans), num_plans),
-        num_candidates=len(every.layouts),
+        num_candidates=len(every),
         leanest=None if plans else too_large or every.leanest(),
         beyond=every.beyond(),
         refused=tuple(finals.refused),
@@ -102,37 +102,49 @@ def search(request: Request, num_plans: int) -> BestPlans:
     )
 
 
+_Place = tuple[int, int]
+"""The index of a group, and of a layout in it."""
+
+
 class Candidates:
     """Candidates, of which seconds and memory are computed when they are asked for."""
 
-    def __init__(self, layouts: Iterable[StepLayout], request: Request):
-        self.layouts = tuple(layouts)
+    def __init__(self, groups: Iterable[LayoutGroup], request: Request):
+        self.groups = tuple(groups)
         self._request = request
-        self._least = [least_seconds(candidate, request) for candidate in self.layouts]
-        self._memory: dict[int, PeakMemory] = {}
+        self._least = {
+            (index, choice): seconds
+            for index, group in enumerate(self.groups)
+            for choice, seconds in enumerate(least_seconds(group, request))
+        }
+        self._order = sorted(self._least, key=self._least.__getitem__)
+        self._memory: dict[_Place, PeakMemory] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of candidates."""
+        return len(self._least)
 
     def by_seconds(self, *, fit: bool) -> Iterator[StepLayout]:
         """Yields those that fit in memory, or do not, by their `rough_seconds`, the least first.
 
         Of those that fit it leaves out what the trainer refuses for its scores of attention. Each
-        waits in a heap with its `least_seconds` until no other one has less.
+        waits in a heap until no other one has less, not even by its `least_seconds`.
         """
-        # Seconds, whether they are all of them, and the index, which decides between equals.
-        heap = [(seconds, False, index) for index, seconds in enumerate(self._least)]
-        heapify(heap)
-        while heap:
-            _, is_all, index = heappop(heap)
-            if is_all:
-                yield self.layouts[index]
-            elif (self._needed(index).total <= self._request.limit) == fit and not (
-                fit and self._request.stores_many_scores(self.layouts[index])
+        request = self._request
+        heap: list[tuple[float, _Place]] = []
+        for place in self._order:
+            while heap and heap[0][0] < self._least[place]:
+                yield self._layout(heappop(heap)[1])
+            layout = self._layout(place)
+            if (self._needed(place).total <= request.limit) == fit and not (
+                fit and request.stores_many_scores(layout)
             ):
-                seconds = rough_seconds(self.layouts[index], self._request)
-                heappush(heap, (seconds, True, index))
+                heappush(heap, (rough_seconds(layout, request), place))
+        yield from (self._layout(place) for _, place in sorted(heap))
 
     def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
         """Returns the candidate that needs least memory; None if there is none."""
-        pairs = ((layout, self._needed(index)) for index, layout in enumerate(self.layouts))
+        pairs = ((self._layout(place), self._needed(place)) for place in self._least)
         return min(pairs, key=lambda pair: pair[1].total, default=None)
 
     def beyond(self) -> tuple[float, PeakMemory] | None:
@@ -142,10 +154,14 @@ class Candidates:
             return None
         return rough_seconds(first, self._request), expected_memory(first, self._request)
 
-    def _needed(self, index: int) -> PeakMemory:
-        if index not in self._memory:
-            self._memory[index] = expected_memory(self.layouts[index], self._request)
-        return self._memory[index]
+    def _layout(self, place: _Place) -> StepLayout:
+        group, choice = place
+        return self.groups[group].layout(choice)
+
+    def _needed(self, place: _Place) -> PeakMemory:
+        if place not in self._memory:
+            self._memory[place] = expected_memory(self._layout(place), self._request)
+        return self._memory[place]
 
 
 def expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:

@@ -10,7 +10,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import main
 from jaxpipe.planner import parse_devices, simplest_first
-from jaxpipe.planner._candidates import candidates
+from jaxpipe.planner._candidates import layout_groups
 from jaxpipe.planner._search import Candidates, expected_memory
 from jaxpipe.planner.time import rough_seconds
 
@@ -169,9 +169,11 @@ def test_gpus_hide_no_transfer_to_the_host():
 
 def test_candidates_come_by_their_seconds_though_few_are_computed():
     request = jp.plan("llama2-7b", "v5p-8", 48, 2048, ici_fsdp_parallelism=2).request
-    every = sorted(candidates(request.space), key=lambda layout: rough_seconds(layout, request))
+    groups = tuple(layout_groups(request.space))
+    layouts = (layout for group in groups for layout in group.layouts())
+    every = sorted(layouts, key=lambda layout: rough_seconds(layout, request))
     fits = [expected_memory(layout, request).total <= request.limit for layout in every]
-    found = Candidates(candidates(request.space), request)
+    found = Candidates(groups, request)
     for fit in (True, False):
         wanted = [layout for layout, is_right in zip(every, fits, strict=True) if is_right == fit]
         assert wanted and list(found.by_seconds(fit=fit)) == wanted

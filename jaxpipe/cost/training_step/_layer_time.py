@@ -3,10 +3,10 @@
 T tokens of a microbatch on a device.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from math import ceil
 
 from ...devices import Hardware, cudnn_attention
@@ -124,10 +124,10 @@ def _backward_products(layer: LayerWork) -> int:
 
 
 def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[float]:
+    dense = device.hardware.peak_flops(layout.dtype) * device.reached.products
     for product in layer.products:
         count, tokens, k, n = _on_one_device(product, layer, layout)
-        peak = device.hardware.peak_flops(layout.dtype) * device.reached.products
-        peak *= device.reached.experts if product.split == "expert" else 1.0
+        peak = dense * (device.reached.experts if product.split == "expert" else 1.0)
         yield count * product_seconds(tokens, k, n, peak, device.hardware, device.reached)
 
 
@@ -262,11 +262,17 @@ def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[Layer
             f"`layers_per_stage` is {counts}. Give {num_stages} numbers that add up to the "
             f"{work.num_layers} layers of the model."
         )
-    kinds, stages, start = work.kinds(), [], 0
+    left, stages = deque((layer, layer.count) for layer in work.layers), []
     for count in counts:
-        runs = ([*run] for _, run in groupby(kinds[start : start + count], key=id))
-        stages.append(tuple((run[0], len(run)) for run in runs))
-        start += count
+        runs = []
+        while count:
+            layer, most = left.popleft()
+            taken = min(count, most)
+            runs += [(layer, taken)] if taken else []
+            if taken < most:
+                left.appendleft((layer, most - taken))
+            count -= taken
+        stages.append(tuple(runs))
     return stages
 
 

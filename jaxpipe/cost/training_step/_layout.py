@@ -1,6 +1,7 @@
 """A layout: how a training step is spread over devices and time."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -106,4 +107,9 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Returns the distance of neighbours along an axis, in devices."""
-        return prod(self.size(nearer) for nearer in self.order[self.order.index(axis) + 1 :])
+        return self._strides[axis]
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        sizes = [self.size(axis) for axis in self.order]
+        return {axis: prod(sizes[index + 1 :]) for index, axis in enumerate(self.order)}

@@ -1,7 +1,7 @@
 """Seconds of collectives, over links inside a domain and over the network between domains."""
 
 from dataclasses import dataclass
-from math import ceil, log, log2, prod
+from math import ceil, log, log2
 
 from ...devices import Hardware
 from ._efficiency import Efficiency
@@ -47,12 +47,12 @@ def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Net
 
 def make_group(layout: Layout, network: Network, *axes: str) -> Group:
     """Returns the devices along mesh axes."""
-    sizes = [layout.size(axis) for axis in axes]
-    linked = [
-        max(1, min(size, network.domain // layout.stride(axis)))
-        for size, axis in zip(sizes, axes, strict=True)
-    ]
-    return Group(prod(sizes), prod(linked))
+    size = linked = 1
+    for axis in axes:
+        along = layout.size(axis)
+        size *= along
+        linked *= max(1, min(along, network.domain // layout.stride(axis)))
+    return Group(size, linked)
 
 
 def all_gather_seconds(

@@ -76,3 +76,19 @@ def empty_row(length: int) -> Row:
 
 def _pad(values: np.ndarray, length: int) -> np.ndarray:
     return np.pad(values, (0, length - len(values)))
+
+
+def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
+    """Returns the number of rows of one step on all devices, which may share a row.
+
+    Example:
+        >>> global_batch_size(0.5, 8)
+        4
+    """
+    rows = per_device_batch_size * num_devices
+    if rows < 1 or rows != round(rows):
+        raise ValueError(
+            f"`per_device_batch_size` = {per_device_batch_size:g} on {num_devices} devices makes "
+            f"{rows:g} rows. Choose it so that the product is a whole number."
+        )
+    return round(rows)

@@ -21,7 +21,15 @@ from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
 from ...schedules.lock_step import has_forwards_first, num_ticks
 from ...xla.compiler_flags import FLAGS, StepTraits
-from .._candidates import GatherMode, StepLayout, engine_named, row_shards, splits_backward
+from .._candidates import (
+    Choice,
+    GatherMode,
+    LayoutGroup,
+    StepLayout,
+    engine_named,
+    row_shards,
+    splits_backward,
+)
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, PlannedModel, mesh_sizes
 from .._request import PreparedPipeline, Request
@@ -98,35 +106,51 @@ class PredictedTime:
     exposed: dict[str, float]
 
 
-def least_seconds(candidate: StepLayout, request: Request) -> float:
+def least_seconds(group: LayoutGroup, request: Request) -> list[float]:
     """Returns the part of `rough_seconds` that is quick to compute: the work of the model alone."""
-    seconds = candidate.accumulation * _work_seconds(candidate, request).work
+    first, seconds = group.first, []
+    wholes: dict[object, float] = {}
+    times = _times_of_work(first, request)
+    shares = _shares_of_work(group.choices, first.layers_per_stage > 1, request.model)
+    for choice, share in zip(group.choices, shares, strict=True):
+        alike = choice.gather, choice.policy == "none"
+        if alike not in wholes:
+            wholes[alike] = _work_seconds(first._replace(**choice._asdict()), request).work
+        seconds.append(times * share * wholes[alike])
+    return seconds
+
+
+def _times_of_work(candidate: StepLayout, request: Request) -> float:
+    """Returns how often a step takes the seconds of a rank's work: those of bubbles too."""
     if not candidate.engine.pipelines:
-        return seconds
+        return candidate.accumulation
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
     if splits_backward(candidate):
         waiting *= 0.6
-    return seconds * (1 + waiting) * request.space.imbalance(candidate.counts)
+    return candidate.accumulation * (1 + waiting) * request.space.imbalance(candidate.counts)
 
 
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
-    work, reduction, exposed = _work_seconds(candidate, request)
+    whole, reduction, exposed = _work_seconds(candidate, request)
+    several = candidate.layers_per_stage > 1
+    (share,) = _shares_of_work((candidate.choice,), several, request.model)
+    work = share * whole
     hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
     sums = engine_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     sums += max(0.0, hides * tick_scatter_seconds(candidate, request) - exposed)
     sums += max(reduction, data_reduction_seconds(candidate, request))
     sums += exposed_host_seconds(candidate, request, work)
-    return least_seconds(candidate, request) + candidate.accumulation * sums
+    return _times_of_work(candidate, request) * work + candidate.accumulation * sums
 
 
 class _WorkSeconds(NamedTuple):
     """Seconds of a rank without bubbles.
 
     Attributes:
-        work: All seconds but those of `reduction`.
+        work: All seconds but those of `reduction`, where a layer computes all or nothing again.
         reduction: Seconds of the sums of gradients over replicas.
         exposed: Seconds in `work` of exposed gathers and scatters over `fsdp`.
     """
@@ -149,8 +173,20 @@ def _work_seconds(candidate: StepLayout, request: Request) -> _WorkSeconds:
         _scattered_bytes(candidate, request, flags),
     )
     ranks = candidate.num_ranks
-    whole = _with_policy(whole, candidate, request)
     return _WorkSeconds(whole / ranks, reduction / ranks, exposed / ranks)
+
+
+@lru_cache(maxsize=1_000)
+def _shares_of_work(
+    choices: tuple[Choice, ...], several_layers: bool, model: PlannedModel
+) -> list[float]:
+    """Returns the shares of the work that choices leave: with full remat a forward is a quarter."""
+    return [
+        1.0
+        if choice.policy == "none"
+        else 0.75 + 0.25 * recomputed_fraction(choice, several_layers, model)
+        for choice in choices
+    ]
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
@@ -181,7 +217,9 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     kind = device_hardware(request.devices)
     reached = _efficiency(request, flags)
     step = predict(request.work, layout, kind, reached=reached)
-    recomputed = recomputed_fraction(candidate, request.model)
+    recomputed = recomputed_fraction(
+        candidate.choice, candidate.layers_per_stage > 1, request.model
+    )
     if recomputed not in (0, 1):
         other = predict(request.work, replace(layout, remat="selective"), kind, reached=reached)
         step = _between(other, step, recomputed)
@@ -254,19 +292,19 @@ def _tick_seconds(run: PreparedPipeline, step: Prediction) -> float | None:
     return float(makespan(engine.timeline(run.pipeline, seconds.costs(run.pipeline.schedule))))
 
 
-def recomputed_fraction(candidate: StepLayout, model: PlannedModel) -> float:
+def recomputed_fraction(choice: Choice, several_layers: bool, model: PlannedModel) -> float:
     """Returns the fraction of a forward that is computed again: 1 for `full`, 0 for `none`.
 
     Returns:
         A fraction, by the channels of the tensors that the policy keeps, and what none keeps. It is
         twice as much if the policy is applied to a stage of several layers and to each of them.
     """
-    if candidate.policy == "none":
+    if choice.policy == "none":
         return 0.0
-    times = 2 if candidate.scope == "both" and candidate.layers_per_stage > 1 else 1
-    if candidate.policy in ("full", OFFLOAD_INPUTS):
+    times = 2 if choice.scope == "both" and several_layers else 1
+    if choice.policy in ("full", OFFLOAD_INPUTS):
         return 1.0 * times
-    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * _kept_share(model, candidate.policy))
+    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * _kept_share(model, choice.policy))
 
 
 @lru_cache(maxsize=1_000)
@@ -437,10 +475,3 @@ def _unpipelined_seconds(
     step = predict(request.work, layout, kind, reached=_efficiency(request, flags))
     reduction = step.parts["gradient_reduction"]
     return _WorkSeconds(step.seconds - reduction, reduction, step.parts["fsdp"])
-
-
-def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:
-    """Returns seconds with what a policy saves: a forward is a quarter of all with full remat."""
-    if candidate.policy == "none":
-        return full
-    return full * (0.75 + 0.25 * recomputed_fraction(candidate, request.model))
