@@ -145,8 +145,8 @@ def pipeline(
     Raises:
         ValueError: If `model` is no `Model`, a name is unknown, the schedule does not take a count,
             the mesh has no axis `stage`, the engine cannot run the schedule, keep the cap or has no
-            such option, the schedule has slices and the model none, or `row_wise` names no
-            function.
+            such option, the mesh lacks the axis of an option, the schedule has slices and the model
+            none, or `row_wise` names no function.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -181,7 +181,7 @@ def pipeline(
         scan_repeats=scan_repeats,
         scan_ticks=scan_ticks,
     )
-    _check_options(selected, {"gather": gather, "costs": costs} | options.changed)
+    _check_options(selected, {"gather": gather, "costs": costs} | options.changed, mesh)
     if vocab_parallel and model.vocab_parallel_loss is None:
         raise ValueError(
             "`vocab_parallel` is True, and the model has no `vocab_parallel_loss` that ranks can "
@@ -222,16 +222,28 @@ def pipeline(
     )
 
 
-def _check_options(engine: Engine, options: dict[str, Any]) -> None:
-    """Raises a `ValueError` if an option that is given, not None, is none of the engine."""
+_AXES_OF_OPTIONS = {"zero1": "data", "gather": "fsdp"}
+"""Options that do nothing in a mesh without an axis."""
+
+
+def _check_options(engine: Engine, options: dict[str, Any], mesh: Mesh) -> None:
+    """Raises a `ValueError` if an option that is given, not None, is none of engine or mesh."""
     for name, value in options.items():
-        if value is None or name in engine.options:
+        if value is None:
             continue
-        others = [repr(other.name) for other in ENGINES.values() if name in other.options]
-        raise ValueError(
-            f"`{name}` is {value!r}, and the engine {engine.name!r} has no such option. Leave it "
-            f"out, or give `engine={' or '.join(others)}`."
-        )
+        if name not in engine.options:
+            others = [repr(other.name) for other in ENGINES.values() if name in other.options]
+            raise ValueError(
+                f"`{name}` is {value!r}, and the engine {engine.name!r} has no such option. Leave "
+                f"it out, or give `engine={' or '.join(others)}`."
+            )
+        axis = _AXES_OF_OPTIONS.get(name)
+        if axis is not None and axis not in mesh.axis_names:
+            axes = ", ".join(map(repr, mesh.axis_names))
+            raise ValueError(
+                f"`{name}` is {value!r}, and the mesh has no axis {axis!r}: its axes are {axes}. "
+                f"Leave it out, or give the mesh {axis!r}, of size 1 if no device divides it."
+            )
     if options["gather"] not in (None, *get_args(When)):
         names = ", ".join(map(repr, get_args(When)))
         raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")

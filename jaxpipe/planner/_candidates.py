@@ -49,8 +49,8 @@ POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_contex
 """Policies of rematerialization that plans choose from."""
 
 
-class Choice(NamedTuple):
-    """Choices of a layout that change little of its work.
+class MemoryPolicy(NamedTuple):
+    """What a layout keeps in memory: it changes little of the work.
 
     Attributes:
         policy: The policy of rematerialization.
@@ -134,9 +134,9 @@ class StepLayout(NamedTuple):
         return max(self.counts)
 
     @property
-    def choice(self) -> Choice:
-        """Returns the choice of the layout in its group."""
-        return Choice(self.policy, self.scope, self.gather)
+    def memory_policy(self) -> MemoryPolicy:
+        """Returns what the layout keeps in memory."""
+        return MemoryPolicy(self.policy, self.scope, self.gather)
 
     @property
     def usual_gather(self) -> GatherMode:
@@ -234,28 +234,28 @@ def _imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> floa
 
 
 class LayoutGroup(NamedTuple):
-    """Layouts that differ in their `Choice` alone.
+    """Layouts that differ in what they keep in memory alone.
 
     Attributes:
         first: One of them.
-        choices: Their choices, in order.
+        policies: What each keeps in memory.
     """
 
     first: StepLayout
-    choices: tuple[Choice, ...]
+    policies: tuple[MemoryPolicy, ...]
 
     def layout(self, index: int) -> StepLayout:
-        """Returns a layout, with the choice of this index."""
-        return self.first._replace(**self.choices[index]._asdict())
+        """Returns the layout with the policy of this index."""
+        return self.first._replace(**self.policies[index]._asdict())
 
     def layouts(self) -> Iterator[StepLayout]:
         """Yields the layouts."""
-        return map(self.layout, range(len(self.choices)))
+        return map(self.layout, range(len(self.policies)))
 
 
 def layout_groups(space: Space) -> Iterator[LayoutGroup]:
     """Yields the candidates, in groups."""
-    choices_of = cache(partial(_layout_choices, space))
+    policies_of = cache(partial(_memory_policies, space))
     for mesh, across in _meshes(space):
         sizes = mesh_sizes(mesh)
         accumulation = space.fixed.get("accumulation", 1)
@@ -297,9 +297,9 @@ def layout_groups(space: Space) -> Iterator[LayoutGroup]:
                     most_for_several=most_for_several,
                 )
                 has_shards = row_shards(sizes) > sizes["data"]
-                choices = choices_of(name, first.family_name, max(counts), has_shards)
-                if choices:
-                    yield LayoutGroup(first, choices)
+                policies = policies_of(name, first.family_name, max(counts), has_shards)
+                if policies:
+                    yield LayoutGroup(first, policies)
 
 
 def neighbours(candidate: StepLayout, space: Space) -> Iterator[StepLayout]:
@@ -536,9 +536,9 @@ def _vocab_tiling(space: Space, rows: int, sizes: Sizes) -> int:
     return tiles
 
 
-def _layout_choices(
+def _memory_policies(
     space: Space, engine_name: str, family_name: str, layers_per_stage: int, has_shards: bool
-) -> tuple[Choice, ...]:
+) -> tuple[MemoryPolicy, ...]:
     """Returns every rematerialization and every way to gather weights of a layout."""
     fixed, engine = space.fixed, engine_named(engine_name)
     scopes: Sequence[RematScope] = ("layer",)
@@ -552,7 +552,7 @@ def _layout_choices(
         if not (family and family.is_breadth_first):
             gathers = ("once", "layer")
     gathers = [gather for gather in gathers if gather == usual or gather not in space.without]
-    choices = []
+    policies = []
     for policy in _choices(fixed, "policy", space.policies):
         # Where a plan may choose to store everything, that is of a whole stage.
         stores_all = policy == "none" and policy in space.policies
@@ -564,5 +564,5 @@ def _layout_choices(
             for gather in _choices(fixed, "gather", gathers):
                 if not engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick
-                choices.append(Choice(policy, scope, gather))
-    return tuple(choices)
+                policies.append(MemoryPolicy(policy, scope, gather))
+    return tuple(policies)

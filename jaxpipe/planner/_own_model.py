@@ -35,6 +35,7 @@ from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import EngineOptions, engine_of_any_schedule
 from ..kernels import trace_for, trace_to_read
+from ..schedules import FAMILIES
 from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
@@ -112,7 +113,8 @@ class OwnSource:
             settings["zero1"] = True
         if candidate.gathers and candidate.gather != candidate.usual_gather:
             settings["gather"] = candidate.gather
-        if candidate.chunks > 1:
+        family = FAMILIES.get(candidate.family_name)
+        if candidate.chunks > 1 and family and "chunks" in family.takes:
             settings["chunks"] = candidate.chunks
         if engine.runs_schedules:
             settings["engine"] = engine.name

@@ -86,7 +86,7 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
             "sequences, or give `attention=dot_product` to store them."
         )
     reasons = "\n".join(dict.fromkeys(best.refused[:3]))
-    return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
+    return f"Layouts fit, but {request.checked_by} refuses them{_given(request)}:\n{reasons}"
 
 
 def _would_fit(request: Request, candidate: StepLayout, unit: float, name: str) -> str:

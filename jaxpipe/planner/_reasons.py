@@ -1,7 +1,7 @@
 """The words of an answer: a layout in one line, why it is the best, and what its time rests on."""
 
 from ..cost.training_step import evidence
-from ..engines import PeakMemory
+from ..engines import PeakMemory, usual_engine
 from ..sharding import AXES
 from ._candidates import StepLayout, engine_named
 from ._devices import device_hardware
@@ -24,8 +24,8 @@ def describe(candidate: StepLayout) -> str:
     if not candidate.engine.pipelines:
         words.append("no pipeline")
     else:
-        name = candidate.family_name
-        words.append(f"{name} by mpmd" if candidate.engine.program_per_rank else name)
+        name, engine = candidate.family_name, candidate.engine
+        words.append(name if engine is usual_engine(name) else f"{name} by {engine.name}")
         words.append(f"v {candidate.chunks}")
         if len(set(candidate.counts)) > 1:
             words.append(f"{min(candidate.counts)} to {max(candidate.counts)} layers a stage")
@@ -123,7 +123,8 @@ def plain_words(request: Request, plans: BestPlans) -> str:
     candidate, needed = plans.leanest_plain
     if needed.total <= request.limit:
         many = request.stores_many_scores(candidate)
-        reason = f"attention would store {MANY_SCORES}" if many else "the trainer refuses it"
+        refused = f"{request.checked_by} refuses it"
+        reason = f"attention would store {MANY_SCORES}" if many else refused
         return f"data parallelism alone fits, but {reason}."
     return (
         f"data parallelism alone does not fit: {describe(candidate)} needs "

@@ -95,6 +95,11 @@ class Request:
     most_scores: float = math.inf
     leaner: Callable[[], Sequence[tuple[str, PlannedModel]]] = tuple
 
+    @property
+    def checked_by(self) -> str:
+        """Returns what has the last word on a layout, in words."""
+        return "`jaxpipe.pipeline`" if self.source.is_own else "the trainer"
+
     def stores_many_scores(self, candidate: StepLayout) -> bool:
         """Returns whether a layer would store more scores of attention than the trainer allows."""
         of_token = token_bytes(self.model.scores, candidate.sizes, 4)

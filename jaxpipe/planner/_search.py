@@ -103,7 +103,7 @@ def search(request: Request, num_plans: int) -> BestPlans:
 
 
 _Place = tuple[int, int]
-"""The index of a group, and of a layout in it."""
+"""The indices of a group and of a policy in it."""
 
 
 class Candidates:
@@ -113,9 +113,9 @@ class Candidates:
         self.groups = tuple(groups)
         self._request = request
         self._least = {
-            (index, choice): seconds
-            for index, group in enumerate(self.groups)
-            for choice, seconds in enumerate(least_seconds(group, request))
+            (group, policy): seconds
+            for group, of_group in enumerate(self.groups)
+            for policy, seconds in enumerate(least_seconds(of_group, request))
         }
         self._order = sorted(self._least, key=self._least.__getitem__)
         self._memory: dict[_Place, PeakMemory] = {}
@@ -155,8 +155,8 @@ class Candidates:
         return rough_seconds(first, self._request), expected_memory(first, self._request)
 
     def _layout(self, place: _Place) -> StepLayout:
-        group, choice = place
-        return self.groups[group].layout(choice)
+        group, policy = place
+        return self.groups[group].layout(policy)
 
     def _needed(self, place: _Place) -> PeakMemory:
         if place not in self._memory:
@@ -228,13 +228,12 @@ class _Finals:
         alike: dict[object, int] = {}
         for candidate in ordered:
             enough = self.are_many and len(self.plans) >= _LEAST_FINALISTS
-            if enough or len(self.plans) >= most or len(self.refused) >= 4 * most:
+            failed = len(self.refused) + len(self.too_large)
+            if enough or len(self.plans) >= most or failed >= 4 * most:
                 break
             likeness = _likeness(candidate)
-            if alike.get(likeness, 0) == _PER_MESH:
-                continue
-            alike[likeness] = alike.get(likeness, 0) + 1
-            self.add(candidate)
+            if alike.get(likeness, 0) < _PER_MESH:
+                alike[likeness] = alike.get(likeness, 0) + self.add(candidate)
 
     def add(self, candidate: StepLayout) -> bool:
         """Sets up a candidate, and returns whether it is a plan."""

@@ -674,6 +674,16 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "axis"), [({"gather": "layer"}, "fsdp"), ({"zero1": True}, "data")]
+)
+def test_an_option_of_an_axis_that_the_mesh_lacks_is_refused(options: dict[str, Any], axis: str):
+    mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+    (name,) = options
+    with pytest.raises(ValueError, match=f"`{name}` is .* no axis '{axis}': its axes are 'stage'"):
+        jp.pipeline(MODEL, schedule="1f1b", mesh=mesh, microbatches=4, **options)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_an_engine_has_not_is_refused_by_name(name: str):
     options, message = REFUSED[name]

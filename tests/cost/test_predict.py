@@ -9,6 +9,7 @@ import pytest
 from jaxpipe.cost.training_step import Layout, build_schedule, predict
 from jaxpipe.cost.work import ModelWork, flops_per_token, transformer
 from jaxpipe.devices import HARDWARE, hardware
+from jaxpipe.schedules import FAMILIES
 
 
 def small() -> ModelWork:
@@ -32,6 +33,18 @@ def test_the_parts_add_up_to_the_step(kind: str, name: str):
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     assert all(seconds >= 0 for seconds in found.parts.values())
     assert 0 < found.model_flops_utilization < 1
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_ranks_share_the_products_of_a_step(schedule: str):
+    """Also where two ranks run a stage, each for half of the microbatches."""
+    chunks = 2 if "chunks" in FAMILIES[schedule].takes else 1
+    pipelined = Layout(stage=4, microbatches=16, schedule=schedule, chunks=chunks)
+    parts = predict(small(), pipelined, hardware("v5p")).parts
+    whole = predict(small(), Layout(microbatches=16), hardware("v5p")).parts
+    assert parts["products"] == pytest.approx(whole["products"] / 4)
+    own_state = parts["optimizer"] - whole["optimizer"] / 4
+    assert 0 <= own_state < whole["optimizer"] / 4  # embedding and head are on one rank
 
 
 def test_a_step_needs_at_least_its_operations_at_the_peak():

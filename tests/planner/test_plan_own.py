@@ -14,6 +14,7 @@ import jaxpipe as jp
 from jaxpipe.linen import model as linen_model
 from jaxpipe.nnx import model as nnx_model
 from jaxpipe.planner import Tensor
+from jaxpipe.schedules import FAMILIES
 
 D, F, V, T, H, L = 512, 2048, 4096, 128, 4, 4
 EXAMPLE = {"tokens": jax.ShapeDtypeStruct((4, T), jnp.int32)}
@@ -159,7 +160,7 @@ def test_weights_count_in_their_own_dtypes(make: Callable):
     assert [layer.boundary_bytes for layer in each] == [2 * D, 2 * D]
 
 
-def small() -> tuple[jp.Model, Any]:
+def small(num_layers: int = 4) -> tuple[jp.Model, Any]:
     model = jp.Model(
         embed=lambda w, batch: batch["x"] @ w,
         layer=lambda w, x, batch: x + jnp.tanh(x @ w),
@@ -168,7 +169,7 @@ def small() -> tuple[jp.Model, Any]:
     one, two, three = jax.random.split(jax.random.key(1), 3)
     params = {
         "embed": jax.random.normal(one, (16, 16)) / 4,
-        "layers": jax.random.normal(two, (4, 16, 16)) / 4,
+        "layers": jax.random.normal(two, (num_layers, 16, 16)) / 4,
         "head": jax.random.normal(three, (16,)) / 4,
     }
     return model, params
@@ -240,6 +241,23 @@ def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
     plans = jp.plan(model, "v5p-8", 64, **given, mesh={"fsdp": 4}, microbatches=1)
     (stored,) = plans.request.model.saved("none")
     assert stored.channels == D + 2 * F
+
+
+@pytest.mark.parametrize("schedule", [n for n, f in FAMILIES.items() if "slices" not in f.takes])
+def test_every_family_can_be_planned(schedule: str):
+    """Also those that have two stages on each rank and take no `chunks`."""
+    model, params = small(num_layers=8)
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
+    plans = jp.plan(model, "here", 32, **given, mesh={"stage": 4, "data": 2}, schedule=schedule)
+    assert plans.best.settings["schedule"] == schedule
+    assert plans.pipeline().mesh.shape["stage"] == 4
+
+
+def test_an_unknown_schedule_is_named():
+    model, params = small()
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}}
+    with pytest.raises(ValueError, match=r"^There is no schedule 'zbw'\. Did you mean 'zbv'"):
+        jp.plan(model, "here", 32, **given, schedule="zbw")
 
 
 def test_a_plan_is_verified_with_its_optimizer():

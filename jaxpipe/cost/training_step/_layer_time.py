@@ -250,7 +250,7 @@ def _padded(size: Size) -> int:
     return ceil(size / _TILE) * _TILE
 
 
-Layers = tuple[tuple[LayerWork, int], ...]
+Layers = tuple[tuple[LayerWork, Size], ...]
 """The layers of a stage in forward order: runs of one kind, each as (kind, number of layers)."""
 
 

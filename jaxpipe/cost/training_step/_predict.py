@@ -27,7 +27,7 @@ from ._schedule_time import (
     extrapolate,
     num_transfers,
     shorter,
-    stages_of,
+    stage_shares,
 )
 
 KINDS = (
@@ -84,18 +84,20 @@ def predict(
     if fewer:
         time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)
     rank = max(range(len(time.busy)), key=time.busy.__getitem__)
-    own = stages_of(schedule, rank)
+    own = stage_shares(schedule, rank)
     held = tuple(layer for stage in own for layer in layers[stage])
     parts = _busy_parts(stages, own, layout)
     parts["bubble"] = time.seconds - time.busy[rank]
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
-    parts["gradient_reduction"] = _gradients(work, held, layout, device, backward)
+    # Of a stage that two ranks run, each has the sums of half.
+    updated = tuple((kind, n * own[stage]) for stage in own for kind, n in layers[stage])
+    parts["gradient_reduction"] = _gradients(work, updated, layout, device, backward)
     if layout.num_weight_shards > 1 and layout.gather in ("once", "repeat"):
         # A gather and a scatter, and with "repeat" another gather for the backward.
         gathers = 2 if layout.gather == "repeat" else 1
         parts["fsdp"] = gathers * gather_seconds(held, layout, device)
         parts["fsdp"] += scatter_seconds(held, layout, device)
-    parts["optimizer"] = _optimizer(work, held, layout, device)
+    parts["optimizer"] = _optimizer(work, updated, layout, device)
     seconds = sum(parts.values())
     flops = flops_per_token(work, layout.sequence)
     tokens = layout.batch * layout.sequence
@@ -127,9 +129,9 @@ def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
     return ActionSeconds(add(stage.forward, waits), add(stage.input, waits), stage.weight)
 
 
-def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
+def _busy_parts(stages: list[ActionSeconds], own: dict[int, float], layout: Layout) -> Seconds:
     """Returns the seconds that a rank works, by kind."""
-    actions = (s for stage in own for s in vars(stages[stage]).values())
+    actions = (scaled(s, own[stage]) for stage in own for s in vars(stages[stage]).values())
     return scaled(add(*actions), layout.microbatches)
 
 

@@ -1,5 +1,6 @@
 """The schedule of a layout, and its time from the seconds of its stages."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -101,21 +102,31 @@ def extrapolate(
     )
 
 
-def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
-    """Returns the stages of a rank."""
+def stage_shares(schedule: Schedule | None, rank: int) -> dict[int, float]:
+    """Returns the stages of a rank, and the share of each's microbatches that it runs."""
     if schedule is None:
-        return [0]
-    return sorted({a.stage for step in schedule.programs[rank] for a in actions_of(step)})
+        return {0: 1.0}
+    ranks = _ranks_by_stage(schedule)
+    own = Counter(stage for (stage, _), of_stage in ranks.items() if of_stage == rank)
+    every = Counter(stage for stage, _ in ranks)
+    return {stage: own[stage] / every[stage] for stage in sorted(own)}
 
 
 def num_transfers(schedule: Schedule) -> tuple[int, ...]:
     """Returns the hand-overs that an F, or an I, of every stage receives and sends: 0 to 2."""
     # A device that neither computes beside a transfer nor buffers it waits for each of them. None
     # are between stages of the same rank.
-    ranks: dict[int, set[int]] = {}
-    for rank, program in enumerate(schedule.programs):
-        for step in program:
-            for action in actions_of(step):
-                ranks.setdefault(action.stage, set()).add(rank)
-    crossed = [ranks[s] != ranks[s + 1] for s in range(schedule.num_stages - 1)]
+    ranks, last = _ranks_by_stage(schedule), schedule.num_stages - 1
+    crossing = {s for (s, m), rank in ranks.items() if s < last and ranks[s + 1, m] != rank}
+    crossed = [stage in crossing for stage in range(last)]
     return tuple(before + after for before, after in pairwise([False, *crossed, False]))
+
+
+def _ranks_by_stage(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Returns the rank that runs a stage for a microbatch, by both."""
+    return {
+        (action.stage, action.microbatch): rank
+        for rank, program in enumerate(schedule.programs)
+        for step in program
+        for action in actions_of(step)
+    }

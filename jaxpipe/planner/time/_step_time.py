@@ -22,9 +22,9 @@ from ...schedules import makespan
 from ...schedules.lock_step import has_forwards_first, num_ticks
 from ...xla.compiler_flags import FLAGS, StepTraits
 from .._candidates import (
-    Choice,
     GatherMode,
     LayoutGroup,
+    MemoryPolicy,
     StepLayout,
     engine_named,
     row_shards,
@@ -111,11 +111,11 @@ def least_seconds(group: LayoutGroup, request: Request) -> list[float]:
     first, seconds = group.first, []
     wholes: dict[object, float] = {}
     times = _times_of_work(first, request)
-    shares = _shares_of_work(group.choices, first.layers_per_stage > 1, request.model)
-    for choice, share in zip(group.choices, shares, strict=True):
-        alike = choice.gather, choice.policy == "none"
+    shares = _shares_of_work(group.policies, first.layers_per_stage > 1, request.model)
+    for kept, share in zip(group.policies, shares, strict=True):
+        alike = kept.gather, kept.policy == "none"
         if alike not in wholes:
-            wholes[alike] = _work_seconds(first._replace(**choice._asdict()), request).work
+            wholes[alike] = _work_seconds(first._replace(**kept._asdict()), request).work
         seconds.append(times * share * wholes[alike])
     return seconds
 
@@ -135,7 +135,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
     whole, reduction, exposed = _work_seconds(candidate, request)
     several = candidate.layers_per_stage > 1
-    (share,) = _shares_of_work((candidate.choice,), several, request.model)
+    (share,) = _shares_of_work((candidate.memory_policy,), several, request.model)
     work = share * whole
     hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
     sums = engine_seconds(candidate, request)
@@ -178,14 +178,14 @@ def _work_seconds(candidate: StepLayout, request: Request) -> _WorkSeconds:
 
 @lru_cache(maxsize=1_000)
 def _shares_of_work(
-    choices: tuple[Choice, ...], several_layers: bool, model: PlannedModel
+    policies: tuple[MemoryPolicy, ...], several_layers: bool, model: PlannedModel
 ) -> list[float]:
-    """Returns the shares of the work that choices leave: with full remat a forward is a quarter."""
+    """Returns the shares of the work that policies leave; a forward is a quarter of full remat."""
     return [
         1.0
-        if choice.policy == "none"
-        else 0.75 + 0.25 * recomputed_fraction(choice, several_layers, model)
-        for choice in choices
+        if kept.policy == "none"
+        else 0.75 + 0.25 * recomputed_fraction(kept, several_layers, model)
+        for kept in policies
     ]
 
 
@@ -218,7 +218,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     reached = _efficiency(request, flags)
     step = predict(request.work, layout, kind, reached=reached)
     recomputed = recomputed_fraction(
-        candidate.choice, candidate.layers_per_stage > 1, request.model
+        candidate.memory_policy, candidate.layers_per_stage > 1, request.model
     )
     if recomputed not in (0, 1):
         other = predict(request.work, replace(layout, remat="selective"), kind, reached=reached)
@@ -292,19 +292,19 @@ def _tick_seconds(run: PreparedPipeline, step: Prediction) -> float | None:
     return float(makespan(engine.timeline(run.pipeline, seconds.costs(run.pipeline.schedule))))
 
 
-def recomputed_fraction(choice: Choice, several_layers: bool, model: PlannedModel) -> float:
+def recomputed_fraction(kept: MemoryPolicy, several_layers: bool, model: PlannedModel) -> float:
     """Returns the fraction of a forward that is computed again: 1 for `full`, 0 for `none`.
 
     Returns:
         A fraction, by the channels of the tensors that the policy keeps, and what none keeps. It is
         twice as much if the policy is applied to a stage of several layers and to each of them.
     """
-    if choice.policy == "none":
+    if kept.policy == "none":
         return 0.0
-    times = 2 if choice.scope == "both" and several_layers else 1
-    if choice.policy in ("full", OFFLOAD_INPUTS):
+    times = 2 if kept.scope == "both" and several_layers else 1
+    if kept.policy in ("full", OFFLOAD_INPUTS):
         return 1.0 * times
-    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * _kept_share(model, choice.policy))
+    return times * (1.0 - (1.0 - _WITHOUT_NAMES) * _kept_share(model, kept.policy))
 
 
 @lru_cache(maxsize=1_000)
