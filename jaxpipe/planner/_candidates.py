@@ -6,7 +6,7 @@ divide is left out here to save time; the checks of a run have the last word (`_
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -190,8 +190,8 @@ class Space:
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
-        engines: Names of engines in configs that may run it; None for all.
-        of_pipelines: Given keys that only pipelines read, which rule out a step without one.
+        unread_by: The given keys that an engine does not read, which rule it out, by its name in
+            configs.
         options: Options of the engine, which has to have them.
         free_options: Names of other options, which a plan may choose.
         costs: The cost of each layer, by which stages are divided. None: all the same.
@@ -212,8 +212,7 @@ class Space:
     fixed: dict[str, Any] = field(default_factory=dict)
     policies: tuple[str, ...] = POLICIES
     without: tuple[str, ...] = ()
-    engines: tuple[str, ...] | None = None
-    of_pipelines: tuple[str, ...] = ()
+    unread_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     options: EngineOptions = NO_OPTIONS
     free_options: frozenset[str] = frozenset()
     costs: tuple[float, ...] | None = None
@@ -435,7 +434,7 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
     usual = [name for name, e in CONFIG_ENGINES.items() if e.pipelines == (ranks > 1)]
     for name in _choices(fixed, "engine", usual):
         engine = engine_named(name)
-        if space.engines is not None and name not in space.engines:
+        if space.unread_by.get(name):
             continue
         if not engine.pipelines:
             one = "counts" not in fixed and fixed.get("chunks", 1) == 1

@@ -67,7 +67,7 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
         return (
             f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
             f"{request.sequence} tokens and {request.space.num_layers} layers as given"
-            f"{_given(request)}. Give another batch, or fix fewer keys."
+            f"{_given(request)}. Give another batch, or fix fewer keys.{_ruled_out(request)}"
         )
     candidate, needed = best.leanest
     if needed.total > request.limit:
@@ -99,6 +99,16 @@ def _would_fit(request: Request, candidate: StepLayout, unit: float, name: str) 
                 "trained, so no plan chooses it."
             )
     return ""
+
+
+def _ruled_out(request: Request) -> str:
+    """Returns which engines were not tried, and for which keys; "" if all were."""
+    engines: dict[str, list[str]] = {}
+    for name, keys in request.space.unread_by.items():
+        for key in keys[:1]:
+            engines.setdefault(key, []).append(repr(name))
+    pairs = engines.items()
+    return "".join(f" `{key}` is not read by {', '.join(names)}." for key, names in pairs)
 
 
 def _given(request: Request) -> str:

@@ -114,9 +114,9 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         fixed = request.space.fixed
         divided = any(fixed.get(axis, 1) > 1 for axis in ("stage", "tensor", "expert", "context"))
         pipelined = "engine" in fixed and engine_named(fixed["engine"]).pipelines
-        if request.space.of_pipelines:
-            keys = " and ".join(f"`{key}`" for key in request.space.of_pipelines)
-            return f"ruled out by {keys}, which only pipelines read."
+        if unread := request.space.unread_by.get(usual_engine(None).config_name):
+            keys = " and ".join(f"`{key}`" for key in unread)
+            return f"ruled out by {keys}, which a step without a pipeline does not read."
         if divided or pipelined or fixed.get("schedule"):
             return "what is given rules out data parallelism alone."
         return "rows or devices do not divide for data parallelism alone."

@@ -126,6 +126,14 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
             ["--devices", "v5p-8", "pipeline_engine=circular", "pipeline_schedule=1f1b"],
             "`pipeline_engine` is 'circular', which does not read `pipeline_schedule`",
         ),
+        (
+            ["--devices", "v5p-8", "--schedule", "1f1b", "scan_pipeline_iterations=false"],
+            "`schedule` is '1f1b', of 'scheduled', which does not read `scan_pipeline_iterations`",
+        ),
+        (
+            ["--devices", "v5p-8", "--max-stages=1", "scan_pipeline_iterations=false"],
+            "`scan_pipeline_iterations` is not read by 'none', 'scheduled', 'mpmd'.",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(

@@ -43,7 +43,8 @@ def test_a_plan_says_how_far_published_steps_were_from_predictions():
     assert f"so {0.93 * seconds:.3g} to {1.17 * seconds:.3g} s" in record["rests_on"]
     assert record["plain"]  # a pipeline is given, so that data parallelism alone is not there
     explicit = jp.plan(KEPT | {"shard_mode": "explicit"}, "h100:8", 64, 4096).record()
-    assert explicit["plain"] == "ruled out by `shard_mode`, which only pipelines read."
+    unread = "ruled out by `shard_mode`, which a step without a pipeline does not read."
+    assert explicit["plain"] == unread
 
 
 def test_stages_of_several_on_a_rank_may_have_fewer_layers_at_the_ends():

@@ -60,15 +60,13 @@ _ENGINES_BY_KEY = {
 """Keys that some engines do not read, with the engines that do."""
 
 
-def engines_that_read(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the engines that read all keys whose value is not the default."""
-    return tuple(name for name in CONFIG_ENGINES if not keys_unread_by(name, values))
-
-
-def keys_unread_by(engine_name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the keys whose value is not the default and that an engine does not read."""
-    given = (k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default)
-    return tuple(key for key in given if engine_name not in _ENGINES_BY_KEY[key])
+def unread_by_engines(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the keys whose value is not the default and that an engine does not read, by name."""
+    given = [k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default]
+    return {
+        name: tuple(key for key in given if name not in _ENGINES_BY_KEY[key])
+        for name in CONFIG_ENGINES
+    }
 
 
 _FILES = get_args(SourceType)

@@ -44,7 +44,7 @@ from ...planner import (
     device_hardware,
 )
 from ...sharding.layout import parse_layout
-from ..config._config import Config, engines_that_read, keys_unread_by
+from ..config._config import Config, unread_by_engines
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import load_config
 from ..config._yaml import to_yaml
@@ -98,6 +98,7 @@ def make_request(
     schedule: str | None = None,
 ) -> Request:
     """Reads what a plan is for."""
+    of_schedule = schedule and "pipeline_engine" not in settings
     settings = dict(settings)
     if schedule:
         usual = usual_engine(schedule)
@@ -114,15 +115,14 @@ def make_request(
     values = {key: value for key, value in settings.items() if key not in chosen}
     of_engines = {k: settings[k] for k in (_LAYERS_KEY, "pipeline_schedule") if k in settings}
     read = values | of_engines
-    engines, engine_name = engines_that_read(read), settings.get("pipeline_engine")
-    if engine_name in CONFIG_ENGINES and engine_name not in engines:
+    unread, engine_name = unread_by_engines(read), settings.get("pipeline_engine")
+    if engine_name in CONFIG_ENGINES and unread[engine_name]:
+        start = f"`schedule` is {schedule!r}, of" if of_schedule else "`pipeline_engine` is"
         raise ValueError(
-            f"`pipeline_engine` is {engine_name!r}, which does not read "
-            f"`{keys_unread_by(engine_name, read)[0]}`. Leave one of them out."
+            f"{start} {engine_name!r}, which does not read `{unread[engine_name][0]}`. Leave "
+            "one of them out."
         )
-    config = _checked(
-        values | ({"max_target_length": sequence} if sequence else {}), fixed, engines
-    )
+    config = _checked(values | ({"max_target_length": sequence} if sequence else {}), fixed, unread)
     accumulation = fixed.get("accumulation", 1)
     rows = round(config.per_device_batch_size * devices.num_devices * accumulation)
     if batch and "per_device_batch_size" in settings and batch != rows:
@@ -178,8 +178,7 @@ def make_request(
         source=TrainerSource(values, devices.num_slices, widest_head),
         space=replace(
             _space(config, sizes, settings, fixed, devices, rows, pipelined, max_stages),
-            engines=engines,
-            of_pipelines=keys_unread_by(usual_engine(None).config_name, read),
+            unread_by=unread,
         ),
         before=sizes.num_dense_layers,
         after=uniform - pipelined,
@@ -244,12 +243,13 @@ def _name(config: Config, settings: Mapping[str, Any]) -> str:
     return config.model_name if is_preset else f"{config.decoder_block} of your sizes"
 
 
-def _checked(values: Values, fixed: Values, engines: tuple[str, ...]) -> Config:
+def _checked(values: Values, fixed: Values, unread: Mapping[str, tuple[str, ...]]) -> Config:
     """Returns the config of keys that a planner does not choose, after the checks of a run."""
     values = dict(values)
     num_pipelined = values.pop("pipeline_parallel_layers", -1)
-    if usual_engine(None).config_name not in engines and engines:
-        values["pipeline_engine"] = engines[0]
+    readers = [name for name, keys in unread.items() if not keys]
+    if readers and usual_engine(None).config_name not in readers:
+        values["pipeline_engine"] = readers[0]
     values["remat_policy"] = fixed.get("policy", "full").replace(OFFLOAD_INPUTS, "full")
     pairs = [f"{key}={to_yaml(value)}" for key, value in values.items()]
     config = load_config([], pairs, presets=PRESETS)
