@@ -58,8 +58,8 @@ class Model:
     are proven to treat rows one by one, and those that are not run on whole microbatches.
 
     A function that takes one argument more than is said here is given a dropout key as its last
-    argument. Keys differ by layer and microbatch, and are the same in every engine and on every
-    mesh: random numbers are drawn for whole microbatches.
+    argument. Keys differ by layer, call (`accumulate`) and microbatch, and are the same in every
+    engine and on every mesh: random numbers are drawn for whole microbatches.
 
     Attributes:
         embed: `(params["embed"], batch) -> x`: what enters the first layer, any pytree.

@@ -124,6 +124,7 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"stage": 4},
         {"remat": "minimal_offloaded", "schedule": "interleaved_1f1b", "chunks": 2},
     ),
+    "offload, uneven": (FSDP, {"remat": "minimal_offloaded", "layers_per_stage": (3, 5)}),
     "offload, circular": (FSDP, {"remat": "minimal_offloaded", "schedule": "circular"}),
     "offload, no pipeline": ({"stage": 1}, {"remat": "minimal_offloaded", "schedule": None}),
     "remat, no pipeline": ({"stage": 1}, {"remat": "full", "schedule": None}),
