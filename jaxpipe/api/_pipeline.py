@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -13,7 +11,15 @@ from .. import schedules
 from ..autodiff import POLICIES, Remat, remat_by_name
 from ..autodiff.backward import check_offload
 from ..autodiff.staged_model import layers_per_iteration
-from ..engines import ENGINES, Engine, EngineOptions, PipelineSpec, When, usual_engine
+from ..engines import (
+    ENGINES,
+    Engine,
+    EngineOptions,
+    PipelineSpec,
+    When,
+    check_reduce_dtype,
+    usual_engine,
+)
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding import num_ranks_of
@@ -204,7 +210,7 @@ def pipeline(
         remat=_remat("remat", remat or ("full" if selected.pipelines else "none"), mesh),
         layer_remat=_remat("layer_remat", layer_remat or "none", mesh),
         scan_layers=scan_layers,
-        options=options._replace(reduce_dtype=_reduce_dtype(reduce_dtype)),
+        options=options._replace(reduce_dtype=check_reduce_dtype(reduce_dtype)),
         num_calls=accumulate,
         compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
         compute_dtype=compute_dtype,
@@ -247,18 +253,6 @@ def _check_options(engine: Engine, options: dict[str, Any], mesh: Mesh) -> None:
     if options["gather"] not in (None, *get_args(When)):
         names = ", ".join(map(repr, get_args(When)))
         raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")
-
-
-def _reduce_dtype(reduce_dtype: Any) -> np.dtype | None:
-    """Returns the dtype to which gradients are rounded; None if they are not."""
-    names = ("float32", "bfloat16")
-    try:
-        name = None if reduce_dtype is None else jnp.dtype(reduce_dtype).name
-    except TypeError:
-        name = repr(reduce_dtype)
-    if name not in (None, *names):
-        raise ValueError(f"`reduce_dtype` is {name}. Give {' or '.join(map(repr, names))}.")
-    return jnp.dtype(jnp.bfloat16) if name == "bfloat16" else None
 
 
 def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:

@@ -3,6 +3,7 @@
 from ..schedules import Schedule as _Schedule
 from ..spmd import NO_OPTIONS as NO_OPTIONS
 from ..spmd import EngineOptions as EngineOptions
+from ..spmd import check_reduce_dtype as check_reduce_dtype
 from ._accumulation import with_calls as _with_calls
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine

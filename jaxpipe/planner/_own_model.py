@@ -33,7 +33,7 @@ from ..api.inspection import (
 from ..autodiff.backward import floating
 from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import EngineOptions, engine_of_any_schedule
+from ..engines import CONFIG_ENGINES, EngineOptions, check_reduce_dtype, usual_engine
 from ..kernels import trace_for, trace_to_read
 from ..schedules import FAMILIES
 from ..sharding.specs import axes_of
@@ -109,8 +109,7 @@ class OwnSource:
             settings["dcn"] = {candidate.across: self.num_slices}
         if candidate.scope != "tick":
             settings["layer_remat"] = candidate.policy
-        if candidate.options.zero1:
-            settings["zero1"] = True
+        settings |= candidate.options.changed
         if candidate.gathers and candidate.gather != candidate.usual_gather:
             settings["gather"] = candidate.gather
         family = FAMILIES.get(candidate.family_name)
@@ -172,7 +171,8 @@ def own_request(
         example: A batch of it, of any number of rows, or its shapes.
         devices: The devices of the step.
         fixed: Arguments of `jaxpipe.pipeline` that plans must have: `mesh`, the sizes of its axes,
-            `microbatches`, `chunks`, `slices`, `zero1`, `param_specs` and `row_wise`.
+            `microbatches`, `chunks`, `slices`, `param_specs`, `row_wise`, and the fields of
+            `EngineOptions`.
         batch: Rows of a step. Default: those of `example`.
         memory_gb: The memory of a device that may be used, in 1e9 bytes.
         max_stages: The most ranks of a pipeline.
@@ -190,7 +190,8 @@ def own_request(
     counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
     names = "slices", "param_specs", "row_wise"
     options = {name: fixed.pop(name) for name in names if fixed.get(name) is not None}
-    zero1 = fixed.pop("zero1", None)
+    own_options = {name: fixed.pop(name, None) for name in EngineOptions._fields}
+    own_options = {name: x for name, x in own_options.items() if x is not None}
     make = None if isinstance(model, Model) else model
     shards = axes.get("expert", 1)
     _check_experts(make, shards, "param_specs" in options)
@@ -207,8 +208,10 @@ def own_request(
     assert isinstance(model, Model)
     _check_own(model, params, example, **fixed)
     check_positive(**counts)
-    if zero1 not in (None, True, False):
-        raise ValueError(f"`zero1` is {zero1!r}. Give True or False.")
+    for name, value in own_options.items():
+        if name != "reduce_dtype" and not isinstance(value, bool):
+            raise ValueError(f"`{name}` is {value!r}. Give True or False.")
+    check_reduce_dtype(own_options.get("reduce_dtype"))
     check_groups(jax.eval_shape(model.to_groups, params), model.shared)
     specs = _specs(model, params, options.get("param_specs"), axes, devices)
     if model.has_kinds and model.layer_costs is None:
@@ -221,9 +224,10 @@ def own_request(
     if model.layer_costs is not None:
         costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
     if schedule:
-        counts |= {"engine": engine_of_any_schedule().config_name, "schedule": schedule}
+        counts["engine"] = (engine := usual_engine(schedule)).config_name
+        counts |= {"schedule": schedule} if engine.runs_schedules else {}
     fixed = NOT_CHOSEN | counts | axes
-    space = _space(devices, rows, tokens, planned, max_stages, fixed, zero1, costs)
+    space = _space(devices, rows, tokens, planned, max_stages, fixed, own_options, costs)
     source = OwnSource(
         model=model,
         params=params,
@@ -254,9 +258,10 @@ def _space(
     planned: PlannedModel,
     max_stages: int | None,
     fixed: Values,
-    zero1: bool | None,
+    own_options: Values,
     costs: tuple[float, ...] | None,
 ) -> Space:
+    options = EngineOptions(**own_options)
     return Space(
         devices=devices,
         batch=rows,
@@ -268,8 +273,12 @@ def _space(
         max_stages=max_stages or devices.num_devices,
         fixed=fixed,
         policies=("full", "none"),
-        options=EngineOptions(zero1=bool(zero1)),
-        free_options=frozenset({"zero1"}) if zero1 is None else frozenset(),
+        unread_by={
+            name: tuple(sorted(options.changed.keys() - engine.options))
+            for name, engine in CONFIG_ENGINES.items()
+        },
+        options=options,
+        free_options=frozenset({"zero1"} - own_options.keys()),
         costs=costs,
         gathered_axes=("fsdp",),
         hidden=planned.hidden,
@@ -317,10 +326,11 @@ def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> 
         raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
     unread = [f"`{name}`" for name, value in others.items() if value is not None]
     if unread:
+        options = ", ".join(f"`{name}`" for name in EngineOptions._fields)
         raise ValueError(
             f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
             "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches`, `chunks`, `slices`, "
-            "`zero1`, `param_specs` and `row_wise` can be given."
+            f"`param_specs`, `row_wise`, {options} can be given."
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..engines import PeakMemory
 from ..sharding import AXES
 from ._answer import Plans, unit_of_bytes
-from ._candidates import StepLayout
+from ._candidates import StepLayout, engine_named
 from ._own_model import NOT_CHOSEN
 from ._reasons import describe
 from ._request import MANY_SCORES, Request
@@ -105,6 +105,7 @@ def _ruled_out(request: Request) -> str:
     """Returns which engines were not tried, and for which keys; "" if all were."""
     engines: dict[str, list[str]] = {}
     for name, keys in request.space.unread_by.items():
+        name = engine_named(name).name if request.source.is_own else name
         for key in keys[:1]:
             engines.setdefault(key, []).append(repr(name))
     pairs = engines.items()

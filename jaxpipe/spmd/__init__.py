@@ -7,6 +7,7 @@ from .. import _lazy
 if typing.TYPE_CHECKING:
     from ._options import NO_OPTIONS as NO_OPTIONS
     from ._options import EngineOptions as EngineOptions
+    from ._options import check_reduce_dtype as check_reduce_dtype
     from .circular_engine import circular as circular
     from .ranks import to_ranks as to_ranks
     from .ranks import to_stages as to_stages

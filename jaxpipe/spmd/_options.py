@@ -2,6 +2,9 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 
 class EngineOptions(NamedTuple):
     """Arguments of `jaxpipe.pipeline` that not all engines have, by the names in `Engine.options`.
@@ -34,3 +37,25 @@ class EngineOptions(NamedTuple):
 
 NO_OPTIONS = EngineOptions()
 """Every option at its default."""
+
+
+def check_reduce_dtype(reduce_dtype: Any) -> np.dtype | None:
+    """Checks the dtype to which gradients are rounded.
+
+    Args:
+        reduce_dtype: A dtype or its name, as `jaxpipe.pipeline` is given it; None for none.
+
+    Returns:
+        The dtype; None if gradients are not rounded.
+
+    Raises:
+        ValueError: If it is neither float32 nor bfloat16.
+    """
+    names = ("float32", "bfloat16")
+    try:
+        name = None if reduce_dtype is None else jnp.dtype(reduce_dtype).name
+    except TypeError:
+        name = repr(reduce_dtype)
+    if name not in (None, *names):
+        raise ValueError(f"`reduce_dtype` is {name}. Give {' or '.join(map(repr, names))}.")
+    return jnp.dtype(jnp.bfloat16) if name == "bfloat16" else None

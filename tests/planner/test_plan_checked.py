@@ -108,8 +108,10 @@ PARAMS = {"embed": jnp.ones((4, 8)), "layers": jnp.ones((4, 8, 8)), "head": jnp.
         ({"microbatches": 0}, "`microbatches` is 0"),
         ({"chunks": 99}, "given: chunks 99"),
         ({"zero1": "x"}, "`zero1` is 'x'"),
+        ({"reduce_dtype": "int8"}, "`reduce_dtype` is int8"),
+        ({"max_stages": 1, "scan_ticks": False}, "`scan_ticks` is not read by 'unpipelined', 's"),
     ],
-    ids=["no head", "no microbatches", "too many chunks", "no bool"],
+    ids=["no head", "no microbatches", "too many chunks", "no bool", "integers", "unread"],
 )
 def test_wrong_arguments_of_own_models_are_named(keys: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):

@@ -253,6 +253,23 @@ def test_every_family_can_be_planned(schedule: str):
     assert plans.pipeline().mesh.shape["stage"] == 4
 
 
+def test_options_of_engines_are_kept():
+    model, params = small(num_layers=8)
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
+    given |= {"mesh": {"stage": 4, "data": 2}, "chunks": 2, "microbatches": 8}
+    plain = jp.plan(model, "here", 32, **given, schedule="circular").best
+    plans = jp.plan(model, "here", 32, **given, forwarding_delay=True, reduce_dtype="bfloat16")
+    assert plans.best.settings["schedule"] == "circular"
+    assert plans.best.settings["reduce_dtype"] == "bfloat16"
+    assert plans.best.time.parts["bubble"] != plain.time.parts["bubble"]
+    pipe, rows = plans.pipeline(), jax.random.normal(jax.random.key(2), (32, 16))
+    value, _ = pipe.jit(pipe.value)(pipe.shard(params), {"x": rows})
+    x = rows @ params["embed"]
+    for w in params["layers"]:
+        x = x + jnp.tanh(x @ w)
+    assert value == pytest.approx(float(jnp.mean(x @ params["head"])), rel=1e-5)
+
+
 def test_an_unknown_schedule_is_named():
     model, params = small()
     given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}}

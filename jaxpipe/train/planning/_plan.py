@@ -51,7 +51,8 @@ def plan(
         example: A batch of it, of any number of rows, or its shapes.
         **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. For a model
             of your own those of `jaxpipe.pipeline`: `mesh`, the sizes of its axes by name,
-            `microbatches`, `chunks`, `slices`, `zero1`, `param_specs` and `row_wise`.
+            `microbatches`, `chunks`, `slices`, `param_specs`, `row_wise`, `zero1`, `reduce_dtype`,
+            `forwarding_delay`, `vocab_parallel`, `scan_repeats` and `scan_ticks`.
 
     Returns:
         The plans, the fastest first. They print as a table.
