@@ -229,11 +229,11 @@ def pipeline(
 
 
 _AXES_OF_OPTIONS = {"zero1": "data", "gather": "fsdp"}
-"""Options that do nothing in a mesh without an axis."""
+"""The mesh axis without which an option does nothing, by the name of the option."""
 
 
 def _check_options(engine: Engine, options: dict[str, Any], mesh: Mesh) -> None:
-    """Raises a `ValueError` if an option that is given, not None, is none of engine or mesh."""
+    """Raises a `ValueError` for an option that the engine has not, or whose axis the mesh lacks."""
     for name, value in options.items():
         if value is None:
             continue
@@ -248,7 +248,7 @@ def _check_options(engine: Engine, options: dict[str, Any], mesh: Mesh) -> None:
             axes = ", ".join(map(repr, mesh.axis_names))
             raise ValueError(
                 f"`{name}` is {value!r}, and the mesh has no axis {axis!r}: its axes are {axes}. "
-                f"Leave it out, or give the mesh {axis!r}, of size 1 if no device divides it."
+                f"Leave it out, or give the mesh an axis {axis!r}; its size may be 1."
             )
     if options["gather"] not in (None, *get_args(When)):
         names = ", ".join(map(repr, get_args(When)))

@@ -50,7 +50,7 @@ POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_contex
 
 
 class MemoryPolicy(NamedTuple):
-    """What a layout keeps in memory: it changes little of the work.
+    """The choices of a layout that decide what it keeps in memory: they change little of the work.
 
     Attributes:
         policy: The policy of rematerialization.
@@ -135,7 +135,7 @@ class StepLayout(NamedTuple):
 
     @property
     def memory_policy(self) -> MemoryPolicy:
-        """Returns what the layout keeps in memory."""
+        """Returns the policy, scope and gather of the layout as one record."""
         return MemoryPolicy(self.policy, self.scope, self.gather)
 
     @property
@@ -233,11 +233,11 @@ def _imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> floa
 
 
 class LayoutGroup(NamedTuple):
-    """Layouts that differ in what they keep in memory alone.
+    """Layouts that differ only in their memory policy.
 
     Attributes:
-        first: One of them.
-        policies: What each keeps in memory.
+        first: A layout that has all their other fields; its own policy may be none of `policies`.
+        policies: The memory policy of each.
     """
 
     first: StepLayout

@@ -246,7 +246,9 @@ class _MemoryKind:
 
 @dataclass(frozen=True, eq=False)
 class AbsentDevice:
-    """What a mesh and the checks of a run ask about a device. It equals itself alone, as those do.
+    """A stand-in for a device: it has what a mesh and the checks of a run read.
+
+    As JAX's own devices, it equals only itself.
 
     Attributes:
         id: The index of the device.

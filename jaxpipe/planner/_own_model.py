@@ -99,7 +99,9 @@ class OwnSource:
         engine = candidate.engine
         settings: Values = self.options | {
             "mesh": {
-                axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
+                axis: size
+                for axis, size in candidate.sizes.items()
+                if size > 1 or axis == "stage" or (axis == "data" and candidate.options.zero1)
             },
             "schedule": candidate.family_name or None,
             "microbatches": candidate.microbatches,
@@ -190,8 +192,7 @@ def own_request(
     counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
     names = "slices", "param_specs", "row_wise"
     options = {name: fixed.pop(name) for name in names if fixed.get(name) is not None}
-    own_options = {name: fixed.pop(name, None) for name in EngineOptions._fields}
-    own_options = {name: x for name, x in own_options.items() if x is not None}
+    own_options = _pop_options(fixed)
     make = None if isinstance(model, Model) else model
     shards = axes.get("expert", 1)
     _check_experts(make, shards, "param_specs" in options)
@@ -208,10 +209,6 @@ def own_request(
     assert isinstance(model, Model)
     _check_own(model, params, example, **fixed)
     check_positive(**counts)
-    for name, value in own_options.items():
-        if name != "reduce_dtype" and not isinstance(value, bool):
-            raise ValueError(f"`{name}` is {value!r}. Give True or False.")
-    check_reduce_dtype(own_options.get("reduce_dtype"))
     check_groups(jax.eval_shape(model.to_groups, params), model.shared)
     specs = _specs(model, params, options.get("param_specs"), axes, devices)
     if model.has_kinds and model.layer_costs is None:
@@ -224,8 +221,10 @@ def own_request(
     if model.layer_costs is not None:
         costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
     if schedule:
-        counts["engine"] = (engine := usual_engine(schedule)).config_name
-        counts |= {"schedule": schedule} if engine.runs_schedules else {}
+        engine = usual_engine(schedule)
+        counts["engine"] = engine.config_name
+        if engine.runs_schedules:
+            counts["schedule"] = schedule
     fixed = NOT_CHOSEN | counts | axes
     space = _space(devices, rows, tokens, planned, max_stages, fixed, own_options, costs)
     source = OwnSource(
@@ -249,6 +248,18 @@ def own_request(
         before=0,
         after=0,
     )
+
+
+def _pop_options(fixed: dict[str, Any]) -> Values:
+    """Removes the options of engines from arguments, and returns those that are given."""
+    options = {name: fixed.pop(name, None) for name in EngineOptions._fields}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if name != "reduce_dtype" and not isinstance(value, bool):
+            raise ValueError(f"`{name}` is {value!r}. Give True or False.")
+    if dtype := check_reduce_dtype(options.get("reduce_dtype")):
+        options["reduce_dtype"] = dtype.name  # a name: settings are plain data
+    return options
 
 
 def _space(

@@ -102,12 +102,12 @@ def _would_fit(request: Request, candidate: StepLayout, unit: float, name: str) 
 
 
 def _ruled_out(request: Request) -> str:
-    """Returns which engines were not tried, and for which keys; "" if all were."""
+    """Names the engines that a given key rules out, each with its first; "" if none are."""
     engines: dict[str, list[str]] = {}
-    for name, keys in request.space.unread_by.items():
-        name = engine_named(name).name if request.source.is_own else name
-        for key in keys[:1]:
-            engines.setdefault(key, []).append(repr(name))
+    for config_name, keys in request.space.unread_by.items():
+        if keys:  # one key is reason enough
+            name = engine_named(config_name).name if request.source.is_own else config_name
+            engines.setdefault(keys[0], []).append(repr(name))
     pairs = engines.items()
     return "".join(f" `{key}` is not read by {', '.join(names)}." for key, names in pairs)
 

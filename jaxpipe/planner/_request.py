@@ -97,7 +97,7 @@ class Request:
 
     @property
     def checked_by(self) -> str:
-        """Returns what has the last word on a layout, in words."""
+        """Returns the name of what checks a layout last, for messages."""
         return "`jaxpipe.pipeline`" if self.source.is_own else "the trainer"
 
     def stores_many_scores(self, candidate: StepLayout) -> bool:

@@ -5,6 +5,7 @@ would, which is where a plan is refused, and compared by the tables and ticks of
 so are the neighbours of the best of these. Of plans that are nearly as fast the simplest is first.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -102,7 +103,7 @@ def search(request: Request, num_plans: int) -> BestPlans:
     )
 
 
-_Place = tuple[int, int]
+_Index = tuple[int, int]
 """The indices of a group and of a policy in it."""
 
 
@@ -113,12 +114,12 @@ class Candidates:
         self.groups = tuple(groups)
         self._request = request
         self._least = {
-            (group, policy): seconds
-            for group, of_group in enumerate(self.groups)
-            for policy, seconds in enumerate(least_seconds(of_group, request))
+            (i, j): seconds
+            for i, group in enumerate(self.groups)
+            for j, seconds in enumerate(least_seconds(group, request))
         }
         self._order = sorted(self._least, key=self._least.__getitem__)
-        self._memory: dict[_Place, PeakMemory] = {}
+        self._memory: dict[_Index, PeakMemory] = {}
 
     def __len__(self) -> int:
         """Returns the number of candidates."""
@@ -128,23 +129,23 @@ class Candidates:
         """Yields those that fit in memory, or do not, by their `rough_seconds`, the least first.
 
         Of those that fit it leaves out what the trainer refuses for its scores of attention. Each
-        waits in a heap until no other one has less, not even by its `least_seconds`.
+        waits in a heap until no candidate is left whose `least_seconds` are fewer than its seconds.
         """
         request = self._request
-        heap: list[tuple[float, _Place]] = []
-        for place in self._order:
-            while heap and heap[0][0] < self._least[place]:
+        heap: list[tuple[float, _Index]] = []
+        for index in self._order:
+            while heap and heap[0][0] < self._least[index]:
                 yield self._layout(heappop(heap)[1])
-            layout = self._layout(place)
-            if (self._needed(place).total <= request.limit) == fit and not (
+            layout = self._layout(index)
+            if (self._needed(index).total <= request.limit) == fit and not (
                 fit and request.stores_many_scores(layout)
             ):
-                heappush(heap, (rough_seconds(layout, request), place))
-        yield from (self._layout(place) for _, place in sorted(heap))
+                heappush(heap, (rough_seconds(layout, request), index))
+        yield from (self._layout(index) for _, index in sorted(heap))
 
     def leanest(self) -> tuple[StepLayout, PeakMemory] | None:
         """Returns the candidate that needs least memory; None if there is none."""
-        pairs = ((self._layout(place), self._needed(place)) for place in self._least)
+        pairs = ((self._layout(index), self._needed(index)) for index in self._least)
         return min(pairs, key=lambda pair: pair[1].total, default=None)
 
     def beyond(self) -> tuple[float, PeakMemory] | None:
@@ -154,14 +155,14 @@ class Candidates:
             return None
         return rough_seconds(first, self._request), expected_memory(first, self._request)
 
-    def _layout(self, place: _Place) -> StepLayout:
-        group, policy = place
+    def _layout(self, index: _Index) -> StepLayout:
+        group, policy = index
         return self.groups[group].layout(policy)
 
-    def _needed(self, place: _Place) -> PeakMemory:
-        if place not in self._memory:
-            self._memory[place] = expected_memory(self._layout(place), self._request)
-        return self._memory[place]
+    def _needed(self, index: _Index) -> PeakMemory:
+        if index not in self._memory:
+            self._memory[index] = expected_memory(self._layout(index), self._request)
+        return self._memory[index]
 
 
 def expected_memory(candidate: StepLayout, request: Request) -> PeakMemory:
@@ -225,15 +226,18 @@ class _Finals:
 
     def add_best(self, ordered: Iterable[StepLayout], most: int) -> None:
         """Sets up the first candidates, but not several that differ little."""
-        alike: dict[object, int] = {}
+        alike = Counter(_likeness(plan.candidate) for plan in self.plans)
+        tried: Counter[object] = Counter()
         for candidate in ordered:
             enough = self.are_many and len(self.plans) >= _LEAST_FINALISTS
             failed = len(self.refused) + len(self.too_large)
             if enough or len(self.plans) >= most or failed >= 4 * most:
                 break
             likeness = _likeness(candidate)
-            if alike.get(likeness, 0) < _PER_MESH:
-                alike[likeness] = alike.get(likeness, 0) + self.add(candidate)
+            # Refused layouts leave others of their likeness room, but not all of the search's.
+            if alike[likeness] < _PER_MESH and tried[likeness] < 8 * _PER_MESH:
+                tried[likeness] += 1
+                alike[likeness] += self.add(candidate)
 
     def add(self, candidate: StepLayout) -> bool:
         """Sets up a candidate, and returns whether it is a plan."""

@@ -43,10 +43,10 @@ def check_reduce_dtype(reduce_dtype: Any) -> np.dtype | None:
     """Checks the dtype to which gradients are rounded.
 
     Args:
-        reduce_dtype: A dtype or its name, as `jaxpipe.pipeline` is given it; None for none.
+        reduce_dtype: A dtype or its name, or None, as `jaxpipe.pipeline` takes it.
 
     Returns:
-        The dtype; None if gradients are not rounded.
+        bfloat16, or None if gradients are not rounded: for float32 and None.
 
     Raises:
         ValueError: If it is neither float32 nor bfloat16.

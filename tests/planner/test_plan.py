@@ -128,7 +128,7 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
         ),
         (
             ["--devices", "v5p-8", "--schedule", "1f1b", "scan_pipeline_iterations=false"],
-            "`schedule` is '1f1b', of 'scheduled', which does not read `scan_pipeline_iterations`",
+            "'1f1b', whose engine 'scheduled' does not read `scan_pipeline_iterations`",
         ),
         (
             ["--devices", "v5p-8", "--max-stages=1", "scan_pipeline_iterations=false"],

@@ -109,7 +109,10 @@ PARAMS = {"embed": jnp.ones((4, 8)), "layers": jnp.ones((4, 8, 8)), "head": jnp.
         ({"chunks": 99}, "given: chunks 99"),
         ({"zero1": "x"}, "`zero1` is 'x'"),
         ({"reduce_dtype": "int8"}, "`reduce_dtype` is int8"),
-        ({"max_stages": 1, "scan_ticks": False}, "`scan_ticks` is not read by 'unpipelined', 's"),
+        (
+            {"max_stages": 1, "scan_ticks": False},
+            "`scan_ticks` is not read by 'unpipelined', 'scheduled', 'mpmd'.",
+        ),
     ],
     ids=["no head", "no microbatches", "too many chunks", "no bool", "integers", "unread"],
 )

@@ -270,6 +270,13 @@ def test_options_of_engines_are_kept():
     assert value == pytest.approx(float(jnp.mean(x @ params["head"])), rel=1e-5)
 
 
+def test_zero1_may_be_given_where_nothing_divides_over_data():
+    model, params = small()
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
+    plans = jp.plan(model, "here", 32, **given, zero1=True, mesh={"stage": 4, "fsdp": 2})
+    assert plans.best.settings["zero1"] and plans.pipeline().mesh.shape["data"] == 1
+
+
 def test_an_unknown_schedule_is_named():
     model, params = small()
     given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}}

@@ -99,6 +99,6 @@ def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Sca
     """Adds the entry "loss" of `stage_aux` to the loss, and returns it with all other metrics."""
     clash = sorted(set(loss_metrics) & set(stage_aux))
     if clash:
-        raise ValueError(f"`loss` and `layer` both return {clash}. Rename those of one of them.")
+        raise ValueError(f"`loss` and `layer` both return {clash}. Rename them in one of the two.")
     metrics = loss_metrics | {name: x for name, x in stage_aux.items() if name != "loss"}
     return loss + stage_aux.get("loss", 0.0), metrics

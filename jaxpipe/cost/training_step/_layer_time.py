@@ -262,15 +262,16 @@ def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[Layer
             f"`layers_per_stage` is {counts}. Give {num_stages} numbers that add up to the "
             f"{work.num_layers} layers of the model."
         )
-    left, stages = deque((layer, layer.count) for layer in work.layers), []
+    remaining, stages = deque((layer, layer.count) for layer in work.layers), []
     for count in counts:
         runs = []
         while count:
-            layer, most = left.popleft()
-            taken = min(count, most)
-            runs += [(layer, taken)] if taken else []
-            if taken < most:
-                left.appendleft((layer, most - taken))
+            layer, available = remaining.popleft()
+            taken = min(count, available)
+            if taken:
+                runs.append((layer, taken))
+            if taken < available:
+                remaining.appendleft((layer, available - taken))
             count -= taken
         stages.append(tuple(runs))
     return stages

@@ -89,7 +89,7 @@ def predict(
     parts = _busy_parts(stages, own, layout)
     parts["bubble"] = time.seconds - time.busy[rank]
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
-    # Of a stage that two ranks run, each has the sums of half.
+    # Where two ranks run a stage, one of them updates it: on average each updates half.
     updated = tuple((kind, n * own[stage]) for stage in own for kind, n in layers[stage])
     parts["gradient_reduction"] = _gradients(work, updated, layout, device, backward)
     if layout.num_weight_shards > 1 and layout.gather in ("once", "repeat"):

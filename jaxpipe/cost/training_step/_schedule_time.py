@@ -107,7 +107,7 @@ def stage_shares(schedule: Schedule | None, rank: int) -> dict[int, float]:
     if schedule is None:
         return {0: 1.0}
     ranks = _ranks_by_stage(schedule)
-    own = Counter(stage for (stage, _), of_stage in ranks.items() if of_stage == rank)
+    own = Counter(stage for (stage, _), owner in ranks.items() if owner == rank)
     every = Counter(stage for stage, _ in ranks)
     return {stage: own[stage] / every[stage] for stage in sorted(own)}
 
@@ -123,7 +123,7 @@ def num_transfers(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _ranks_by_stage(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Returns the rank that runs a stage for a microbatch, by both."""
+    """Returns the rank of every (stage, microbatch)."""
     return {
         (action.stage, action.microbatch): rank
         for rank, program in enumerate(schedule.programs)

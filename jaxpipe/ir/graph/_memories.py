@@ -34,13 +34,14 @@ def _operation(operation: Any) -> Any:
             return replace(operation, body=in_device_memory(body))
         case Cond(branches=branches):
             return replace(operation, branches=tuple(map(in_device_memory, branches)))
-        case PrimitiveCall(params=params, equation=equation) if equation and (
-            params.get("memory_space") is jax.memory.Space.Host
+        case PrimitiveCall("empty2", params=params, equation=equation) if equation and (
+            params["memory_space"] is jax.memory.Space.Host
         ):
-            # The zeros of branches that make no residual: jax 0.10 to 0.12 have "empty2" for them.
+            # Branches that make no residual return zeros, which jax 0.10 to 0.12 makes by "empty2"
+            # in the memory that its parameter names.
             on_device = {**params, "memory_space": jax.memory.Space.Device}
             bind = partial(equation.primitive.bind, **on_device)
-            return PrimitiveCall(operation.name, lambda *inputs: [bind(*inputs)], on_device)
+            return PrimitiveCall("empty2", lambda: [bind()], on_device)
         case _:
             return operation
 

@@ -150,6 +150,7 @@ def peak_memory(
     return max(peaks, key=attrgetter("total"))
 
 
+@lru_cache(maxsize=20_000)
 def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> StepSizes:
     """Returns the bytes of which the memory of a layout is made."""
     mesh, on_mesh, policy = candidate.mesh, _on_mesh(model, candidate.mesh), candidate.policy

@@ -107,21 +107,24 @@ class PredictedTime:
 
 
 def least_seconds(group: LayoutGroup, request: Request) -> list[float]:
-    """Returns the part of `rough_seconds` that is quick to compute: the work of the model alone."""
+    """Returns the work of the model alone in a step, which is quick, for each policy of a group.
+
+    It is the part of `rough_seconds` without what engines and compilers add.
+    """
     first, seconds = group.first, []
     wholes: dict[object, float] = {}
-    times = _times_of_work(first, request)
-    shares = _shares_of_work(group.policies, first.layers_per_stage > 1, request.model)
-    for kept, share in zip(group.policies, shares, strict=True):
+    times, several = _step_factor(first, request), first.layers_per_stage > 1
+    for kept in group.policies:
         alike = kept.gather, kept.policy == "none"
         if alike not in wholes:
             wholes[alike] = _work_seconds(first._replace(**kept._asdict()), request).work
-        seconds.append(times * share * wholes[alike])
+        share = _work_share(kept, several, request.model)
+        seconds.append(times * (share * wholes[alike]))
     return seconds
 
 
-def _times_of_work(candidate: StepLayout, request: Request) -> float:
-    """Returns how often a step takes the seconds of a rank's work: those of bubbles too."""
+def _step_factor(candidate: StepLayout, request: Request) -> float:
+    """Returns the factor from a rank's work in one call to that of a step with its bubbles."""
     if not candidate.engine.pipelines:
         return candidate.accumulation
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
@@ -135,22 +138,22 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds of a step with the least bubble that the counts allow."""
     whole, reduction, exposed = _work_seconds(candidate, request)
     several = candidate.layers_per_stage > 1
-    (share,) = _shares_of_work((candidate.memory_policy,), several, request.model)
-    work = share * whole
+    work = _work_share(candidate.memory_policy, several, request.model) * whole
     hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
     sums = engine_seconds(candidate, request)
     sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     sums += max(0.0, hides * tick_scatter_seconds(candidate, request) - exposed)
     sums += max(reduction, data_reduction_seconds(candidate, request))
     sums += exposed_host_seconds(candidate, request, work)
-    return _times_of_work(candidate, request) * work + candidate.accumulation * sums
+    return _step_factor(candidate, request) * work + candidate.accumulation * sums
 
 
 class _WorkSeconds(NamedTuple):
     """Seconds of a rank without bubbles.
 
     Attributes:
-        work: All seconds but those of `reduction`, where a layer computes all or nothing again.
+        work: All seconds but those of `reduction`: without rematerialization if the policy is
+            `none`, else with that of `full`.
         reduction: Seconds of the sums of gradients over replicas.
         exposed: Seconds in `work` of exposed gathers and scatters over `fsdp`.
     """
@@ -177,16 +180,11 @@ def _work_seconds(candidate: StepLayout, request: Request) -> _WorkSeconds:
 
 
 @lru_cache(maxsize=1_000)
-def _shares_of_work(
-    policies: tuple[MemoryPolicy, ...], several_layers: bool, model: PlannedModel
-) -> list[float]:
-    """Returns the shares of the work that policies leave; a forward is a quarter of full remat."""
-    return [
-        1.0
-        if kept.policy == "none"
-        else 0.75 + 0.25 * recomputed_fraction(kept, several_layers, model)
-        for kept in policies
-    ]
+def _work_share(kept: MemoryPolicy, several_layers: bool, model: PlannedModel) -> float:
+    """Returns the fraction of `_WorkSeconds.work` that a policy leaves: a forward is a quarter."""
+    if kept.policy == "none":
+        return 1.0
+    return 0.75 + 0.25 * recomputed_fraction(kept, several_layers, model)
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:

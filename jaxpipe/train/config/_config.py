@@ -61,7 +61,7 @@ _ENGINES_BY_KEY = {
 
 
 def unread_by_engines(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns the keys whose value is not the default and that an engine does not read, by name."""
+    """Returns the keys that an engine does not read and whose value is no default, by its name."""
     given = [k for k in values if k in _IS_READ_BY and values[k] != Config.model_fields[k].default]
     return {
         name: tuple(key for key in given if name not in _ENGINES_BY_KEY[key])

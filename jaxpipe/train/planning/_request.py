@@ -98,7 +98,7 @@ def make_request(
     schedule: str | None = None,
 ) -> Request:
     """Reads what a plan is for."""
-    of_schedule = schedule and "pipeline_engine" not in settings
+    is_implied = schedule is not None and "pipeline_engine" not in settings
     settings = dict(settings)
     if schedule:
         usual = usual_engine(schedule)
@@ -117,10 +117,11 @@ def make_request(
     read = values | of_engines
     unread, engine_name = unread_by_engines(read), settings.get("pipeline_engine")
     if engine_name in CONFIG_ENGINES and unread[engine_name]:
-        start = f"`schedule` is {schedule!r}, of" if of_schedule else "`pipeline_engine` is"
+        implied = f"`schedule` is {schedule!r}, whose engine {engine_name!r} does"
+        named = f"`pipeline_engine` is {engine_name!r}, which does"
         raise ValueError(
-            f"{start} {engine_name!r}, which does not read `{unread[engine_name][0]}`. Leave "
-            "one of them out."
+            f"{implied if is_implied else named} not read `{unread[engine_name][0]}`. Leave one of "
+            "them out."
         )
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}), fixed, unread)
     accumulation = fixed.get("accumulation", 1)
