@@ -36,6 +36,7 @@ from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import CONFIG_ENGINES, EngineOptions, check_reduce_dtype, usual_engine
 from ..kernels import trace_for, trace_to_read
 from ..schedules import FAMILIES
+from ..schedules.builders import get_family
 from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
 from ._candidates import Space, StepLayout
@@ -220,7 +221,8 @@ def own_request(
     costs = None
     if model.layer_costs is not None:
         costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
-    if schedule:
+    if schedule is not None:
+        get_family(schedule)  # an unknown name is told before layouts are tried
         engine = usual_engine(schedule)
         counts["engine"] = engine.config_name
         if engine.runs_schedules:

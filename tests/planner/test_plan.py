@@ -11,6 +11,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import main
 from jaxpipe.models import PRESETS
+from jaxpipe.schedules import FAMILIES
 from jaxpipe.train import load_config, read_metrics, train
 
 TINY = ["model_name=llama-tiny", "--devices", "v5p-16", "--batch", "32", "--sequence", "64"]
@@ -104,6 +105,13 @@ def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
     )
     assert both.time.seconds > 1.1 * layers.time.seconds
     assert both.memory.total < layers.memory.total
+
+
+def test_the_trainer_may_choose_the_schedule_of_an_engine_that_runs_any():
+    """`auto` is a value of `pipeline_schedule`, and the name of no family."""
+    plan = jp.plan("llama2-7b", "v5p-8", 48, 2048, schedule="auto", ici_pipeline_parallelism=4).best
+    assert plan.settings["pipeline_engine"] == "scheduled"
+    assert plan.candidate.schedule in FAMILIES
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from ..._input import short_repr
 from ...api import Model
 from ...models import PRESETS
 from ...planner import MakeModel, Plans, own_request, parse_devices, plan_request
-from ...schedules.builders import get_family
 from ._request import make_request
 
 
@@ -67,8 +66,6 @@ def plan(
     """
     _check_order(model=model, devices=devices, batch=batch, sequence=sequence)
     target = parse_devices(devices, num_slices)
-    if schedule is not None:
-        get_family(schedule)
     constraints: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
     constraints |= {"max_stages": max_stages, "schedule": schedule}
     if isinstance(model, str | Mapping):
