@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -17,7 +17,9 @@ from ..engines import (
     EngineOptions,
     PipelineSpec,
     When,
+    check_gather,
     check_reduce_dtype,
+    select_engine,
     usual_engine,
 )
 from ..schedules import Costs, Schedule, language
@@ -175,7 +177,7 @@ def pipeline(
     if scan_layers is not None and not isinstance(scan_layers, bool):
         require_positive(scan_layers=scan_layers)
     order = _schedule(schedule, num_ranks, microbatches, chunks, slices)
-    selected = _engine(engine, schedule)
+    selected = select_engine(engine, schedule)
     # Programs of ranks gather nothing themselves, so nothing but the functions could cast.
     unread_dtype = compute_dtype if selected.program_per_rank else None
     check_contributions(model, frozen=frozen, row_wise=row_wise, compute_dtype=unread_dtype)
@@ -250,9 +252,7 @@ def _check_options(engine: Engine, options: dict[str, Any], mesh: Mesh) -> None:
                 f"`{name}` is {value!r}, and the mesh has no axis {axis!r}: its axes are {axes}. "
                 f"Leave it out, or give the mesh an axis {axis!r}; its size may be 1."
             )
-    if options["gather"] not in (None, *get_args(When)):
-        names = ", ".join(map(repr, get_args(When)))
-        raise ValueError(f"`gather` is {options['gather']!r}. Give one of {names}.")
+    check_gather(options["gather"])
 
 
 def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:
@@ -318,11 +318,3 @@ def _schedule(
             f"'stage' of `mesh` has {num_ranks} and `microbatches` is {num_microbatches}."
         )
     return schedules.check(schedule)
-
-
-def _engine(name: str, schedule: str | Schedule | None) -> Engine:
-    if name == "auto":
-        return usual_engine(schedule)
-    if name not in ENGINES:
-        raise ValueError(f"`engine` is {name!r}. Give 'auto' or one of {', '.join(ENGINES)}.")
-    return ENGINES[name]

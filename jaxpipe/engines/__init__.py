@@ -1,5 +1,7 @@
 """The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
 
+from typing import get_args as _get_args
+
 from ..schedules import Schedule as _Schedule
 from ..spmd import NO_OPTIONS as NO_OPTIONS
 from ..spmd import EngineOptions as EngineOptions
@@ -57,3 +59,41 @@ def usual_engine(schedule: str | _Schedule | None) -> Engine:
         if engine.own_schedule is not None and engine.own_schedule.family == schedule:
             return engine
     return engine_of_any_schedule()
+
+
+def select_engine(name: str, schedule: str | _Schedule | None) -> Engine:
+    """Returns the engine that a user names.
+
+    Args:
+        name: The name of an engine, or "auto".
+        schedule: The name of a family, a schedule, or None for no pipeline.
+
+    Returns:
+        The engine of this name; of "auto" the usual one of the schedule.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if name == "auto":
+        return usual_engine(schedule)
+    if name not in ENGINES:
+        raise ValueError(f"`engine` is {name!r}. Give 'auto' or one of {', '.join(ENGINES)}.")
+    return ENGINES[name]
+
+
+def check_gather(gather: When | None) -> When | None:
+    """Checks when weights are gathered.
+
+    Args:
+        gather: A name, or None for an engine's usual way.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: If it is none of the names.
+    """
+    if gather not in (None, *_get_args(When)):
+        names = ", ".join(map(repr, _get_args(When)))
+        raise ValueError(f"`gather` is {gather!r}. Give one of {names}.")
+    return gather

@@ -21,7 +21,7 @@ from ._model import Tensor as Tensor
 from ._model import WeightBytes as WeightBytes
 from ._model import WeightGroup as WeightGroup
 from ._own_model import MakeModel as MakeModel
-from ._own_model import own_request as own_request
+from ._own_request import own_request as own_request
 from ._plan import plan_request as plan_request
 from ._request import PreparedPipeline as PreparedPipeline
 from ._request import Request as Request

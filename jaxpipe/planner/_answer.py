@@ -8,7 +8,15 @@ import jax
 
 from ..api import PipelinedModel
 from ..engines import PeakMemory
-from ._reasons import attention_words, binding, describe, plain_words, rests_on, runner_up
+from ._reasons import (
+    attention_words,
+    binding,
+    describe,
+    plain_words,
+    refused_words,
+    rests_on,
+    runner_up,
+)
 from ._request import Request
 from ._search import BestPlans, Plan
 from ._verify import VerifiedPlan, verify
@@ -118,6 +126,14 @@ class Plans:
             "runner_up": runner_up(self.best_plans),
             "plain": plain_words(request, self.best_plans),
             "rests_on": rests_on(request, self.best),
+            "refused": [
+                {
+                    "layout": describe(layout.candidate),
+                    "rough_seconds": layout.seconds,
+                    "error": layout.error,
+                }
+                for layout in self.best_plans.refused
+            ],
             "plans": [_plan_record(plan) for plan in self.plans],
         }
 
@@ -141,6 +157,7 @@ class Plans:
             "Attention": attention_words(self.best),
             "Why not 2": runner_up(self.best_plans),
             "Without any of it": plain_words(request, self.best_plans),
+            "Refused": refused_words(request, self.best_plans),
             "What it rests on": rests_on(request, self.best),
         }
         return "\n".join([*lines, *(f"{head}: {text}" for head, text in more.items() if text)])

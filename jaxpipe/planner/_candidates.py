@@ -62,6 +62,16 @@ class MemoryPolicy(NamedTuple):
     scope: RematScope
     gather: GatherMode
 
+    @property
+    def remat(self) -> str:
+        """Returns the policy of a stage in a tick."""
+        return "none" if self.scope == "layer" else self.policy
+
+    @property
+    def layer_remat(self) -> str:
+        """Returns the policy of each layer."""
+        return "none" if self.scope == "tick" else self.policy
+
 
 class StepLayout(NamedTuple):
     """A way to spread a training step over devices and time.
@@ -543,6 +553,8 @@ def _memory_policies(
     scopes: Sequence[RematScope] = ("layer",)
     if engine.pipelines:
         scopes = ("tick",) if layers_per_stage == 1 else ("layer", "both")
+        if {"remat", "layer_remat"} & fixed.keys():
+            scopes = ("tick", "layer", "both")
     usual = engine.usual_gather(layers_per_stage)
     gathers: Sequence[GatherMode] = (usual,)
     if "gather" in engine.options and has_shards:
@@ -564,4 +576,8 @@ def _memory_policies(
                 if not engine.pipelines and policy != "none":
                     scope = "layer"  # without a pipeline there is no tick
                 policies.append(MemoryPolicy(policy, scope, gather))
-    return tuple(policies)
+    # An own model gives the two policies by themselves, and the trainer one with its scope.
+    remats = fixed.get("remat"), fixed.get("layer_remat")
+    return tuple(
+        p for p in policies if remats[0] in (None, p.remat) and remats[1] in (None, p.layer_remat)
+    )

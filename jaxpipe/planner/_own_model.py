@@ -6,7 +6,6 @@ rows of its own.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +13,15 @@ from statistics import fmean
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import sharding
-from ..api import Model, PipelinedModel, layer_flops, pipeline
+from ..api import Model, PipelinedModel, pipeline
 from ..api.inspection import (
     NumLayers,
-    check_groups,
     layer_with_weights,
     one_of_each_kind,
-    param_specs,
     residual_bytes,
     wgrad_residual_bytes,
     x_of_layers,
@@ -33,14 +29,11 @@ from ..api.inspection import (
 from ..autodiff.backward import floating
 from ..autodiff.staged_model import Past
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
-from ..engines import CONFIG_ENGINES, EngineOptions, check_reduce_dtype, usual_engine
-from ..kernels import trace_for, trace_to_read
+from ..kernels import trace_to_read
 from ..schedules import FAMILIES
-from ..schedules.builders import get_family
-from ..sharding.specs import axes_of
 from ..xla.compile_report import CompileReport
-from ._candidates import Space, StepLayout
-from ._devices import Devices, absent_devices, device_hardware
+from ._candidates import StepLayout
+from ._devices import Devices
 from ._model import (
     Axes,
     LayerSizes,
@@ -50,26 +43,15 @@ from ._model import (
     WeightBytes,
     WeightGroup,
 )
-from ._request import PreparedPipeline, Request, Values, check_positive
+from ._request import PreparedPipeline, Values
 from ._trace import bytes_as_read, trace
 
 _FLOAT32 = 4
 _MOMENTS = 2  # of AdamW
 _ONLY_KIND = "layer"
 
-_AXES = ("data", "stage", "fsdp", "expert")
-
 MakeModel = Callable[[Mesh | None], tuple[Model, PyTree]]
 """Makes a model and its parameters, or their shapes, for a mesh; without one the plain program."""
-
-
-NOT_CHOSEN: Values = {
-    "tensor": 1,
-    "expert": 1,
-    "context": 1,
-    "vocab_tiling": 1,
-}
-"""Choices that are the same in every plan of an own model; errors leave them out."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +88,15 @@ class OwnSource:
             },
             "schedule": candidate.family_name or None,
             "microbatches": candidate.microbatches,
-            "remat": "none" if candidate.scope == "layer" else candidate.policy,
+            "remat": candidate.memory_policy.remat,
+            "layer_remat": candidate.memory_policy.layer_remat,
         }
         if candidate.across:
             settings["dcn"] = {candidate.across: self.num_slices}
-        if candidate.scope != "tick":
-            settings["layer_remat"] = candidate.policy
+        if candidate.accumulation > 1:
+            settings["accumulate"] = candidate.accumulation
         settings |= candidate.options.changed
-        if candidate.gathers and candidate.gather != candidate.usual_gather:
+        if "gather" in engine.options:
             settings["gather"] = candidate.gather
         family = FAMILIES.get(candidate.family_name)
         if candidate.chunks > 1 and family and "chunks" in family.takes:
@@ -154,151 +137,7 @@ class OwnSource:
         return pipeline(model, mesh=mesh, **arguments)
 
 
-def own_request(
-    model: Model | MakeModel,
-    params: PyTree,
-    example: PyTree,
-    devices: Devices,
-    fixed: Mapping[str, Any],
-    *,
-    batch: int | None = None,
-    memory_gb: float | None = None,
-    max_stages: int | None = None,
-    schedule: str | None = None,
-) -> Request:
-    """Returns a request for a model of plain functions.
-
-    Args:
-        model: The model, or what makes it for a mesh.
-        params: Its parameters, or their shapes; None if they are made with the model.
-        example: A batch of it, of any number of rows, or its shapes.
-        devices: The devices of the step.
-        fixed: Arguments of `jaxpipe.pipeline` that plans must have: `mesh`, the sizes of its axes,
-            `microbatches`, `chunks`, `slices`, `param_specs`, `row_wise`, and the fields of
-            `EngineOptions`.
-        batch: Rows of a step. Default: those of `example`.
-        memory_gb: The memory of a device that may be used, in 1e9 bytes.
-        max_stages: The most ranks of a pipeline.
-        schedule: The schedule that plans must have.
-
-    Returns:
-        The request.
-
-    Raises:
-        ValueError: If an argument is missing or is none of a model of one's own, or the mesh has
-            other devices or axes.
-    """
-    fixed = dict(fixed)
-    axes = _fixed_axes(fixed.pop("mesh", None), devices)
-    counts = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
-    names = "slices", "param_specs", "row_wise"
-    options = {name: fixed.pop(name) for name in names if fixed.get(name) is not None}
-    own_options = _pop_options(fixed)
-    make = None if isinstance(model, Model) else model
-    shards = axes.get("expert", 1)
-    _check_experts(make, shards, "param_specs" in options)
-    if make is not None:
-        if params is not None:
-            raise ValueError(
-                "`params` is given, and `model` is a function, which makes them for a mesh. Leave "
-                "them out."
-            )
-        traced_mesh = sharding.make_mesh(
-            {"expert": shards}, devices=absent_devices(devices)[:shards]
-        )
-        model, params = _made(make(traced_mesh))
-    assert isinstance(model, Model)
-    _check_own(model, params, example, **fixed)
-    check_positive(**counts)
-    check_groups(jax.eval_shape(model.to_groups, params), model.shared)
-    specs = _specs(model, params, options.get("param_specs"), axes, devices)
-    if model.has_kinds and model.layer_costs is None:
-        model = replace(model, layer_costs=layer_flops(model, params, example))
-    with trace_for(devices.platform, device_hardware(devices).widest_cudnn_head):
-        plain = (model, params) if make is None else _made(make(None))
-        planned, work, tokens = _planned(model, params, example, devices, specs, shards, plain)
-    rows = batch or jax.tree.leaves(example)[0].shape[0]
-    costs = None
-    if model.layer_costs is not None:
-        costs = tuple(float(model.layer_costs[layer.name]) for layer in work.kinds())
-    if schedule is not None:
-        get_family(schedule)  # an unknown name is told before layouts are tried
-        engine = usual_engine(schedule)
-        counts["engine"] = engine.config_name
-        if engine.runs_schedules:
-            counts["schedule"] = schedule
-    fixed = NOT_CHOSEN | counts | axes
-    space = _space(devices, rows, tokens, planned, max_stages, fixed, own_options, costs)
-    source = OwnSource(
-        model=model,
-        params=params,
-        example=example,
-        num_layers=_num_layers(model, work),
-        options=options,
-        num_slices=devices.num_slices,
-        make=make,
-    )
-    return Request(
-        devices=devices,
-        batch=rows,
-        sequence=tokens,
-        limit=devices.usable_bytes(memory_gb),
-        model=planned,
-        work=work,
-        source=source,
-        space=space,
-        before=0,
-        after=0,
-    )
-
-
-def _pop_options(fixed: dict[str, Any]) -> Values:
-    """Removes the options of engines from arguments, and returns those that are given."""
-    options = {name: fixed.pop(name, None) for name in EngineOptions._fields}
-    options = {name: value for name, value in options.items() if value is not None}
-    for name, value in options.items():
-        if name != "reduce_dtype" and not isinstance(value, bool):
-            raise ValueError(f"`{name}` is {value!r}. Give True or False.")
-    if dtype := check_reduce_dtype(options.get("reduce_dtype")):
-        options["reduce_dtype"] = dtype.name  # a name: settings are plain data
-    return options
-
-
-def _space(
-    devices: Devices,
-    rows: int,
-    tokens: int,
-    planned: PlannedModel,
-    max_stages: int | None,
-    fixed: Values,
-    own_options: Values,
-    costs: tuple[float, ...] | None,
-) -> Space:
-    options = EngineOptions(**own_options)
-    return Space(
-        devices=devices,
-        batch=rows,
-        sequence=tokens,
-        num_layers=planned.num_layers,
-        num_experts=0,
-        num_kv_heads=1,
-        vocab=planned.vocab,
-        max_stages=max_stages or devices.num_devices,
-        fixed=fixed,
-        policies=("full", "none"),
-        unread_by={
-            name: tuple(sorted(options.changed.keys() - engine.options))
-            for name, engine in CONFIG_ENGINES.items()
-        },
-        options=options,
-        free_options=frozenset({"zero1"} - own_options.keys()),
-        costs=costs,
-        gathered_axes=("fsdp",),
-        hidden=planned.hidden,
-    )
-
-
-def _made(made: Any) -> tuple[Model, PyTree]:
+def made_model(made: Any) -> tuple[Model, PyTree]:
     """Returns the checked model that a function of a mesh has made."""
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Model):
         return made
@@ -309,45 +148,7 @@ def _made(made: Any) -> tuple[Model, PyTree]:
     )
 
 
-def _check_experts(make: MakeModel | None, shards: int, has_specs: bool) -> None:
-    """Checks that a layer can be traced for the devices that share its experts."""
-    if shards > 1 and (make is None or not has_specs):
-        raise ValueError(
-            f"`mesh` has {shards} shards of experts, which a layer divides by a `jax.shard_map` of "
-            "its own. Give as `model` a function of a mesh, `make(mesh) -> (model, params)`, which "
-            "makes the plain program if `mesh` is None, and `param_specs`."
-        )
-
-
-def _specs(
-    model: Model, params: PyTree, rule: Any, axes: Mapping[str, int], devices: Devices
-) -> dict[str, Axes]:
-    """Returns the mesh axes of the parameters that have a spec, by their paths in groups."""
-    if rule is None:
-        return {}
-    if model.has_kinds:
-        raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
-    sizes = [axes.get(axis, 1) for axis in sharding.AXES]
-    mesh = Mesh(np.array(absent_devices(devices)[: math.prod(sizes)]).reshape(sizes), sharding.AXES)
-    specs = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
-    return {path: tuple(sorted(axes_of(spec))) for path, spec in specs}
-
-
-def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:
-    """Checks the arguments that a model of the user's own needs, and those that it has not."""
-    if params is None or example is None:
-        raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
-    unread = [f"`{name}`" for name, value in others.items() if value is not None]
-    if unread:
-        options = ", ".join(f"`{name}`" for name in EngineOptions._fields)
-        raise ValueError(
-            f"`model` is your own, which has no {', '.join(unread)}. The batch has the length of "
-            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches`, `chunks`, `slices`, "
-            f"`param_specs`, `row_wise`, {options} can be given."
-        )
-
-
-def _num_layers(model: Model, work: ModelWork) -> NumLayers:
+def num_layers(model: Model, work: ModelWork) -> NumLayers:
     if not model.has_kinds:
         return work.num_layers
     counts = Counter(layer.name for layer in work.kinds())
@@ -377,7 +178,7 @@ _FUSIONS_ON_TPUS = 4 / 3
 cycles of a GPT with stored scores, 0.244 s if nothing is computed again and 0.251 if all is."""
 
 
-def _planned(
+def planned_model(
     model: Model,
     params: PyTree,
     example: PyTree,
@@ -563,26 +364,6 @@ def _groups(tree: PyTree, path: str, specs: Mapping[str, Axes]) -> tuple[WeightG
         axes = specs.get(path + jax.tree_util.keystr(keys), ("fsdp",))
         by_axes.setdefault(axes, []).append(leaf)
     return tuple(_group(leaves, axes) for axes, leaves in by_axes.items()) or (_group(()),)
-
-
-def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:
-    """Returns the sizes of the axes of a mesh, of which those left out have one device."""
-    if mesh is None:
-        return {}
-    unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
-    if unknown:
-        raise ValueError(
-            f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
-            f"{', '.join(_AXES)}: what the compiler divides over {' and '.join(unknown)}, and "
-            "sends for that, no trace of a layer says. Leave it out, or compare layouts by "
-            "`PipelinedModel.compile`."
-        )
-    if (size := math.prod(mesh.values())) != devices.num_devices:
-        raise ValueError(
-            f"`mesh` is {dict(mesh)}, of {size} devices, and {devices.name} has "
-            f"{devices.num_devices}. Give sizes whose product is that."
-        )
-    return {axis: mesh.get(axis, 1) for axis in _AXES}
 
 
 def _rows(example: PyTree, count: int) -> PyTree:

@@ -11,8 +11,8 @@ from ..engines import PeakMemory
 from ..sharding import AXES
 from ._answer import Plans, unit_of_bytes
 from ._candidates import StepLayout, engine_named
-from ._own_model import NOT_CHOSEN
-from ._reasons import describe
+from ._own_request import NOT_CHOSEN
+from ._reasons import describe, refusals
 from ._request import MANY_SCORES, Request
 from ._search import BestPlans, expected_memory, search
 
@@ -85,7 +85,7 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
             f"{_given(request)}, because no kernel computes it there. Use smaller "
             "sequences, or give `attention=dot_product` to store them."
         )
-    reasons = "\n".join(dict.fromkeys(best.refused[:3]))
+    reasons = "\n".join(layout.error for layout in refusals(best.refused))
     return f"Layouts fit, but {request.checked_by} refuses them{_given(request)}:\n{reasons}"
 
 

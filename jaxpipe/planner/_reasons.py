@@ -1,5 +1,8 @@
 """The words of an answer: a layout in one line, why it is the best, and what its time rests on."""
 
+import re
+from collections.abc import Iterable
+
 from ..cost.training_step import evidence
 from ..engines import PeakMemory, usual_engine
 from ..sharding import AXES
@@ -7,7 +10,7 @@ from ._candidates import StepLayout, engine_named
 from ._devices import device_hardware
 from ._model import OFFLOAD_INPUTS
 from ._request import MANY_SCORES, Request
-from ._search import CLOSE, BestPlans, Plan, is_plain
+from ._search import CLOSE, BestPlans, Plan, RefusedLayout, is_plain
 
 _GB = 1e9
 _NOTABLE = 0.02  # the fraction of a step from which an answer names what takes it
@@ -117,7 +120,9 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         if unread := request.space.unread_by.get(usual_engine(None).config_name):
             keys = " and ".join(f"`{key}`" for key in unread)
             return f"ruled out by {keys}, which a step without a pipeline does not read."
-        if divided or pipelined or fixed.get("schedule"):
+        of_pipelines = any(fixed.get(name) for name in ("schedule", "counts"))
+        of_pipelines |= fixed.get("chunks", 1) > 1 or fixed.get("remat") == "full"
+        if divided or pipelined or of_pipelines:
             return "what is given rules out data parallelism alone."
         return "rows or devices do not divide for data parallelism alone."
     candidate, needed = plans.leanest_plain
@@ -130,6 +135,25 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         f"data parallelism alone does not fit: {describe(candidate)} needs "
         f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}{_most(needed)}."
     )
+
+
+def refusals(refused: Iterable[RefusedLayout]) -> list[RefusedLayout]:
+    """Returns at most three, with errors that differ in more than numbers."""
+    first: dict[str, RefusedLayout] = {}
+    for layout in refused:
+        first.setdefault(re.sub(r"\d+", "", layout.error), layout)
+    return list(first.values())[:3]
+
+
+def refused_words(request: Request, plans: BestPlans) -> str:
+    """Returns what is refused of faster layouts; "" if nothing is."""
+    best = plans.plans[0].time.seconds
+    faster = [layout for layout in plans.refused if layout.seconds < best]
+    if not faster:
+        return ""
+    lines = [f"    {describe(one.candidate)}: {one.error}" for one in refusals(faster)]
+    head = f"{len(faster)} layouts that might be faster, by {request.checked_by}, such as"
+    return "\n".join([head, *lines])
 
 
 def _most(needed: PeakMemory) -> str:

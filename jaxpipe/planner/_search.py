@@ -30,7 +30,7 @@ _PER_MESH = 3
 """Finalists with the same mesh and engine."""
 
 _IMPROVED = 3
-"""Finalists whose neighbours are set up too."""
+"""Pipelines among the finalists whose neighbours are set up too; other layouts have none."""
 
 CLOSE = 0.05
 """The share of a step within which predictions do not tell which of two layouts is faster: of
@@ -55,6 +55,21 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that was set up because it seemed fast, and cannot run.
+
+    Attributes:
+        candidate: The layout.
+        seconds: The time of a step by closed forms.
+        error: What the trainer or `jaxpipe.pipeline` says of it.
+    """
+
+    candidate: StepLayout
+    seconds: float
+    error: str
+
+
+@dataclass(frozen=True)
 class BestPlans:
     """What a search has found.
 
@@ -64,7 +79,7 @@ class BestPlans:
         leanest: The candidate that needs least memory, and its memory, if no plan fits.
         beyond: The least seconds of candidates that need too much memory, and their memory; None
             if all fit.
-        refused: Errors of finalists that the trainer would refuse.
+        refused: The finalists that were refused, in the order in which they were tried.
         plain: The fastest plan without a pipeline that divides no products; None if none fits.
         leanest_plain: The one of these that needs least memory, and its memory, if none fits.
     """
@@ -73,7 +88,7 @@ class BestPlans:
     num_candidates: int
     leanest: tuple[StepLayout, PeakMemory] | None
     beyond: tuple[float, PeakMemory] | None
-    refused: tuple[str, ...]
+    refused: tuple[RefusedLayout, ...]
     plain: Plan | None
     leanest_plain: tuple[StepLayout, PeakMemory] | None
 
@@ -85,7 +100,8 @@ def search(request: Request, num_plans: int) -> BestPlans:
     finals = _Finals(request)
     finals.add_best(plains.by_seconds(fit=True), _PER_MESH)
     finals.add_best(every.by_seconds(fit=True), max(num_plans, _FINALISTS))
-    for plan in sorted(finals.plans, key=_speed)[:_IMPROVED]:
+    pipelines = [plan for plan in finals.plans if plan.candidate.engine.pipelines]
+    for plan in sorted(pipelines, key=_speed)[:_IMPROVED]:
         for candidate in neighbours(plan.candidate, request.space):
             if not finals.are_many:
                 finals.add(candidate)
@@ -208,11 +224,11 @@ def simplest_first(plans: list[Plan], most: int) -> tuple[Plan, ...]:
 
 
 class _Finals:
-    """Candidates that are set up: their plans, those too large, and errors of refused ones."""
+    """Candidates that are set up: their plans, those too large, and those that are refused."""
 
     def __init__(self, request: Request):
         self.plans: list[Plan] = []
-        self.refused: list[str] = []
+        self.refused: list[RefusedLayout] = []
         self.too_large: list[tuple[StepLayout, PeakMemory]] = []
         self._request = request
         self._devices = absent_devices(request.devices)
@@ -249,7 +265,8 @@ class _Finals:
         try:
             run = request.source.prepare(candidate, self._devices)
         except ValueError as error:
-            self.refused.append(str(error))
+            seconds = rough_seconds(candidate, request)
+            self.refused.append(RefusedLayout(candidate, seconds, str(error)))
             return False
         tokens = request.tokens(candidate)
         buffers = run.engine.buffers(run.pipeline)

@@ -35,6 +35,26 @@ def test_of_nearly_equal_plans_the_simplest_is_first_and_the_answer_says_so():
         assert ("faster, and 1 is simpler" in repr(answer)) != first_pipelines
 
 
+def test_keys_of_a_plan_give_it_back():
+    """What a plan's settings leave out is what a plan may not choose otherwise, but for options."""
+    for plan in jp.plan(KEPT, "v5p-8", 48, 2048, num_plans=8).plans:
+        options = {
+            "pipeline_vocab_parallel": plan.candidate.options.vocab_parallel,
+            "shard_optimizer_over_data": plan.candidate.options.zero1,
+        }
+        again = jp.plan(plan.settings | options, "v5p-8", 48, 2048, num_plans=1).best
+        assert again.candidate == plan.candidate and again.time == plan.time
+
+
+def test_faster_layouts_that_are_refused_are_shown():
+    """4,096 channels do not divide over 18 devices, so `fsdp` is smaller than it could be."""
+    plans = jp.plan("llama3-8b", "gb200:1x18", 36, 4096, ici_tensor_parallelism=1)
+    assert plans.best.settings["ici_fsdp_parallelism"] in (1, 2)
+    refused = "in dim 1 of (128256, 4096), which does not divide over fsdp 18"
+    assert "layouts that might be faster, by the trainer, such as\n    fsdp 18, no" in repr(plans)
+    assert refused in repr(plans) and refused in plans.record()["refused"][0]["error"]
+
+
 def test_a_plan_says_how_far_published_steps_were_from_predictions():
     """The range is that of docs/predictions.md, which a test compares with published rows."""
     plans = jp.plan(KEPT | {"ici_pipeline_parallelism": 2}, "h100:8", 64, 4096)

@@ -1,6 +1,8 @@
 """Models of the user's own in the planner: what is traced, against XLA and hand arithmetic."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -270,6 +272,65 @@ def test_options_of_engines_are_kept():
     assert value == pytest.approx(float(jnp.mean(x @ params["head"])), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"schedule": "1f1b"},
+        {"engine": "mpmd"},
+        {"engine": "scheduled", "schedule": "circular"},
+        {"gather": "once"},
+        {"remat": "full"},
+        {"layer_remat": "full", "accumulate": 2},
+        {"remat": "none", "layer_remat": "none", "scan_layers": 1},
+    ],
+)
+def test_settings_of_a_plan_keep_what_is_given_and_give_the_plan_back(choice: dict[str, Any]):
+    model, params = small(num_layers=10)
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 8}
+    plans = jp.plan(model, "here", 64, **given, **choice)
+    engines = {plan.settings.get("engine") for plan in plans.plans}
+    assert "engine" in choice or choice == {"gather": "once"} or "mpmd" in engines
+    for plan in plans.plans:
+        assert choice.items() <= plan.settings.items()
+        again = jp.plan(model, "here", 64, **given, **plan.settings).best
+        assert again.candidate == plan.candidate and again.time == plan.time
+
+
+def test_choices_that_contradict_or_are_unknown_are_named():
+    model, params = small()
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"engine": "spmd"}, "`engine` is 'spmd'. Give 'auto' or one of unpipelined, circular"),
+        ({"engine": "circular", "schedule": "zbv"}, "`engine` is 'circular', which does not run"),
+        ({"gather": "never"}, "`gather` is 'never'. Give one of 'tick', 'repeat'"),
+        ({"gather": "once", "engine": "mpmd"}, "`gather` is not read by 'unpipelined', 'mpmd'"),
+        ({"remat": "save_out_proj"}, "`remat` is 'save_out_proj'. Of a model of your own"),
+        ({"accumulate": 0}, "`accumulate` is 0. Give a number above 0"),
+        ({"dcn": {"stage": 2}}, "`dcn` has 2 along 'stage', and `num_slices` is 1"),
+    ]
+    for choice, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jp.plan(model, "here", 32, **given, **choice)
+
+
+def test_a_loss_that_ranks_can_share_is_planned_on_all_of_them():
+    """For a model without such a loss the engine refuses it, and no plan has it."""
+    model, params = plain(jnp.bfloat16)
+    given: dict[str, Any] = {"params": params, "example": EXAMPLE, "num_plans": 20}
+    given |= {"mesh": {"stage": 4}, "microbatches": 8}
+
+    def shares(model: jp.Model) -> set[bool]:
+        plans = jp.plan(model, "v5p-8", 64, **given).plans
+        return {plan.settings.get("vocab_parallel", False) for plan in plans}
+
+    def on_ranks(w, x, batch, axis):
+        return jp.vocab_parallel_cross_entropy(x, w, batch["tokens"], axis).mean()
+
+    assert shares(model) == {False}
+    assert shares(replace(model, vocab_parallel_loss=on_ranks)) == {False, True}
+
+
 def test_zero1_may_be_given_where_nothing_divides_over_data():
     model, params = small()
     given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
@@ -304,6 +365,7 @@ def test_zero1_divides_the_state_as_the_pipeline_of_the_plan_does(schedule: str 
     example = {"x": shape(16, 16)}
     mesh = {"stage": 2 if schedule else 1, "data": 4 if schedule else 8}
     given: dict[str, Any] = {"params": params, "example": example, "microbatches": 2, "mesh": mesh}
+    given["engine"] = "scheduled" if schedule else "unpipelined"
     plan = jp.plan(model, "here", **given, schedule=schedule).best
     assert plan.settings["zero1"]
     pipe = jp.plan(model, "here", **given, schedule=schedule).pipeline()

@@ -50,8 +50,11 @@ def plan(
         example: A batch of it, of any number of rows, or its shapes.
         **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. For a model
             of your own those of `jaxpipe.pipeline`: `mesh`, the sizes of its axes by name,
-            `microbatches`, `chunks`, `slices`, `param_specs`, `row_wise`, `zero1`, `reduce_dtype`,
-            `forwarding_delay`, `vocab_parallel`, `scan_repeats` and `scan_ticks`.
+            `engine`, `microbatches`, `chunks`, `slices`, `layers_per_stage`, `accumulate`,
+            `gather`, `remat` and `layer_remat` ("full" or "none"), `param_specs`, `row_wise`,
+            `zero1`, `reduce_dtype`, `forwarding_delay`, `vocab_parallel`, `scan_layers`,
+            `scan_repeats` and `scan_ticks`; and `dcn`, by name the axis that lies across slices.
+            The settings of a plan, given so, return the plan.
 
     Returns:
         The plans, the fastest first. They print as a table.
