@@ -46,6 +46,15 @@ def test_keys_of_a_plan_give_it_back():
         assert again.candidate == plan.candidate and again.time == plan.time
 
 
+def test_a_schedule_is_planned_by_every_engine_that_runs_it():
+    plans = jp.plan(KEPT, "v5p-8", 48, 2048, schedule="zbv", num_plans=8).plans
+    assert {plan.settings["pipeline_engine"] for plan in plans} == {"scheduled", "mpmd"}
+    assert {plan.settings["pipeline_schedule"] for plan in plans} == {"zbv"}
+    # One of them is refused for a key that the other reads.
+    plans = jp.plan(KEPT, "v5p-8", 48, 2048, schedule="zbv", pipeline_fsdp_ag_once=True).plans
+    assert {plan.settings["pipeline_engine"] for plan in plans} == {"scheduled"}
+
+
 def test_faster_layouts_that_are_refused_are_shown():
     """4,096 channels do not divide over 18 devices, so `fsdp` is smaller than it could be."""
     plans = jp.plan("llama3-8b", "gb200:1x18", 36, 4096, ici_tensor_parallelism=1)

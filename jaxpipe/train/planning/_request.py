@@ -43,6 +43,7 @@ from ...planner import (
     check_positive,
     device_hardware,
 )
+from ...schedules import FAMILIES
 from ...sharding.layout import parse_layout
 from ..config._config import Config, unread_by_engines
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
@@ -102,7 +103,9 @@ def make_request(
     settings = dict(settings)
     if schedule:
         usual = usual_engine(schedule)
-        name = settings.setdefault("pipeline_engine", usual.config_name)
+        name = settings.get("pipeline_engine", usual.config_name)
+        if (is_implied and schedule not in FAMILIES) or not usual.runs_schedules:
+            settings.setdefault("pipeline_engine", name)  # else of those that run the schedule
         runs = name in CONFIG_ENGINES and CONFIG_ENGINES[name].runs_schedules
         if name in CONFIG_ENGINES and runs != usual.runs_schedules:
             raise ValueError(
@@ -116,6 +119,9 @@ def make_request(
     of_engines = {k: settings[k] for k in (_LAYERS_KEY, "pipeline_schedule") if k in settings}
     read = values | of_engines
     unread, engine_name = unread_by_engines(read), settings.get("pipeline_engine")
+    if schedule is not None and engine_name is None:
+        of_schedules = [name for name, engine in CONFIG_ENGINES.items() if engine.runs_schedules]
+        engine_name = next((name for name in of_schedules if not unread[name]), of_schedules[0])
     if engine_name in CONFIG_ENGINES and unread[engine_name]:
         implied = f"`schedule` is {schedule!r}, whose engine {engine_name!r} does"
         named = f"`pipeline_engine` is {engine_name!r}, which does"
