@@ -25,7 +25,7 @@ from ..engines import (
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
 from ..sharding import num_ranks_of
-from ..sharding.layout import count_mtp_layers, parse_layout
+from ..sharding.layout import count_mtp_layers, layers_of_stages
 from ._model import Model, cast_model, check_contributions, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
 from ._rows import RowWise, check_row_wise
@@ -199,7 +199,8 @@ def pipeline(
     num_slices = 1 if as_run is None else language.num_slices(as_run)
     check_sliced(model, num_slices)
     check_sequences(model, mesh, num_slices, has_specs=param_specs is not None)
-    counts, num_mtp = _layer_counts(layers_per_stage)
+    counts = None if layers_per_stage is None else layers_of_stages(layers_per_stage)
+    num_mtp = count_mtp_layers(layers_per_stage) if isinstance(layers_per_stage, str) else None
     if counts and not isinstance(model.layer, Mapping):
         for count in counts if selected.program_per_rank else (max(counts),):
             layers_per_iteration(count, scan_layers)
@@ -266,17 +267,6 @@ def _remat(name: str, value: Remat | str, mesh: Mesh) -> Remat:
         return remat_by_name(value)
     except ValueError as error:
         raise ValueError(f"`{name}` is {value!r}: {error}") from error
-
-
-def _layer_counts(
-    given: Sequence[int] | str | None,
-) -> tuple[tuple[int, ...] | None, int | None]:
-    """Returns the layers of every stage, and those of the kind "mtp" if a layout string says it."""
-    if isinstance(given, str):
-        return tuple(parse_layout(given, mtp_layers=True)), count_mtp_layers(given)
-    if given is not None and not all(hasattr(n, "__index__") and n >= 0 for n in given):
-        raise ValueError(f"`layers_per_stage` is {given}. Give the number of layers of each stage.")
-    return None if given is None else tuple(given), None
 
 
 def _schedule(

@@ -27,7 +27,7 @@ from ..api.inspection import (
     x_of_layers,
 )
 from ..autodiff.backward import floating
-from ..autodiff.staged_model import Past
+from ..autodiff.staged_model import Past, layers_per_iteration
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..kernels import trace_to_read
 from ..schedules import FAMILIES
@@ -110,7 +110,10 @@ class OwnSource:
     def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         """Returns the pipeline as its engine would run it."""
         pipe = self._pipeline(self.model, *self._arguments(self.settings(candidate), devices))
-        return PreparedPipeline(pipe.engine, pipe.plan(self.num_layers))
+        spec = pipe.plan(self.num_layers)
+        if not spec.kinds:  # else runs of kinds are checked when they are traced
+            layers_per_iteration(spec.layout.layers_per_stage, spec.scan_layers)
+        return PreparedPipeline(pipe.engine, spec)
 
     def compile(self, settings: Values, num_rows: int, devices: Sequence[Any]) -> CompileReport:
         """Compiles a train step with AdamW."""

@@ -24,7 +24,7 @@ from ..engines import (
 )
 from ..kernels import trace_for
 from ..schedules.builders import get_family
-from ..sharding.layout import parse_layout
+from ..sharding.layout import layers_of_stages
 from ..sharding.specs import axes_of
 from ._candidates import Space
 from ._devices import Devices, absent_devices, device_hardware
@@ -190,8 +190,11 @@ def _pop_choices(fixed: dict[str, Any], schedule: str | None, num_slices: int) -
         if policy is not None:
             choices[name] = policy
     if (layers := fixed.pop("layers_per_stage", None)) is not None:
-        choices["counts"] = parse_layout(layers) if isinstance(layers, str) else tuple(layers)
-    for axis, size in (fixed.pop("dcn", None) or {}).items():
+        choices["counts"] = layers_of_stages(layers)
+    dcn = fixed.pop("dcn", None) or {}
+    if not isinstance(dcn, Mapping):
+        raise ValueError(f"`dcn` is {dcn!r}. Give a size by the name of an axis.")
+    for axis, size in dcn.items():
         if size != num_slices or "across" in choices:
             raise ValueError(
                 f"`dcn` has {size} along {axis!r}, and `num_slices` is {num_slices}. Give one axis "

@@ -115,7 +115,8 @@ def _ruled_out(request: Request) -> str:
 def _given(request: Request) -> str:
     implied = NOT_CHOSEN if request.source.is_own else {}
     fixed_fields = {key: value for key, value in request.space.fixed.items() if key not in implied}
-    fixed = ", ".join(f"{name} {value}" for name, value in fixed_fields.items())
+    words = {"counts": "layers of stages", "across": "slices along"}
+    fixed = ", ".join(f"{words.get(name, name)} {value}" for name, value in fixed_fields.items())
     return f" (given: {fixed})" if fixed else ""
 
 

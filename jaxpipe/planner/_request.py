@@ -121,5 +121,5 @@ def check_positive(**values: float | int) -> None:
         ValueError: If one is not, by its name.
     """
     for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"`{name}` is {value:g}. Give a number above 0.")
+        if not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"`{name}` is {value!r}. Give a number above 0.")

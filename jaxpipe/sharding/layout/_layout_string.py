@@ -5,6 +5,7 @@ the loss. `x*3` and `(xy)*3` repeat, and commas mean nothing.
 """
 
 import re
+from collections.abc import Iterable
 
 from ..._input import short_repr
 
@@ -67,6 +68,26 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
             "of E and of L may have none."
         )
     return tuple(stage.count("t") + stage.count("m") for stage in stages)
+
+
+def layers_of_stages(given: Iterable[int] | str) -> tuple[int, ...]:
+    """Reads the layers of every stage, as `jaxpipe.pipeline` takes them.
+
+    Args:
+        given: [num_stages] numbers, or a layout string, which may have layers m.
+
+    Returns:
+        [num_stages] the number of layers of each stage, in forward order.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(given, str):
+        return parse_layout(given, mtp_layers=True)
+    counts = tuple(given) if isinstance(given, Iterable) else ()
+    if not counts or not all(hasattr(n, "__index__") and n >= 0 for n in counts):
+        raise ValueError(f"`layers_per_stage` is {given}. Give the number of layers of each stage.")
+    return counts
 
 
 def count_mtp_layers(text: str) -> int:
