@@ -218,5 +218,5 @@ def test_a_given_layout_of_stages_is_planned_or_refused():
     assert {plan.candidate.counts for plan in found.plans} == {(17, 15)}
     with pytest.raises(ValueError, match=r"`pipeline_layout` has 31 layers, .* pipeline 32"):
         jp.plan(given | {"pipeline_layout": "Et*17|t*14L"}, "v5p-8", 48, 2048)
-    with pytest.raises(ValueError, match=r"counts \(8, 8, 16\)"):
+    with pytest.raises(ValueError, match=r"layers of stages \(8, 8, 16\)"):
         jp.plan(given | {"pipeline_layout": "Et*8|t*8|t*16L"}, "v5p-8", 48, 2048)

@@ -6,6 +6,7 @@ the loss. `x*3` and `(xy)*3` repeat, and commas mean nothing.
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from ..._input import short_repr
 
@@ -70,7 +71,7 @@ def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
     return tuple(stage.count("t") + stage.count("m") for stage in stages)
 
 
-def layers_of_stages(given: Iterable[int] | str) -> tuple[int, ...]:
+def layers_of_stages(given: Any) -> tuple[int, ...]:
     """Reads the layers of every stage, as `jaxpipe.pipeline` takes them.
 
     Args:

@@ -99,36 +99,13 @@ def make_request(
     schedule: str | None = None,
 ) -> Request:
     """Reads what a plan is for."""
-    is_implied = schedule is not None and "pipeline_engine" not in settings
-    settings = dict(settings)
-    if schedule:
-        usual = usual_engine(schedule)
-        name = settings.get("pipeline_engine", usual.config_name)
-        if (is_implied and schedule not in FAMILIES) or not usual.runs_schedules:
-            settings.setdefault("pipeline_engine", name)  # else of those that run the schedule
-        runs = name in CONFIG_ENGINES and CONFIG_ENGINES[name].runs_schedules
-        if name in CONFIG_ENGINES and runs != usual.runs_schedules:
-            raise ValueError(
-                f"`schedule` is {schedule!r}, and `pipeline_engine` is {name!r}, which does not "
-                "run it. Leave one of them out."
-            )
-        if usual.runs_schedules:
-            settings["pipeline_schedule"] = schedule
+    is_implied = "pipeline_engine" not in settings
+    settings = dict(settings) | _keys_of_schedule(schedule, settings.get("pipeline_engine"))
     fixed, chosen = _fixed(settings, devices.num_slices)
     values = {key: value for key, value in settings.items() if key not in chosen}
     of_engines = {k: settings[k] for k in (_LAYERS_KEY, "pipeline_schedule") if k in settings}
-    read = values | of_engines
-    unread, engine_name = unread_by_engines(read), settings.get("pipeline_engine")
-    if schedule is not None and engine_name is None:
-        of_schedules = [name for name, engine in CONFIG_ENGINES.items() if engine.runs_schedules]
-        engine_name = next((name for name in of_schedules if not unread[name]), of_schedules[0])
-    if engine_name in CONFIG_ENGINES and unread[engine_name]:
-        implied = f"`schedule` is {schedule!r}, whose engine {engine_name!r} does"
-        named = f"`pipeline_engine` is {engine_name!r}, which does"
-        raise ValueError(
-            f"{implied if is_implied else named} not read `{unread[engine_name][0]}`. Leave one of "
-            "them out."
-        )
+    unread = unread_by_engines(values | of_engines)
+    _check_engine_reads(unread, settings.get("pipeline_engine"), schedule if is_implied else None)
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}), fixed, unread)
     accumulation = fixed.get("accumulation", 1)
     rows = round(config.per_device_batch_size * devices.num_devices * accumulation)
@@ -193,6 +170,37 @@ def make_request(
         most_scores=math.inf if config.attention == "dot_product" else SCORES * LARGEST_STORED,
         leaner=lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
     )
+
+
+def _keys_of_schedule(schedule: str | None, engine_name: str | None) -> Values:
+    """Returns the keys that a schedule implies: its engine, if it is the only one for it."""
+    if not schedule:
+        return {}
+    usual = usual_engine(schedule)
+    name = engine_name or usual.config_name
+    if name in CONFIG_ENGINES and CONFIG_ENGINES[name].runs_schedules != usual.runs_schedules:
+        raise ValueError(
+            f"`schedule` is {schedule!r}, and `pipeline_engine` is {name!r}, which does not run "
+            "it. Leave one of them out."
+        )
+    if not usual.runs_schedules:
+        return {"pipeline_engine": name}
+    # `auto` and files are read by the usual engine; a family is planned by all that run it.
+    is_free = schedule in FAMILIES and engine_name is None
+    return {"pipeline_schedule": schedule} | ({} if is_free else {"pipeline_engine": name})
+
+
+def _check_engine_reads(
+    unread: Mapping[str, tuple[str, ...]], engine_name: str | None, schedule: str | None
+) -> None:
+    """Checks that the engine that is given, or one that runs the schedule, reads all keys."""
+    name, named = engine_name, f"`pipeline_engine` is {engine_name!r}, which does"
+    if schedule:
+        runners = [name for name, engine in CONFIG_ENGINES.items() if engine.runs_schedules]
+        name = name or next((name for name in runners if not unread[name]), runners[0])
+        named = f"`schedule` is {schedule!r}, whose engine {name!r} does"
+    if name in CONFIG_ENGINES and unread[name]:
+        raise ValueError(f"{named} not read `{unread[name][0]}`. Leave one of them out.")
 
 
 def _leaner(config: Config, settings: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
