@@ -165,6 +165,8 @@ class PlannedModel:
         past: The tensor that a layer carries for later slices of its sequence; None: the named keys
             and values.
         logit_bytes: Bytes of a logit as the head makes it.
+        between: Mesh axes that divide the tokens between products, beside those of rows and
+            `context`.
     """
 
     name: str
@@ -196,6 +198,7 @@ class PlannedModel:
     layer_sizes: tuple[LayerSizes, ...] = ()
     past: Tensor | None = None
     logit_bytes: int = 4
+    between: Axes = ()
 
     @property
     def experts(self) -> tuple[WeightGroup, ...]:

@@ -22,6 +22,7 @@ Rules = Sequence[tuple[str, Sequence[str]]]
 DEFAULT_RULES: Rules = (
     ("activation_batch", ("data", "fsdp", "expert")),
     ("activation_length", ("context",)),
+    ("activation_norm_length", ("context",)),  # of what is between products
     ("activation_embed", ()),
     ("activation_mlp", ("tensor",)),
     ("activation_heads", ("tensor",)),

@@ -176,6 +176,7 @@ WITH: dict[str, dict[str, Any]] = {
         "num_layers_per_pipeline_stage": 4,
         "set_remat_policy_on_layers_per_stage": False,
     },
+    "sequence_parallel": {"ici_tensor_parallelism": 2, "sequence_parallel": False},
     "num_vocab_tiling": {
         "pipeline_engine": "scheduled",
         "pipeline_schedule": "1f1b",

@@ -130,6 +130,11 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
         _NO_PIPELINE | _POLICY | _TENSOR | _sizes(4, fsdp=32),
         97_840,
     ),
+    "70B, sequence parallel": (
+        *_ON_64,
+        _NO_PIPELINE | _POLICY | _TENSOR | _sizes(4, fsdp=32) | {"sequence_parallel": True},
+        87_304,
+    ),
     "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 56_582),
     "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 61_312),
     "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 61_358),
@@ -262,6 +267,7 @@ def test_memory_of_other_models_and_policies_is_within_5_percent(name: str):
     model, devices, batch, length, settings, compiled = (OTHERS | VERIFIED | EXPERTS)[name]
     given = {"model_name": model, "ici_data_parallelism": 1, "num_vocab_tiling": 1}
     given |= {"shard_optimizer_over_data": False, "pipeline_vocab_parallel": False}
+    given |= {"sequence_parallel": False}
     found = jp.plan(given | settings, devices, batch, length, memory_gb=102).best
     assert found.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
 

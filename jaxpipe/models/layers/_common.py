@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ...sharding import local_draws
 
-ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
+ACTIVATION = ("activation_batch", "activation_norm_length", "activation_embed")
 HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
 

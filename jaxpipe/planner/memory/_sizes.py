@@ -14,6 +14,7 @@ from .._model import (
     gathered_parameters,
     largest_weight,
     mesh_sizes,
+    split,
     stored_parameters,
     token_bytes,
 )
@@ -167,6 +168,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     whole_state = n * candidate.chunks * of_layer.whole + of_others.whole
     replicas = candidate.sizes["data"] if candidate.options.zero1 else 1
     activation = model.activation_bytes * model.hidden * tokens
+    activation /= split(model.between, candidate.sizes)
     kept = tokens * _token_bytes(model, mesh, policy)
     logits = tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
     if candidate.options.vocab_parallel:

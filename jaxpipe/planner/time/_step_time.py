@@ -392,7 +392,7 @@ def _layout(
         scattered_bytes=scattered_bytes,
         hosts=slices if slices > 1 else 0,
         order=_order(across),
-        sequence_parallel=False,
+        sequence_parallel=bool(request.model.between),
         experts_gather=True,
         context_gathers=True,
         shared_optimizer=False,
@@ -417,6 +417,7 @@ def _engine_flags(engine_name: str, request: Request) -> frozenset[str]:
         engine.config_name,
         program_per_rank=engine.program_per_rank,
         has_experts=bool(request.model.experts),
+        sequence_parallel=bool(request.model.between),
         default_flags=request.default_flags,
     )
     return frozenset(flag.option for flag in FLAGS if flag.has_effect(traits))

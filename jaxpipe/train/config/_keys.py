@@ -482,6 +482,8 @@ class DeviceSection(_Section):
     """Shards of experts."""
     ici_context_parallelism: PositiveIntOrAuto = 1
     """Shards of the sequence."""
+    sequence_parallel: bool = False
+    """The axis tensor also divides the tokens between matrix products, for less memory."""
     dcn_data_parallelism: PositiveInt = 1
     """Copies of the weights."""
     dcn_pipeline_parallelism: PositiveInt = 1

@@ -364,7 +364,10 @@ ADVICE_BY_PATTERN: dict[str, str] = {
     r"(ici|dcn)_(fsdp_transpose|tensor_transpose)_parallelism": (
         "Write `{0}_fsdp_parallelism` or `{0}_tensor_parallelism`: there is one axis of each."
     ),
-    r"(ici|dcn)_(sequence|tensor_sequence|context_\w+)_parallelism": (
+    r"(ici|dcn)_tensor_sequence_parallelism": (
+        "Write `{0}_tensor_parallelism` and `sequence_parallel=true`."
+    ),
+    r"(ici|dcn)_(sequence|context_\w+)_parallelism": (
         "Write `{0}_context_parallelism`, which splits sequences."
     ),
     r"(ici|dcn)_(autoregressive|diloco)_parallelism": "There is no such axis here: leave it out.",

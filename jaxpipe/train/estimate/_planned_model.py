@@ -39,7 +39,9 @@ def planned_model(
 ) -> PlannedModel:
     """Returns a model of the trainer, with its abstract weights, as a planner sees it."""
     platform = model.attention.platform
-    named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1)
+    between = dict(rules)["activation_norm_length"]
+    between = tuple(axis for axis in between if axis != "context")
+    named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1, between)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
     stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
@@ -70,6 +72,7 @@ def planned_model(
         on_tpu=platform == "tpu",
         hoists_casts=platform != "gpu",
         locations=tuple(model.remat.locations.items()),
+        between=between,
     )
 
 
@@ -98,17 +101,20 @@ _LANES = 128
 Kernels of attention want the channels of a head there."""
 
 
-def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+def _tensors(
+    sizes: ModelConfig, lanes: int, between: Axes
+) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Returns the tensors that a layer makes for every token: by name, and those without one.
 
-    Channels of a head are padded to a multiple of `lanes`.
+    Channels of a head are padded to a multiple of `lanes`. The axes `between` divide the tokens of
+    what is between products.
     """
 
     def padded(channels: int) -> int:
         return -(-channels // lanes) * lanes
 
     D, moe, count = sizes.base_emb_dim, sizes.moe, sizes.layers_per_block
-    named, unnamed = {"out_proj": Tensor(count * D)}, [Tensor(count * 4 * D)]
+    named, unnamed = {"out_proj": Tensor(count * D, between)}, [Tensor(count * 4 * D, between)]
     match sizes:
         case LlamaConfig():
             _, H, K, C = sizes.attention
@@ -117,7 +123,7 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
             if sizes.use_qk_norm:
                 unnamed.append(Tensor(count * (H + K) * C, _SPLIT))
             if sizes.has_post_norms:
-                unnamed.append(Tensor(2 * D))
+                unnamed.append(Tensor(2 * D, between))
         case DeepseekConfig():
             at = sizes.attention
             H = at.num_heads
@@ -132,7 +138,7 @@ def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[T
         mlps.append(moe.shared_mlp)
     for name in mlps[0].tensors if mlps else ():
         channels = sum(mlp.tensors[name] for mlp in mlps)
-        named[name] = Tensor(channels, () if name == "mlpwo" else _SPLIT)
+        named[name] = Tensor(channels, between if name == "mlpwo" else _SPLIT)
     if moe is None:
         return named, tuple(unnamed)
     k, F = moe.router.num_chosen, moe.expert_dim

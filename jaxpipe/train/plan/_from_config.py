@@ -17,6 +17,7 @@ from ...engines import Engine
 from ...kernels import AttentionPlan, check_stored_scores, traced_widest_head
 from ...models import MODEL_FAMILIES, ModelConfig, logical_axes
 from ...models.weights import weight_shapes
+from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
@@ -134,6 +135,13 @@ def axis_rules(config: Config) -> sharding.Rules:
                 "one of them out."
             )
         changes += (("exp", ("expert", "fsdp", "context")),)
+    if config.sequence_parallel:
+        if "activation_norm_length" in dict(changes):
+            raise ValueError(
+                "`sequence_parallel` is true, and `logical_axis_rules` has a rule for "
+                "'activation_norm_length'. Leave one of them out."
+            )
+        changes += (("activation_norm_length", ("context", "tensor")),)
     return sharding.override_rules(changes)
 
 
@@ -372,6 +380,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         program_per_rank=config.engine.program_per_rank,
         deterministic=config.deterministic,
         has_experts=config.num_experts > 1,
+        sequence_parallel=config.sequence_parallel,
         layer_bytes=layer_bytes(config),
         default_flags=config.compile_default_flags,
     )
@@ -387,6 +396,15 @@ def _check_sizes(step: StepPlan) -> None:
         name="`max_target_length`",
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
+    )
+    schedule = step.pipeline.schedule
+    between = dict(step.state.weights.devices.rules)["activation_norm_length"]
+    divide_exactly(
+        step.batch.length // (language.num_slices(schedule) if schedule else 1),
+        math.prod(mesh.shape[axis] for axis in between),
+        name="The length of a sequence, or of a slice of it,",
+        into="the devices that divide it between products (`sequence_parallel`)",
+        fix="Change `max_target_length` or the mesh.",
     )
     if not step.pipeline.options.vocab_parallel:
         return

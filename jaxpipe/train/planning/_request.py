@@ -107,6 +107,9 @@ def make_request(
     unread = unread_by_engines(values | of_engines)
     _check_engine_reads(unread, settings.get("pipeline_engine"), schedule if is_implied else None)
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}), fixed, unread)
+    if "sequence_parallel" not in settings and _gains_by_sequence_parallel(config, devices):
+        values["sequence_parallel"] = True
+        config = config.model_copy(update={"sequence_parallel": True})
     accumulation = fixed.get("accumulation", 1)
     rows = round(config.per_device_batch_size * devices.num_devices * accumulation)
     if batch and "per_device_batch_size" in settings and batch != rows:
@@ -170,6 +173,12 @@ def make_request(
         most_scores=math.inf if config.attention == "dot_product" else SCORES * LARGEST_STORED,
         leaner=lambda: [(words, planned(config)) for words, config in _leaner(config, settings)],
     )
+
+
+def _gains_by_sequence_parallel(config: Config, devices: Devices) -> bool:
+    """Returns whether plans with `tensor` have sequence parallelism: where it was compiled."""
+    has_rule = "activation_norm_length" in dict(config.logical_axis_rules or ())
+    return devices.platform == "tpu" and config.num_experts == 1 and not has_rule
 
 
 def _keys_of_schedule(schedule: str | None, engine_name: str | None) -> Values:

@@ -38,7 +38,10 @@ class TrainerSource:
 
     def settings(self, candidate: StepLayout) -> Values:
         """Returns the values of keys: those that are passed on, and those that a layout decides."""
-        return self.values | _keys(candidate, self.num_slices)
+        settings = self.values | _keys(candidate, self.num_slices)
+        if candidate.sizes["tensor"] == 1:
+            settings.pop("sequence_parallel", None)
+        return settings
 
     def prepare(self, candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         """Sets up the run of a layout by the checks of the trainer and no others."""

@@ -109,7 +109,8 @@ def decoding_plan(config: Config, mesh: Mesh) -> DecodingPlan:
     """Returns the plan of decoding the model of a config on a mesh, whose axes are automatic."""
     plain = config.model_copy(update=_PLAIN)
     rules = sharding.override_rules(
-        (("activation_batch", ()), ("activation_length", ())), axis_rules(plain)
+        tuple((f"activation_{name}", ()) for name in ("batch", "length", "norm_length")),
+        axis_rules(plain),
     )
     devices, sizes = DeviceLayout(mesh, rules), model_config(config)
     layout = LayerLayout(1, 1, sizes.num_pipeline_layers)

@@ -23,6 +23,7 @@ class StepTraits:
     program_per_rank: bool = False  # whether ranks run programs of their own
     deterministic: bool = False  # whether results must be equal bit for bit in every run
     has_experts: bool = False  # whether a router sends tokens to experts
+    sequence_parallel: bool = False  # whether `tensor` divides sequences between products
     # Bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown.
     layer_bytes: int = 0
     # Which rows of the table may be set: "all", "quick" for those that do not make compilation
