@@ -178,7 +178,7 @@ def make_request(
 def _gains_by_sequence_parallel(config: Config, devices: Devices) -> bool:
     """Returns whether plans with `tensor` have sequence parallelism: where it was compiled."""
     has_rule = "activation_norm_length" in dict(config.logical_axis_rules or ())
-    return devices.platform == "tpu" and config.num_experts == 1 and not has_rule
+    return devices.platform != "cpu" and config.num_experts == 1 and not has_rule
 
 
 def _keys_of_schedule(schedule: str | None, engine_name: str | None) -> Values:
