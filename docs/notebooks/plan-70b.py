@@ -38,8 +38,8 @@ except ValueError as error:
 # %% [markdown]
 # ## The model fits on sixteen chips
 #
-# `v5p-32` counts TensorCores: these are 16 chips. There is room, though only if the backward
-# computes whole layers again:
+# `v5p-32` counts TensorCores: these are 16 chips. There is room, if the backward computes whole layers
+# again, or if `tensor` divides what layers store:
 
 # %%
 sixteen = jp.plan(MODEL, "v5p-32", BATCH, SEQUENCE, num_plans=3)

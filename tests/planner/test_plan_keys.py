@@ -176,7 +176,11 @@ WITH: dict[str, dict[str, Any]] = {
         "num_layers_per_pipeline_stage": 4,
         "set_remat_policy_on_layers_per_stage": False,
     },
-    "sequence_parallel": {"ici_tensor_parallelism": 2, "sequence_parallel": False},
+    "sequence_parallel": {
+        "ici_fsdp_parallelism": 1,
+        "ici_tensor_parallelism": 2,
+        "sequence_parallel": False,
+    },
     "num_vocab_tiling": {
         "pipeline_engine": "scheduled",
         "pipeline_schedule": "1f1b",
