@@ -107,7 +107,7 @@ def own_request(
         plain = (model, params) if make is None else made_model(make(None))
         planned, work, tokens = planned_model(model, params, example, devices, specs, shards, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
-    named = {"gather"} & chosen.keys() | own_options.keys()
+    named = {"gather"} & chosen.keys() | EngineOptions(**own_options).changed.keys()
     free = {"zero1"} if model.vocab_parallel_loss is None else {"zero1", "vocab_parallel"}
     space = Space(
         devices=devices,
@@ -192,6 +192,7 @@ def _pop_choices(fixed: dict[str, Any], schedule: str | None, num_slices: int) -
     if (layers := fixed.pop("layers_per_stage", None)) is not None:
         choices["counts"] = layers_of_stages(layers)
     dcn = fixed.pop("dcn", None) or {}
+    dcn = {dcn: num_slices} if isinstance(dcn, str) else dcn
     if not isinstance(dcn, Mapping):
         raise ValueError(f"`dcn` is {dcn!r}. Give a size by the name of an axis.")
     for axis, size in dcn.items():
@@ -276,10 +277,13 @@ def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> 
         )
 
 
-def _fixed_axes(mesh: Mapping[str, int] | None, devices: Devices) -> dict[str, int]:
+def _fixed_axes(mesh: Mapping[str, int] | Mesh | None, devices: Devices) -> dict[str, int]:
     """Returns the sizes of the axes of a mesh, of which those left out have one device."""
     if mesh is None:
         return {}
+    mesh = mesh.shape if isinstance(mesh, Mesh) else mesh
+    if not isinstance(mesh, Mapping):
+        raise ValueError(f"`mesh` is {mesh!r}. Give the sizes of its axes by name.")
     unknown = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
     if unknown:
         raise ValueError(

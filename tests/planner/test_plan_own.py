@@ -308,10 +308,22 @@ def test_choices_that_contradict_or_are_unknown_are_named():
         ({"remat": "save_out_proj"}, "`remat` is 'save_out_proj'. Of a model of your own"),
         ({"accumulate": 0}, "`accumulate` is 0. Give a number above 0"),
         ({"dcn": {"stage": 2}}, "`dcn` has 2 along 'stage', and `num_slices` is 1"),
+        ({"mesh": 8}, "`mesh` is 8. Give the sizes of its axes by name"),
+        ({"memory_gb": 0}, "`memory_gb` is 0. Give a number above 0"),
+        ({"num_plans": 0}, "`num_plans` is 0. Give a number above 0"),
     ]
     for choice, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             jp.plan(model, "here", 32, **given, **choice)
+
+
+def test_defaults_and_a_mesh_of_devices_may_be_given():
+    model, params = small()
+    given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
+    off = {"zero1": False, "vocab_parallel": False, "forwarding_delay": False}
+    mesh = jp.make_mesh({"stage": 2, "data": 4})
+    plan = jp.plan(model, "here", 32, **given, mesh=mesh, engine="mpmd", **off).best
+    assert plan.settings["engine"] == "mpmd" and plan.settings["mesh"] == {"stage": 2, "data": 4}
 
 
 def test_a_loss_that_ranks_can_share_is_planned_on_all_of_them():

@@ -8,7 +8,14 @@ from jaxtyping import PyTree
 from ..._input import short_repr
 from ...api import Model
 from ...models import PRESETS
-from ...planner import MakeModel, Plans, own_request, parse_devices, plan_request
+from ...planner import (
+    MakeModel,
+    Plans,
+    check_positive,
+    own_request,
+    parse_devices,
+    plan_request,
+)
 from ._request import make_request
 
 
@@ -68,6 +75,10 @@ def plan(
         (8.0, 2)
     """
     _check_order(model=model, devices=devices, batch=batch, sequence=sequence)
+    numbers = {"memory_gb": memory_gb, "num_plans": num_plans, "num_slices": num_slices}
+    check_positive(**{name: number for name, number in numbers.items() if number is not None})
+    if not isinstance(schedule, str | None):
+        raise ValueError(f"`schedule` is {short_repr(schedule)}. Give the name of a schedule.")
     target = parse_devices(devices, num_slices)
     constraints: dict[str, Any] = {"batch": batch, "memory_gb": memory_gb}
     constraints |= {"max_stages": max_stages, "schedule": schedule}
