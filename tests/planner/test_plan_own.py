@@ -320,7 +320,7 @@ def test_choices_that_contradict_or_are_unknown_are_named():
 def test_defaults_and_a_mesh_of_devices_may_be_given():
     model, params = small()
     given: dict[str, Any] = {"params": params, "example": {"x": shape(16, 16)}, "num_plans": 1}
-    off = {"zero1": False, "vocab_parallel": False, "forwarding_delay": False}
+    off: dict[str, Any] = {"zero1": False, "vocab_parallel": False, "forwarding_delay": False}
     mesh = jp.make_mesh({"stage": 2, "data": 4})
     plan = jp.plan(model, "here", 32, **given, mesh=mesh, engine="mpmd", **off).best
     assert plan.settings["engine"] == "mpmd" and plan.settings["mesh"] == {"stage": 2, "data": 4}
