@@ -149,11 +149,6 @@ class StepLayout(NamedTuple):
         return MemoryPolicy(self.policy, self.scope, self.gather)
 
     @property
-    def usual_gather(self) -> GatherMode:
-        """Returns when weights are gathered unless it is said."""
-        return self.engine.usual_gather(self.layers_per_stage)
-
-    @property
     def gathers(self) -> bool:
         """Returns whether weights are split by axes over which they are gathered."""
         return any(self.sizes[axis] > 1 for axis in self.gathered_axes)

@@ -200,6 +200,10 @@ class PlannedModel:
     logit_bytes: int = 4
     between: Axes = ()
 
+    def input_bytes(self, tokens: float, sizes: Sizes) -> float:
+        """Returns the bytes of a layer's input on a device, of so many tokens of a microbatch."""
+        return self.activation_bytes * self.hidden * tokens / split(self.between, sizes)
+
     @property
     def experts(self) -> tuple[WeightGroup, ...]:
         """Returns the weights of the routed experts of one layer."""

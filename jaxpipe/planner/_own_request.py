@@ -107,7 +107,8 @@ def own_request(
         plain = (model, params) if make is None else made_model(make(None))
         planned, work, tokens = planned_model(model, params, example, devices, specs, shards, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
-    named = {"gather"} & chosen.keys() | EngineOptions(**own_options).changed.keys()
+    engine_options = EngineOptions(**own_options)
+    named = {"gather"} & chosen.keys() | engine_options.changed.keys()
     free = {"zero1"} if model.vocab_parallel_loss is None else {"zero1", "vocab_parallel"}
     space = Space(
         devices=devices,
@@ -123,7 +124,7 @@ def own_request(
         unread_by={
             name: tuple(sorted(named - engine.options)) for name, engine in CONFIG_ENGINES.items()
         },
-        options=EngineOptions(**own_options),
+        options=engine_options,
         free_options=frozenset(free - own_options.keys()),
         costs=_costs(model, work),
         gathered_axes=("fsdp",),

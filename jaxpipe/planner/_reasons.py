@@ -146,7 +146,7 @@ def refusals(refused: Iterable[RefusedLayout]) -> list[RefusedLayout]:
 
 
 def refused_words(request: Request, plans: BestPlans) -> str:
-    """Returns what is refused of faster layouts; "" if nothing is."""
+    """Returns the number of faster layouts that are refused, and errors; "" if there are none."""
     best = plans.plans[0].time.seconds
     faster = [layout for layout in plans.refused if layout.seconds < best]
     if not faster:

@@ -6,6 +6,7 @@ Where the model is from decides what the settings of a plan are called, and who 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ..api import PipelinedModel
@@ -121,5 +122,5 @@ def check_positive(**values: float | int) -> None:
         ValueError: If one is not, by its name.
     """
     for name, value in values.items():
-        if not isinstance(value, int | float) or value <= 0:
+        if not isinstance(value, Real) or value <= 0:
             raise ValueError(f"`{name}` is {value!r}. Give a number above 0.")

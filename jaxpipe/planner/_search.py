@@ -59,9 +59,9 @@ class RefusedLayout:
     """A layout that was set up because it seemed fast, and cannot run.
 
     Attributes:
-        candidate: The layout.
+        candidate: The layout of the step.
         seconds: The time of a step by closed forms.
-        error: What the trainer or `jaxpipe.pipeline` says of it.
+        error: The error of the trainer, or of `jaxpipe.pipeline`.
     """
 
     candidate: StepLayout

@@ -311,6 +311,7 @@ def test_choices_that_contradict_or_are_unknown_are_named():
         ({"mesh": 8}, "`mesh` is 8. Give the sizes of its axes by name"),
         ({"memory_gb": 0}, "`memory_gb` is 0. Give a number above 0"),
         ({"num_plans": 0}, "`num_plans` is 0. Give a number above 0"),
+        ({"max_stages": 0}, "`max_stages` is 0. Give a number above 0"),
     ]
     for choice, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -14,7 +14,6 @@ from .._model import (
     gathered_parameters,
     largest_weight,
     mesh_sizes,
-    split,
     stored_parameters,
     token_bytes,
 )
@@ -167,8 +166,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
     state = of_layer.per_parameter * updated + of_others.per_parameter * on_mesh.stored_boundary
     whole_state = n * candidate.chunks * of_layer.whole + of_others.whole
     replicas = candidate.sizes["data"] if candidate.options.zero1 else 1
-    activation = model.activation_bytes * model.hidden * tokens
-    activation /= split(model.between, candidate.sizes)
+    activation = model.input_bytes(tokens, candidate.sizes)
     kept = tokens * _token_bytes(model, mesh, policy)
     logits = tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
     if candidate.options.vocab_parallel:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ...cost.training_step import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
-from .._model import OFFLOAD_INPUTS, gathered_parameters, split, stored_parameters
+from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
 from .._request import Request
 from ..memory import step_sizes
 
@@ -206,8 +206,7 @@ def _host_seconds(candidate: StepLayout, request: Request, moves: float | None) 
     if candidate.engine.runs_schedules:  # which moves in every tick, and for a W once more
         visits = moves or visits + 2 * (candidate.num_ranks - 1)
         times += splits_backward(candidate)
-    size = request.model.activation_bytes * request.model.hidden * request.tokens(candidate)
-    size /= split(request.model.between, candidate.sizes)
+    size = request.model.input_bytes(request.tokens(candidate), candidate.sizes)
     moved = times * visits * candidate.layers_per_stage * size
     return moved / device_hardware(request.devices).host_bandwidth
 

@@ -39,8 +39,8 @@ def planned_model(
 ) -> PlannedModel:
     """Returns a model of the trainer, with its abstract weights, as a planner sees it."""
     platform = model.attention.platform
-    between = dict(rules)["activation_norm_length"]
-    between = tuple(axis for axis in between if axis != "context")
+    of_tokens = partition_spec(("activation_batch", "activation_norm_length"), rules)[1]
+    between = tuple(axis for axis in axes_of_dim(of_tokens) if axis != "context")
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1, between)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
     stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))

@@ -19,6 +19,7 @@ from ...models import MODEL_FAMILIES, ModelConfig, logical_axes
 from ...models.weights import weight_shapes
 from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly
+from ...sharding.specs import axes_of_dim
 from ...spmd.circular_engine import check_circular
 from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, check_optimizer_reads_keys, parse_xla_flags
@@ -398,10 +399,11 @@ def _check_sizes(step: StepPlan) -> None:
         fix="Change one of them.",
     )
     schedule = step.pipeline.schedule
-    between = dict(step.state.weights.devices.rules)["activation_norm_length"]
+    rules = step.state.weights.devices.rules
+    of_tokens = sharding.partition_spec(("activation_batch", "activation_norm_length"), rules)[1]
     divide_exactly(
         step.batch.length // (language.num_slices(schedule) if schedule else 1),
-        math.prod(mesh.shape[axis] for axis in between),
+        math.prod(mesh.shape[axis] for axis in axes_of_dim(of_tokens)),
         name="The length of a sequence, or of a slice of it,",
         into="the devices that divide it between products (`sequence_parallel`)",
         fix="Change `max_target_length` or the mesh.",

@@ -75,8 +75,9 @@ def plan(
         (8.0, 2)
     """
     _check_order(model=model, devices=devices, batch=batch, sequence=sequence)
-    numbers = {"memory_gb": memory_gb, "num_plans": num_plans, "num_slices": num_slices}
-    check_positive(**{name: number for name, number in numbers.items() if number is not None})
+    sizes = {"batch": batch, "memory_gb": memory_gb, "max_stages": max_stages}
+    sizes |= {"num_plans": num_plans, "num_slices": num_slices}
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if not isinstance(schedule, str | None):
         raise ValueError(f"`schedule` is {short_repr(schedule)}. Give the name of a schedule.")
     target = parse_devices(devices, num_slices)

@@ -123,7 +123,7 @@ def make_request(
             f"`sequence` is {sequence} and `max_target_length` {length}. Give one of them."
         )
     rows, sequence = batch or rows, config.max_target_length
-    check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
+    check_positive(batch=rows)
     values |= {
         "max_target_length": sequence,
         "per_device_batch_size": rows / devices.num_devices / accumulation,
@@ -205,8 +205,8 @@ def _check_engine_reads(
     """Checks that the engine that is given, or one that runs the schedule, reads all keys."""
     name, named = engine_name, f"`pipeline_engine` is {engine_name!r}, which does"
     if schedule:
-        runners = [name for name, engine in CONFIG_ENGINES.items() if engine.runs_schedules]
-        name = name or next((name for name in runners if not unread[name]), runners[0])
+        runners = [key for key, engine in CONFIG_ENGINES.items() if engine.runs_schedules]
+        name = name or min(runners, key=lambda runner: len(unread[runner]) > 0)
         named = f"`schedule` is {schedule!r}, whose engine {name!r} does"
     if name in CONFIG_ENGINES and unread[name]:
         raise ValueError(f"{named} not read `{unread[name][0]}`. Leave one of them out.")
