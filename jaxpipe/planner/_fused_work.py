@@ -55,7 +55,7 @@ def fused_work(graph: Graph) -> tuple[float, int]:
         if _name(eqn) in _PARTS:
             read = frozenset()
             moved += sum(x.num_bytes for x in eqn.outputs)
-        is_stored = _reduces(eqn) or any(
+        is_stored = reduces(eqn) or any(
             x in returned or not all(map(is_light, readers[x])) for x in eqn.outputs
         )
         if is_stored:
@@ -102,7 +102,7 @@ def _name(eqn: Eqn) -> str:
     return eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
 
 
-def _reduces(eqn: Eqn) -> bool:
+def reduces(eqn: Eqn) -> bool:
     return _name(eqn).startswith(("reduce_", "arg")) and _name(eqn) != "reduce_precision"
 
 

@@ -34,6 +34,7 @@ from ..schedules import FAMILIES
 from ..xla.compile_report import CompileReport
 from ._candidates import StepLayout
 from ._devices import Devices
+from ._live_bytes import live_bytes
 from ._model import (
     Axes,
     LayerSizes,
@@ -196,20 +197,23 @@ def planned_model(
     that a device gathers are for its own. If layers differ, the sizes are means over them, by which
     layouts are compared before they are set up; the work is that of each.
     """
-    row, two = (_rows(example, count * shards) for count in (1, 2))
+    few = [_rows(example, count * shards) for count in (1, 2, 3)]
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     differ, model = model.has_kinds, _with_kinds(model)
     kinds, groups = one_of_each_kind(model, params)
-    xs, xs_of_two = (list(x_of_layers(model, kinds, groups, rows, key)) for rows in (row, two))
+    row, xs_of = few[0], [list(x_of_layers(model, kinds, groups, rows, key)) for rows in few]
+    xs = xs_of[0]
     tokens, itemsize = _tokens(xs[0]), max(1, round(_bytes(xs[0]) / _size(xs[0])))
     traced_tokens = tokens * shards
     # Engines of one program hand over the largest x in place of every other.
     boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / traced_tokens))
     traced: dict[str, _TracedLayer] = {}
-    for kind, x, x_of_two in zip(kinds, xs, xs_of_two, strict=False):
+    for kind, *x_of in zip(kinds, *xs_of, strict=False):
         if kind not in traced:
-            arguments = (x, row, key), (x_of_two, two, key)
-            layer = _trace_layer(model, kind, groups, arguments, tokens, shards)
+            arguments = [(x, rows, key) for x, rows in zip(x_of, few, strict=True)]
+            layer = _trace_layer(
+                model, kind, groups, arguments, tokens, shards, on_gpu=devices.is_gpu
+            )
             if devices.platform == "tpu":
                 moved = _FUSIONS_ON_TPUS * layer.work.elementwise_bytes
                 layer = replace(layer, work=replace(layer.work, elementwise_bytes=moved))
@@ -301,21 +305,24 @@ def _trace_layer(
     model: Model,
     kind: str,
     groups: dict[str, PyTree],
-    arguments: tuple[tuple[PyTree, ...], tuple[PyTree, ...]],
+    arguments: Sequence[tuple[PyTree, ...]],
     row_tokens: int,
     shards: int,
+    *,
+    on_gpu: bool,
 ) -> _TracedLayer:
-    """Traces a layer with x, batch and key of a row for each shard of experts, and of two rows."""
+    """Traces a layer with x, batch and key of one, two and three rows for each shard of experts."""
     tokens = shards * row_tokens
-    (of_row, of_two), own = arguments, groups["layers"][kind]
+    (of_row, of_two, _), own = arguments, groups["layers"][kind]
     function, read = layer_with_weights(model, kind, groups)
     run_layer = _without_aux(function, of_row[0])
     traced = trace(run_layer, tokens, read, *of_row)
     # What a second row adds: casts of weights are no work or memory of rows.
     moved = trace(run_layer, tokens, read, *of_two).moved_bytes - traced.moved_bytes
     rows = [(run_layer, read, *arguments) for arguments in (of_row, of_two)]
-    sizes = ((*residual_bytes(*row), wgrad_residual_bytes(*row)) for row in rows)
-    kept, live, wgrad = ((two - one) / tokens for one, two in zip(*sizes, strict=True))
+    sizes = ((residual_bytes(*row), wgrad_residual_bytes(*row)) for row in rows)
+    kept, wgrad = ((two - one) / tokens for one, two in zip(*sizes, strict=True))
+    live = live_bytes(run_layer, read, *arguments[1:], on_gpu=on_gpu) / tokens
     work = LayerWork(
         name=kind,
         count=1,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -244,9 +244,6 @@ def _trace(
         ("activation", "kept", "residuals", "wgrad_residuals", "past", "past_cotangent"), 0
     )
 
-    def kept(*given: Any) -> int:
-        return residual_bytes(*given).kept
-
     def measure(*given: PyTree) -> None:
         plan, model, weights, inputs, keys = pipe._arguments(*given)
         rows = [jax.tree.map(partial(_first_piece, times=n), inputs) for n in (1, 2)]
@@ -264,8 +261,8 @@ def _trace(
             run = plan.remat(stage)
             of_stage = {
                 "activation": _bytes(entering[0]),
-                "kept": of_a_row(kept, stage),
-                "residuals": of_a_row(kept, run),
+                "kept": of_a_row(residual_bytes, stage),
+                "residuals": of_a_row(residual_bytes, run),
             }
             if splits:
                 of_stage["wgrad_residuals"] = of_a_row(wgrad_residual_bytes, run)
@@ -330,37 +327,13 @@ def _products(jaxpr: Any) -> Iterator[Any]:
             yield from _products(inner)
 
 
-class ResidualBytes(NamedTuple):
-    """Bytes of what a forward stores on the device for its backward, x among them.
-
-    Attributes:
-        kept: The bytes of all residuals.
-        live: The bytes that exist at a time in a backward that computes the forward again. XLA
-            stores all scores of attention, which are larger than the heads that a batch of products
-            reads, and a part of the rest: it fuses element-wise operations.
-    """
-
-    kept: int
-    live: float
-
-
-_LIVE_OF_OTHERS = 0.5
-"""The part of the rest, read off three programs of XLA:TPU; four others agree (docs/dev/LOG.md)."""
-
-
 def residual_bytes(
     function: Callable, weights: PyTree, x: PyTree, inputs: PyTree, key: PyTree
-) -> ResidualBytes:
-    """Returns the bytes that a forward stores on the device for its backward."""
+) -> int:
+    """Returns the bytes that a forward stores on the device for its backward, x among them."""
     pulled = pullback(function, weights, x, inputs, key)
     closed = jax.make_jaxpr(lambda *given: pulled.forward(*given)[1])(weights, x, inputs, key)
-    batched = (e for e in _products(closed.jaxpr) if any(e.params["dimension_numbers"][1]))
-    sizes = ([v.aval.size for v in (*product.outvars, *product.invars)] for product in batched)
-    scores = {of_result for of_result, *of_heads in sizes if of_result > max(of_heads)}
-    floats = jax.tree.leaves(floating(closed.out_avals))
-    of_scores = _device_bytes(aval for aval in floats if aval.size in scores)
-    kept = _device_bytes(closed.out_avals)
-    return ResidualBytes(kept, of_scores + _LIVE_OF_OTHERS * (kept - of_scores))
+    return _device_bytes(closed.out_avals)
 
 
 def wgrad_residual_bytes(
