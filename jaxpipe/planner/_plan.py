@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..engines import PeakMemory
 from ..sharding import AXES
 from ._answer import Plans, unit_of_bytes
-from ._candidates import StepLayout, engine_named
+from ._candidates import StepLayout, engine_named, layout_groups
 from ._own_request import NOT_CHOSEN
 from ._reasons import describe, refusals
 from ._request import MANY_SCORES, Request
@@ -67,7 +67,7 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
         return (
             f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
             f"{request.sequence} tokens and {request.space.num_layers} layers as given"
-            f"{_given(request)}. Give another batch, or fix fewer keys.{_ruled_out(request)}"
+            f"{_given(request)}. {_in_the_way(request)}{_ruled_out(request)}"
         )
     candidate, needed = best.leanest
     if needed.total > request.limit:
@@ -112,11 +112,31 @@ def _ruled_out(request: Request) -> str:
     return "".join(f" `{key}` is not read by {', '.join(names)}." for key, names in pairs)
 
 
-def _given(request: Request) -> str:
+def _in_the_way(request: Request) -> str:
+    """Names the given values without one of which there are layouts."""
+    space = request.space
+    without_one = []
+    for name, text in _fixed(request).items():
+        axes = AXES if name in AXES else (name,)  # those of a mesh are given together
+        fixed = {key: value for key, value in space.fixed.items() if key not in axes}
+        if any(layout_groups(replace(space, fixed=fixed))):
+            without_one.append("the mesh" if name in AXES else text)
+    if not without_one:
+        return "Give another batch, or fix fewer keys."
+    named = " or ".join(dict.fromkeys(without_one))
+    return f"There are layouts without {named}: leave one out, or give another value or batch."
+
+
+def _fixed(request: Request) -> dict[str, str]:
+    """Returns what is given, by name, as text."""
     implied = NOT_CHOSEN if request.source.is_own else {}
-    fixed_fields = {key: value for key, value in request.space.fixed.items() if key not in implied}
     words = {"counts": "layers of stages", "across": "slices along"}
-    fixed = ", ".join(f"{words.get(name, name)} {value}" for name, value in fixed_fields.items())
+    fixed = request.space.fixed.items()
+    return {key: f"{words.get(key, key)} {value}" for key, value in fixed if key not in implied}
+
+
+def _given(request: Request) -> str:
+    fixed = ", ".join(_fixed(request).values())
     return f" (given: {fixed})" if fixed else ""
 
 
