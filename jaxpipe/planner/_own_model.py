@@ -34,7 +34,7 @@ from ..schedules import FAMILIES
 from ..xla.compile_report import CompileReport
 from ._candidates import StepLayout
 from ._devices import Devices
-from ._live_bytes import live_bytes
+from ._fusions import fused_layer
 from ._model import (
     Axes,
     LayerSizes,
@@ -177,11 +177,6 @@ class _TracedLayer:
         return LayerSizes(self.work.name, _size(self.weights), group.largest, *elements)
 
 
-_FUSIONS_ON_TPUS = 4 / 3
-"""What element-wise operations take of the time of their bytes: with `_OWN_STACK_BYTES` it says the
-cycles of a GPT with stored scores, 0.244 s if nothing is computed again and 0.251 if all is."""
-
-
 def planned_model(
     model: Model,
     params: PyTree,
@@ -211,13 +206,7 @@ def planned_model(
     for kind, *x_of in zip(kinds, *xs_of, strict=False):
         if kind not in traced:
             arguments = [(x, rows, key) for x, rows in zip(x_of, few, strict=True)]
-            layer = _trace_layer(
-                model, kind, groups, arguments, tokens, shards, on_gpu=devices.is_gpu
-            )
-            if devices.platform == "tpu":
-                moved = _FUSIONS_ON_TPUS * layer.work.elementwise_bytes
-                layer = replace(layer, work=replace(layer.work, elementwise_bytes=moved))
-            traced[kind] = layer
+            traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, shards, devices)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
     with trace_to_read():  # also of a loss with attention products are read, but not time
         loss = trace(model.loss, traced_tokens, head, xs[-1], row, key)
@@ -308,8 +297,7 @@ def _trace_layer(
     arguments: Sequence[tuple[PyTree, ...]],
     row_tokens: int,
     shards: int,
-    *,
-    on_gpu: bool,
+    devices: Devices,
 ) -> _TracedLayer:
     """Traces a layer with x, batch and key of one, two and three rows for each shard of experts."""
     tokens = shards * row_tokens
@@ -317,12 +305,11 @@ def _trace_layer(
     function, read = layer_with_weights(model, kind, groups)
     run_layer = _without_aux(function, of_row[0])
     traced = trace(run_layer, tokens, read, *of_row)
-    # What a second row adds: casts of weights are no work or memory of rows.
-    moved = trace(run_layer, tokens, read, *of_two).moved_bytes - traced.moved_bytes
+    # What another row adds: casts of weights are no work or memory of rows.
     rows = [(run_layer, read, *arguments) for arguments in (of_row, of_two)]
     sizes = ((residual_bytes(*row), wgrad_residual_bytes(*row)) for row in rows)
     kept, wgrad = ((two - one) / tokens for one, two in zip(*sizes, strict=True))
-    live = live_bytes(run_layer, read, *arguments[1:], on_gpu=on_gpu) / tokens
+    fused = fused_layer(run_layer, read, *arguments[1:], on_gpu=devices.is_gpu)
     work = LayerWork(
         name=kind,
         count=1,
@@ -333,16 +320,19 @@ def _trace_layer(
         num_experts=0,
         active_experts=0,
         activations=ActivationBytes(kept, kept, 0),
-        elementwise_bytes=moved,
+        elementwise_bytes=fused.moved / tokens,
+        backward_elementwise_bytes=fused.moved_back / tokens,
         between_bytes=0,
-        num_kernels=traced.num_kernels,
+        num_kernels=fused.num_kernels,
         boundary_bytes=0,
         # Half of what is gathered, or scattered, is counted for each way.
         expert_boundary_bytes=traced.gathered_bytes / shards / 2,
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
     past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
-    return _TracedLayer(work=work, weights=own, kept=kept, wgrad=wgrad, live=live, past=past)
+    return _TracedLayer(
+        work=work, weights=own, kept=kept, wgrad=wgrad, live=fused.live / tokens, past=past
+    )
 
 
 def _past_bytes(layer: Callable, weights: PyTree, arguments: tuple[PyTree, ...]) -> int:

@@ -12,9 +12,8 @@ from jaxtyping import PyTree
 
 from .._compat import jaxprs_in_params
 from ..cost.work import Attention, Product, backward_products
-from ..ir.graph import repeated_equations, terms_of_product, to_graph
+from ..ir.graph import repeated_equations, terms_of_product
 from ..kernels import ATTENTION
-from ._fused_work import fused_work
 
 _RECEIVED = {"all_gather": "outvars", "reduce_scatter": "invars", "all_to_all": "invars"}
 """Collectives, and on which side of the equation are the arrays of all devices."""
@@ -27,8 +26,6 @@ class RowWork(NamedTuple):
     Attributes:
         products: The matrix products of a token.
         attention: Its attention by a kernel, if it has any.
-        moved_bytes: Bytes that its other operations read and write, as compilers fuse them.
-        num_kernels: How many operations are left once they are fused.
         gathered_bytes: Bytes of all devices that a device gathers or scatters, by collectives that
             the function has itself.
         itemsize: Bytes of a number that its products make, of the widest.
@@ -36,8 +33,6 @@ class RowWork(NamedTuple):
 
     products: tuple[Product, ...]
     attention: Attention | None
-    moved_bytes: float
-    num_kernels: int
     gathered_bytes: float
     itemsize: int
 
@@ -88,13 +83,10 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
         else:
             gathered += times * _gathered_bytes(eqn)
     attention = reduce(_both, attentions) if attentions else None
-    moved, kernels = fused_work(to_graph(closed, prints=True))
     gathered /= tokens
     return RowWork(
         products=tuple(products),
         attention=attention,
-        moved_bytes=moved / tokens,
-        num_kernels=kernels,
         gathered_bytes=gathered,
         itemsize=itemsize,
     )

@@ -22,6 +22,7 @@ class Layer(NamedTuple):
             with four layers that are recomputed in a loop, of 8 and 16 rows on a v5p, less the
             inputs of layers and of the step.
         on_gpu: What XLA:GPU holds, jax 0.10.2, h100; likewise.
+        milliseconds: Those of the step of 16 rows on a v5p, by the cycles of XLA:TPU.
     """
 
     run: Callable[[Any, jax.Array], jax.Array]
@@ -30,6 +31,7 @@ class Layer(NamedTuple):
     tokens: int
     on_tpu: float
     on_gpu: float
+    milliseconds: float
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
@@ -163,6 +165,7 @@ def _add(
     tokens: int,
     on_tpu: float,
     on_gpu: float,
+    milliseconds: float,
     cast: bool = True,
     **dims: tuple[int, ...],
 ) -> None:
@@ -172,7 +175,7 @@ def _add(
         return run(jax.tree.map(lambda leaf: leaf.astype(x.dtype), w) if cast else w, x)
 
     channels = (dims["u"] if "u" in dims else dims["n"])[-2 if "u" in dims else -1]
-    LAYERS[name] = Layer(layer, weights, channels, tokens, on_tpu, on_gpu)
+    LAYERS[name] = Layer(layer, weights, channels, tokens, on_tpu, on_gpu, milliseconds)
 
 
 def _gpt(d: int, f: int) -> dict[str, tuple[int, ...]]:
@@ -187,42 +190,55 @@ _shift = {"n": (2048,), "v": (2048, 4096), "g": (2048, 4096), "k": (4, 4096), "o
 _conv = {"n": (2048,), "v": (2048, 4096), "k": (4, 1, 4096), "o": (4096, 2048)}
 _square = {"n": (1024,), "o": (1024, 1024)}
 
-_add("GPT", gpt, 1024, 62.0, 90.0, **_gpt(1024, 4096))
-_add("GPT of 4,096 tokens", gpt, 4096, 205.1, 354.0, **_gpt(1024, 4096))
+_add("GPT", gpt, 1024, 62.0, 90.0, 51.6, **_gpt(1024, 4096))
+_add("GPT of 4,096 tokens", gpt, 4096, 205.1, 354.0, 511.7, **_gpt(1024, 4096))
 _add(
     "squared ReLU",
     partial(gpt, act=lambda y: jnp.square(jax.nn.relu(y))),
     1024,
     35.8,
     46.0,
+    107.6,
     **_gpt(2048, 8192),
 )
-_add("gated MLP", gated, 2048, 17.0, 15.0, **_gated)
-_add("three tanh", tanh_mlp, 2048, 5.0, 6.0, n=(2048,), w=(3, 2048, 2048))
-_add("llama", llama, 1024, 39.5, 46.3, **_llama)
-_add("associative scan", scan_of_products, 1024, 20.5, 20.0, **_scan)
-_add("shifts", shifted, 2048, 12.0, 12.0, **_shift)
-_add("convolution", convolved, 2048, 7.0, 10.0, **_conv)
-_add("loop over tokens", recurrent, 512, 7.3, 10.0, i=(1024, 1024), h=(1024, 1024), **_square)
+_add("gated MLP", gated, 2048, 17.0, 15.0, 117.0, **_gated)
+_add("three tanh", tanh_mlp, 2048, 5.0, 6.0, 37.6, n=(2048,), w=(3, 2048, 2048))
+_add("llama", llama, 1024, 39.5, 46.3, 95.5, **_llama)
+_add("associative scan", scan_of_products, 1024, 20.5, 20.0, 55.3, **_scan)
+_add("shifts", shifted, 2048, 12.0, 12.0, 71.1, **_shift)
+_add("convolution", convolved, 2048, 7.0, 10.0, 51.0, **_conv)
+_add("loop over tokens", recurrent, 512, 7.3, 10.0, 42.0, i=(1024, 1024), h=(1024, 1024), **_square)
 _add(
     "linear attention",
     linear_attention,
     2048,
     15.0,
     21.0,
+    34.0,
     q=(1024, 1024),
     k=(1024, 1024),
     v=(1024, 1024),
     **_square,
 )
-_add("float32", in_float32, 1024, 13.0, 19.0, cast=False, u=(2048, 8192), d=(8192, 2048))
-_add("four MLPs", four_mlps, 1024, 23.0, 52.0, n=(4, 1024), u=(4, 1024, 4096), d=(4, 4096, 1024))
+_add("float32", in_float32, 1024, 13.0, 19.0, 39.6, cast=False, u=(2048, 8192), d=(8192, 2048))
+_add(
+    "four MLPs",
+    four_mlps,
+    1024,
+    23.0,
+    52.0,
+    47.3,
+    n=(4, 1024),
+    u=(4, 1024, 4096),
+    d=(4, 4096, 1024),
+)
 _add(
     "mixer",
     mixer,
     512,
     17.0,
     24.0,
+    29.0,
     n=(2048,),
     t1=(512, 2048),
     t2=(2048, 512),
@@ -236,6 +252,7 @@ _add(
     1024,
     16.0,
     81.0,
+    41.2,
     n=(1024,),
     r=(1024, 8),
     u=(8, 1024, 2048),

@@ -75,6 +75,10 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
         bytes_moved += layout.expert * whole - own
     moved = bytes_moved * layout.tokens + _cast_bytes(layer, layout)
     moved /= device.memory_rate
+    moved_back = _BACKWARD_ELEMENTWISE * moved
+    if layer.backward_elementwise_bytes is not None:
+        own = layer.backward_elementwise_bytes / layout.tensor
+        moved_back = own * layout.tokens / device.memory_rate
     kernels = layer.num_kernels * device.reached.kernel_seconds
     other = moved + kernels
     communication = _communication(layer, layout, device)
@@ -97,7 +101,7 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
         again = {"products": attention, "attention_scores": moved_scores}
     back = {
         "products": products + _backward_products(layer) / 2 * attention,
-        "other_compute": _BACKWARD_ELEMENTWISE * moved + kernels,
+        "other_compute": moved_back + kernels,
         "attention_scores": 2 * moved_scores,
         **communication,
     }

@@ -95,6 +95,8 @@ class LayerWork:
     weight_bytes: float = 2.0  # bytes of a weight while it is gathered
     # The part of `elementwise_bytes` that copies, sorts and sums a token's rows for experts.
     row_bytes: int | float = 0
+    # The bytes of a backward, without what it computes again; None: 1.5 times those of a forward.
+    backward_elementwise_bytes: float | None = None
     inner_row_bytes: int | float = 0  # the part of `row_bytes` inside of the experts
 
 
