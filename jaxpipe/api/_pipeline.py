@@ -24,7 +24,7 @@ from ..engines import (
 )
 from ..schedules import Costs, Schedule, language
 from ..schedules.builders import require_positive
-from ..sharding import num_ranks_of
+from ..sharding import make_mesh, num_ranks_of
 from ..sharding.layout import count_mtp_layers, layers_of_stages
 from ._model import Model, cast_model, check_contributions, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
@@ -37,7 +37,7 @@ def pipeline(
     model: Model,
     *,
     schedule: str | Schedule | None,
-    mesh: Mesh,
+    mesh: Mesh | Mapping[str, int],
     microbatches: int,
     chunks: int | None = None,
     slices: int | None = None,
@@ -70,8 +70,9 @@ def pipeline(
             or `jaxpipe.equinox` makes of a module.
         schedule: The name of a family (`jaxpipe schedule list`), a `Schedule`, "circular", or None
             for no pipeline. `jaxpipe.plan(...).pipeline()` chooses one.
-        mesh: The mesh of all devices. Its axis `stage` has one rank for each of its S entries; the
-            axes `data` and `fsdp` divide the rows of a microbatch, and `fsdp` also the parameters.
+        mesh: The mesh of all devices, or the sizes of its axes by name, over `jax.devices()`. Its
+            axis `stage` has one rank for each of its S entries; the axes `data` and `fsdp` divide
+            the rows of a microbatch, and `fsdp` also the parameters.
             The numbers are those of a mesh without these axes: a function that treats rows one by
             one runs on the rows of each device, all others on whole microbatches.
         microbatches: M, the number of pieces of a batch.
@@ -172,6 +173,7 @@ def pipeline(
     """
     check_model(model)
     model = model if sequence_dim is None else replace(model, sequence_dim=sequence_dim)
+    mesh = make_mesh(mesh) if isinstance(mesh, Mapping) else mesh
     num_ranks = num_ranks_of(mesh)
     require_positive(microbatches=microbatches, accumulate=accumulate)
     if scan_layers is not None and not isinstance(scan_layers, bool):

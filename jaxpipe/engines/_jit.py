@@ -1,5 +1,6 @@
 """Compiles a function to one program over a mesh."""
 
+import math
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..xla.compiler_flags import FLAGS, StepTraits, default_options
+from ..xla.hlo import audit
 from ._engine import PipelineSpec
 
 
@@ -24,13 +26,19 @@ class OneProgram:
     error. Attributes are those of the function from `jax.jit`.
     """
 
-    def __init__(self, function: Callable, program: Callable, replicated: NamedSharding):
+    def __init__(
+        self, function: Callable, program: Callable, replicated: NamedSharding, *, may_hang: bool
+    ):
         update_wrapper(self, function, updated=())
         self._program = program
         self._replicated = replicated
+        self._may_hang = may_hang
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _replicate_scalars((args, kwargs), self._replicated)
+        if self._may_hang:
+            _require_no_permutes_in_branches(self._program.lower(*args, **kwargs))
+            self._may_hang = False
         return self._program(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable:
@@ -47,7 +55,33 @@ def jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...])
     options = plan.compiler_options
     options = _default_options(plan) if options is None else dict(options)
     program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options or None)
-    return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
+    replicated = NamedSharding(plan.mesh, PartitionSpec())
+    return OneProgram(function, program, replicated, may_hang=_may_hang(plan))
+
+
+def _may_hang(plan: PipelineSpec) -> bool:
+    """Returns whether XLA:CPU's partitioner may put a permute into a branch of some ranks."""
+    shape, platform = plan.mesh.shape, plan.mesh.devices.flat[0].platform
+    inside_layers = math.prod(shape.get(axis, 1) for axis in ("tensor", "expert", "context"))
+    return platform == "cpu" and plan.schedule is not None and inside_layers > 1
+
+
+def _require_no_permutes_in_branches(lowered: Any) -> None:
+    """Raises a `ValueError` for a program that XLA:CPU would never end.
+
+    Its devices wait for all others at a permute, also for those of ranks that do not take the
+    branch; other collectives wait for those of their group (docs/dev/LOG.md).
+    """
+    sites = audit(lowered.compile().as_text()).sites  # `jax.jit` keeps what is compiled
+    for site in sites:
+        if site.conditional and site.kind == "collective-permute":
+            raise ValueError(
+                f"On CPUs this step would never end: `{site.op_name}` moves numbers between the "
+                "devices of a rank, in a branch that other ranks do not take. Functions do so that "
+                "split or pad a dim which the mesh divides, such as `tensor`, in parts of another "
+                "size. Give `engine='mpmd'` or `schedule='circular'`, keep the parts as weights of "
+                "their own, or run it on TPUs or GPUs."
+            )
 
 
 def _default_options(plan: PipelineSpec) -> dict[str, str]:

@@ -350,3 +350,26 @@ def test_vectors_are_whole_over_fsdp_unless_they_are_large_or_have_a_spec(schedu
     for path, leaf in jax.tree_util.tree_leaves_with_path(pipe.shard(params)):
         is_whole = leaf.sharding.shard_shape(leaf.shape)[-2:] == leaf.shape[-2:]
         assert is_whole == ("scale" in jax.tree_util.keystr(path)), path
+
+
+def test_a_layer_that_splits_a_sharded_dim_is_refused_where_the_step_would_never_end():
+    """XLA:CPU waits for all devices at a permute, in a branch that not all ranks take."""
+
+    def gated(w: Any, x: Any, batch: Any) -> Any:
+        gate, up = jnp.split(x @ w["up"], 2, axis=-1)
+        return x + (jax.nn.silu(gate) * up) @ w["down"]
+
+    def specs(path: str, leaf: Any) -> P | None:
+        sharded = {"['layers']['up']": P(None, None, "tensor")}
+        return (sharded | {"['layers']['down']": P(None, "tensor")}).get(path)
+
+    params = init()
+    layers = {"up": normal(2, L, D, 2 * F), "down": normal(3, L, F, D)}
+    params = {**params, "layers": layers}
+    mesh = jp.make_mesh(TP, devices=jax.devices()[:4])
+    pipe = jp.pipeline(
+        jp.Model(embed, gated, loss), schedule="1f1b", mesh=mesh, microbatches=4, param_specs=specs
+    )
+    step = pipe.jit(pipe.value_and_grad)
+    with pytest.raises(ValueError, match=r"would never end: .*split` moves numbers"):
+        step(pipe.shard(params), batch())

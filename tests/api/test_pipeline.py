@@ -143,6 +143,14 @@ def test_a_value_alone_is_the_loss_of_the_plain_program():
     close(jax.tree.map(float, value), plain(init(), batch()))
 
 
+def test_a_mesh_may_be_the_sizes_of_its_axes():
+    given: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
+    by_name = jp.pipeline(MEAN, mesh={"stage": 4, "data": 2}, **given)
+    assert by_name.mesh == jp.make_mesh({"stage": 4, "data": 2})
+    with pytest.raises(ValueError, match="multiply to"):
+        jp.pipeline(MEAN, mesh={"stage": 3}, **given)
+
+
 def test_parameters_come_back_as_they_went_in():
     stacked = init() | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *init()["layers"])}
     for params in (init(), stacked):
