@@ -34,6 +34,7 @@ from ..ir.graph import (
     variables,
 )
 from ..kernels import ATTENTION
+from ._divided import divided, multiplies
 
 _PARTS = ("gather", "slice", "dynamic_slice", "split")
 """Light operations that read a part of an array."""
@@ -58,9 +59,10 @@ class _OtherOperationsError(Exception):
 
 
 class FusedLayer(NamedTuple):
-    """What a row adds to a layer's work beside its products, as compilers fuse it.
+    """What a row adds to a layer's work beside its products, as compilers fuse it, on a device.
 
     Attributes:
+        kept_share: The part of what the layer keeps that a device of `tensor` has.
         live: Bytes at the peak of a backward that computes its forward again. The cotangent between
             layers is among them, what layers keep is not.
         moved: Bytes that a forward reads and writes.
@@ -68,6 +70,7 @@ class FusedLayer(NamedTuple):
         num_kernels: Operations of a forward that are left.
     """
 
+    kept_share: float
     live: float
     moved: float
     moved_back: float
@@ -115,8 +118,25 @@ class _Behind(NamedTuple):
     slow: _RowBytes
 
 
+class _Target(NamedTuple):
+    """The compiler of a graph, and the arrays of which a device has one of several parts."""
+
+    on_gpu: bool
+    divided: frozenset[Var]
+    parts: int
+
+    def row_bytes(self, few: Var, more: Var) -> float:
+        """Returns the bytes that a row adds to an array, as it has them in two graphs."""
+        return (more.num_bytes - few.num_bytes) / (self.parts if few in self.divided else 1)
+
+
 def fused_layer(
-    layer: Callable, weights: PyTree, *of_rows: tuple[PyTree, ...], on_gpu: bool = False
+    layer: Callable,
+    weights: PyTree,
+    *of_rows: tuple[PyTree, ...],
+    on_gpu: bool = False,
+    dims: Sequence[int | None] = (),
+    parts: int = 1,
 ) -> FusedLayer:
     """Plays a forward and a backward of a layer.
 
@@ -125,24 +145,55 @@ def fused_layer(
         weights: The weights that it reads, or their shapes.
         of_rows: Twice x, batch and key: of several rows, and of one more.
         on_gpu: Whether XLA:GPU compiles it.
+        dims: The dim of each weight that `tensor` divides.
+        parts: The size of `tensor`.
 
     Raises:
         ValueError: If the operations of the layer depend on how many rows there are.
     """
-    try:
-        forward, backward = (
-            _play(*(trace(layer, weights, *arguments) for arguments in of_rows), on_gpu)
-            for trace in (_forward, _backward)
-        )
-    except _OtherOperationsError:
-        raise ValueError(
-            "The operations of a layer depend on how many rows it is given, so what a row adds "
-            "cannot be counted. Give a layer that treats all numbers of rows alike."
-        ) from None
+    played, kept = [], []
+    for trace in (_forward, _backward):
+        few, more = (trace(layer, weights, *arguments) for arguments in of_rows)
+        target = _Target(on_gpu, divided(few, dims).arrays, parts)
+        try:
+            played.append(_play(few, more, target))
+        except _OtherOperationsError:
+            raise ValueError(
+                "The operations of a layer depend on how many rows it is given, so what a row adds "
+                "cannot be counted. Give a layer that treats all numbers of rows alike."
+            ) from None
+    forward, backward = played
+    kept = _kept_share(layer, weights, *of_rows, dims, parts) if parts > 1 else 1.0
     few, more = (jax.tree.leaves(x) for x, *_ in of_rows)
     cotangent = sum((y.size - x.size) * x.dtype.itemsize for x, y in zip(few, more, strict=True))
     moved_back = max(0.0, backward.moved - forward.moved)
-    return FusedLayer(backward.peak + cotangent, forward.moved, moved_back, forward.num_kernels)
+    live = backward.peak + cotangent
+    return FusedLayer(kept, live, forward.moved, moved_back, forward.num_kernels)
+
+
+def _kept_share(
+    layer: Callable,
+    weights: PyTree,
+    few: tuple[PyTree, ...],
+    more: tuple[PyTree, ...],
+    dims: Sequence[int | None],
+    parts: int,
+) -> float:
+    """Returns the part of a layer's residuals that a device has of `parts`."""
+
+    def residuals(*arguments: PyTree) -> Graph:
+        return _forward(pullback(layer, *arguments).forward, *arguments)
+
+    one, other = residuals(weights, *few), residuals(weights, *more)
+    arrays = divided(one, dims).arrays
+    targets = _Target(False, frozenset(), 1), _Target(False, arrays, parts)
+    num_results = len(jax.tree.leaves(few[0]))
+    pairs = [*zip(one.outputs, other.outputs, strict=True)][num_results:]
+    whole, own = (
+        sum(t.row_bytes(x, y) for x, y in pairs if isinstance(x, Var) and isinstance(y, Var))
+        for t in targets
+    )
+    return own / whole if whole else 1.0
 
 
 def _forward(layer: Callable, *arguments: PyTree) -> Graph:
@@ -161,12 +212,12 @@ def _backward(layer: Callable, weights: PyTree, x: PyTree, batch: PyTree, key: P
     return _forward(run, weights, x, batch, key, cotangent)
 
 
-def _play(few: Graph, more: Graph, on_gpu: bool) -> _Played:
+def _play(few: Graph, more: Graph, target: _Target) -> _Played:
     """Plays the fusions of a graph, each as soon as it frees as much as it makes.
 
     Others run in their order. What the graph is given and what it returns does not live in it.
     """
-    fusions = list(_fusions(few, more, on_gpu))
+    fusions = list(_fusions(few, more, target))
     moved = sum(fusion.moved for fusion in fusions)
     num_kernels = sum(fusion.num_kernels for fusion in fusions)
     returned = frozenset(variables(few.outputs))
@@ -218,15 +269,15 @@ def _merged(one: _Fusion, other: _Fusion) -> _Fusion:
     return replace(one, read=read, made=made)
 
 
-def _fusions(few: Graph, more: Graph, on_gpu: bool) -> Iterator[_Fusion]:
+def _fusions(few: Graph, more: Graph, target: _Target) -> Iterator[_Fusion]:
     """Yields the fusions of a graph in the order of its operations."""
     if [*map(_kind, few.eqns)] != [*map(_kind, more.eqns)]:
         raise _OtherOperationsError
     pairs = [*zip(few.inputs, more.inputs, strict=True)]
     for eqn, other in zip(few.eqns, more.eqns, strict=True):
         pairs += zip(eqn.outputs, other.outputs, strict=True)
-    row_bytes = {x: float(y.num_bytes - x.num_bytes) for x, y in pairs}
-    fuser = _Fuser(few, row_bytes, on_gpu)
+    row_bytes = {x: target.row_bytes(x, y) for x, y in pairs}
+    fuser = _Fuser(few, row_bytes, target.on_gpu)
     behind: dict[Var, _Behind] = {}  # what is not stored
     for eqn, other in zip(few.eqns, more.eqns, strict=True):
         inputs = variables(eqn.inputs)
@@ -247,7 +298,7 @@ def _fusions(few: Graph, more: Graph, on_gpu: bool) -> Iterator[_Fusion]:
             continue
         made = {x: row_bytes[x] / (2 if fuser.narrows(x) else 1) for x in eqn.outputs}
         in_product = eqn.outputs[0] in fuser.last
-        body = _body(eqn, other, on_gpu)
+        body = _body(eqn, other, target)
         if body:
             moved, kernels = body.moved, body.num_kernels
         elif in_product or _is_product(eqn):
@@ -256,16 +307,16 @@ def _fusions(few: Graph, more: Graph, on_gpu: bool) -> Iterator[_Fusion]:
             moved, kernels = 3 * row_bytes.get(inputs[-1], 0.0), 1
         else:
             moved, kernels = sum(read.values()) + sum(made.values()), 1
-            if not on_gpu:
+            if not target.on_gpu:
                 moved = _TPU_BYTES * moved + _TRANSCENDENTAL_BYTES * sum(slow.values())
-        in_place = _fuses(eqn) and not in_product and not on_gpu
+        in_place = _fuses(eqn) and not in_product and not target.on_gpu
         yield _Fusion(read, made, in_place, moved, kernels, body.peak if body else 0.0)
 
 
-def _body(eqn: Eqn, other: Eqn, on_gpu: bool) -> _Played | None:
+def _body(eqn: Eqn, other: Eqn, target: _Target) -> _Played | None:
     """Plays the body of an operation, by that of the same one with a row more."""
     pairs = zip(_bodies(eqn), _bodies(other), strict=True)
-    played = [_play(*pair, on_gpu) for pair in pairs]
+    played = [_play(*pair, target) for pair in pairs]
     if not played:
         return None
     peak, moved, kernels = map(max, zip(*played, strict=True))
@@ -309,7 +360,7 @@ class _Fuser:
                 self._readers[x].append(eqn)
         self.inner, self.last = set[Var](), set[Var]()
         for eqn in graph.eqns:
-            if not on_gpu and _multiplies(eqn):
+            if not on_gpu and multiplies(eqn):
                 chain = self._chain(eqn.outputs[0])
                 self.inner.update(chain[:-1])
                 self.last.update(chain[1:][-1:])
@@ -343,7 +394,7 @@ class _Fuser:
         it is, it is written, and read.
         """
         readers = [eqn for eqn in self._readers[x] if not _fuses(eqn) and not _reduces(eqn)]
-        num_products = 0 if self.on_gpu else sum(map(_multiplies, readers))
+        num_products = 0 if self.on_gpu else sum(map(multiplies, readers))
         if len(readers) > num_products:
             return True
         return 0 < self.row_bytes[x] * (1 + num_products) < amount * num_products
@@ -358,7 +409,7 @@ class _Fuser:
 def _rounds(eqn: Eqn) -> bool:
     """Returns whether an equation is a product that XLA:TPU computes in bfloat16."""
     default = jax.lax.Precision.DEFAULT
-    return _multiplies(eqn) and eqn.operation.params["precision"] in (None, (default, default))
+    return multiplies(eqn) and eqn.operation.params["precision"] in (None, (default, default))
 
 
 def _fuses(eqn: Eqn) -> bool:
@@ -376,12 +427,6 @@ def _spreads(eqn: Eqn) -> bool:
         case "pad":
             return any(between for _, _, between in params["padding_config"])
     return False
-
-
-def _multiplies(eqn: Eqn) -> bool:
-    """Returns whether an equation is a matrix product."""
-    equation = getattr(eqn.operation, "equation", None)
-    return equation is not None and terms_of_product(equation) is not None
 
 
 def _is_product(eqn: Eqn) -> bool:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import sharding
@@ -31,6 +31,7 @@ from ..autodiff.staged_model import Past, layers_per_iteration
 from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..kernels import trace_to_read
 from ..schedules import FAMILIES
+from ..sharding.specs import axes_of, axes_of_dim
 from ..xla.compile_report import CompileReport
 from ._candidates import StepLayout
 from ._devices import Devices
@@ -50,6 +51,9 @@ from ._trace import bytes_as_read, trace
 _FLOAT32 = 4
 _MOMENTS = 2  # of AdamW
 _ONLY_KIND = "layer"
+
+Specs = Mapping[str, PartitionSpec]
+"""The specs of parameters that have one, by their paths in groups."""
 
 MakeModel = Callable[[Mesh | None], tuple[Model, PyTree]]
 """Makes a model and its parameters, or their shapes, for a mesh; without one the plain program."""
@@ -177,13 +181,34 @@ class _TracedLayer:
         return LayerSizes(self.work.name, _size(self.weights), group.largest, *elements)
 
 
+class _Target(NamedTuple):
+    """The tokens of a row that is traced, and the devices that share experts and weights."""
+
+    row_tokens: int
+    shards: int
+    tensor: int
+    specs: Specs
+    devices: Devices
+
+    def divided_dims(self, weights: PyTree) -> list[int | None]:
+        """Returns the dim of each weight of a layer that `tensor` divides."""
+        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(weights))
+        names = (jax.tree_util.keystr(path).removeprefix("['layer']") for path in paths)
+        specs = (self.specs.get(f"['stages']{name}", PartitionSpec()) for name in names)
+        return [
+            next((i for i, dim in enumerate(spec) if "tensor" in axes_of_dim(dim)), None)
+            for spec in specs
+        ]
+
+
 def planned_model(
     model: Model,
     params: PyTree,
     example: PyTree,
     devices: Devices,
-    specs: Mapping[str, Axes],
+    specs: Specs,
     shards: int,
+    tensor: int,
     plain: tuple[Model, PyTree],
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row.
@@ -206,12 +231,15 @@ def planned_model(
     for kind, *x_of in zip(kinds, *xs_of, strict=False):
         if kind not in traced:
             arguments = [(x, rows, key) for x, rows in zip(x_of, few, strict=True)]
-            traced[kind] = _trace_layer(model, kind, groups, arguments, tokens, shards, devices)
+            target = _Target(tokens, shards, tensor, specs, devices)
+            traced[kind] = _trace_layer(model, kind, groups, arguments, target)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
     with trace_to_read():  # also of a loss with attention products are read, but not time
         loss = trace(model.loss, traced_tokens, head, xs[-1], row, key)
     hidden = max(1, round(_size(xs[-1]) / traced_tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
+    if not any("tensor" in group.stored for group in _groups(groups["head"], "['head']", specs)):
+        vocab *= tensor  # each of whose devices has all of them
     shared = groups.get("shared", ())
     layers = [traced[kind] for kind in kinds]
     sizes_of_layers = tuple(layer.sizes(itemsize) for layer in layers)
@@ -295,21 +323,21 @@ def _trace_layer(
     kind: str,
     groups: dict[str, PyTree],
     arguments: Sequence[tuple[PyTree, ...]],
-    row_tokens: int,
-    shards: int,
-    devices: Devices,
+    target: "_Target",
 ) -> _TracedLayer:
     """Traces a layer with x, batch and key of one, two and three rows for each shard of experts."""
-    tokens = shards * row_tokens
+    tokens, parts = target.shards * target.row_tokens, target.tensor
     (of_row, of_two, _), own = arguments, groups["layers"][kind]
     function, read = layer_with_weights(model, kind, groups)
     run_layer = _without_aux(function, of_row[0])
-    traced = trace(run_layer, tokens, read, *of_row)
+    dims = target.divided_dims(read)
+    traced = trace(run_layer, tokens, read, *of_row, dims=dims, parts=parts)
     # What another row adds: casts of weights are no work or memory of rows.
     rows = [(run_layer, read, *arguments) for arguments in (of_row, of_two)]
     sizes = ((residual_bytes(*row), wgrad_residual_bytes(*row)) for row in rows)
-    kept, wgrad = ((two - one) / tokens for one, two in zip(*sizes, strict=True))
-    fused = fused_layer(run_layer, read, *arguments[1:], on_gpu=devices.is_gpu)
+    on_gpu = target.devices.is_gpu
+    fused = fused_layer(run_layer, read, *arguments[1:], on_gpu=on_gpu, dims=dims, parts=parts)
+    kept, wgrad = (fused.kept_share * (two - one) / tokens for one, two in zip(*sizes, strict=True))
     work = LayerWork(
         name=kind,
         count=1,
@@ -320,13 +348,14 @@ def _trace_layer(
         num_experts=0,
         active_experts=0,
         activations=ActivationBytes(kept, kept, 0),
-        elementwise_bytes=fused.moved / tokens,
-        backward_elementwise_bytes=fused.moved_back / tokens,
+        elementwise_bytes=parts * fused.moved / tokens,
+        backward_elementwise_bytes=parts * fused.moved_back / tokens,
         between_bytes=0,
         num_kernels=fused.num_kernels,
         boundary_bytes=0,
         # Half of what is gathered, or scattered, is counted for each way.
-        expert_boundary_bytes=traced.gathered_bytes / shards / 2,
+        expert_boundary_bytes=traced.gathered_bytes / target.shards / 2,
+        tensor_sums=traced.num_sums,
         weight_bytes=bytes_as_read(run_layer, read, own, *of_row),
     )
     past = _past_bytes(function, read, of_row) / tokens if function.takes_past else 0.0
@@ -357,11 +386,12 @@ def _with_kinds(model: Model) -> Model:
     return replace(model, layer={_ONLY_KIND: model.layer}, to_groups=by_kind)
 
 
-def _groups(tree: PyTree, path: str, specs: Mapping[str, Axes]) -> tuple[WeightGroup, ...]:
+def _groups(tree: PyTree, path: str, specs: Specs) -> tuple[WeightGroup, ...]:
     """Returns parameters by the mesh axes that divide them: `fsdp`, or those of a spec alone."""
     by_axes: dict[Axes, list[Any]] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        axes = specs.get(path + jax.tree_util.keystr(keys), ("fsdp",))
+        spec = specs.get(path + jax.tree_util.keystr(keys), PartitionSpec("fsdp"))
+        axes = tuple(sorted(axes_of(spec)))
         by_axes.setdefault(axes, []).append(leaf)
     return tuple(_group(leaves, axes) for axes, leaves in by_axes.items()) or (_group(()),)
 

@@ -28,11 +28,10 @@ from ..sharding.layout import layers_of_stages
 from ..sharding.specs import axes_of
 from ._candidates import Space
 from ._devices import Devices, absent_devices, device_hardware
-from ._model import Axes
-from ._own_model import MakeModel, OwnSource, made_model, num_layers, planned_model
+from ._own_model import MakeModel, OwnSource, Specs, made_model, num_layers, planned_model
 from ._request import Request, Values, check_positive
 
-_AXES = ("data", "stage", "fsdp", "expert")
+_AXES = ("data", "stage", "fsdp", "tensor", "expert")
 
 NOT_CHOSEN: Values = {
     "tensor": 1,
@@ -105,7 +104,9 @@ def own_request(
         model = replace(model, layer_costs=layer_flops(model, params, example))
     with trace_for(devices.platform, device_hardware(devices).widest_cudnn_head):
         plain = (model, params) if make is None else made_model(make(None))
-        planned, work, tokens = planned_model(model, params, example, devices, specs, shards, plain)
+        planned, work, tokens = planned_model(
+            model, params, example, devices, specs, shards, axes.get("tensor", 1), plain
+        )
     rows = batch or jax.tree.leaves(example)[0].shape[0]
     engine_options = EngineOptions(**own_options)
     named = {"gather"} & chosen.keys() | engine_options.changed.keys()
@@ -251,16 +252,23 @@ def _check_experts(make: MakeModel | None, shards: int, has_specs: bool) -> None
 
 def _specs(
     model: Model, params: PyTree, rule: Any, axes: Mapping[str, int], devices: Devices
-) -> dict[str, Axes]:
-    """Returns the mesh axes of the parameters that have a spec, by their paths in groups."""
-    if rule is None:
-        return {}
-    if model.has_kinds:
+) -> Specs:
+    """Returns the specs of the parameters that have one, by their paths in groups."""
+    specs: Specs = {}
+    if rule is not None and model.has_kinds:
         raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
-    sizes = [axes.get(axis, 1) for axis in sharding.AXES]
-    mesh = Mesh(np.array(absent_devices(devices)[: math.prod(sizes)]).reshape(sizes), sharding.AXES)
-    specs = param_specs(rule, params, model.to_groups, mesh, shared=model.shared)
-    return {path: tuple(sorted(axes_of(spec))) for path, spec in specs}
+    if rule is not None:
+        sizes = [axes.get(axis, 1) for axis in sharding.AXES]
+        few = absent_devices(devices)[: math.prod(sizes)]
+        mesh = Mesh(np.array(few).reshape(sizes), sharding.AXES)
+        specs = dict(param_specs(rule, params, model.to_groups, mesh, shared=model.shared))
+    of_layers = (axes_of(spec) for path, spec in specs.items() if path.startswith("['stages']"))
+    if (size := axes.get("tensor", 1)) > 1 and not any("tensor" in each for each in of_layers):
+        raise ValueError(
+            f"`mesh` has {size} devices along 'tensor', and `param_specs` divides no weight of a "
+            "layer over them. Give specs that name 'tensor'."
+        )
+    return specs
 
 
 def _check_own(model: Model, params: PyTree, example: PyTree, **others: Any) -> None:

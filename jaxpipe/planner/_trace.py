@@ -1,7 +1,7 @@
 """What the layer and the loss of a model of plain functions do, by their jaxprs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -12,8 +12,19 @@ from jaxtyping import PyTree
 
 from .._compat import jaxprs_in_params
 from ..cost.work import Attention, Product, backward_products
-from ..ir.graph import repeated_equations, terms_of_product
+from ..ir.graph import (
+    Cond,
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Scan,
+    ShardMap,
+    repeats_of,
+    terms_of_product,
+    to_graph,
+)
 from ..kernels import ATTENTION
+from ._divided import divided
 
 _RECEIVED = {"all_gather": "outvars", "reduce_scatter": "invars", "all_to_all": "invars"}
 """Collectives, and on which side of the equation are the arrays of all devices."""
@@ -29,12 +40,14 @@ class RowWork(NamedTuple):
         gathered_bytes: Bytes of all devices that a device gathers or scatters, by collectives that
             the function has itself.
         itemsize: Bytes of a number that its products make, of the widest.
+        num_sums: Products whose results are summed over `tensor`.
     """
 
     products: tuple[Product, ...]
     attention: Attention | None
     gathered_bytes: float
     itemsize: int
+    num_sums: int
 
 
 def bytes_as_read(layer: Callable, weights: PyTree, own: PyTree, *others: PyTree) -> float:
@@ -66,19 +79,31 @@ def _read_bytes(jaxpr: Any, weight: Var) -> int:
     return min(aval.dtype.itemsize, max(sizes, default=aval.dtype.itemsize))
 
 
-def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
+def trace(
+    function: Callable,
+    tokens: int,
+    *arguments: PyTree,
+    dims: Sequence[int | None] = (),
+    parts: int = 1,
+) -> RowWork:
     """Counts what a function does with rows of so many tokens.
 
-    A `jax.shard_map` is one over all devices, each of which has its share of the tokens.
+    A `jax.shard_map` is one over all devices, each of which has its share of the tokens. `dims` are
+    the dims of weights, its first inputs, that `tensor` divides into `parts`.
     """
     products, attentions, gathered, itemsize = [], [], 0.0, 0
-    closed = jax.make_jaxpr(function)(*arguments)
-    for eqn, times in repeated_equations(closed.jaxpr):
+    graph = to_graph(jax.make_jaxpr(function)(*arguments), prints=True)
+    of_tensor = divided(graph, dims)
+    for node, eqn, times in _repeated(graph):
         terms = terms_of_product(eqn)
         if eqn.primitive is ATTENTION:
             attentions.append(_attention(eqn, times / tokens))
         elif terms is not None:
-            products.append(_product(terms, eqn.outvars[0].aval.size / tokens, times))
+            product = _product(terms, eqn.outvars[0].aval.size / tokens, times)
+            split = of_tensor.splits.get(id(node), "none")
+            if split == "none":  # which is taken for one that divides tokens
+                product = replace(product, copies=parts * product.copies)
+            products.append(replace(product, split=split))
             itemsize = max(itemsize, eqn.outvars[0].aval.dtype.itemsize)
         else:
             gathered += times * _gathered_bytes(eqn)
@@ -89,7 +114,23 @@ def trace(function: Callable, tokens: int, *arguments: PyTree) -> RowWork:
         attention=attention,
         gathered_bytes=gathered,
         itemsize=itemsize,
+        num_sums=len(of_tensor.sums),
     )
+
+
+def _repeated(graph: Graph, times: int = 1) -> Iterator[tuple[Eqn, Any, int]]:
+    """Yields the equations of a graph and of bodies of loops, as JAX has them, and how often."""
+    for eqn in graph.eqns:
+        match eqn.operation:
+            case Scan(body=body, length=length):
+                yield from _repeated(body, times * length)
+            case ShardMap(body=body, mesh=mesh, axes=axes):
+                devices = math.prod(mesh.shape[axis] for axis in axes)
+                yield from _repeated(body, times * devices)
+            case Cond(branches=(body, *_)):
+                yield from _repeated(body, times)
+            case PrimitiveCall(equation=equation) if equation is not None:
+                yield from ((eqn, *pair) for pair in repeats_of(equation, times))
 
 
 def _gathered_bytes(eqn: Any) -> float:

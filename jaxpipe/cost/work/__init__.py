@@ -6,6 +6,7 @@ from ._layer_work import Attention as Attention
 from ._layer_work import LayerWork as LayerWork
 from ._layer_work import ModelWork as ModelWork
 from ._layer_work import Product as Product
+from ._layer_work import Split as Split
 from ._layer_work import backward_products as backward_products
 from ._layer_work import flops_per_token as flops_per_token
 from ._transformer import Experts as Experts

@@ -97,6 +97,7 @@ class LayerWork:
     row_bytes: int | float = 0
     # The bytes of a backward, without what it computes again; None: 1.5 times those of a forward.
     backward_elementwise_bytes: float | None = None
+    tensor_sums: int = 2  # results that are summed over `tensor`
     inner_row_bytes: int | float = 0  # the part of `row_bytes` inside of the experts
 
 

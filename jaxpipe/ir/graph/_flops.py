@@ -49,15 +49,19 @@ def terms_of_product(eqn: Any) -> int | None:
 def repeated_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields the equations that compute, with how often they run."""
     for eqn in jaxpr.eqns:
-        inner = list(jaxprs_in_params(eqn.params))
-        if not inner:
-            if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
-                yield eqn, times
-            continue
-        repeats = _repeats(eqn)
-        branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
-        for sub in branches:
-            yield from repeated_equations(sub, times * repeats)
+        yield from repeats_of(eqn, times)
+
+
+def repeats_of(eqn: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields an equation, or those inside of it, with how often they run."""
+    inner = list(jaxprs_in_params(eqn.params))
+    if not inner:
+        if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
+            yield eqn, times
+        return
+    branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
+    for sub in branches:
+        yield from repeated_equations(sub, times * _repeats(eqn))
 
 
 def _flops(eqn: Any) -> float:
