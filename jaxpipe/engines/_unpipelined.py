@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import StagedModel, unpipelined
+from ..autodiff.backward import apart
 from ..devices import find_hardware
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
@@ -107,7 +108,10 @@ def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
 
     def stage(weights: PyTree, *arguments: Any) -> Any:
         scan = _layers_at_a_time(plan, weights)
-        return _stacked.stage(replace(plan, scan_layers=scan), gathered)(weights, *arguments)
+        of_loop = replace(plan, scan_layers=scan)
+        if scan is False or plan.layout.layers_per_stage == 1:  # no loop keeps them apart
+            of_loop = replace(of_loop, layer_remat=apart(plan.layer_remat))
+        return _stacked.stage(of_loop, gathered)(weights, *arguments)
 
     return stage
 

@@ -1,11 +1,12 @@
 """A model of plain functions as a planner sees it: its layer is traced, and its products counted.
 
-L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim. If layers
-have a `jax.shard_map` over `expert` of their own, its devices are those of the trace, and each has
-rows of its own.
+L layers. Tokens are the positions of x [rows, ..., channels] between layers; rows, if it has none.
+If layers have a `jax.shard_map` over `expert` of their own, its devices are those of the trace, and
+each has rows of its own.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -412,9 +413,9 @@ def _without_aux(layer: Callable, x: PyTree) -> Callable:
 
 
 def _tokens(x: PyTree) -> int:
-    """Returns the tokens of one row."""
+    """Returns the tokens of one row: positions, of all dims between rows and channels."""
     largest = max(jax.tree.leaves(x), key=lambda leaf: leaf.size)
-    return largest.shape[1] if largest.ndim > 2 else 1
+    return math.prod(largest.shape[1:-1])
 
 
 def _bytes(tree: PyTree) -> int:

@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from ._rematerialization import TENSORS as TENSORS
     from ._rematerialization import Location as Location
     from ._rematerialization import Remat as Remat
+    from ._rematerialization import apart as apart
     from ._rematerialization import check_offload as check_offload
     from ._rematerialization import keep as keep
     from ._rematerialization import recompute as recompute

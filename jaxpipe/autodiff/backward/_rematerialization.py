@@ -77,6 +77,18 @@ recompute: Remat = partial(
 """Keeps the input of a tick and sums over devices; the backward computes the rest again."""
 
 
+def apart(remat: Remat) -> Remat:
+    """Returns a wrapper for work whose backward is in the same computation as its forward.
+
+    There XLA merges what is computed again with what was computed, unless a barrier is between
+    (https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html). A wrapper of the user's own
+    is theirs.
+    """
+    if isinstance(remat, partial) and remat.func is jax.checkpoint:
+        return partial(remat, prevent_cse=True)
+    return remat
+
+
 def keep(work: Callable) -> Callable:
     """Returns `work` unchanged: the backward finds all values it needs, and recomputes none.
 
