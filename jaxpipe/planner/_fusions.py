@@ -151,7 +151,7 @@ def fused_layer(
     Raises:
         ValueError: If the operations of the layer depend on how many rows there are.
     """
-    played, kept = [], []
+    played = []
     for trace in (_forward, _backward):
         few, more = (trace(layer, weights, *arguments) for arguments in of_rows)
         target = _Target(on_gpu, divided(few, dims).arrays, parts)
@@ -163,7 +163,7 @@ def fused_layer(
                 "cannot be counted. Give a layer that treats all numbers of rows alike."
             ) from None
     forward, backward = played
-    kept = _kept_share(layer, weights, *of_rows, dims, parts) if parts > 1 else 1.0
+    kept = _kept_share(layer, weights, of_rows, dims, parts) if parts > 1 else 1.0
     few, more = (jax.tree.leaves(x) for x, *_ in of_rows)
     cotangent = sum((y.size - x.size) * x.dtype.itemsize for x, y in zip(few, more, strict=True))
     moved_back = max(0.0, backward.moved - forward.moved)
@@ -174,8 +174,7 @@ def fused_layer(
 def _kept_share(
     layer: Callable,
     weights: PyTree,
-    few: tuple[PyTree, ...],
-    more: tuple[PyTree, ...],
+    of_rows: tuple[tuple[PyTree, ...], ...],
     dims: Sequence[int | None],
     parts: int,
 ) -> float:
@@ -184,10 +183,10 @@ def _kept_share(
     def residuals(*arguments: PyTree) -> Graph:
         return _forward(pullback(layer, *arguments).forward, *arguments)
 
-    one, other = residuals(weights, *few), residuals(weights, *more)
+    one, other = (residuals(weights, *arguments) for arguments in of_rows)
     arrays = divided(one, dims).arrays
     targets = _Target(False, frozenset(), 1), _Target(False, arrays, parts)
-    num_results = len(jax.tree.leaves(few[0]))
+    num_results = len(jax.tree.leaves(of_rows[0][0]))
     pairs = [*zip(one.outputs, other.outputs, strict=True)][num_results:]
     whole, own = (
         sum(t.row_bytes(x, y) for x, y in pairs if isinstance(x, Var) and isinstance(y, Var))
@@ -409,7 +408,8 @@ class _Fuser:
 def _rounds(eqn: Eqn) -> bool:
     """Returns whether an equation is a product that XLA:TPU computes in bfloat16."""
     default = jax.lax.Precision.DEFAULT
-    return multiplies(eqn) and eqn.operation.params["precision"] in (None, (default, default))
+    params = eqn.operation.params if isinstance(eqn.operation, PrimitiveCall) else {}
+    return multiplies(eqn) and params["precision"] in (None, (default, default))
 
 
 def _fuses(eqn: Eqn) -> bool:
@@ -456,4 +456,4 @@ def _is_reshaped(eqn: Eqn) -> bool:
     """Returns whether an equation has the elements of one array in the same order."""
     if not variables(eqn.inputs) or not is_invertible_move(eqn) or _name(eqn) == "transpose":
         return False
-    return eqn.inputs[0].aval.dtype == eqn.outputs[0].aval.dtype
+    return variables(eqn.inputs)[0].aval.dtype == eqn.outputs[0].aval.dtype

@@ -208,8 +208,7 @@ def planned_model(
     example: PyTree,
     devices: Devices,
     specs: Specs,
-    shards: int,
-    tensor: int,
+    axes: Mapping[str, int],
     plain: tuple[Model, PyTree],
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row.
@@ -218,6 +217,7 @@ def planned_model(
     that a device gathers are for its own. If layers differ, the sizes are means over them, by which
     layouts are compared before they are set up; the work is that of each.
     """
+    shards, tensor = axes.get("expert", 1), axes.get("tensor", 1)
     few = [_rows(example, count * shards) for count in (1, 2, 3)]
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     differ, model = model.has_kinds, _with_kinds(model)

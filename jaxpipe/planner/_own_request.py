@@ -104,9 +104,7 @@ def own_request(
         model = replace(model, layer_costs=layer_flops(model, params, example))
     with trace_for(devices.platform, device_hardware(devices).widest_cudnn_head):
         plain = (model, params) if make is None else made_model(make(None))
-        planned, work, tokens = planned_model(
-            model, params, example, devices, specs, shards, axes.get("tensor", 1), plain
-        )
+        planned, work, tokens = planned_model(model, params, example, devices, specs, axes, plain)
     rows = batch or jax.tree.leaves(example)[0].shape[0]
     engine_options = EngineOptions(**own_options)
     named = {"gather"} & chosen.keys() | engine_options.changed.keys()

@@ -1,13 +1,12 @@
 """Layers as users write them, `(weights, x) -> x`, with what XLA says of their backwards."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-LAYERS: dict[str, "Layer"] = {}
+Dims = dict[str, tuple[int, ...]]
 
 
 class Layer(NamedTuple):
@@ -159,102 +158,56 @@ def every_expert(w: Any, x: jax.Array) -> jax.Array:
     return x + jnp.einsum("btef,efd->btd", y, w["d"])
 
 
-def _add(
-    name: str,
-    run: Callable,
-    tokens: int,
-    on_tpu: float,
-    on_gpu: float,
-    milliseconds: float,
-    cast: bool = True,
-    **dims: tuple[int, ...],
-) -> None:
-    weights = {name: shape(*of_weight) for name, of_weight in dims.items()}
-
-    def layer(w: Any, x: jax.Array) -> jax.Array:
-        return run(jax.tree.map(lambda leaf: leaf.astype(x.dtype), w) if cast else w, x)
-
-    channels = (dims["u"] if "u" in dims else dims["n"])[-2 if "u" in dims else -1]
-    LAYERS[name] = Layer(layer, weights, channels, tokens, on_tpu, on_gpu, milliseconds)
-
-
-def _gpt(d: int, f: int) -> dict[str, tuple[int, ...]]:
+def _gpt(d: int, f: int) -> Dims:
     return {"n1": (d,), "qkv": (d, 3 * d), "o": (d, d), "n2": (d,), "u": (d, f), "d": (f, d)}
 
 
-_gated = {"n": (2048,), "g": (2048, 8192), "u": (2048, 8192), "d": (8192, 2048)}
-_llama = {"n1": (2048,), "q": (2048, 2048), "k": (2048, 512), "v": (2048, 512), "o": (2048, 2048)}
-_llama |= {"n": (2048,), "g": (2048, 5632), "u": (2048, 5632), "d": (5632, 2048)}
-_scan = {"n": (2048,), "v": (2048, 3072), "g": (2048, 3072), "a": (2048, 3072), "o": (3072, 2048)}
-_shift = {"n": (2048,), "v": (2048, 4096), "g": (2048, 4096), "k": (4, 4096), "o": (4096, 2048)}
-_conv = {"n": (2048,), "v": (2048, 4096), "k": (4, 1, 4096), "o": (4096, 2048)}
-_square = {"n": (1024,), "o": (1024, 1024)}
+def _relu2(w: Any, x: jax.Array) -> jax.Array:
+    return gpt(w, x, lambda y: jnp.square(jax.nn.relu(y)))
 
-_add("GPT", gpt, 1024, 62.0, 90.0, 51.6, **_gpt(1024, 4096))
-_add("GPT of 4,096 tokens", gpt, 4096, 205.1, 354.0, 511.7, **_gpt(1024, 4096))
-_add(
-    "squared ReLU",
-    partial(gpt, act=lambda y: jnp.square(jax.nn.relu(y))),
-    1024,
-    35.8,
-    46.0,
-    107.6,
-    **_gpt(2048, 8192),
-)
-_add("gated MLP", gated, 2048, 17.0, 15.0, 117.0, **_gated)
-_add("three tanh", tanh_mlp, 2048, 5.0, 6.0, 37.6, n=(2048,), w=(3, 2048, 2048))
-_add("llama", llama, 1024, 39.5, 46.3, 95.5, **_llama)
-_add("associative scan", scan_of_products, 1024, 20.5, 20.0, 55.3, **_scan)
-_add("shifts", shifted, 2048, 12.0, 12.0, 71.1, **_shift)
-_add("convolution", convolved, 2048, 7.0, 10.0, 51.0, **_conv)
-_add("loop over tokens", recurrent, 512, 7.3, 10.0, 42.0, i=(1024, 1024), h=(1024, 1024), **_square)
-_add(
-    "linear attention",
-    linear_attention,
-    2048,
-    15.0,
-    21.0,
-    34.0,
-    q=(1024, 1024),
-    k=(1024, 1024),
-    v=(1024, 1024),
-    **_square,
-)
-_add("float32", in_float32, 1024, 13.0, 19.0, 39.6, cast=False, u=(2048, 8192), d=(8192, 2048))
-_add(
-    "four MLPs",
-    four_mlps,
-    1024,
-    23.0,
-    52.0,
-    47.3,
-    n=(4, 1024),
-    u=(4, 1024, 4096),
-    d=(4, 4096, 1024),
-)
-_add(
-    "mixer",
-    mixer,
-    512,
-    17.0,
-    24.0,
-    29.0,
-    n=(2048,),
-    t1=(512, 2048),
-    t2=(2048, 512),
-    n2=(2048,),
-    u=(2048, 8192),
-    d=(8192, 2048),
-)
-_add(
-    "every expert",
-    every_expert,
-    1024,
-    16.0,
-    81.0,
-    41.2,
-    n=(1024,),
-    r=(1024, 8),
-    u=(8, 1024, 2048),
-    d=(8, 2048, 1024),
-)
+
+_NORM: Dims = {"n": (2048,)}
+_MLP: Dims = {"u": (2048, 8192), "d": (8192, 2048)}
+_SQUARE: Dims = {"n": (1024,), "o": (1024, 1024)}
+_LLAMA: Dims = {"n1": (2048,), "q": (2048, 2048), "k": (2048, 512), "v": (2048, 512)}
+_LLAMA |= {"o": (2048, 2048), "g": (2048, 5632), "u": (2048, 5632), "d": (5632, 2048)}
+_GATES: Dims = {"v": (2048, 3072), "g": (2048, 3072), "a": (2048, 3072), "o": (3072, 2048)}
+_SHIFTS: Dims = {"v": (2048, 4096), "g": (2048, 4096), "k": (4, 4096), "o": (4096, 2048)}
+_KERNEL: Dims = {"v": (2048, 4096), "k": (4, 1, 4096), "o": (4096, 2048)}
+_LOOP: Dims = {"i": (1024, 1024), "h": (1024, 1024)}
+_QKV: Dims = {"q": (1024, 1024), "k": (1024, 1024), "v": (1024, 1024)}
+_FOUR: Dims = {"n": (4, 1024), "u": (4, 1024, 4096), "d": (4, 4096, 1024)}
+_TOKENS: Dims = {"t1": (512, 2048), "t2": (2048, 512), "n2": (2048,)}
+_EXPERTS: Dims = {"n": (1024,), "r": (1024, 8), "u": (8, 1024, 2048), "d": (8, 2048, 1024)}
+
+# Its name and function, dims of weights, channels and tokens of x, and what compilers say.
+_TABLE: list[tuple[str, Callable, Dims, int, int, float, float, float]] = [
+    ("GPT", gpt, _gpt(1024, 4096), 1024, 1024, 62.0, 90.0, 51.6),
+    ("GPT of 4,096 tokens", gpt, _gpt(1024, 4096), 1024, 4096, 205.1, 354.0, 511.7),
+    ("squared ReLU", _relu2, _gpt(2048, 8192), 2048, 1024, 35.8, 46.0, 107.6),
+    ("gated MLP", gated, _NORM | _MLP | {"g": (2048, 8192)}, 2048, 2048, 17.0, 15.0, 117.0),
+    ("three tanh", tanh_mlp, _NORM | {"w": (3, 2048, 2048)}, 2048, 2048, 5.0, 6.0, 37.6),
+    ("llama", llama, _NORM | _LLAMA, 2048, 1024, 39.5, 46.3, 95.5),
+    ("associative scan", scan_of_products, _NORM | _GATES, 2048, 1024, 20.5, 20.0, 55.3),
+    ("shifts", shifted, _NORM | _SHIFTS, 2048, 2048, 12.0, 12.0, 71.1),
+    ("convolution", convolved, _NORM | _KERNEL, 2048, 2048, 7.0, 10.0, 51.0),
+    ("loop over tokens", recurrent, _SQUARE | _LOOP, 1024, 512, 7.3, 10.0, 42.0),
+    ("linear attention", linear_attention, _SQUARE | _QKV, 1024, 2048, 15.0, 21.0, 34.0),
+    ("float32", in_float32, _MLP, 2048, 1024, 13.0, 19.0, 39.6),
+    ("four MLPs", four_mlps, _FOUR, 1024, 1024, 23.0, 52.0, 47.3),
+    ("mixer", mixer, _NORM | _TOKENS | _MLP, 2048, 512, 17.0, 24.0, 29.0),
+    ("every expert", every_expert, _EXPERTS, 1024, 1024, 16.0, 81.0, 41.2),
+]
+
+
+def _layer(run: Callable, dims: Dims, *figures: Any) -> Layer:
+    """Returns a layer that reads its weights in the dtype of x; `in_float32` as they are."""
+
+    def layer(w: Any, x: jax.Array) -> jax.Array:
+        cast = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
+        return run(w if run is in_float32 else cast, x)
+
+    return Layer(layer, {name: shape(*of_weight) for name, of_weight in dims.items()}, *figures)
+
+
+LAYERS = {name: _layer(run, dims, *figures) for name, run, dims, *figures in _TABLE}
