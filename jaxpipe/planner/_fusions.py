@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._compat import jaxprs_in_params
 from ..autodiff.backward import floating, pullback
 from ..ir.graph import (
     Cond,
@@ -28,7 +27,7 @@ from ..ir.graph import (
     Var,
     is_invertible_move,
     is_light,
-    repeated_equations,
+    repeats_of,
     terms_of_product,
     to_graph,
     variables,
@@ -382,8 +381,10 @@ class _Fuser:
     def stores(self, eqn: Eqn, amount: float) -> bool:
         """Returns whether results are stored that are computed from so many bytes of a row."""
         first = eqn.outputs[0]
-        if first in self.inner or first in self.last or not _fuses(eqn):
-            return first not in self.inner
+        if first in self.inner:
+            return False
+        if first in self.last or not _fuses(eqn):
+            return True
         return any(x in self._returned or self._saves(x, amount) for x in eqn.outputs)
 
     def _saves(self, x: Var, amount: float) -> bool:
@@ -434,10 +435,9 @@ def _is_product(eqn: Eqn) -> bool:
     if _name(eqn) in _IN_THEIR_OWN_TIME:
         return True
     equation = getattr(eqn.operation, "equation", None)
-    if equation is None:
-        return False
-    inner = (e for body in jaxprs_in_params(equation.params) for e, _ in repeated_equations(body))
-    return any(terms_of_product(each) is not None for each in (equation, *inner))
+    return equation is not None and any(
+        terms_of_product(each) is not None for each, _ in repeats_of(equation)
+    )
 
 
 def _kind(eqn: Eqn) -> tuple[type, str]:

@@ -15,7 +15,7 @@ squeeze stop_gradient transpose axis_index bitcast_convert_type random_wrap rand
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
 div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to log
-log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or
+log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polynomial
 population_count pow real reduce_precision rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
 """
