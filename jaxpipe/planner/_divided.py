@@ -30,14 +30,14 @@ class Divided(NamedTuple):
     sums: tuple[Var, ...]
 
 
-NOTHING = Divided(frozenset(), {}, ())
-
-
 def divided(graph: Graph, dims: Sequence[int | None]) -> Divided:
     """Follows what is divided through a graph.
 
     Args:
         dims: The divided dim of each weight, the first inputs of the graph; None for whole ones.
+
+    Returns:
+        The divided arrays, and what becomes of products.
     """
     weights: _Dims = dict(zip(graph.inputs, dims, strict=False))
     follower = _Follower()

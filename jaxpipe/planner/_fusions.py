@@ -6,7 +6,6 @@ product whose result they alone read; what several products read is stored if th
 GPUs products read and write stored arrays alone. All bytes are those that a row adds.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from ..ir.graph import (
     Scan,
     ShardMap,
     Var,
+    is_cheap,
     is_invertible_move,
     is_light,
     repeats_of,
@@ -65,7 +65,7 @@ class FusedLayer(NamedTuple):
         live: Bytes at the peak of a backward that computes its forward again. The cotangent between
             layers is among them, what layers keep is not.
         moved: Bytes that a forward reads and writes.
-        moved_back: Those of a backward, without its forward.
+        moved_back: Bytes that a backward reads and writes, without its forward.
         num_kernels: Operations of a forward that are left.
     """
 
@@ -76,7 +76,7 @@ class FusedLayer(NamedTuple):
     num_kernels: int
 
 
-class _Played(NamedTuple):
+class _PlayedGraph(NamedTuple):
     """What a graph does with a row: bytes at its peak, bytes that it moves, and its operations."""
 
     peak: float
@@ -117,7 +117,7 @@ class _Behind(NamedTuple):
     slow: _RowBytes
 
 
-class _Target(NamedTuple):
+class _Compiler(NamedTuple):
     """The compiler of a graph, and the arrays of which a device has one of several parts."""
 
     on_gpu: bool
@@ -147,15 +147,18 @@ def fused_layer(
         dims: The dim of each weight that `tensor` divides.
         parts: The size of `tensor`.
 
+    Returns:
+        The bytes that a row adds on a device, and the operations of a forward.
+
     Raises:
         ValueError: If the operations of the layer depend on how many rows there are.
     """
     played = []
     for trace in (_forward, _backward):
         few, more = (trace(layer, weights, *arguments) for arguments in of_rows)
-        target = _Target(on_gpu, divided(few, dims).arrays, parts)
+        compiler = _Compiler(on_gpu, divided(few, dims).arrays, parts)
         try:
-            played.append(_play(few, more, target))
+            played.append(_play(few, more, compiler))
         except _OtherOperationsError:
             raise ValueError(
                 "The operations of a layer depend on how many rows it is given, so what a row adds "
@@ -184,12 +187,12 @@ def _kept_share(
 
     one, other = (residuals(weights, *arguments) for arguments in of_rows)
     arrays = divided(one, dims).arrays
-    targets = _Target(False, frozenset(), 1), _Target(False, arrays, parts)
+    compilers = _Compiler(False, frozenset(), 1), _Compiler(False, arrays, parts)
     num_results = len(jax.tree.leaves(of_rows[0][0]))
     pairs = [*zip(one.outputs, other.outputs, strict=True)][num_results:]
     whole, own = (
         sum(t.row_bytes(x, y) for x, y in pairs if isinstance(x, Var) and isinstance(y, Var))
-        for t in targets
+        for t in compilers
     )
     return own / whole if whole else 1.0
 
@@ -210,12 +213,12 @@ def _backward(layer: Callable, weights: PyTree, x: PyTree, batch: PyTree, key: P
     return _forward(run, weights, x, batch, key, cotangent)
 
 
-def _play(few: Graph, more: Graph, target: _Target) -> _Played:
+def _play(few: Graph, more: Graph, compiler: _Compiler) -> _PlayedGraph:
     """Plays the fusions of a graph, each as soon as it frees as much as it makes.
 
     Others run in their order. What the graph is given and what it returns does not live in it.
     """
-    fusions = list(_fusions(few, more, target))
+    fusions = list(_fusions(few, more, compiler))
     moved = sum(fusion.moved for fusion in fusions)
     num_kernels = sum(fusion.num_kernels for fusion in fusions)
     returned = frozenset(variables(few.outputs))
@@ -253,7 +256,7 @@ def _play(few: Graph, more: Graph, target: _Target) -> _Played:
             del alive[x]
         alive |= new
         now += made - freed
-    return _Played(peak, moved, num_kernels)
+    return _PlayedGraph(peak, moved, num_kernels)
 
 
 def _share(one: _Fusion, other: _Fusion) -> bool:
@@ -267,15 +270,15 @@ def _merged(one: _Fusion, other: _Fusion) -> _Fusion:
     return replace(one, read=read, made=made)
 
 
-def _fusions(few: Graph, more: Graph, target: _Target) -> Iterator[_Fusion]:
+def _fusions(few: Graph, more: Graph, compiler: _Compiler) -> Iterator[_Fusion]:
     """Yields the fusions of a graph in the order of its operations."""
     if [*map(_kind, few.eqns)] != [*map(_kind, more.eqns)]:
         raise _OtherOperationsError
     pairs = [*zip(few.inputs, more.inputs, strict=True)]
     for eqn, other in zip(few.eqns, more.eqns, strict=True):
         pairs += zip(eqn.outputs, other.outputs, strict=True)
-    row_bytes = {x: target.row_bytes(x, y) for x, y in pairs}
-    fuser = _Fuser(few, row_bytes, target.on_gpu)
+    row_bytes = {x: compiler.row_bytes(x, y) for x, y in pairs}
+    fuser = _Fuser(few, row_bytes, compiler.on_gpu)
     behind: dict[Var, _Behind] = {}  # what is not stored
     for eqn, other in zip(few.eqns, more.eqns, strict=True):
         inputs = variables(eqn.inputs)
@@ -296,7 +299,7 @@ def _fusions(few: Graph, more: Graph, target: _Target) -> Iterator[_Fusion]:
             continue
         made = {x: row_bytes[x] / (2 if fuser.narrows(x) else 1) for x in eqn.outputs}
         in_product = eqn.outputs[0] in fuser.last
-        body = _body(eqn, other, target)
+        body = _body(eqn, other, compiler)
         if body:
             moved, kernels = body.moved, body.num_kernels
         elif in_product or _is_product(eqn):
@@ -305,26 +308,25 @@ def _fusions(few: Graph, more: Graph, target: _Target) -> Iterator[_Fusion]:
             moved, kernels = 3 * row_bytes.get(inputs[-1], 0.0), 1
         else:
             moved, kernels = sum(read.values()) + sum(made.values()), 1
-            if not target.on_gpu:
+            if not compiler.on_gpu:
                 moved = _TPU_BYTES * moved + _TRANSCENDENTAL_BYTES * sum(slow.values())
-        in_place = _fuses(eqn) and not in_product and not target.on_gpu
+        in_place = _fuses(eqn) and not in_product and not compiler.on_gpu
         yield _Fusion(read, made, in_place, moved, kernels, body.peak if body else 0.0)
 
 
-def _body(eqn: Eqn, other: Eqn, target: _Target) -> _Played | None:
+def _body(eqn: Eqn, other: Eqn, compiler: _Compiler) -> _PlayedGraph | None:
     """Plays the body of an operation, by that of the same one with a row more."""
     pairs = zip(_bodies(eqn), _bodies(other), strict=True)
-    played = [_play(*pair, target) for pair in pairs]
+    played = [_play(*pair, compiler) for pair in pairs]
     if not played:
         return None
     peak, moved, kernels = map(max, zip(*played, strict=True))
     match eqn.operation:
         case Scan(length=length):
-            return _Played(peak, length * moved, length * kernels)
-        case ShardMap(mesh=mesh, axes=axes):  # rows inside are those of one device
-            num = math.prod(mesh.shape[axis] for axis in axes)
-            return _Played(num * peak, num * moved, kernels)
-    return _Played(peak, moved, kernels)
+            return _PlayedGraph(peak, length * moved, length * kernels)
+        case ShardMap(num_devices=num):  # rows inside are those of one device
+            return _PlayedGraph(num * peak, num * moved, kernels)
+    return _PlayedGraph(peak, moved, kernels)
 
 
 def _bodies(eqn: Eqn) -> Sequence[Graph]:
@@ -346,7 +348,7 @@ class _Fuser:
         on_gpu: Whether XLA:GPU compiles it.
         inner: Results of products that are not stored, as one chain of element-wise operations
             reads them, and what is between.
-        last: What such chains end with, stored by the product.
+        last: The ends of such chains, which the product stores.
     """
 
     def __init__(self, graph: Graph, row_bytes: _RowBytes, on_gpu: bool):
@@ -393,7 +395,7 @@ class _Fuser:
         If it is not stored, each product that reads it reads the bytes that it is computed from; if
         it is, it is written, and read.
         """
-        readers = [eqn for eqn in self._readers[x] if not _fuses(eqn) and not _reduces(eqn)]
+        readers = [eqn for eqn in self._readers[x] if not is_light(eqn) or _spreads(eqn)]
         num_products = 0 if self.on_gpu else sum(map(multiplies, readers))
         if len(readers) > num_products:
             return True
@@ -414,7 +416,7 @@ def _rounds(eqn: Eqn) -> bool:
 
 
 def _fuses(eqn: Eqn) -> bool:
-    return is_light(eqn) and not _reduces(eqn) and not _spreads(eqn)
+    return is_cheap(eqn) and not _spreads(eqn)
 
 
 def _spreads(eqn: Eqn) -> bool:
@@ -446,10 +448,6 @@ def _kind(eqn: Eqn) -> tuple[type, str]:
 
 def _name(eqn: Eqn) -> str:
     return eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
-
-
-def _reduces(eqn: Eqn) -> bool:
-    return _name(eqn).startswith(("reduce_", "arg")) and _name(eqn) != "reduce_precision"
 
 
 def _is_reshaped(eqn: Eqn) -> bool:

@@ -182,7 +182,7 @@ class _TracedLayer:
         return LayerSizes(self.work.name, _size(self.weights), group.largest, *elements)
 
 
-class _Target(NamedTuple):
+class _TracedRows(NamedTuple):
     """The tokens of a row that is traced, and the devices that share experts and weights."""
 
     row_tokens: int
@@ -192,10 +192,10 @@ class _Target(NamedTuple):
     devices: Devices
 
     def divided_dims(self, weights: PyTree) -> list[int | None]:
-        """Returns the dim of each weight of a layer that `tensor` divides."""
+        """Returns the dim of each weight of a stage of one layer that `tensor` divides."""
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(weights))
-        names = (jax.tree_util.keystr(path).removeprefix("['layer']") for path in paths)
-        specs = (self.specs.get(f"['stages']{name}", PartitionSpec()) for name in names)
+        names = (f"['stages']{jax.tree_util.keystr(path)}" for path in paths)
+        specs = (self.specs.get(name, PartitionSpec()) for name in names)
         return [
             next((i for i, dim in enumerate(spec) if "tensor" in axes_of_dim(dim)), None)
             for spec in specs
@@ -228,11 +228,11 @@ def planned_model(
     traced_tokens = tokens * shards
     # Engines of one program hand over the largest x in place of every other.
     boundary_bytes = itemsize * max(1, round(max(map(_size, xs)) / traced_tokens))
+    target = _TracedRows(tokens, shards, tensor, specs, devices)
     traced: dict[str, _TracedLayer] = {}
     for kind, *x_of in zip(kinds, *xs_of, strict=False):
         if kind not in traced:
             arguments = [(x, rows, key) for x, rows in zip(x_of, few, strict=True)]
-            target = _Target(tokens, shards, tensor, specs, devices)
             traced[kind] = _trace_layer(model, kind, groups, arguments, target)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
     with trace_to_read():  # also of a loss with attention products are read, but not time
@@ -324,14 +324,15 @@ def _trace_layer(
     kind: str,
     groups: dict[str, PyTree],
     arguments: Sequence[tuple[PyTree, ...]],
-    target: "_Target",
+    target: _TracedRows,
 ) -> _TracedLayer:
     """Traces a layer with x, batch and key of one, two and three rows for each shard of experts."""
     tokens, parts = target.shards * target.row_tokens, target.tensor
     (of_row, of_two, _), own = arguments, groups["layers"][kind]
     function, read = layer_with_weights(model, kind, groups)
     run_layer = _without_aux(function, of_row[0])
-    dims = target.divided_dims(read)
+    stage = {"layers": own, "shared": groups["shared"]} if model.shared else read
+    dims = target.divided_dims(stage)
     traced = trace(run_layer, tokens, read, *of_row, dims=dims, parts=parts)
     # What another row adds: casts of weights are no work or memory of rows.
     rows = [(run_layer, read, *arguments) for arguments in (of_row, of_two)]

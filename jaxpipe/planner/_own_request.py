@@ -253,9 +253,9 @@ def _specs(
 ) -> Specs:
     """Returns the specs of the parameters that have one, by their paths in groups."""
     specs: Specs = {}
-    if rule is not None and model.has_kinds:
-        raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
     if rule is not None:
+        if model.has_kinds:
+            raise ValueError("`param_specs` is given, and layers differ. Plan them without it.")
         sizes = [axes.get(axis, 1) for axis in sharding.AXES]
         few = absent_devices(devices)[: math.prod(sizes)]
         mesh = Mesh(np.array(few).reshape(sizes), sharding.AXES)

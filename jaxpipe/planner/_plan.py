@@ -128,7 +128,7 @@ def _in_the_way(request: Request) -> str:
 
 
 def _fixed(request: Request) -> dict[str, str]:
-    """Returns what is given, by name, as text."""
+    """Returns the given values as text, by name."""
     implied = NOT_CHOSEN if request.source.is_own else {}
     words = {"counts": "layers of stages", "across": "slices along"}
     fixed = request.space.fixed.items()

@@ -124,9 +124,8 @@ def _repeated(graph: Graph, times: int = 1) -> Iterator[tuple[Eqn, Any, int]]:
         match eqn.operation:
             case Scan(body=body, length=length):
                 yield from _repeated(body, times * length)
-            case ShardMap(body=body, mesh=mesh, axes=axes):
-                devices = math.prod(mesh.shape[axis] for axis in axes)
-                yield from _repeated(body, times * devices)
+            case ShardMap(body=body) as mapped:
+                yield from _repeated(body, times * mapped.num_devices)
             case Cond(branches=(body, *_)):
                 yield from _repeated(body, times)
             case PrimitiveCall(equation=equation) if equation is not None:

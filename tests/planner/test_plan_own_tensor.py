@@ -21,7 +21,7 @@ def specs(path: str, leaf: Any) -> P | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def with_dtype_promotion():
-    """The embedding is scaled without casts."""
+    """Norms promote dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -178,9 +178,8 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
     sent = layer.boundary_bytes * layout.tokens
     if layout.tensor > 1:
         group = make_group(layout, device.network, "tensor")
-        pairs = layer.tensor_sums
-        if layer.num_experts and layout.experts_over_tensor:
-            pairs = 1
+        shares_experts = layer.num_experts and layout.experts_over_tensor
+        pairs = 1 if shares_experts else layer.tensor_sums
         each = 2 * all_gather_seconds(sent, group, device.network)
         hidden = _HIDDEN if "tensor" in layout.overlap else 0.0
         by_kind["tensor"] = pairs * each * (1 - hidden)

@@ -95,10 +95,10 @@ class LayerWork:
     weight_bytes: float = 2.0  # bytes of a weight while it is gathered
     # The part of `elementwise_bytes` that copies, sorts and sums a token's rows for experts.
     row_bytes: int | float = 0
+    inner_row_bytes: int | float = 0  # the part of `row_bytes` inside of the experts
     # The bytes of a backward, without what it computes again; None: 1.5 times those of a forward.
     backward_elementwise_bytes: float | None = None
     tensor_sums: int = 2  # results that are summed over `tensor`
-    inner_row_bytes: int | float = 0  # the part of `row_bytes` inside of the experts
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,11 @@ class ShardMap:
     out_specs: tuple[Any, ...]
     check_vma: bool
 
+    @property
+    def num_devices(self) -> int:
+        """Returns the number of devices that run the body, each on its part."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
     def run(self, *inputs: Any) -> list[Any]:
         # Inside another `shard_map`, JAX takes the mesh, with its manual axes, from the context.
         alone = jax.sharding.get_abstract_mesh().empty
