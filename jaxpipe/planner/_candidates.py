@@ -6,7 +6,7 @@ divide is left out here to save time; the checks of a run have the last word (`_
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -192,6 +192,8 @@ class Space:
         num_kv_heads: Heads that `tensor` divides.
         vocab: The size of the vocabulary.
         max_stages: The most ranks of a pipeline.
+        scan_layers: `(tensor) -> ` whether layers run in a loop, or how many in each iteration,
+            beside an axis `tensor` of this size; None or True if the engine may choose.
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
@@ -202,8 +204,6 @@ class Space:
         costs: The cost of each layer, by which stages are divided. None: all the same.
         gathered_axes: Mesh axes over which weights are gathered.
         hidden: D, the channels of an activation.
-        scan_layers: Whether layers run in a loop, or how many in each iteration; None or True if
-            the engine may choose.
     """
 
     devices: Devices
@@ -214,6 +214,7 @@ class Space:
     num_kv_heads: int
     vocab: int
     max_stages: int
+    scan_layers: Callable[[int], bool | int | None]
     fixed: dict[str, Any] = field(default_factory=dict)
     policies: tuple[str, ...] = POLICIES
     without: tuple[str, ...] = ()
@@ -223,7 +224,6 @@ class Space:
     costs: tuple[float, ...] | None = None
     gathered_axes: tuple[str, ...] = GATHERED_AXES
     hidden: int = 0
-    scan_layers: bool | int | None = None
 
     def imbalance(self, counts: tuple[int, ...]) -> float:
         """Returns the cost of the dearest stage over the mean of all stages."""
@@ -357,7 +357,8 @@ def _most_for_several(space: Space, mesh: tuple[int, ...], across: str) -> float
     devices = space.devices
     if devices.platform != "tpu" or sum(size > 1 for size in devices.shape) < 3:
         return 0.0
-    return _most_on_torus(devices, mesh, across, space.num_layers, space.scan_layers)
+    scan = space.scan_layers(mesh_sizes(mesh)["tensor"])
+    return _most_on_torus(devices, mesh, across, space.num_layers, scan)
 
 
 @lru_cache(maxsize=10_000)

@@ -128,7 +128,7 @@ def own_request(
         costs=_costs(model, work),
         gathered_axes=("fsdp",),
         hidden=planned.hidden,
-        scan_layers=options.get("scan_layers"),
+        scan_layers=lambda _: options.get("scan_layers"),
     )
     source = OwnSource(
         model=model,

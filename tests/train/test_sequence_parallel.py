@@ -77,6 +77,15 @@ def plain_run(model: str) -> Run:
     return three_steps(1, MODELS.get(model, {}) | NONE | SGD | layers)
 
 
+def test_loops_run_one_layer_at_a_time_where_gathers_wait_for_sums():
+    """Left to the engine, loops over three dims of a torus run four, which takes 3% longer."""
+    config = config_of(*RUNS["1f1b"])
+    assert config.scan_layers(2) == 1
+    assert config.scan_layers(1) is True
+    assert config_of(4, NONE, TENSOR, {"scan_layers_per_stage": 2}).scan_layers(2) == 2
+    assert config_of(4, NONE, {"ici_tensor_parallelism": 2}).scan_layers(2) is True
+
+
 @pytest.mark.parametrize(
     "name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

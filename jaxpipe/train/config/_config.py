@@ -201,6 +201,19 @@ class Config(ConfigKeys):
         options = {name: changed[key] for name, key in OPTION_KEYS.items() if key in changed}
         return EngineOptions(**options)
 
+    def scan_layers(self, tensor: int) -> bool | int:
+        """Returns the layers of an iteration of a loop over layers, or whether they run in a loop.
+
+        Between products that wait for sums over `tensor` shards few gathers are hidden, the less
+        the more layers an iteration has. llama3.1-70b on 64 v5p, `fsdp` 32 and `tensor` 2: with
+        sequence parallelism 21.6 s with four, 21.2 with two and 21.0 with one; without it a sum is
+        hidden in part, and a step takes 22.8 s with four and 23.4 with one.
+        """
+        is_free = self.scan_layers_per_stage is True
+        return (
+            1 if is_free and self.sequence_parallel and tensor > 1 else self.scan_layers_per_stage
+        )
+
     @property
     def tracker_names(self) -> tuple[str, ...]:
         """Returns the names of all trackers, each once."""

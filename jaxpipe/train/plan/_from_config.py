@@ -247,7 +247,7 @@ def _step_plan(
         if config.engine.program_per_rank
         else lambda path: None if path in exact else dtype,
         compiler_options=compiler_options(config, mesh.devices.flat[0]),
-        scan_layers=config.scan_layers_per_stage,
+        scan_layers=config.scan_layers(mesh.shape["tensor"]),
         param_specs=weights.param_specs,
         gather=next((when for when, key in GATHER_KEYS.items() if getattr(config, key)), None),
         costs=selection.costs if selection and "costs" in config.engine.options else None,

@@ -256,7 +256,7 @@ def _space(
         options=config.engine_options,
         free_options=frozenset(name for name, key in OPTION_KEYS.items() if key not in settings),
         hidden=sizes.base_emb_dim,
-        scan_layers=config.scan_layers_per_stage,
+        scan_layers=config.scan_layers,
     )
 
 
