@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from ..cost.training_step import evidence
+from ..cost.training_step import OWN_MEMORY, OWN_PROGRAMS, evidence
 from ..engines import PeakMemory, usual_engine
 from ..sharding import AXES
 from ._candidates import StepLayout, engine_named
@@ -165,6 +165,15 @@ def rests_on(request: Request, plan: Plan) -> str:
     device = device_hardware(request.devices)
     if device.kind == "cpu":
         return "nothing: on CPUs times rank plans, and are no prediction."
+    if request.source.is_own and request.devices.platform == "tpu":
+        own, (least, most) = OWN_PROGRAMS, OWN_MEMORY
+        low, high = (plan.time.seconds * bound for bound in (own.low, own.high))
+        return (
+            f"{own.rows} programs of other models of functions until {own.last}, {own.pipelined} "
+            f"of them with a pipeline: by XLA's cycles they took {own.low:.2f} to {own.high:.2f} "
+            f"of what is predicted, so {low:.3g} to {high:.3g} s, and {least:.1f} to {most:.1f} of "
+            "the memory."
+        )
     has_experts = any(layer.num_experts for layer in request.work.layers)
     rows = evidence(device, has_experts=has_experts)
     models = "models with experts" if has_experts else "models without experts"

@@ -155,3 +155,12 @@ def test_memory_with_rematerialization_is_within_5_percent(
     assert (best.candidate.policy, best.candidate.microbatches) == ("full", 1)
     assert best.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
     assert best.time.seconds == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_plan_says_how_far_programs_of_others_were_from_theirs():
+    model, params, example = functions(64, 128, 512, 128, 2)
+    given: dict[str, Any] = {"params": params, "example": example, "num_plans": 1}
+    plans = jp.plan(model, "v5p-8", BATCH, **given)
+    seconds = plans.best.time.seconds
+    assert f"so {0.84 * seconds:.3g} to {1.26 * seconds:.3g} s" in str(plans)
+    assert "like none of them" in str(jp.plan(model, "h100:8", BATCH, **given))

@@ -3,6 +3,8 @@
 from ._efficiency import Efficiency as Efficiency
 from ._efficiency import efficiency as efficiency
 from ._evidence import EVIDENCE as EVIDENCE
+from ._evidence import OWN_MEMORY as OWN_MEMORY
+from ._evidence import OWN_PROGRAMS as OWN_PROGRAMS
 from ._evidence import Evidence as Evidence
 from ._evidence import evidence as evidence
 from ._layout import Layout as Layout

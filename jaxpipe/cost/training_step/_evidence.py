@@ -46,6 +46,15 @@ EVIDENCE = {
 }
 
 
+OWN_PROGRAMS = Evidence(26, 5, 0.84, 1.26, "2026-11")
+"""Programs of models of functions, NNX and Equinox, most of them of others, as XLA:TPU compiled
+them for v5p: GPTs, encoders, scans, convolutions, local attention, experts (docs/plan.md). What
+they took is by the compiler's cycles."""
+
+OWN_MEMORY = 0.9, 1.5
+"""The same of their memory, but for one with convolutions and GroupNorm, which needed 2.1."""
+
+
 def evidence(device: Hardware, *, has_experts: bool) -> Evidence:
     """Returns the published steps of a kind of device, or of all of its sort if it has none.
 
