@@ -20,6 +20,7 @@ from ..ir.graph import (
     Scan,
     ShardMap,
     repeats_of,
+    taps_of_product,
     terms_of_product,
     to_graph,
 )
@@ -100,6 +101,7 @@ def trace(
             attentions.append(_attention(eqn, times / tokens))
         elif terms is not None:
             product = _product(terms, eqn.outvars[0].aval.size / tokens, times)
+            product = replace(product, taps=taps_of_product(eqn))
             split = of_tensor.splits.get(id(node), "none")
             if split == "none":  # which is taken for one that divides tokens
                 product = replace(product, copies=parts * product.copies)

@@ -73,3 +73,60 @@ def test_a_layer_whose_operations_depend_on_the_rows_is_refused():
     rows = [(jax.ShapeDtypeStruct((n, 16, 8), jnp.float32), (), ()) for n in (2, 3)]
     with pytest.raises(ValueError, match="operations of a layer depend on how many rows"):
         fused_layer(layer, jax.ShapeDtypeStruct((8, 8), jnp.float32), *rows)
+
+
+def _kernels(*sides: int, width: int = 512) -> dict[str, Any]:
+    return {name: shape(4, n, n, width, width) for name, n in zip("ab", sides, strict=True)}
+
+
+def _convolve(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
+    dims = "NHWC", "HWIO", "NHWC"
+    how: dict[str, Any] = {"dimension_numbers": dims, "feature_group_count": groups}
+    return jax.lax.conv_general_dilated(x, kernel.astype(x.dtype), (1, 1), "SAME", **how)
+
+
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+    return (y * scale).astype(x.dtype)
+
+
+def _two_convolutions(w: Any, x: jax.Array) -> jax.Array:
+    return x + _convolve(jax.nn.relu(_convolve(jax.nn.relu(x), w["a"])), w["b"])
+
+
+def _normed_convolutions(w: Any, x: jax.Array) -> jax.Array:
+    y = _convolve(jax.nn.silu(_normed(x, w["s"])), w["a"])
+    return x + _convolve(jax.nn.silu(_normed(y, w["t"])), w["b"])
+
+
+def _convnext(w: Any, x: jax.Array) -> jax.Array:
+    """A block of Liu et al., 2022 (https://arxiv.org/abs/2201.03545), without its scale."""
+    y = _normed(_convolve(x, w["dw"], x.shape[-1]), w["s"])
+    return x + jax.nn.gelu(y @ w["u"].astype(x.dtype)) @ w["d"].astype(x.dtype)
+
+
+_UP_DOWN = {"u": shape(4, 512, 2048), "d": shape(4, 2048, 512)}
+# Milliseconds of a step of four layers and 64 images of 32 x 32 on one v5p, by cycles.
+CONVOLUTIONS = {
+    "two": (_two_convolutions, _kernels(3, 3), 20.74),
+    "normed": (_normed_convolutions, _kernels(3, 3) | {k: shape(4, 512) for k in "st"}, 25.53),
+    "convnext": (_convnext, _UP_DOWN | {"dw": shape(4, 7, 7, 1, 512), "s": shape(4, 512)}, 30.17),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_beside_the_cycles_of_xla(name: str):
+    """A depthwise one takes the time of 128 channels in each group: 28 ps a number for 7 x 7."""
+    layer, weights, milliseconds = CONVOLUTIONS[name]
+    model = jp.Model(
+        lambda scale, batch: batch["x"] * scale.astype(jnp.bfloat16),
+        layer=lambda w, x, batch: layer(w, x),
+        loss=lambda scale, x, batch: jnp.mean(jnp.square(x).astype(jnp.float32) * scale),
+    )
+    params = {"embed": shape(512), "layers": weights, "head": shape(512)}
+    example = {"x": jax.ShapeDtypeStruct((1, 32, 32, 512), jnp.bfloat16)}
+    how: dict[str, Any] = {"layer_remat": "full", "scan_layers": 1, "microbatches": 1}
+    given = {"params": params, "example": example, "schedule": None, "num_plans": 1} | how
+    best = jp.plan(model, "v5p-2", 64, **given).best
+    assert 1e3 * best.time.seconds == pytest.approx(milliseconds, rel=0.14)

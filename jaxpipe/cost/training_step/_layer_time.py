@@ -132,6 +132,9 @@ def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[floa
     for product in layer.products:
         count, tokens, k, n = _on_one_device(product, layer, layout)
         peak = dense * (device.reached.experts if product.split == "expert" else 1.0)
+        if product.taps > 1 and device.hardware.torus_axes:
+            # A depthwise convolution takes as long as one with a tile of channels in each group.
+            k = product.taps * _padded(k / product.taps)
         yield count * product_seconds(tokens, k, n, peak, device.hardware, device.reached)
 
 

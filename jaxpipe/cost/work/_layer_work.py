@@ -16,6 +16,7 @@ class Product:
     # k), or not at all ("none"). Weights of experts ("expert") are divided over devices by expert.
     split: Split = "column"
     copies: int | float = 1  # how often a token passes it: the experts that it chooses, else 1
+    taps: int = 1  # the positions of a convolution's kernel, each of which is a product of its own
 
 
 SCORE_BYTES = 10.0

@@ -18,6 +18,7 @@ from ._equations import pvary_like as pvary_like
 from ._equations import row_major as row_major
 from ._flops import flops as flops
 from ._flops import repeats_of as repeats_of
+from ._flops import taps_of_product as taps_of_product
 from ._flops import terms_of_product as terms_of_product
 from ._graph import Atom as Atom
 from ._graph import Cond as Cond

@@ -46,6 +46,14 @@ def terms_of_product(eqn: Any) -> int | None:
     return None
 
 
+def taps_of_product(eqn: Any) -> int:
+    """Returns the positions of a convolution's kernel; 1 of other products."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return 1
+    _, _, *spatial = eqn.params["dimension_numbers"].rhs_spec
+    return math.prod(eqn.invars[1].aval.shape[dim] for dim in spatial)
+
+
 def repeated_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields the equations that compute, with how often they run."""
     for eqn in jaxpr.eqns:
