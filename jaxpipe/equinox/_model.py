@@ -117,7 +117,7 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         return eqx.tree_at(where, _with_values(tree, outer), whole)
 
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
-        filled = _with_lookups(with_values(module, dict(outer), dict(stack)))
+        filled = with_values(module, dict(outer), dict(stack))
         return call(filled, batch, key) if takes_key else call(filled, batch)
 
     def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
@@ -208,7 +208,7 @@ def _cut(
                 leaves.append(outer.get(jax.tree_util.keystr(path), leaf))
             else:
                 leaves.append(stand_ins[at][0] if is_module[at] else stand_ins[at])
-        with_hooks = _with_lookups(jax.tree.unflatten(named[1], leaves))
+        with_hooks = jax.tree.unflatten(named[1], leaves)
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
     outer, layers = split(params)
@@ -226,33 +226,6 @@ def _cut(
         takes_key=takes_key,
         by_row=vmap,
         by_calls=by_calls or any(is_module),
-    )
-
-
-class _Lookup(eqx.nn.Embedding):
-    """An embedding that gathers rows by their index alone, under `jax.vmap` too.
-
-    `weight[token]` of a scalar gathers by the indices of both dims. Of the gradient, vmapped over
-    tokens, XLA:TPU makes a loop over tokens, 2.5 microseconds each (libtpu 0.0.48.1).
-    """
-
-    def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
-        """Returns the vector of a token; as Equinox does, the last one's beyond the vocabulary."""
-        if jnp.ndim(x):
-            return super().__call__(x, key=key)  # which refuses it
-        return self.weight.at[jnp.asarray(x)[None]].get(mode="clip")[0]
-
-
-def _with_lookups(module: Any) -> Any:
-    """Returns a module that is called, whose embeddings are lookups."""
-
-    def is_embedding(node: Any) -> bool:
-        return type(node) is eqx.nn.Embedding
-
-    return jax.tree.map(
-        lambda node: _Lookup(weight=node.weight) if is_embedding(node) else node,
-        module,
-        is_leaf=is_embedding,
     )
 
 

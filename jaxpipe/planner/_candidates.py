@@ -525,6 +525,8 @@ def _microbatches(space: Space, rows: int, ranks: int, engine: Engine) -> Sequen
     in_rounds = own is not None and FAMILIES[own.family].ranks_divide_microbatches
     least = ranks * (1 + space.options.forwarding_delay)
     enough = [m for m in fitting if m >= least and (m % ranks == 0 or not in_rounds)]
+    if not in_rounds and space.batch < space.devices.num_devices:  # ranks wait, or have nothing
+        enough = enough or fitting[-1:]
     most = ranks * _MICROBATCHES_PER_RANK[-1]
     return [m for m in enough if m <= most] or enough[:1]
 

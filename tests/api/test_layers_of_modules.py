@@ -274,6 +274,21 @@ def test_a_module_is_the_plain_program(case: str, engine: str):
     close(run(model, params, *ENGINES[engine]), wanted)
 
 
+def test_a_model_with_a_scan_is_for_several_meshes_and_plans():
+    """Its call is traced for each mesh, and with a key, which plans pass, also if none is read."""
+    model, params, plain = equinox_case()
+    (value, _), _ = jax.value_and_grad(plain, has_aux=True)(params, batch())
+
+    def loss(stages: int) -> float:
+        mesh = jp.make_mesh({"stage": stages}, devices=jax.devices()[:stages])
+        pipe = jp.pipeline(model, schedule="circular", mesh=mesh, microbatches=4)
+        return float(pipe.jit(pipe.value)(pipe.shard(params), batch())[0])
+
+    assert [loss(2), loss(4)] == pytest.approx([float(value)] * 2, rel=1e-5)
+    best = jp.plan(model, "v5p-8", 64, params=params, example=batch(), num_plans=1).best
+    assert best.time.seconds > 0
+
+
 def scan_with_dropout(library: str) -> Any:
     if library == "nnx":
         return nnx_model(Scanned(nnx.Rngs(0), WithDropout), loss=with_aux, call=call)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import equinox as eqx
@@ -198,24 +197,6 @@ def test_an_equinox_module_is_the_plain_program(schedule: str, engine: str):
 
     assert not model.tied
     close(run(model, params, schedule, engine), jax.value_and_grad(plain)(params))
-
-
-def test_tokens_are_looked_up_at_once_where_equinox_does_one_by_one():
-    """A gather by the indices of both dims has a loop over tokens for its gradient on TPUs."""
-    gpt, tokens = EquinoxGPT(), jnp.array([[0, V - 1, 2], [-1, V + 3, -V - 3]])
-    model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
-    groups = model.to_groups(params)
-    given = {"tokens": jnp.concatenate([tokens, tokens], axis=1)}
-
-    def gathers(f: Any, *arguments: Any) -> list[int]:
-        dims = re.findall(r"start_index_map=\(([^)]*)\)", str(jax.make_jaxpr(f)(*arguments)))
-        return [len(found.replace(",", " ").split()) for found in dims]
-
-    assert gathers(model.embed, groups["embed"], given, None) == [1]
-    assert gathers(jax.vmap(gpt.embed), tokens[0]) == [2]
-    leaves = jax.tree.leaves(model.embed(groups["embed"], given, None))
-    expected = jax.vmap(jax.vmap(gpt.embed))(given["tokens"][:, :-1])
-    assert any(x.shape == expected.shape and bool(jnp.all(x == expected)) for x in leaves)
 
 
 def test_an_equinox_module_may_have_shapes_for_parameters():

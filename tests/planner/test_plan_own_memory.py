@@ -164,3 +164,11 @@ def test_a_plan_says_how_far_programs_of_others_were_from_theirs():
     seconds = plans.best.time.seconds
     assert f"so {0.84 * seconds:.3g} to {1.26 * seconds:.3g} s" in str(plans)
     assert "like none of them" in str(jp.plan(model, "h100:8", BATCH, **given))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_devices_are_planned_as_a_pipeline(rows: int):
+    model, params, example = functions(64, 128, 512, 128, 4)
+    best = jp.plan(model, "v5p-8", rows, params=params, example=example, num_plans=1).best
+    assert best.candidate.num_ranks > 1
+    assert rows % (best.candidate.microbatches * best.candidate.sizes["fsdp"]) == 0

@@ -6,7 +6,7 @@ returns its terms as auxiliary losses. A metric may be a sum of extras alone.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -194,7 +194,7 @@ class Parts:
         others = self.cut.outer, batch, x, key
         return weights_of_extras(parts, shapes, others, int(self.cut.by_row))
 
-    def of_form(self, name: str, batch: PyTree, find: Callable) -> Any:
+    def of_form(self, name: Hashable, batch: PyTree, find: Callable) -> Any:
         """Returns `find(batch)`, which is found once for batches of one form."""
         leaves, tree = jax.tree.flatten(batch)
         dtypes = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)

@@ -164,8 +164,12 @@ class ScanParts(Parts):
         return self.call_of_form(axes, arguments), arguments, *varying
 
     def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
-        """Returns the program of the call on arrays that vary over these axes."""
-        return self.of_form(f"call {sorted(axes)}", given[2], lambda _: self.find_call(*given))
+        """Returns the program of the call on arrays that vary over these axes.
+
+        Its equations have the mesh of the context in their types, and the dtypes of parameters.
+        """
+        what = "call", axes, jax.sharding.get_abstract_mesh()
+        return self.of_form(what, given, lambda _: self.find_call(*given))
 
     def find_call(self, *given: PyTree) -> _ScannedCall:
         """Traces the call, finds the scan over layers, and checks it."""
