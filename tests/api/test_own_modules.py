@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -197,6 +198,46 @@ def test_an_equinox_module_is_the_plain_program(schedule: str, engine: str):
 
     assert not model.tied
     close(run(model, params, schedule, engine), jax.value_and_grad(plain)(params))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int8"])
+def test_tokens_are_looked_up_at_once_where_equinox_does_one_by_one(dtype: str):
+    """A gather by the indices of both dims has a loop over tokens for its gradient on TPUs."""
+    gpt = EquinoxGPT()
+    model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
+    groups = model.to_groups(params)
+    tokens = np.array([[0, V - 1, 2, 1], [-1, V + 3, -V - 3, 0]]).astype(dtype)
+
+    def gathered(f: Any, *arguments: Any) -> list[int]:
+        dims = re.findall(r"start_index_map=\(([^)]*)\)", str(jax.make_jaxpr(f)(*arguments)))
+        return [len(found.replace(",", " ").split()) for found in dims]
+
+    given = groups["embed"], {"tokens": jnp.asarray(tokens)}, None
+    assert gathered(model.embed, *given) == [1]
+    assert gathered(jax.vmap(gpt.embed), tokens[0]) == [2]
+    expected = jax.vmap(jax.vmap(gpt.embed))(jnp.asarray(tokens)[:, :-1])
+    found = [x for x in jax.tree.leaves(model.embed(*given)) if x.shape == expected.shape]
+    np.testing.assert_array_equal(found[0], expected)
+
+
+def test_a_module_that_asks_for_its_embedding_is_the_plain_program():
+    class Scaled(EquinoxGPT):
+        def __call__(self, tokens: Any, key: Any = None) -> Any:
+            is_own = type(self.embed) is eqx.nn.Embedding
+            x = jax.vmap(self.embed)(tokens) * self.embed.num_embeddings / (V if is_own else 1)
+            for block in self.blocks:
+                x = block(x, jnp.ones_like(x))
+            return jax.vmap(self.head)(x)
+
+    grown = eqx.nn.Embedding(2 * V, D, key=jax.random.key(5)).weight
+    gpt = eqx.tree_at(lambda module: module.embed.weight, Scaled(), grown)
+    model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
+
+    def plain(params: Any) -> Any:
+        module = eqx.combine(params, gpt)
+        return loss(jax.vmap(lambda row: call_row(module, row))(batch()), batch())
+
+    close(run(model, params, "1f1b", "auto"), jax.value_and_grad(plain)(params))
 
 
 def test_an_equinox_module_may_have_shapes_for_parameters():

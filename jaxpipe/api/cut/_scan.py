@@ -6,7 +6,7 @@ again by every layer if it follows from the batch alone; it travels with x if pa
 influence it. Every random key that the body reads becomes the key of the layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr, scan_sizes
-from ...ir.graph import bind
-from .._dependence import dependent_inputs, pruned
+from .._dependence import dependent_inputs, pruned, rewritten
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
 
 
@@ -269,24 +268,11 @@ def _evaluate(
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose calls of compiled functions that have a scan are written out."""
 
-    def run(closed: ClosedJaxpr, *leaves: Any) -> list[Any]:
-        jaxpr = closed.jaxpr
-        values = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True)
-        )
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("jit", "pjit") and "scan[" in str(eqn.params["jaxpr"]):
-                read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-                results = run(eqn.params["jaxpr"], *read)
-            else:
-                read = [values[v] for v in eqn.invars if not isinstance(v, Literal)]
-                results = bind(eqn, jaxpr)(*read)
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    def inner(eqn: Any) -> Callable | None:
+        is_call = eqn.primitive.name in ("jit", "pjit") and "scan[" in str(eqn.params["jaxpr"])
+        return jaxpr_as_fun(_inlined(eqn.params["jaxpr"])) if is_call else None
 
-    if not any(eqn.primitive.name in ("jit", "pjit") for eqn in closed.jaxpr.eqns):
-        return closed
-    return jax.make_jaxpr(lambda *leaves: run(closed, *leaves))(*closed.in_avals)
+    return rewritten(closed, inner)
 
 
 def _is_in(atom: Any, variables: Sequence[Any]) -> bool:
