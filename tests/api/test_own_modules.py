@@ -222,6 +222,9 @@ def test_tokens_are_looked_up_at_once_where_equinox_does_one_by_one(dtype: str):
 
 def test_a_module_that_asks_for_its_embedding_is_the_plain_program():
     class Scaled(EquinoxGPT):
+        def __init__(self) -> None:
+            super().__init__()
+
         def __call__(self, tokens: Any, key: Any = None) -> Any:
             is_own = type(self.embed) is eqx.nn.Embedding
             x = jax.vmap(self.embed)(tokens) * self.embed.num_embeddings / (V if is_own else 1)
