@@ -165,10 +165,12 @@ class ScanParts(Parts):
     def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
         """Returns the program of the call on arrays that vary over these axes.
 
-        Its equations have the mesh of the context in their types, and the dtypes of parameters.
+        Where they vary its equations have the mesh in their types. Shapes are asked for anywhere.
         """
-        what = "call", axes, jax.sharding.get_abstract_mesh()
-        return self.of_form(what, given, lambda _: self.find_call(*given))
+        _, _, batch, key = given
+        mesh = jax.sharding.get_abstract_mesh() if axes else None
+        what = "call", axes, mesh, jax.tree.structure(key)
+        return self.of_form(what, batch, lambda _: self.find_call(*given))
 
     def find_call(self, *given: PyTree) -> _ScannedCall:
         """Traces the call, finds the scan over layers, and checks it."""
