@@ -100,8 +100,8 @@ def trace(
         if eqn.primitive is ATTENTION:
             attentions.append(_attention(eqn, times / tokens))
         elif terms is not None:
-            product = _product(terms, eqn.outvars[0].aval.size / tokens, times)
-            product = replace(product, taps=taps_of_product(eqn))
+            columns = eqn.outvars[0].aval.size / tokens
+            product = _product(terms, columns, times, taps_of_product(eqn))
             split = of_tensor.splits.get(id(node), "none")
             if split == "none":  # which is taken for one that divides tokens
                 product = replace(product, copies=parts * product.copies)
@@ -179,8 +179,8 @@ def _both(one: Attention, other: Attention) -> Attention:
     )
 
 
-def _product(k: int, columns: float, times: int) -> Product:
+def _product(k: int, columns: float, times: int, taps: int) -> Product:
     """Returns a product that has so many columns for each token, perhaps less than one."""
     n = max(1, math.ceil(columns))
     whole = columns == n
-    return Product(k, n, "none", times if whole else times * columns / n)
+    return Product(k, n, "none", times if whole else times * columns / n, taps)

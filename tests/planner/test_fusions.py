@@ -46,23 +46,28 @@ def test_what_lives_beside_what_xla_holds(name: str):
 OFF_IN_TIME = {"GPT of 4,096 tokens": 1.24, "every expert": 1.23, "linear attention": 0.45}
 
 
+def milliseconds_of(run: Any, weights: dict[str, Any], dims: tuple[int, ...], rows: int) -> float:
+    """Plans a step of four layers on one v5p, each computed again; dims are those of a row of x."""
+    model = jp.Model(
+        lambda scale, batch: batch["x"] * scale.astype(jnp.bfloat16),
+        layer=lambda w, x, batch: run(w, x),
+        loss=lambda scale, x, batch: jnp.mean(jnp.square(x).astype(jnp.float32) * scale),
+    )
+    params = {"embed": shape(dims[-1]), "layers": weights, "head": shape(dims[-1])}
+    x = jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
+    given: dict[str, Any] = {"params": params, "example": {"x": x}, "memory_gb": 1000}
+    how: dict[str, Any] = {"layer_remat": "full", "scan_layers": 1, "microbatches": 1}
+    best = jp.plan(model, "v5p-2", rows, **given, **how, schedule=None, num_plans=1).best
+    return 1e3 * best.time.seconds
+
+
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"loop over tokens"}))
 def test_steps_beside_the_cycles_of_xla(name: str):
     layer = LAYERS[name]
-    model = jp.Model(
-        lambda scale, batch: batch["x"] * scale.astype(jnp.bfloat16),
-        layer=lambda w, x, batch: layer.run(w, x),
-        loss=lambda scale, x, batch: jnp.mean(jnp.square(x).astype(jnp.float32) * scale),
-    )
-    scale = shape(layer.channels)
     weights = {name: shape(4, *w.shape) for name, w in layer.weights.items()}
-    params = {"embed": scale, "layers": weights, "head": scale}
-    x = jax.ShapeDtypeStruct((1, layer.tokens, layer.channels), jnp.bfloat16)
-    given: dict[str, Any] = {"params": params, "example": {"x": x}, "memory_gb": 1000}
-    how: dict[str, Any] = {"layer_remat": "full", "scan_layers": 1, "microbatches": 1}
     with jax.numpy_dtype_promotion("standard"):
-        best = jp.plan(model, "v5p-2", 16, **given, **how, schedule=None, num_plans=1).best
-    ratio = 1e3 * best.time.seconds / layer.milliseconds
+        found = milliseconds_of(layer.run, weights, (layer.tokens, layer.channels), rows=16)
+    ratio = found / layer.milliseconds
     assert ratio == pytest.approx(OFF_IN_TIME.get(name, 1.0), abs=0.16)
 
 
@@ -73,10 +78,6 @@ def test_a_layer_whose_operations_depend_on_the_rows_is_refused():
     rows = [(jax.ShapeDtypeStruct((n, 16, 8), jnp.float32), (), ()) for n in (2, 3)]
     with pytest.raises(ValueError, match="operations of a layer depend on how many rows"):
         fused_layer(layer, jax.ShapeDtypeStruct((8, 8), jnp.float32), *rows)
-
-
-def _kernels(*sides: int, width: int = 512) -> dict[str, Any]:
-    return {name: shape(4, n, n, width, width) for name, n in zip("ab", sides, strict=True)}
 
 
 def _convolve(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
@@ -106,11 +107,12 @@ def _convnext(w: Any, x: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(y @ w["u"].astype(x.dtype)) @ w["d"].astype(x.dtype)
 
 
+_KERNELS = {name: shape(4, 3, 3, 512, 512) for name in "ab"}
 _UP_DOWN = {"u": shape(4, 512, 2048), "d": shape(4, 2048, 512)}
 # Milliseconds of a step of four layers and 64 images of 32 x 32 on one v5p, by cycles.
 CONVOLUTIONS = {
-    "two": (_two_convolutions, _kernels(3, 3), 20.74),
-    "normed": (_normed_convolutions, _kernels(3, 3) | {k: shape(4, 512) for k in "st"}, 25.53),
+    "two": (_two_convolutions, _KERNELS, 20.74),
+    "normed": (_normed_convolutions, _KERNELS | {k: shape(4, 512) for k in "st"}, 25.53),
     "convnext": (_convnext, _UP_DOWN | {"dw": shape(4, 7, 7, 1, 512), "s": shape(4, 512)}, 30.17),
 }
 
@@ -119,14 +121,5 @@ CONVOLUTIONS = {
 def test_convolutions_beside_the_cycles_of_xla(name: str):
     """A depthwise one takes the time of 128 channels in each group: 28 ps a number for 7 x 7."""
     layer, weights, milliseconds = CONVOLUTIONS[name]
-    model = jp.Model(
-        lambda scale, batch: batch["x"] * scale.astype(jnp.bfloat16),
-        layer=lambda w, x, batch: layer(w, x),
-        loss=lambda scale, x, batch: jnp.mean(jnp.square(x).astype(jnp.float32) * scale),
-    )
-    params = {"embed": shape(512), "layers": weights, "head": shape(512)}
-    example = {"x": jax.ShapeDtypeStruct((1, 32, 32, 512), jnp.bfloat16)}
-    how: dict[str, Any] = {"layer_remat": "full", "scan_layers": 1, "microbatches": 1}
-    given = {"params": params, "example": example, "schedule": None, "num_plans": 1} | how
-    best = jp.plan(model, "v5p-2", 64, **given).best
-    assert 1e3 * best.time.seconds == pytest.approx(milliseconds, rel=0.14)
+    found = milliseconds_of(layer, weights, (32, 32, 512), rows=64)
+    assert found == pytest.approx(milliseconds, rel=0.14)

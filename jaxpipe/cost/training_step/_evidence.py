@@ -52,7 +52,8 @@ them for v5p: GPTs, encoders, scans, convolutions, local attention, experts (doc
 they took is by the compiler's cycles."""
 
 OWN_MEMORY = 0.9, 1.5
-"""The same of their memory, but for one with convolutions and GroupNorm, which needed 2.1."""
+"""The least and the most of compiled over planned memory of these programs, but for one with
+convolutions and GroupNorm, which needed 2.1."""
 
 
 def evidence(device: Hardware, *, has_experts: bool) -> Evidence:
