@@ -35,6 +35,7 @@ ONCE = {"pipeline_fsdp_ag_once": True}
 BOTH = {"set_remat_policy_on_layers_per_stage": True}
 # Of layers alone: a stage is not computed a second time before its layers are.
 LAYERS = BOTH | {"set_remat_policy_on_pipeline_iterations": False}
+DELAYED = {"pipeline_delay_activation_forwarding": True}
 PER_LAYER = {"pipeline_fsdp_ag_per_layer": True}
 ONE_F_ONE_B = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
 LOOPED_BFS = ONE_F_ONE_B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
@@ -61,6 +62,8 @@ ROWS: dict[str, tuple[dict, str, str]] = {
     "A explicit": (TWO_RANKS | ONCE | {"shard_mode": "explicit"}, "does not trace", "as A"),
     "B": (TWO_RANKS | ONCE | ZERO_1, "69958 | 14.0 0.3 6.9 26.7 51.9", ""),
     "C": (TWO_RANKS, "40997 3.85 0.17 | 105.0 52.7 0.4 1.2 39.1", "34500 3.33 s"),
+    # x is sent while the next tick computes, for one tick more.
+    "C delayed": (TWO_RANKS | DELAYED, "", "as C"),
     "C per repeat": (
         TWO_RANKS | PER_REPEAT,
         "49641 5.49 0.21 | 13.5 6.8 4.1 1.2 38.9",

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from ..autodiff.staged_model import accum_dtype
-from ..ir.transforms import cast_apart
+from ..ir.transforms import cast_of_gradient
 from .ranks import AXIS, empty
 
 
@@ -54,15 +54,15 @@ def add_trees(a: PyTree, b: PyTree) -> PyTree:
 def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
     """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches.
 
-    With `apart` the casts are operations of their own (`cast_apart`), as is best if sums are added
-    to next. Otherwise a product may write float32 at once.
+    With `apart` the casts may be operations of their own (`cast_of_gradient`), as is best if sums
+    are added to next. Otherwise a product may write float32 at once.
     """
 
     def widen(x: jax.Array) -> jax.Array:
         dtype = accum_dtype(x.dtype)
         if x.dtype == dtype:
             return x
-        return cast_apart(x, dtype) if apart else x.astype(dtype)
+        return cast_of_gradient(x, dtype) if apart else x.astype(dtype)
 
     return jax.tree.map(widen, tree)
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.xla import totals
-from jaxpipe.xla.compiler_flags import CompilerFlag
+from jaxpipe.xla.compiler_flags import LARGE_VMEM, CompilerFlag
 
 D, L, B = 8, 2, 8
 
@@ -57,6 +57,25 @@ def test_programs_have_the_flags_of_the_table_unless_options_are_given(monkeypat
     for given in (None, {}, {"xla_cpu_enable_fast_math": False}):
         pipeline(compiler_options=given).jit(lambda x: x)
     assert seen == [{option: "True"}, None, {"xla_cpu_enable_fast_math": False}]
+
+
+@pytest.mark.parametrize("engine", ["unpipelined", "scheduled", "circular"])
+def test_products_add_to_sums_where_tiles_are_large(engine: str):
+    """Otherwise a barrier keeps XLA:TPU from it: the fusion would take longer than both."""
+
+    def program(options: dict[str, str]) -> Any:
+        schedule = {"unpipelined": None, "scheduled": "1f1b", "circular": "circular"}[engine]
+        mesh = jp.make_mesh({"data" if schedule is None else "stage": 2}, devices=jax.devices()[:2])
+        given = {"schedule": schedule, "microbatches": 2, "compiler_options": options}
+        pipe = jp.pipeline(MODEL, mesh=mesh, **given)
+        half = jax.tree.map(lambda x: jnp.full(x.shape, 0.1, jnp.bfloat16), (PARAMS, BATCH))
+        return jax.make_jaxpr(pipe.value_and_grad)(pipe.shard(half[0]), half[1])
+
+    def barriers(text: str) -> int:
+        return text.count("optimization_barrier")
+
+    apart, in_products = program({}), program({LARGE_VMEM: "65536"})
+    assert barriers(str(apart)) > barriers(str(in_products))
 
 
 @pytest.mark.slow

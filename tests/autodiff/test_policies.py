@@ -75,7 +75,9 @@ def residuals(wrap: Any, layer_remat: Any = lambda f: f) -> list[tuple[tuple[int
 
 
 def expected(kept: str) -> list[tuple[tuple[int, ...], bool]]:
-    return sorted((SHAPES[name.strip("*")], name.endswith("*")) for name in kept.split())
+    mean_squares = (L, b, T), False  # of the inputs of layers, which every policy keeps
+    named = [(SHAPES[name.strip("*")], name.endswith("*")) for name in kept.split()]
+    return sorted([mean_squares, *named])
 
 
 @pytest.mark.parametrize("policy", KEPT)

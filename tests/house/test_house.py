@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
         "xla",
     },
-    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding", "xla", "devices"},
+    "engines": {"spmd", "mpmd", "autodiff", "ir", "schedules", "sharding", "xla", "devices"},
     "api": {
         "_compat",
         "_input",

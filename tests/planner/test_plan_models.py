@@ -17,7 +17,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import sharding
-from jaxpipe.autodiff.backward import SUM_OVER_DEVICES, TENSORS
+from jaxpipe.autodiff.backward import SUM_OVER_CHANNELS, SUM_OVER_DEVICES, TENSORS
 from jaxpipe.cost.work import flops_per_token
 from jaxpipe.kernels import sliced_dot_product_attention
 from jaxpipe.models import MODEL_FAMILIES, PRESETS, matmul_flops_per_token, num_parameters
@@ -159,6 +159,7 @@ def test_the_planner_knows_the_size_of_every_tensor_that_a_policy_may_keep(name:
     num_experts = getattr(sizes, "num_experts", 0)
     assert named.pop(SUM_OVER_DEVICES, 0) == (num_experts + 2 if num_experts else 0)
     found = {name: size / length for name, size in named.items()}
+    assert found.pop(SUM_OVER_CHANNELS) == getattr(sizes, "layers_per_block", 1)
     assert found.pop("decoder_layer_input") == sizes.base_emb_dim
     planned = make_request({"model_name": name}, parse_devices("h100:8")).model.tensors
     assert found == {name: tensor.channels for name, tensor in planned if tensor.channels}

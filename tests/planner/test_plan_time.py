@@ -101,7 +101,9 @@ def test_slices_of_experts_that_are_no_tiles_are_copied(name: str):
     plans = jp.plan(given | keys, "v5p-1024", 2048, 4096, memory_gb=110)
     sliced, request = plans.best.candidate, plans.request
     whole = sliced._replace(whole_experts=True)
-    found = engine_seconds(sliced, request) - engine_seconds(whole, request)
+    found = engine_seconds(sliced, request, frozenset()) - engine_seconds(
+        whole, request, frozenset()
+    )
     assert found == pytest.approx(seconds, rel=0.05)
 
 

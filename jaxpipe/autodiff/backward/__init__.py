@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from ._pullback import pullback as pullback
     from ._rematerialization import OFFLOADED as OFFLOADED
     from ._rematerialization import POLICIES as POLICIES
+    from ._rematerialization import SUM_OVER_CHANNELS as SUM_OVER_CHANNELS
     from ._rematerialization import SUM_OVER_DEVICES as SUM_OVER_DEVICES
     from ._rematerialization import TENSORS as TENSORS
     from ._rematerialization import Location as Location

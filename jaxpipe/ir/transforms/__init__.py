@@ -7,7 +7,8 @@ from ... import _lazy
 if typing.TYPE_CHECKING:
     from ._accumulate import accumulate as accumulate
     from ._accumulate import add_gradients as add_gradients
-    from ._accumulate import cast_apart as cast_apart
+    from ._accumulate import additions_in_products as additions_in_products
+    from ._accumulate import cast_of_gradient as cast_of_gradient
     from ._entries import Entry as Entry
     from ._entries import call_with_entries as call_with_entries
     from ._minimal_cut import minimal_cut as minimal_cut

@@ -8,6 +8,8 @@ accumulator.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -94,15 +96,30 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
 
 
-def cast_apart(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts an array in an operation of its own, after the one that computes it."""
-    # Otherwise XLA:TPU computes a product, its cast and its addition to a float32 sum in one
-    # fusion, which takes a third longer than the product and the addition one after the other.
-    return x if x.dtype == dtype else lax.optimization_barrier(x).astype(dtype)
+_IN_PRODUCTS: ContextVar[bool] = ContextVar("additions_in_products", default=False)
+
+
+@contextmanager
+def additions_in_products(fuse: bool) -> Iterator[None]:
+    """Says whether programs traced inside may add a product to a sum where they compute it."""
+    token = _IN_PRODUCTS.set(fuse)
+    try:
+        yield
+    finally:
+        _IN_PRODUCTS.reset(token)
+
+
+def cast_of_gradient(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts a gradient to the dtype of its sum, in an operation of its own or in the product."""
+    # XLA:TPU computes a product, its cast and its addition to a float32 sum in one fusion if no
+    # barrier is between. With little vector memory that takes a third longer than one after the
+    # other, and else no longer than the product (docs/dev/LOG.md, "Products that add").
+    is_cast = x.dtype != dtype
+    return (x if _IN_PRODUCTS.get() or not is_cast else lax.optimization_barrier(x)).astype(dtype)
 
 
 def _add(start: jax.Array, gradient: Any) -> list[jax.Array]:
-    return [start + cast_apart(jnp.asarray(gradient), start.dtype)]
+    return [start + cast_of_gradient(jnp.asarray(gradient), start.dtype)]
 
 
 _ADD = PrimitiveCall("add_to_sum", _add)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ...autodiff.backward import SUM_OVER_CHANNELS
 from ...sharding import local_draws
 
 ACTIVATION = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -23,14 +24,24 @@ Rope = Callable[[Array, Array, Any], Array]
 
 
 def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float, offset: float = 0.0
+    x: Float[Array, "... D"],
+    scale: Float[Array, " D"],
+    epsilon: float,
+    offset: float = 0.0,
+    *,
+    of_input: bool = False,
 ) -> Float[Array, "... D"]:
     """Normalizes by the root mean square (Zhang and Sennrich, 2019, arXiv 1910.07467).
 
-    The factor of a channel is `scale + offset`: Gemma stores by how much it differs from 1.
+    The factor of a channel is `scale + offset`: Gemma stores by how much it differs from 1. Of the
+    input of a layer every policy saves the mean squares: no product of the layer computes it, which
+    could sum it beside.
     """
     x32 = x.astype(jnp.float32)
-    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1)
+    if of_input:
+        mean_square = checkpoint_name(mean_square, SUM_OVER_CHANNELS)
+    x32 *= jax.lax.rsqrt(mean_square[..., None] + epsilon)
     factor = scale.astype(jnp.float32)
     return (x32 * (factor + offset if offset else factor)).astype(x.dtype)
 

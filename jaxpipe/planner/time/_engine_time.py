@@ -6,6 +6,7 @@ S ranks, v stages on each, M microbatches.
 import jax.numpy as jnp
 
 from ...cost.training_step import efficiency
+from ...xla.compiler_flags import LARGE_VMEM
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
@@ -16,6 +17,10 @@ _STACKED_SUM_BYTES, _SUM_BYTES = 30.0, 14.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
 copies the sum out of a stack of layers, adds, and copies it back. A sum of its own is not copied,
 and takes 14 bytes by the cycles of llama2-7b on v5p."""
+
+_STACKED_SUM_BYTES_IN_PRODUCTS, _SUM_BYTES_IN_PRODUCTS = 12.0, 1.0
+"""The same where the product adds (`engines.adding`), by the cycles of the same rows: a sum is
+still copied out of its stack."""
 
 _STACK_BYTES = 8.0
 """Bytes that XLA reads and writes for each byte that a layer keeps: loops over layers write it to a
@@ -43,9 +48,12 @@ _FEW_SHARDS, _MOST_SHARDS = 4, 32
 """The largest `fsdp` for which products take no longer, and the largest that was compiled."""
 
 
-def engine_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds of what engines and compilers do beside the model's own work."""
-    seconds = gradient_sum_seconds(candidate, request)
+def engine_seconds(candidate: StepLayout, request: Request, flags: frozenset[str]) -> float:
+    """Returns the seconds of what engines and compilers do beside the model's own work.
+
+    `flags` are the names of the compiler's flags that have an effect.
+    """
+    seconds = gradient_sum_seconds(candidate, request, in_products=LARGE_VMEM in flags)
     seconds += _store_seconds(candidate, request) + _copy_seconds(candidate, request)
     seconds += _window_seconds(candidate, request)
     if candidate.engine.pipelines:
@@ -211,8 +219,11 @@ def _host_seconds(candidate: StepLayout, request: Request, moves: float | None) 
     return moved / device_hardware(request.devices).host_bandwidth
 
 
-def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds of a call in which gradients of microbatches are added up on a rank."""
+def gradient_sum_seconds(candidate: StepLayout, request: Request, *, in_products: bool) -> float:
+    """Returns the seconds of a call in which gradients of microbatches are added up on a rank.
+
+    With `in_products` products add to sums that are whole; others are added after a scatter.
+    """
     if candidate.microbatches * candidate.accumulation == 1:
         return 0.0
     # Without a pipeline sums are those of the parameters that a device stores.
@@ -220,5 +231,11 @@ def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * count(request.model.layer, candidate.sizes)
     is_alone = candidate.engine.stage_by_stage and candidate.layers_per_stage == 1
-    moved = _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
+    is_whole = candidate.engine.pipelines and (
+        not candidate.gathers or candidate.gather in ("once", "repeat")
+    )
+    if in_products and is_whole:
+        moved = _SUM_BYTES_IN_PRODUCTS if is_alone else _STACKED_SUM_BYTES_IN_PRODUCTS
+    else:
+        moved = _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
     return candidate.microbatches * moved * parameters / _memory_rate(request)

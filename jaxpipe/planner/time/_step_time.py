@@ -20,7 +20,7 @@ from ...cost.training_step import (
 from ...devices import GROUPED_PRODUCTS
 from ...schedules import makespan
 from ...schedules.lock_step import has_forwards_first, num_ticks
-from ...xla.compiler_flags import FLAGS, StepTraits
+from ...xla.compiler_flags import FLAGS, LARGE_VMEM, StepTraits
 from .._candidates import (
     GatherMode,
     LayoutGroup,
@@ -55,7 +55,6 @@ _COMMUNICATION = (
 
 _GATHERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 _SCATTERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
-_LARGE_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 
 _HIDDEN_ON_TPUS = tuple(kind for kind in Layout().overlap if kind != "fsdp")
 """Without flags XLA:TPU gathers weights and scatters gradients while nothing else runs, as the
@@ -139,8 +138,9 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     whole, reduction, exposed = _work_seconds(candidate, request)
     several = candidate.layers_per_stage > 1
     work = _work_share(candidate.memory_policy, several, request.model) * whole
-    hides = _SCATTERS_ON_SPARSE_CORES in compiler_flags(candidate, request)
-    sums = engine_seconds(candidate, request)
+    flags = compiler_flags(candidate, request)
+    hides = _SCATTERS_ON_SPARSE_CORES in flags
+    sums = engine_seconds(candidate, request, flags)
     sums += expert_reduction_seconds(candidate, request, hides_scatters=hides)
     sums += max(0.0, hides * tick_scatter_seconds(candidate, request) - exposed)
     sums += max(reduction, data_reduction_seconds(candidate, request))
@@ -222,7 +222,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         other = predict(request.work, replace(layout, remat="selective"), kind, reached=reached)
         step = _between(other, step, recomputed)
     parts = dict(step.parts)
-    parts["other_compute"] += engine_seconds(candidate, request)
+    parts["other_compute"] += engine_seconds(candidate, request, flags)
     reduction = data_reduction_seconds(candidate, request)
     parts["gradient_reduction"] = max(parts["gradient_reduction"], reduction)
     # Without rematerialization the forward keeps what it gathers.
@@ -428,7 +428,7 @@ def _efficiency(request: Request, flags: frozenset[str]) -> Efficiency:
     reached = efficiency(device, "bf16")
     if reached.attention_by_heads:  # our kernels were measured there, too
         reached = replace(reached, experts=GROUPED_PRODUCTS / reached.products)
-    if _LARGE_VMEM in flags:
+    if LARGE_VMEM in flags:
         reached = replace(reached, products=reached.products / _WITH_LARGE_VMEM, writing=0.0)
     if device.is_gpu and request.model.activation_bytes > _HALF:
         shares = {

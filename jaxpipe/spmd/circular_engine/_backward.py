@@ -6,7 +6,6 @@ repeat, residuals are written in place into one buffer with an entry per tick, a
 move microbatches between ranks are not stored for the backward.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import add_trees, over_leading, put
 from ..ranks import update_if, zeros_like
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
-from ._loop_phases import LoopPhase
-from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
+from ._loop_phases import LoopPhase, phase_of
+from ._residuals import Buffers, halves_of_repeats
 from ._shape import (
     State,
     TickWork,
@@ -68,35 +67,28 @@ class BackwardCarry(NamedTuple):
 
 
 def backward(
-    invariants: CircularInvariants, residuals: Residuals, doutputs: PyTree, daux: Aux
+    invariants: CircularInvariants, residuals: list[Buffers], doutputs: PyTree, daux: Aux
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
     shape, gather = invariants.shape, invariants.gather
-    final, half = shape.num_repeats - 1, middle_repeat(shape)
     cotangents = Cotangents(
         last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
     )
-    last = _after(final, cotangents.state)
+    last = _after(shape.num_repeats - 1, cotangents.state)
     prefetched = gather.prefetch(last)
     window = gather.window(prefetched, last)
     zero_sum = gather.zeros(window)
     carry = BackwardCarry(WeightState(window, prefetched, zero_sum, zero_sum, ()), cotangents)
 
-    def run_half(read: Callable, repeats: range, carry: BackwardCarry) -> BackwardCarry:
+    of_halves = []
+    for repeats, of_ticks in reversed(list(zip(halves_of_repeats(shape), residuals, strict=True))):
         weight_state = carry.weight_state._replace(gradients=gather.zero_gradients(len(repeats)))
-        tick = partial(_backward_tick, invariants, read, daux, repeats)
         carry = carry._replace(weight_state=weight_state)
-        return _scatter_last(
-            invariants, invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
-        )
-
-    read = partial(read_second_half, residuals, shape)
-    carry = run_half(read, range(half, final + 1), carry)
-    gradients = carry.weight_state.gradients
-    if half:
-        carry = run_half(partial(read_first_half, residuals, shape), range(half), carry)
-        halves = carry.weight_state.gradients, gradients
-        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *halves)
+        tick = partial(_backward_tick, invariants, of_ticks, daux, repeats)
+        carry = invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
+        carry = _scatter_last(invariants, carry)
+        of_halves.insert(0, carry.weight_state.gradients)
+    gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *of_halves)
     gradients = over_leading(gather.finish, gradients)
     cotangents = carry.cotangents
     return gradients, cotangents.state.stream, cotangents.batch_inputs
@@ -112,7 +104,7 @@ def _scatter_last(invariants: CircularInvariants, carry: BackwardCarry) -> Backw
 
 def _backward_tick(
     invariants: CircularInvariants,
-    read: Callable[[Any], list[jax.Array]],
+    residuals: Buffers,
     daux: Aux,
     repeats: range,
     phase: LoopPhase,
@@ -131,7 +123,8 @@ def _backward_tick(
         dw, *cotangents = invariants.stage.backward(*arguments)
         return dw, cotangents
 
-    arguments = gather.unshard(weight_state.window), batch_inputs, keys, read(t), (dy, daux_of_tick)
+    saved = index_leading(residuals, t - phase_of(shape, repeats).start)
+    arguments = gather.unshard(weight_state.window), batch_inputs, keys, saved, (dy, daux_of_tick)
     gradient, (dx, ds) = gather.accumulate(weight_state.gradient, backward, *arguments)
     weight_state = weight_state._replace(gradient=gradient)
     if shape.num_repeats > 1:

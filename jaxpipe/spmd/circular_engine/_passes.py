@@ -21,8 +21,8 @@ from ._invariants import (
     begins_repeat,
     prepare,
 )
-from ._loop_phases import LoopPhase
-from ._residuals import Residuals, allocate, store
+from ._loop_phases import LoopPhase, phase_of
+from ._residuals import Buffers, allocate, halves_of_repeats, store
 from ._shape import (
     State,
     first_state,
@@ -39,14 +39,14 @@ class ForwardCarry(NamedTuple):
     """Values that a rank carries from tick to tick.
 
     `window` has the weights of its repeat, and `prefetched` those of the next as far as they are
-    gathered.
+    gathered. `residuals` are those of the repeats of a loop.
     """
 
     window: PyTree
     prefetched: PyTree
     state: State
     aux: Aux
-    residuals: Residuals
+    residuals: Buffers
 
 
 def forward_rank(
@@ -57,11 +57,11 @@ def forward_rank(
     inputs: PyTree[Shaped[Array, "n ..."]],
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
-) -> tuple[tuple[PyTree, Aux], Residuals]:
+) -> tuple[tuple[PyTree, Aux], list[Buffers]]:
     """Sends every microbatch through all stages, as one rank inside the axis `stage`.
 
     Returns ((outputs like `inputs`, aux summed over all stages and microbatches), residuals of this
-    rank).
+    rank, for each half of the repeats).
     """
     invariants, aux = prepare(stage, options, weights, inputs, batch_inputs, keys)
     (outputs, totals), residuals = forward(invariants, inputs, aux, save_residuals=save_residuals)
@@ -75,7 +75,7 @@ def backward_rank(
     inputs: PyTree,
     batch_inputs: PyTree[Shaped[Array, "M ..."]],
     keys: PyTree[Shaped[Array, "R ..."]],
-    residuals: Residuals,
+    residuals: list[Buffers],
     doutputs: PyTree,
     daux: Aux,
 ) -> tuple[PyTree, PyTree, PyTree]:
@@ -95,22 +95,25 @@ def forward(
     aux_shapes: PyTree,
     *,
     save_residuals: bool,
-) -> tuple[tuple[PyTree, Aux], Residuals]:
-    """Runs all ticks of the forward on one rank; residuals are empty unless they are saved."""
+) -> tuple[tuple[PyTree, Aux], list[Buffers]]:
+    """Runs all ticks of the forward on one rank; nothing is stored unless residuals are saved."""
     shape, gather = invariants.shape, invariants.gather
     state, aux = first_state(inputs, shape), zeros_like(aux_shapes)
-    residuals = _allocate_residuals(invariants, inputs) if save_residuals else Residuals([], [])
     prefetched = gather.prefetch(0)
-    carry = ForwardCarry(gather.window(prefetched, 0), prefetched, state, aux, residuals)
-    tick = partial(_forward_tick, invariants)
-    carry = invariants.run_all_ticks(tick, carry, shape, range(shape.num_repeats))
-    return (realign(carry.state.stream, shape), carry.aux), carry.residuals
+    carry = ForwardCarry(gather.window(prefetched, 0), prefetched, state, aux, [])
+    avals, stored = _residuals_of_tick(invariants, inputs) if save_residuals else [], []
+    for repeats in halves_of_repeats(shape) if save_residuals else [range(shape.num_repeats)]:
+        carry = carry._replace(residuals=allocate(avals, shape, repeats))
+        tick = partial(_forward_tick, invariants, phase_of(shape, repeats).start)
+        carry = invariants.run_all_ticks(tick, carry, shape, repeats)
+        stored.append(carry.residuals)
+    return (realign(carry.state.stream, shape), carry.aux), stored
 
 
 def _forward_tick(
-    invariants: CircularInvariants, phase: LoopPhase, carry: ForwardCarry, t: Any
+    invariants: CircularInvariants, first_tick: int, phase: LoopPhase, carry: ForwardCarry, t: Any
 ) -> ForwardCarry:
-    """Returns the carry after tick `t`."""
+    """Returns the carry after tick `t`, in loops that begin with `first_tick`."""
     gather, shape = invariants.gather, invariants.shape
     window, prefetched, state, aux, residuals = carry
     work = work_at(t, shape)
@@ -126,14 +129,14 @@ def _forward_tick(
         part = work.microbatch, shape.num_microbatches
         prefetched, y = gather.prefetch_part(prefetched, next_repeat, *part, y)
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
-    residuals = store(residuals, new, t, shape)
+    residuals = store(residuals, new, t - first_tick)
     move = stream_move(t, shape, phase.program)
     state = hand_over(state, y, t, move=move)
     return ForwardCarry(window, prefetched, state, aux, residuals)
 
 
-def _allocate_residuals(invariants: CircularInvariants, inputs: PyTree) -> Residuals:
-    """Allocates buffers for the residuals of all ticks."""
+def _residuals_of_tick(invariants: CircularInvariants, inputs: PyTree) -> list[Any]:
+    """Returns the abstract values of the residuals of a tick."""
     gather = invariants.gather
 
     def residuals(inputs):
@@ -141,4 +144,4 @@ def _allocate_residuals(invariants: CircularInvariants, inputs: PyTree) -> Resid
         batch_inputs, keys = batch_inputs_and_keys(invariants, work_at(0, invariants.shape))
         return invariants.stage.forward(w, index_leading(inputs, 0), batch_inputs, keys)[1]
 
-    return allocate(jax.make_jaxpr(residuals)(inputs).out_avals, invariants.shape)
+    return jax.make_jaxpr(residuals)(inputs).out_avals

@@ -18,5 +18,6 @@ if typing.TYPE_CHECKING:
     from ._probe import probe_json as probe_json
     from ._probe import probe_text as probe_text
     from ._table import FLAGS as FLAGS
+    from ._table import LARGE_VMEM as LARGE_VMEM
 else:
     __getattr__, __dir__, __all__ = _lazy.names(__name__)

@@ -21,6 +21,9 @@ def _vmem_kib(row: Hardware) -> int:
 _WITH_SPARSE_CORES = tuple(
     name for row in HARDWARE.values() if row.sparse_cores for name in row.device_kinds
 )
+LARGE_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""The option that lets one instruction use more of a core's vector memory."""
+
 _DEFAULT_VMEM_KIB = 16_384
 _WITH_LARGE_VMEM = tuple(
     name
@@ -228,7 +231,7 @@ FLAGS: tuple[CompilerFlag, ...] = (
     ),
     CompilerFlag(
         "scoped VMEM",
-        "xla_tpu_scoped_vmem_limit_kib",
+        LARGE_VMEM,
         lambda traits: str(_vmem_kib(HARDWARE[_kind(traits)])),
         "tpu",
         "Lets one instruction use three quarters of a core's vector memory, for larger tiles of "
