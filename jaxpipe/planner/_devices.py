@@ -129,9 +129,10 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
             match[2] == ":" and len(sizes) <= 2 and num_slices == 1,
         )
     elif match[2] == "-":
-        shape, fits = _slice_shape(row, sizes[0]), len(sizes) == 1
+        shape = _slice_shape(row, sizes[0])
+        fits = len(sizes) == 1 and _is_of_hosts(shape)
     else:
-        shape, fits = sizes, len(sizes) == row.torus_axes
+        shape, fits = sizes, len(sizes) == row.torus_axes and _is_of_hosts(sizes)
     if not fits or 0 in shape:
         raise ValueError(_no_devices(name, num_slices))
     return Devices(
@@ -171,10 +172,15 @@ def _devices_here() -> Devices:
 def _no_devices(name: str, num_slices: int) -> str:
     return (
         f"`devices` is {name!r} and `num_slices` {num_slices}. Give an accelerator such as v5p-64 "
-        "(which counts TensorCores) or v6e-16, chips such as v5p:4x4x2 or v6e:4x4, or GPUs such as "
-        f"h100:8 or h100:2x8 (hosts and devices of each, without slices), of the generations "
-        f"{', '.join(HARDWARE)}."
+        "(which counts TensorCores) or v6e-16, chips such as v5p:4x4x2 or v6e:4x4 in hosts of 2 x "
+        "2 chips, or GPUs such as h100:8 or h100:2x8 (hosts and devices of each, without slices), "
+        f"of the generations {', '.join(HARDWARE)}."
     )
+
+
+def _is_of_hosts(chips: tuple[int, ...]) -> bool:
+    """Returns whether there are hosts for the chips of a torus: of 2 x 2 each, or of one."""
+    return math.prod(chips) == 1 or all(size % 2 == 0 for size in chips[:2])
 
 
 def _gpu_shape(sizes: tuple[int, ...], per_host: int) -> tuple[int, ...]:

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from jaxpipe.data import Source, read_documents
-from jaxpipe.data.batches import corpus_fingerprint, corpus_from_tokens, tokenize
+from jaxpipe.data.batches import (
+    corpus_fingerprint,
+    corpus_from_tokens,
+    read_corpus,
+    tokenize,
+)
 from jaxpipe.data.sources import ByteTokenizer
 
 BLANKS = "\n\n\n"
@@ -86,3 +91,12 @@ def test_the_checksum_of_a_corpus_is_that_of_its_bytes_and_copies_none_of_them()
     assert (
         corpus_fingerprint(corpus_from_tokens(np.repeat(tokens, 2)[::2], ends))["checksum"] == found
     )
+
+
+def test_documents_without_a_target_are_refused(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
+    source, tokenizer = Source(type="jsonl", files=(str(tmp_path),)), ByteTokenizer()
+    with pytest.raises(ValueError, match="The 3 documents of `data_files` are all empty"):
+        read_corpus(source, tokenizer, vocab_size=264)
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}')
+    assert len(read_corpus(source, tokenizer, vocab_size=264)) == 5

@@ -138,6 +138,7 @@ def test_the_trainer_may_choose_the_schedule_of_an_engine_that_runs_any():
             ["--devices", "v5p-8", "--schedule", "1f1b", "scan_pipeline_iterations=false"],
             "'1f1b', whose engine 'scheduled' does not read `scan_pipeline_iterations`",
         ),
+        (["--devices", "v5p-8", "--schedule", "nonsense"], "There is no schedule 'nonsense'."),
         (
             ["--devices", "v5p-8", "--max-stages=1", "scan_pipeline_iterations=false"],
             "`scan_pipeline_iterations` is not read by 'none', 'scheduled', 'mpmd'.",
@@ -159,6 +160,7 @@ def test_what_cannot_be_planned_is_said(
             "`devices` 'llama2-7b', which is a model. .*: give the model first",
         ),
         (("llama2-7b", 64, "v5p-8"), "`devices` is 64. Give a name such as 'v5p-64'"),
+        (("llama2-7b", "v6e:3x3"), "v6e:4x4 in hosts of 2 x 2 chips"),
         (("llama2-7b", "v5p-8", "64"), "`batch` is '64'. Give the number of sequences of a step"),
         (
             ("llama2-7b", "v5p-8", 64, {}),
@@ -167,7 +169,7 @@ def test_what_cannot_be_planned_is_said(
         ((None, "v5p-8"), "`model` is None. Give the name of a preset, the keys of a run, a"),
     ],
 )
-def test_arguments_in_a_wrong_order_are_named(arguments: tuple, message: str):
+def test_wrong_arguments_are_named(arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(jp.plan)(*arguments)
 

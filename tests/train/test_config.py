@@ -97,6 +97,11 @@ def test_text_needs_files():
         ),
         ({"weight_decay_exclude": ("norm",), "adam_weight_decay": 0.0}, {"adam_weight_decay": 0.1}),
         ({"llama31_rope_factor": 4.0}, {"rope_type": "llama3.1"}),
+        ({"rope_factor": 4.0}, {"decoder_block": "deepseek", "rope_type": "yarn"}),
+        (
+            {"max_gradient_norm": 1.0, "bad_step_policy": "ignore"},
+            {"bad_step_policy": "skip"},
+        ),
         ({"routed_bias_update_rate": 0.5}, {"routed_bias": True}),
         ({"group_score_experts": 1}, {"n_routing_groups": 2}),
         ({"mpmd_trace_step": 9, "pipeline_engine": "mpmd", "steps": 8}, {"steps": 9}),

@@ -80,6 +80,7 @@ def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) ->
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
 ENGINES: dict[str, tuple[int, Settings]] = {
     "circular": (4, {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_per_repeat": True}),
+    "context": (4, {"ici_context_parallelism": 2}),
     "vocabulary": (2, {"pipeline_vocab_parallel": True}),
     "scheduled": (2, {"pipeline_engine": "scheduled", "pipeline_schedule": "zbv"}),
     "uneven": (

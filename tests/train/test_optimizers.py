@@ -153,6 +153,12 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], Settings]] = {
         lambda: contrib.schedule_free_adamw(rate, eps=1e-3, weight_decay=0.1),
         NO_DECAY | {"optimizer_arguments": {"eps": 1e-3, "weight_decay": 0.1}},
     ),
+    # Their states have the first weights, which no update changes.
+    "dog": (lambda: contrib.dog(rate), NO_DECAY),
+    "prodigy": (
+        lambda: contrib.prodigy(rate, eps=1e-3),
+        NO_DECAY | {"optimizer_arguments": {"eps": 1e-3}},
+    ),
 }
 """What a user of optax writes, and the settings of a run."""
 
@@ -229,6 +235,7 @@ QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd")}
         for name in OPTIMIZERS
         for engine in ENGINES
         if (name, engine) != ("adafactor", "mpmd")  # refused
+        and (name, engine) != ("dog", "explicit")  # ends in a message of JAX
     ],
 )
 def test_three_steps_are_those_of_a_plain_program_with_optax(name: str, engine: str):
@@ -467,6 +474,12 @@ def test_a_checkpoint_goes_on_under_another_engine_and_mesh(
     name: str, here: str, there: str, tmp_path: Path
 ):
     moved(name, OPTIMIZERS[name][1], here, there, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dog", pytest.param("prodigy", marks=SLOW)])
+def test_programs_of_ranks_save_states_that_no_update_changes(name: str, tmp_path: Path):
+    settings = OPTIMIZERS[name][1] | {"bad_step_policy": "skip"}
+    moved(name, settings, "mpmd", "none, fsdp", tmp_path)
 
 
 def test_a_run_does_not_go_on_with_another_optimizer(tmp_path: Path):

@@ -274,6 +274,7 @@ def test_what_cannot_be_sampled_is_refused_by_name(llama, tmp_path, config, caps
     assert "needs 16 devices" in refusal(llama, "a", ici_fsdp_parallelism=16)
     config(dataset_type="synthetic")
     assert "nothing says which tokenizer its tokens are of" in refusal(llama, "a")
+    assert sample(llama, ["a"], tokenizer="bytes", max_tokens=1)[0].prompt == "a"
     config(base_mlp_dim=48)
     assert "of another model" in refusal(llama, "a")
     config(rope_max_timescale=5.0)

@@ -89,6 +89,7 @@ def run_of_stacks(
     # The program of one layer of a kind is then that of all.
     single = {kind for kind, ids in layer_ids.items() if max(map(np.max, ids)) == 0}
     inputs: list[Any] = []
+    given: dict[int, Any] = {}  # what is returned as it is stays the same array
     for argument in arguments:
         rest = iter(argument.values)
         for slot in argument.slots:
@@ -96,7 +97,9 @@ def run_of_stacks(
                 inputs.append(next(rest))
                 continue
             dim = num_lead(slot.kind) + slot.dim
-            parts = tuple(jnp.expand_dims(x, dim) for x in argument.parts[slot.kind, slot.name])
+            stored = argument.parts[slot.kind, slot.name]
+            parts = tuple(jnp.expand_dims(x, dim) for x in stored)
+            given |= {id(part): x for part, x in zip(parts, stored, strict=True)}
             if slot.kind in single:
                 inputs.append(read_layer(parts, layer_ids[slot.kind], 0))
             else:
@@ -117,6 +120,6 @@ def run_of_stacks(
             parts = tuple(jnp.broadcast_to(output, (*i.shape, *output.shape)) for i in ids)
         else:
             parts = output.parts
-        stacks = (jnp.squeeze(part, dim) for part in parts)
+        stacks = (given.get(id(part), jnp.squeeze(part, dim)) for part in parts)
         named[slot.kind, slot.name] = tuple(map(fill_padding, stacks, ids))
     return Results(results.values, named)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ...train.sampling import OpenedRun
 
 _HELP = "print how the model of a run goes on behind a prompt"
-_BYTES = "bytes"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -67,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--tokenizer",
         type=text,
         metavar="FILE",
-        help=f"a tokenizer.json, a sentencepiece .model, or `{_BYTES}`; default: the run's",
+        help="a tokenizer.json, a sentencepiece .model, or `bytes`; default: the run's",
     )
     add("--allow-unverified", action="store_true", help="take also a checkpoint without digests")
     add(
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     config = sampled_config(args.run, settings)
     if config.jax_cache_dir == "auto":
         use_compile_cache()
-    tokenizer = "" if args.tokenizer == _BYTES else args.tokenizer
+    tokenizer = args.tokenizer
     if tokenizer is None and not config.reads_text and (file := carried_tokenizer(args.run)):
         tokenizer = str(file)
     opened = open_run(

@@ -78,9 +78,16 @@ def read_corpus(
 ) -> Corpus:
     """Reads the documents of a source, text into 4 bytes of memory a token; tokens are mapped."""
     if source.type == "tokens":
-        return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
-    assert tokenizer is not None, "text is tokenised"
-    return tokenize(read_documents(source, key=key), tokenizer)
+        corpus = corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
+    else:
+        assert tokenizer is not None, "text is tokenised"
+        corpus = tokenize(read_documents(source, key=key), tokenizer)
+    if len(corpus) == len(corpus.ends):
+        raise ValueError(
+            f"The {len(corpus.ends)} documents of `{key}` are all empty, so no token has a target. "
+            "Give a document with text."
+        )
+    return corpus
 
 
 def select_documents(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:

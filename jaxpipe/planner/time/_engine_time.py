@@ -18,9 +18,9 @@ _STACKED_SUM_BYTES, _SUM_BYTES = 30.0, 14.0
 copies the sum out of a stack of layers, adds, and copies it back. A sum of its own is not copied,
 and takes 14 bytes by the cycles of llama2-7b on v5p."""
 
-_STACKED_SUM_BYTES_IN_PRODUCTS, _SUM_BYTES_IN_PRODUCTS = 12.0, 1.0
-"""The same where the product adds (`engines.adding`), by the cycles of the same rows: a sum is
-still copied out of its stack."""
+_STACKED_SUM_SAVED, _SUM_SAVED = 18.0, 13.0
+"""Of these what is saved where the product adds, by the cycles of the same rows (`adding` in
+`engines`): the sum is still copied out of its stack."""
 
 _STACK_BYTES = 8.0
 """Bytes that XLA reads and writes for each byte that a layer keeps: loops over layers write it to a
@@ -222,20 +222,21 @@ def _host_seconds(candidate: StepLayout, request: Request, moves: float | None) 
 def gradient_sum_seconds(candidate: StepLayout, request: Request, *, in_products: bool) -> float:
     """Returns the seconds of a call in which gradients of microbatches are added up on a rank.
 
-    With `in_products` products add to sums that are whole; others are added after a scatter.
+    With `in_products` products of XLA add to sums that are whole; others are added after a scatter.
     """
     if candidate.microbatches * candidate.accumulation == 1:
         return 0.0
     # Without a pipeline sums are those of the parameters that a device stores.
     count = gathered_parameters if candidate.engine.pipelines else stored_parameters
     layers = candidate.layers_per_stage * candidate.chunks
-    parameters = layers * count(request.model.layer, candidate.sizes)
     is_alone = candidate.engine.stage_by_stage and candidate.layers_per_stage == 1
     is_whole = candidate.engine.pipelines and (
         not candidate.gathers or candidate.gather in ("once", "repeat")
     )
+    moved = count(request.model.layer, candidate.sizes) * (
+        _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
+    )
     if in_products and is_whole:
-        moved = _SUM_BYTES_IN_PRODUCTS if is_alone else _STACKED_SUM_BYTES_IN_PRODUCTS
-    else:
-        moved = _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
-    return candidate.microbatches * moved * parameters / _memory_rate(request)
+        saved = _SUM_SAVED if is_alone else _STACKED_SUM_SAVED
+        moved -= count(request.model.dense, candidate.sizes) * saved  # experts are of kernels
+    return candidate.microbatches * layers * moved / _memory_rate(request)

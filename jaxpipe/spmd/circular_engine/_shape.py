@@ -20,7 +20,7 @@ All of this is linear, so the backward is the same movement transposed: each fun
 state has a transpose that moves the state's cotangent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ...autodiff.staged_model import index_leading
 from ...schedules.builders import circular_ticks
 from .._buffers import add_trees, put
-from ..ranks import AXIS, execution_count_hint, poison, update_if
+from ..ranks import AXIS, ON_ALL_RANKS, execution_count_hint, poison, update_if
 
 TickIndex = int | Int[Array, ""]
 """Index of a tick; a Python integer where ticks are unrolled."""
@@ -193,6 +193,7 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
 
 def add_input(state: State, dx: PyTree, t: TickIndex, *, work: TickWork, hint: str) -> State:
     """Gives `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
+    _, in_flight, dx = _after_transfers((), state.in_flight, dx)
     # Every slot of the storage is read once before it is written again, so its cotangent is set,
     # also to zero: `take_back` leaves what it has taken.
     storage = put(state.storage, _where(~work.from_stream, dx), _input_slot(state, t))
@@ -202,7 +203,7 @@ def add_input(state: State, dx: PyTree, t: TickIndex, *, work: TickWork, hint: s
         return put(stream, add_trees(index_leading(stream, slot), dx), slot)
 
     stream = update_if(work.from_stream & work.busy, add_to_slot, state.stream, hint=hint)
-    return State(stream, storage, state.in_flight)
+    return State(stream, storage, tuple(in_flight))
 
 
 def _input_slot(state: State, t: TickIndex) -> Int[Array, ""]:
@@ -240,6 +241,7 @@ def hand_over(state: State, y: PyTree, t: TickIndex, *, move: StreamMove) -> Sta
     """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
     sent, *in_flight = (*state.in_flight, y)
     arrived = jax.tree.map(to_next_rank, sent)
+    arrived, in_flight, y = _after_transfers(arrived, in_flight, y)
     storage = put(state.storage, arrived, t % _length(state.storage))
     return State(move_stream(state.stream, y, t, move), storage, tuple(in_flight))
 
@@ -250,6 +252,15 @@ def take_back(state: State, t: TickIndex, *, move: StreamMove) -> tuple[State, P
     *in_flight, dy = jax.tree.map(_to_previous_rank, arrived), *state.in_flight
     stream, dy = _move_back(state.stream, dy, t, move)
     return State(stream, state.storage, tuple(in_flight)), dy
+
+
+def _after_transfers(arrived: PyTree, in_flight: Sequence[PyTree], x: PyTree) -> tuple:
+    """Returns these, of which none can be used before a delayed transfer has ended.
+
+    XLA's schedulers would put a transfer that only a later tick reads behind all work of a tick,
+    where there is nothing to hide it.
+    """
+    return lax.optimization_barrier((arrived, in_flight, x)) if in_flight else (arrived, (), x)
 
 
 def move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
@@ -280,7 +291,8 @@ def _move_back(stream: PyTree, dy: PyTree, t: TickIndex, move: StreamMove) -> tu
 def _if_moves(move: StreamMove, moved: Callable, state: PyTree) -> PyTree:
     if isinstance(move.moves, bool):
         return moved(state) if move.moves else state
-    return update_if(move.moves, moved, state, hint=move.hint)
+    on_all_ranks = jax.named_scope(ON_ALL_RANKS)(moved)
+    return update_if(move.moves, on_all_ranks, state, hint=move.hint)
 
 
 def _is_last() -> Bool[Array, ""]:

@@ -10,6 +10,7 @@ from ._stage_order import to_ranks as to_ranks
 from ._stage_order import to_stages as to_stages
 from ._stage_shardings import at_init as at_init
 from ._stage_shardings import in_stage as in_stage
+from ._varying import ON_ALL_RANKS as ON_ALL_RANKS
 from ._varying import cond as cond
 from ._varying import execution_count_hint as execution_count_hint
 from ._varying import masked_layer as masked_layer

@@ -57,6 +57,10 @@ def cond(
     return jax.tree.unflatten(tree, leaves)
 
 
+ON_ALL_RANKS = "on_all_ranks"
+"""The name scope of a branch that all ranks take in the same ticks, so that it may communicate."""
+
+
 def update_if(predicate: Any, update: Callable, state: Any, *, hint: str = "") -> Any:
     """Returns `update(state)` if `predicate` is true, else `state`: large arrays are not copied.
 

@@ -44,6 +44,7 @@ from ...planner import (
     device_hardware,
 )
 from ...schedules import FAMILIES
+from ...schedules.builders import get_family
 from ...sharding.layout import parse_layout
 from ..config._config import Config, unread_by_engines
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
@@ -53,6 +54,7 @@ from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import model_config
 from ..plan._from_config import axis_rules, model_plan, optimizer_plan
 from ..plan._model import ModelPlan
+from ..plan._schedule_selection import is_schedule_file
 from ._source import AXIS_KEYS, TrainerSource
 
 _LAYERS_KEY = "num_layers_per_pipeline_stage"
@@ -185,6 +187,8 @@ def _keys_of_schedule(schedule: str | None, engine_name: str | None) -> Values:
     """Returns the keys that a schedule implies: its engine, if it is the only one for it."""
     if not schedule:
         return {}
+    if schedule != "auto" and not is_schedule_file(schedule):
+        get_family(schedule)  # an unknown name is told before layouts are tried
     usual = usual_engine(schedule)
     name = engine_name or usual.config_name
     if name in CONFIG_ENGINES and CONFIG_ENGINES[name].runs_schedules != usual.runs_schedules:

@@ -32,6 +32,9 @@ _AXES = ("fsdp", "tensor", "expert")
 SETTINGS = (*(f"ici_{axis}_parallelism" for axis in _AXES), "dtype", "logical_axis_rules")
 """Keys of a run that a sample may have with another value."""
 
+BYTES = "bytes"
+"""The name of the tokenizer whose tokens are the bytes of a text."""
+
 
 def sample(
     run: str | PathLike[str],
@@ -63,7 +66,7 @@ def sample(
         bos: The id of a token in front of every prompt, as models of others were trained with; None
             for none, as in training here.
         step: The step of the checkpoint. Default: the newest.
-        tokenizer: A tokenizer.json or a sentencepiece .model, or "" for bytes. Default: that of the
+        tokenizer: A tokenizer.json or a sentencepiece .model, or "bytes". Default: that of the
             run.
         allow_unverified: Whether a checkpoint without digests is accepted.
         **settings: Keys of a run: `ici_fsdp_parallelism`, `ici_tensor_parallelism` and
@@ -154,12 +157,12 @@ def open_run(
 
 def _tokenizer_path(config: Config, wanted: str | None) -> str:
     if wanted is not None:
-        return wanted
+        return "" if wanted == BYTES else wanted
     if not config.reads_text:
         raise ValueError(
             f"`dataset_type` of the run is {config.dataset_type!r}, so nothing says which "
             "tokenizer its tokens are of. Give `tokenizer`: a tokenizer.json, a sentencepiece "
-            ".model, or bytes."
+            f".model, or {BYTES!r}."
         )
     return config.tokenizer_path
 

@@ -70,4 +70,5 @@ def _is_usable(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> 
 
 
 def _select(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(first, x, y), new, old)
+    # What an optimizer never changes, such as prodigy's first weights, no program of a rank reads.
+    return jax.tree.map(lambda x, y: y if x is y else jnp.where(first, x, y), new, old)

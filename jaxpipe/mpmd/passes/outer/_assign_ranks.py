@@ -14,7 +14,9 @@ equation runs where the largest of its inputs is held, so an optimizer update ru
 has the gradient. Scalars count alike: of a gradient and a norm of all gradients, the gradient
 decides, as it was computed from values of fewer ranks. Values that depend on no loop, such as a
 step count or a cast of weights, are cheap to compute twice: every rank that needs such a value
-computes it itself.
+computes it itself. But for scalars that are reduced from arrays, such as the distance of weights
+from the first ones: these are computed where a loop reads the largest of the arrays, which are
+not sent.
 
 In a function without loops an equation runs where the largest of its inputs is, as if a loop had
 put the arguments where they are.
@@ -127,6 +129,7 @@ def _ranks_after_loops(
     input of the function that loops read counts as held by the ranks of these loops.
     """
     held = {value: _OnRanks(ranks, ranks) for value, ranks in held_on.items()}
+    near: dict[Var, set[int]] = {v: ranks for v in graph.inputs if (ranks := read_by_loops.get(v))}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
@@ -134,6 +137,14 @@ def _ranks_after_loops(
             continue
         operands = variables(eqn.inputs)
         if held.keys().isdisjoint(operands):
+            arrays = [v for v in operands if v in near and v.aval.shape]
+            if not arrays:
+                continue
+            ranks = near[max(arrays, key=lambda v: v.num_bytes)]
+            if any(v.aval.shape for v in eqn.outputs):
+                near |= dict.fromkeys(eqn.outputs, ranks)
+            else:
+                held |= dict.fromkeys(eqn.outputs, _OnRanks(ranks, ranks))
             continue
         read = {v: _OnRanks(ranks, ranks) for v in operands if (ranks := read_by_loops.get(v))}
         chosen = _where_eqn_runs(eqn, {v: h for v in operands if (h := held.get(v) or read.get(v))})
