@@ -62,7 +62,7 @@ ROWS: dict[str, tuple[dict, str, str]] = {
     "A explicit": (TWO_RANKS | ONCE | {"shard_mode": "explicit"}, "does not trace", "as A"),
     "B": (TWO_RANKS | ONCE | ZERO_1, "69958 | 14.0 0.3 6.9 26.7 51.9", ""),
     "C": (TWO_RANKS, "40997 3.85 0.17 | 105.0 52.7 0.4 1.2 39.1", "34500 3.33 s"),
-    # x is sent while the next tick computes, for one tick more.
+    # A result is sent while the next tick computes, and arrives one tick later.
     "C delayed": (TWO_RANKS | DELAYED, "", "as C"),
     "C per repeat": (
         TWO_RANKS | PER_REPEAT,

@@ -13,6 +13,7 @@ from ._engine import OwnSchedule as OwnSchedule
 from ._engine import ParamSpecs as ParamSpecs
 from ._engine import PipelineSpec as PipelineSpec
 from ._engine import When as When
+from ._jit import adding_in_products as adding_in_products
 from ._kinds import with_kinds as _with_kinds
 from ._layer_order import common_sequence as common_sequence
 from ._memory import LIVE as LIVE

@@ -12,7 +12,7 @@ from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
 from ._engine import Engine, OwnSchedule, PipelineSpec
-from ._jit import adding, jit
+from ._jit import jit
 from ._memory import (
     Buffers,
     PeakMemory,
@@ -94,7 +94,6 @@ def _value(
     return circular_engine.circular_value(model, weights, batch_inputs, keys, **arguments)
 
 
-@adding
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
@@ -157,8 +156,10 @@ def _expected_buffers(family: str | None, counts: StepCounts) -> Buffers:
     del family
     S, v, M, delay = counts.num_ranks, counts.chunks, counts.num_microbatches, 1
     delay += counts.options.forwarding_delay
-    *first, last = circular_engine.num_entries(circular_engine.PipelineShape(S, v, M, delay))
-    return Buffers(sum(first) + last, sum(first), activations=_STREAM * max(1, M // S) + delay - 1)
+    entries = circular_engine.num_entries(circular_engine.PipelineShape(S, v, M, delay))
+    return Buffers(
+        sum(entries), sum(entries[:-1]), activations=_STREAM * max(1, M // S) + delay - 1
+    )
 
 
 def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory:

@@ -1,8 +1,8 @@
 """Compiles a function to one program over a mesh."""
 
 import math
-from collections.abc import Callable
-from functools import partial, update_wrapper
+from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ..ir.transforms import additions_in_products
 from ..spmd.ranks import ON_ALL_RANKS
-from ..xla.compiler_flags import FLAGS, LARGE_VMEM, StepTraits, default_options
+from ..xla.compiler_flags import FLAGS, StepTraits, adds_in_products, default_options
 from ..xla.hlo import audit
 from ._engine import PipelineSpec
 
@@ -55,9 +55,32 @@ class OneProgram:
 def jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
     """Compiles a function to one program."""
     options = _options(plan)
-    program = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options or None)
+    traced = adding_in_products(function, plan.mesh.devices.flat[0].device_kind, options)
+    program = jax.jit(traced, donate_argnums=donate_argnums, compiler_options=options or None)
     replicated = NamedSharding(plan.mesh, PartitionSpec())
     return OneProgram(function, program, replicated, may_hang=_may_hang(plan))
+
+
+def adding_in_products(
+    function: Callable, device_kind: str, options: Mapping[str, Any]
+) -> Callable:
+    """Makes a function add products to sums where it computes them, if that is faster.
+
+    Args:
+        function: What is compiled.
+        device_kind: The kind of its devices, as JAX names it.
+        options: XLA's options for it.
+
+    Returns:
+        A function like `function`.
+    """
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with additions_in_products(adds_in_products(device_kind, options)):
+            return function(*args, **kwargs)
+
+    return traced
 
 
 def _may_hang(plan: PipelineSpec) -> bool:
@@ -84,20 +107,6 @@ def _require_no_permutes_in_branches(lowered: Any) -> None:
                 "size. Give `engine='mpmd'` or `schedule='circular'`, keep the parts as weights of "
                 "their own, or run it on TPUs or GPUs."
             )
-
-
-def adding(value_and_grad: Callable) -> Callable:
-    """Returns `value_and_grad` of one program, which adds up gradients as is fastest.
-
-    With large tiles XLA:TPU adds a product to a sum in the time of the product: row A of
-    benchmarks/tpu_memory.py takes 3.32 s instead of 3.41, and without them 4.16 instead of 4.00.
-    """
-
-    def run(plan: PipelineSpec, *arguments: Any) -> Any:
-        with additions_in_products(LARGE_VMEM in _options(plan)):
-            return value_and_grad(plan, *arguments)
-
-    return run
 
 
 def _options(plan: PipelineSpec) -> dict[str, Any]:

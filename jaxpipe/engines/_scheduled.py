@@ -9,7 +9,7 @@ from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
 from ._engine import Engine, PipelineSpec
-from ._jit import adding, jit
+from ._jit import jit
 from ._memory import (
     Buffers,
     PeakMemory,
@@ -76,7 +76,6 @@ def _value(
     return undifferentiated(result, _NO_DERIVATIVES)
 
 
-@adding
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:

@@ -26,7 +26,7 @@ from ..spmd.weight_gather import (
 )
 from . import _stacked
 from ._engine import Engine, PipelineSpec
-from ._jit import adding, jit
+from ._jit import jit
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from ._memory_cap import check_cap
 from .fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
@@ -75,7 +75,6 @@ def _value(
         return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
 
 
-@adding
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:

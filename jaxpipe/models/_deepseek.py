@@ -320,7 +320,7 @@ def deepseek(
 
     def add_attention(w: PyTree, x: Float[Array, "b T D"], inputs: PyTree, past: Past | None, key):
         x = checkpoint_name(x, "decoder_layer_input")
-        h = rms_norm(x, w["attention_norm"], epsilon, of_input=True)
+        h = rms_norm(x, w["attention_norm"], epsilon, is_layer_input=True)
         if past is None:
             return add(x, attend(w["attention"], h, inputs), key), None
         y, past = attend(w["attention"], h, inputs, past)

@@ -362,7 +362,7 @@ def llama(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, kind, attend: Callable
     ):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
-        h = norm(x, w["attention_norm"], of_input=True)
+        h = norm(x, w["attention_norm"], is_layer_input=True)
         h = attention_of(w["attention"], h, batch_inputs, kind, attend)
         h = norm(h, w["post_attention_norm"]) if config.has_post_norms else h
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)

@@ -4,6 +4,7 @@
 `h100:2x8` hosts and devices of each, and `here` are the devices of this process.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -129,10 +130,9 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
             match[2] == ":" and len(sizes) <= 2 and num_slices == 1,
         )
     elif match[2] == "-":
-        shape = _slice_shape(row, sizes[0])
-        fits = len(sizes) == 1 and _is_of_hosts(shape)
+        shape, fits = _slice_shape(row, sizes[0]), len(sizes) == 1
     else:
-        shape, fits = sizes, len(sizes) == row.torus_axes and _is_of_hosts(sizes)
+        shape, fits = sizes, len(sizes) == row.torus_axes and _consists_of_hosts(sizes)
     if not fits or 0 in shape:
         raise ValueError(_no_devices(name, num_slices))
     return Devices(
@@ -178,7 +178,7 @@ def _no_devices(name: str, num_slices: int) -> str:
     )
 
 
-def _is_of_hosts(chips: tuple[int, ...]) -> bool:
+def _consists_of_hosts(chips: tuple[int, ...]) -> bool:
     """Returns whether there are hosts for the chips of a torus: of 2 x 2 each, or of one."""
     return math.prod(chips) == 1 or all(size % 2 == 0 for size in chips[:2])
 
@@ -196,18 +196,16 @@ def _slice_shape(row: Hardware, count: int) -> tuple[int, ...]:
     chips, rest = divmod(count, row.cores_per_chip)
     if rest or not chips:
         return (0,)
-    if row.torus_axes == 2:
-        return next((a, chips // a) for a in range(math.isqrt(chips), 0, -1) if chips % a == 0)
-    if chips * row.devices_per_chip == row.devices_per_host:
-        return (2, 2, 1)
-    shapes = (
-        (a, b, chips // a // b)
-        for a in range(1, round(chips ** (1 / 3)) + 1)
-        if chips % a == 0
-        for b in range(a, math.isqrt(chips // a) + 1)
-        if (chips // a) % b == 0
-    )
-    return min(shapes, key=lambda shape: shape[2] - shape[0])
+    sizes = [n for n in range(1, chips + 1) if chips % n == 0]
+    shapes = [
+        tuple(sorted((*shape, chips // math.prod(shape)), key=lambda size: (size % 2, size)))
+        for shape in itertools.combinations_with_replacement(sizes, row.torus_axes - 1)
+        if chips % math.prod(shape) == 0
+    ]
+    # Of many chips slices are made of cubes of 4 x 4 x 4.
+    of_cubes = [shape for shape in shapes if all(size % 4 == 0 for size in shape)]
+    of_hosts = of_cubes or list(filter(_consists_of_hosts, shapes))
+    return min(of_hosts, key=lambda shape: max(shape) - min(shape), default=(0,))
 
 
 def device_hardware(devices: Devices) -> Hardware:

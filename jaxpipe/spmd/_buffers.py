@@ -60,8 +60,6 @@ def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
 
     def widen(x: jax.Array) -> jax.Array:
         dtype = accum_dtype(x.dtype)
-        if x.dtype == dtype:
-            return x
         return cast_of_gradient(x, dtype) if apart else x.astype(dtype)
 
     return jax.tree.map(widen, tree)

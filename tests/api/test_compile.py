@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from jaxpipe._compat import jaxprs_in_params
+from jaxpipe.devices import HARDWARE
 from jaxpipe.xla import totals
-from jaxpipe.xla.compiler_flags import LARGE_VMEM, CompilerFlag
+from jaxpipe.xla.compiler_flags import LARGE_VMEM, CompilerFlag, _table
 
 D, L, B = 8, 2, 8
 
@@ -60,22 +62,33 @@ def test_programs_have_the_flags_of_the_table_unless_options_are_given(monkeypat
 
 
 @pytest.mark.parametrize("engine", ["unpipelined", "scheduled", "circular"])
-def test_products_add_to_sums_where_tiles_are_large(engine: str):
+def test_products_add_to_sums_where_tiles_are_large(engine: str, monkeypatch):
     """Otherwise a barrier keeps XLA:TPU from it: the fusion would take longer than both."""
 
-    def program(options: dict[str, str]) -> Any:
+    def barriers(options: dict[str, str]) -> int:
+        """Counts those of gradients of layers alone."""
         schedule = {"unpipelined": None, "scheduled": "1f1b", "circular": "circular"}[engine]
         mesh = jp.make_mesh({"data" if schedule is None else "stage": 2}, devices=jax.devices()[:2])
-        given = {"schedule": schedule, "microbatches": 2, "compiler_options": options}
-        pipe = jp.pipeline(MODEL, mesh=mesh, **given)
+        arguments = {"schedule": schedule, "microbatches": 2, "compiler_options": options}
+        pipe = jp.pipeline(MODEL, mesh=mesh, **arguments)
         half = jax.tree.map(lambda x: jnp.full(x.shape, 0.1, jnp.bfloat16), (PARAMS, BATCH))
-        return jax.make_jaxpr(pipe.value_and_grad)(pipe.shard(half[0]), half[1])
+        step = pipe.jit(pipe.value_and_grad)
+        return count(step.trace(pipe.shard(half[0]), half[1]).jaxpr.jaxpr)
 
-    def barriers(text: str) -> int:
-        return text.count("optimization_barrier")
+    def count(jaxpr: Any) -> int:
+        found = sum(is_of_layer(eqn) for eqn in jaxpr.eqns)
+        return found + sum(count(j) for eqn in jaxpr.eqns for j in jaxprs_in_params(eqn.params))
 
-    apart, in_products = program({}), program({LARGE_VMEM: "65536"})
-    assert barriers(str(apart)) > barriers(str(in_products))
+    def is_of_layer(eqn: Any) -> bool:
+        if eqn.primitive.name != "optimization_barrier" or len(eqn.invars) != 1:
+            return False
+        aval = eqn.invars[0].aval
+        return aval.dtype == jnp.bfloat16 and aval.shape[-2:] == (D, D)
+
+    assert barriers({LARGE_VMEM: "65536"})  # of another kind of device
+    monkeypatch.setattr(_table, "find_hardware", lambda _: HARDWARE["v5p"])
+    assert barriers({}) and barriers({LARGE_VMEM: "16384"})
+    assert not barriers({LARGE_VMEM: "65536"})
 
 
 @pytest.mark.slow

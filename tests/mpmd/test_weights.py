@@ -44,6 +44,20 @@ def test_a_weight_shared_by_three_stages(schedule: Any):
     assert [g["in"].mpmd_idxs for g in grads["stages"]] == [(0,), (1,), (2,)]
 
 
+def test_first_weights_are_where_the_weights_are_from_which_a_distance_is_summed():
+    """Else all weights would be sent to one rank in each step, as with the optimizer dog."""
+    weights = layers(2)
+
+    def step(weights: Any, first: Any, *data: Any) -> Any:
+        distance = sum(jnp.sum((weights[i]["in"] - first[i]) ** 2) for i in range(2))
+        loss, grads = gradients(Std1F1B(2), marked_loss)(weights, *data)
+        return loss, jax.tree.map(lambda w, g: w - distance * g, weights, grads), first
+
+    first = [w["in"] / 2 for w in weights]
+    _, _, first = compare(step, groups(2), weights, first, *batch(4))
+    assert [x.mpmd_idxs for x in first] == [(0,), (1,)]
+
+
 def test_a_weight_shared_by_three_stages_is_updated_on_all_of_them():
     """Its state returns where the next step needs it."""
     weights = {"shared": numbers(5, WIDTH, WIDTH) / 4, "stages": layers(3)}

@@ -440,7 +440,7 @@ def test_weights_that_are_to_be_averaged_are_not_taken_for_the_model(tmp_path: P
 
 
 def moved(name: str, settings: Settings, here: str, there: str, folder: Path) -> None:
-    """Two steps, a checkpoint, and the third step in another layout, are those of one run."""
+    """One step, a checkpoint, and two steps in another layout, are those of one run."""
     run = SETTINGS | {"optimizer": name, "learning_rate_schedule_steps": STEPS} | settings
 
     def losses(engine: str, steps: int, folder: Path) -> list[float]:
@@ -451,8 +451,8 @@ def moved(name: str, settings: Settings, here: str, there: str, folder: Path) ->
             patch.setattr(jax, "devices", lambda *_: few)
             return [m["loss"] for m in train(config, stream=io.StringIO())]
 
-    two = losses(here, 2, folder / "moved")
-    found = two + losses(there, 3, folder / "moved")
+    one = losses(here, 1, folder / "moved")
+    found = one + losses(there, 3, folder / "moved")
     make, _ = OPTIMIZERS[name]
     setup = setup_of(1, run, NONE)
     first = user_params(setup, flat(setup, init_state(setup.step)))

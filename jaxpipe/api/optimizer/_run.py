@@ -89,7 +89,7 @@ def run_of_stacks(
     # The program of one layer of a kind is then that of all.
     single = {kind for kind, ids in layer_ids.items() if max(map(np.max, ids)) == 0}
     inputs: list[Any] = []
-    given: dict[int, Any] = {}  # what is returned as it is stays the same array
+    stored_by_id: dict[int, Any] = {}  # what the function returns unchanged stays the same object
     for argument in arguments:
         rest = iter(argument.values)
         for slot in argument.slots:
@@ -99,11 +99,11 @@ def run_of_stacks(
             dim = num_lead(slot.kind) + slot.dim
             stored = argument.parts[slot.kind, slot.name]
             parts = tuple(jnp.expand_dims(x, dim) for x in stored)
-            given |= {id(part): x for part, x in zip(parts, stored, strict=True)}
             if slot.kind in single:
                 inputs.append(read_layer(parts, layer_ids[slot.kind], 0))
             else:
-                inputs.append(Blocks(parts, slot.kind))
+                inputs.append(Blocks(parts, slot.kind))  # keeps the parts, so ids stay theirs
+                stored_by_id |= {id(part): x for part, x in zip(parts, stored, strict=True)}
     kinds = [
         None if slot is None or slot.dim is None or slot.kind in single else slot.kind
         for slot in out_slots
@@ -120,6 +120,9 @@ def run_of_stacks(
             parts = tuple(jnp.broadcast_to(output, (*i.shape, *output.shape)) for i in ids)
         else:
             parts = output.parts
-        stacks = (given.get(id(part), jnp.squeeze(part, dim)) for part in parts)
+        stacks = (
+            stored_by_id[id(part)] if id(part) in stored_by_id else jnp.squeeze(part, dim)
+            for part in parts
+        )
         named[slot.kind, slot.name] = tuple(map(fill_padding, stacks, ids))
     return Results(results.values, named)

@@ -61,8 +61,8 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
 """Tensors that a policy keeps in host memory."""
 
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
-"""`full` keeps the input and the sums of `SUMS`, `none` recomputes nothing, `custom` takes a place
-for each tensor."""
+"""`full` keeps the input and the tensors named `SUM_OVER_DEVICES` or `SUM_OVER_CHANNELS`, `none`
+recomputes nothing, `custom` takes a place for each tensor."""
 
 SUM_OVER_DEVICES = "sum_over_devices"
 """The name of a few numbers that devices have summed up. Every policy with a name saves them: to
@@ -72,16 +72,15 @@ SUM_OVER_CHANNELS = "sum_over_channels"
 """The name of one number for each token, such as the mean square of the input of a layer. Every
 policy with a name saves it: to sum it again a backward would read all of that input once more."""
 
-SUMS = (SUM_OVER_DEVICES, SUM_OVER_CHANNELS)
-"""The names that every policy with a name saves."""
+_SAVED_SUMS = (SUM_OVER_DEVICES, SUM_OVER_CHANNELS)
 
 # Inside a scan XLA cannot merge forward and recomputation, so no barrier is needed.
 recompute: Remat = partial(
     jax.checkpoint,
     prevent_cse=False,
-    policy=jax.checkpoint_policies.save_only_these_names(*SUMS),
+    policy=jax.checkpoint_policies.save_only_these_names(*_SAVED_SUMS),
 )
-"""Keeps the input of a tick and named sums; the backward computes the rest again."""
+"""Keeps the input of a tick and the same two sums; the backward computes the rest again."""
 
 
 def apart(remat: Remat) -> Remat:
@@ -133,7 +132,7 @@ def remat_by_name(policy: str, locations: Mapping[str, str] | None = None) -> Re
         return keep
     saved, offloaded = saved_names(policy, locations)
     choose = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(*saved, *SUMS),
+        names_which_can_be_saved=(*saved, *_SAVED_SUMS),
         names_which_can_be_offloaded=offloaded,
         offload_src="device",
         offload_dst=HOST,

@@ -84,8 +84,8 @@ def read_corpus(
         corpus = tokenize(read_documents(source, key=key), tokenizer)
     if len(corpus) == len(corpus.ends):
         raise ValueError(
-            f"The {len(corpus.ends)} documents of `{key}` are all empty, so no token has a target. "
-            "Give a document with text."
+            f"The {len(corpus.ends)} documents of `{key}` are all empty but for their ends, so no "
+            "token has a target. Give a longer document."
         )
     return corpus
 

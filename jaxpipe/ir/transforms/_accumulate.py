@@ -96,12 +96,17 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
 
 
+# Not an argument: additions are in programs that are made long before they are traced together.
+# JAX's caches of traces do not see it, so it is set around the trace of a whole program.
 _IN_PRODUCTS: ContextVar[bool] = ContextVar("additions_in_products", default=False)
 
 
 @contextmanager
 def additions_in_products(fuse: bool) -> Iterator[None]:
-    """Says whether programs traced inside may add a product to a sum where they compute it."""
+    """Makes programs that are traced within it add a product to its sum where it is computed.
+
+    Without `fuse` they add it after a barrier.
+    """
     token = _IN_PRODUCTS.set(fuse)
     try:
         yield
@@ -114,8 +119,9 @@ def cast_of_gradient(x: jax.Array, dtype: Any) -> jax.Array:
     # XLA:TPU computes a product, its cast and its addition to a float32 sum in one fusion if no
     # barrier is between. With little vector memory that takes a third longer than one after the
     # other, and else no longer than the product (docs/dev/LOG.md, "Products that add").
-    is_cast = x.dtype != dtype
-    return (x if _IN_PRODUCTS.get() or not is_cast else lax.optimization_barrier(x)).astype(dtype)
+    if x.dtype != dtype and not _IN_PRODUCTS.get():
+        x = lax.optimization_barrier(x)
+    return x.astype(dtype)
 
 
 def _add(start: jax.Array, gradient: Any) -> list[jax.Array]:

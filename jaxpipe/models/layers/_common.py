@@ -29,17 +29,17 @@ def rms_norm(
     epsilon: float,
     offset: float = 0.0,
     *,
-    of_input: bool = False,
+    is_layer_input: bool = False,
 ) -> Float[Array, "... D"]:
     """Normalizes by the root mean square (Zhang and Sennrich, 2019, arXiv 1910.07467).
 
-    The factor of a channel is `scale + offset`: Gemma stores by how much it differs from 1. Of the
-    input of a layer every policy saves the mean squares: no product of the layer computes it, which
-    could sum it beside.
+    The factor of a channel is `scale + offset`: Gemma stores by how much it differs from 1. With
+    `is_layer_input` every policy saves the mean squares. The input of a layer is no result of a
+    product in that layer, so a backward would have to read all of it again to sum its squares.
     """
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1)
-    if of_input:
+    if is_layer_input:
         mean_square = checkpoint_name(mean_square, SUM_OVER_CHANNELS)
     x32 *= jax.lax.rsqrt(mean_square[..., None] + epsilon)
     factor = scale.astype(jnp.float32)

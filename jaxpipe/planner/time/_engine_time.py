@@ -6,7 +6,7 @@ S ranks, v stages on each, M microbatches.
 import jax.numpy as jnp
 
 from ...cost.training_step import efficiency
-from ...xla.compiler_flags import LARGE_VMEM
+from ...xla.compiler_flags import ADDS_IN_PRODUCTS, LARGE_VMEM
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
 from .._model import OFFLOAD_INPUTS, gathered_parameters, stored_parameters
@@ -19,8 +19,8 @@ copies the sum out of a stack of layers, adds, and copies it back. A sum of its 
 and takes 14 bytes by the cycles of llama2-7b on v5p."""
 
 _STACKED_SUM_SAVED, _SUM_SAVED = 18.0, 13.0
-"""Of these what is saved where the product adds, by the cycles of the same rows (`adding` in
-`engines`): the sum is still copied out of its stack."""
+"""Bytes of these that are not moved where a product adds to its sum, by the cycles of the same
+rows. The sum is still copied out of its stack."""
 
 _STACK_BYTES = 8.0
 """Bytes that XLA reads and writes for each byte that a layer keeps: loops over layers write it to a
@@ -53,7 +53,8 @@ def engine_seconds(candidate: StepLayout, request: Request, flags: frozenset[str
 
     `flags` are the names of the compiler's flags that have an effect.
     """
-    seconds = gradient_sum_seconds(candidate, request, in_products=LARGE_VMEM in flags)
+    adds = LARGE_VMEM in flags and device_hardware(request.devices).kind in ADDS_IN_PRODUCTS
+    seconds = gradient_sum_seconds(candidate, request, in_products=adds)
     seconds += _store_seconds(candidate, request) + _copy_seconds(candidate, request)
     seconds += _window_seconds(candidate, request)
     if candidate.engine.pipelines:
@@ -222,7 +223,8 @@ def _host_seconds(candidate: StepLayout, request: Request, moves: float | None) 
 def gradient_sum_seconds(candidate: StepLayout, request: Request, *, in_products: bool) -> float:
     """Returns the seconds of a call in which gradients of microbatches are added up on a rank.
 
-    With `in_products` products of XLA add to sums that are whole; others are added after a scatter.
+    With `in_products` XLA adds a product to its sum in one operation if the sum is of whole
+    weights; gradients that are scattered first are added afterwards.
     """
     if candidate.microbatches * candidate.accumulation == 1:
         return 0.0
@@ -230,13 +232,15 @@ def gradient_sum_seconds(candidate: StepLayout, request: Request, *, in_products
     count = gathered_parameters if candidate.engine.pipelines else stored_parameters
     layers = candidate.layers_per_stage * candidate.chunks
     is_alone = candidate.engine.stage_by_stage and candidate.layers_per_stage == 1
-    is_whole = candidate.engine.pipelines and (
-        not candidate.gathers or candidate.gather in ("once", "repeat")
+    is_whole = not candidate.gathers or (
+        candidate.engine.pipelines and candidate.gather in ("once", "repeat")
     )
     moved = count(request.model.layer, candidate.sizes) * (
         _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
     )
     if in_products and is_whole:
         saved = _SUM_SAVED if is_alone else _STACKED_SUM_SAVED
-        moved -= count(request.model.dense, candidate.sizes) * saved  # experts are of kernels
+        moved -= (
+            count(request.model.dense, candidate.sizes) * saved
+        )  # kernels of experts do not add
     return candidate.microbatches * layers * moved / _memory_rate(request)

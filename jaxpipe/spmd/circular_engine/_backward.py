@@ -19,8 +19,8 @@ from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import add_trees, over_leading, put
 from ..ranks import update_if, zeros_like
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
-from ._loop_phases import LoopPhase, phase_of
-from ._residuals import Buffers, halves_of_repeats
+from ._loop_phases import LoopPhase
+from ._residuals import Buffers, entry_of, halves_of_repeats
 from ._shape import (
     State,
     TickWork,
@@ -80,15 +80,15 @@ def backward(
     zero_sum = gather.zeros(window)
     carry = BackwardCarry(WeightState(window, prefetched, zero_sum, zero_sum, ()), cotangents)
 
-    of_halves = []
-    for repeats, of_ticks in reversed(list(zip(halves_of_repeats(shape), residuals, strict=True))):
+    half_gradients, halves = [], halves_of_repeats(shape)
+    for repeats, half_residuals in zip(halves[::-1], residuals[::-1], strict=True):
         weight_state = carry.weight_state._replace(gradients=gather.zero_gradients(len(repeats)))
         carry = carry._replace(weight_state=weight_state)
-        tick = partial(_backward_tick, invariants, of_ticks, daux, repeats)
+        tick = partial(_backward_tick, invariants, half_residuals, daux, repeats)
         carry = invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
         carry = _scatter_last(invariants, carry)
-        of_halves.insert(0, carry.weight_state.gradients)
-    gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *of_halves)
+        half_gradients.append(carry.weight_state.gradients)
+    gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *half_gradients[::-1])
     gradients = over_leading(gather.finish, gradients)
     cotangents = carry.cotangents
     return gradients, cotangents.state.stream, cotangents.batch_inputs
@@ -123,7 +123,7 @@ def _backward_tick(
         dw, *cotangents = invariants.stage.backward(*arguments)
         return dw, cotangents
 
-    saved = index_leading(residuals, t - phase_of(shape, repeats).start)
+    saved = index_leading(residuals, entry_of(t, shape, repeats))
     arguments = gather.unshard(weight_state.window), batch_inputs, keys, saved, (dy, daux_of_tick)
     gradient, (dx, ds) = gather.accumulate(weight_state.gradient, backward, *arguments)
     weight_state = weight_state._replace(gradient=gradient)

@@ -1,4 +1,4 @@
-"""The ticks of a circular pipeline as loops: one over all of them, or one for each repeat.
+"""The ticks of a circular pipeline as loops: one over all (two from 8 repeats on), or one a repeat.
 
 Rank 0 begins repeat j at tick j * M, the first of block j, and rank r at tick j * M + r * d, inside
 the block: until then it works on repeat j - 1. The last block also includes the ticks in which the

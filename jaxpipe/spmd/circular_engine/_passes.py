@@ -21,8 +21,8 @@ from ._invariants import (
     begins_repeat,
     prepare,
 )
-from ._loop_phases import LoopPhase, phase_of
-from ._residuals import Buffers, allocate, halves_of_repeats, store
+from ._loop_phases import LoopPhase
+from ._residuals import Buffers, allocate, entry_of, halves_of_repeats, store
 from ._shape import (
     State,
     first_state,
@@ -104,16 +104,16 @@ def forward(
     avals, stored = _residuals_of_tick(invariants, inputs) if save_residuals else [], []
     for repeats in halves_of_repeats(shape) if save_residuals else [range(shape.num_repeats)]:
         carry = carry._replace(residuals=allocate(avals, shape, repeats))
-        tick = partial(_forward_tick, invariants, phase_of(shape, repeats).start)
+        tick = partial(_forward_tick, invariants, repeats)
         carry = invariants.run_all_ticks(tick, carry, shape, repeats)
         stored.append(carry.residuals)
     return (realign(carry.state.stream, shape), carry.aux), stored
 
 
 def _forward_tick(
-    invariants: CircularInvariants, first_tick: int, phase: LoopPhase, carry: ForwardCarry, t: Any
+    invariants: CircularInvariants, repeats: range, phase: LoopPhase, carry: ForwardCarry, t: Any
 ) -> ForwardCarry:
-    """Returns the carry after tick `t`, in loops that begin with `first_tick`."""
+    """Returns the carry after tick `t`, in a loop over `repeats`."""
     gather, shape = invariants.gather, invariants.shape
     window, prefetched, state, aux, residuals = carry
     work = work_at(t, shape)
@@ -129,7 +129,7 @@ def _forward_tick(
         part = work.microbatch, shape.num_microbatches
         prefetched, y = gather.prefetch_part(prefetched, next_repeat, *part, y)
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
-    residuals = store(residuals, new, t - first_tick)
+    residuals = store(residuals, new, entry_of(t, shape, repeats))
     move = stream_move(t, shape, phase.program)
     state = hand_over(state, y, t, move=move)
     return ForwardCarry(window, prefetched, state, aux, residuals)

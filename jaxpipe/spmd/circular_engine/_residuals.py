@@ -35,6 +35,11 @@ def allocate(avals: list[Any], shape: PipelineShape, repeats: range) -> Buffers:
     return [allocate_buffer(x, phase_of(shape, repeats).length) for x in avals]
 
 
+def entry_of(t: TickIndex, shape: PipelineShape, repeats: range) -> TickIndex:
+    """Returns the entry of tick `t` in the buffers of `repeats`."""
+    return t - phase_of(shape, repeats).start
+
+
 def store(buffers: Buffers, new: list[jax.Array], entry: TickIndex) -> Buffers:
     """Writes the residuals of a tick to their entry; without buffers nothing is written."""
     pairs = zip(buffers, new, strict=bool(buffers))

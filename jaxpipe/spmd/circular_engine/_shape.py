@@ -20,7 +20,7 @@ All of this is linear, so the backward is the same movement transposed: each fun
 state has a transpose that moves the state's cotangent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -193,7 +193,9 @@ def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> P
 
 def add_input(state: State, dx: PyTree, t: TickIndex, *, work: TickWork, hint: str) -> State:
     """Gives `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
-    _, in_flight, dx = _after_transfers((), state.in_flight, dx)
+    in_flight = state.in_flight
+    if in_flight:
+        in_flight, dx = _after_transfer(in_flight, dx)
     # Every slot of the storage is read once before it is written again, so its cotangent is set,
     # also to zero: `take_back` leaves what it has taken.
     storage = put(state.storage, _where(~work.from_stream, dx), _input_slot(state, t))
@@ -203,7 +205,7 @@ def add_input(state: State, dx: PyTree, t: TickIndex, *, work: TickWork, hint: s
         return put(stream, add_trees(index_leading(stream, slot), dx), slot)
 
     stream = update_if(work.from_stream & work.busy, add_to_slot, state.stream, hint=hint)
-    return State(stream, storage, tuple(in_flight))
+    return State(stream, storage, in_flight)
 
 
 def _input_slot(state: State, t: TickIndex) -> Int[Array, ""]:
@@ -239,11 +241,12 @@ def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
 
 def hand_over(state: State, y: PyTree, t: TickIndex, *, move: StreamMove) -> State:
     """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
-    sent, *in_flight = (*state.in_flight, y)
-    arrived = jax.tree.map(to_next_rank, sent)
-    arrived, in_flight, y = _after_transfers(arrived, in_flight, y)
+    arrived = jax.tree.map(to_next_rank, (*state.in_flight, y)[0])
+    if state.in_flight:
+        arrived, y = _after_transfer(arrived, y)
+    in_flight = (*state.in_flight, y)[1:]
     storage = put(state.storage, arrived, t % _length(state.storage))
-    return State(move_stream(state.stream, y, t, move), storage, tuple(in_flight))
+    return State(move_stream(state.stream, y, t, move), storage, in_flight)
 
 
 def take_back(state: State, t: TickIndex, *, move: StreamMove) -> tuple[State, PyTree]:
@@ -254,13 +257,13 @@ def take_back(state: State, t: TickIndex, *, move: StreamMove) -> tuple[State, P
     return State(stream, state.storage, tuple(in_flight)), dy
 
 
-def _after_transfers(arrived: PyTree, in_flight: Sequence[PyTree], x: PyTree) -> tuple:
-    """Returns these, of which none can be used before a delayed transfer has ended.
+def _after_transfer(transferred: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns both; `x` cannot be used before a delayed transfer has ended.
 
-    XLA's schedulers would put a transfer that only a later tick reads behind all work of a tick,
-    where there is nothing to hide it.
+    Otherwise XLA's schedulers put a transfer that only a later tick reads behind all work of its
+    tick, where no work is left to hide it.
     """
-    return lax.optimization_barrier((arrived, in_flight, x)) if in_flight else (arrived, (), x)
+    return lax.optimization_barrier((transferred, x))
 
 
 def move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:

@@ -99,7 +99,8 @@ def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
     """Returns the ranks that hold each leaf of a state, and how it is sharded on them."""
     mesh = mpmd_mesh(plan.state.weights)
     shardings, tree = jax.tree.flatten(state_shardings(plan))
-    every_rank = tuple(range(mesh.mpmd_dim))  # for what no rank reads, such as a flag of dog's
+    # A scalar that no rank reads, such as a flag of the optimizer dog, is stored on all ranks.
+    every_rank = tuple(range(mesh.mpmd_dim))
     inputs = lower_train_step(plan).program.inputs[: len(shardings)]
     mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks or every_rank, sharding.spec)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ... import sharding
+from ...engines import adding_in_products
 from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
@@ -48,17 +49,19 @@ def make_stacked_train_step(
     weight_shardings, update_shardings = map(
         drop_router_biases, (shardings["weights"], gradient_shardings(plan))
     )
+    options = dict(plan.pipeline.compiler_options or ())
+    step = make_optimizer_step(
+        plan,
+        make_value_and_grad(plan),
+        shard=lambda weights: sharding.reshard(weights, update_shardings),
+        gather_updates=lambda updates: sharding.reshard(updates, weight_shardings),
+    )
     return jax.jit(
-        make_optimizer_step(
-            plan,
-            make_value_and_grad(plan),
-            shard=lambda weights: sharding.reshard(weights, update_shardings),
-            gather_updates=lambda updates: sharding.reshard(updates, weight_shardings),
-        ),
+        adding_in_products(step, plan.pipeline.mesh.devices.flat[0].device_kind, options),
         in_shardings=(shardings, plan.batch.shardings),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=dict(plan.pipeline.compiler_options or ()),
+        compiler_options=options,
     )
 
 

@@ -70,5 +70,6 @@ def _is_usable(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> 
 
 
 def _select(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    # What an optimizer never changes, such as prodigy's first weights, no program of a rank reads.
+    # An array that the optimizer returns unchanged, such as prodigy's first weights, stays the same
+    # object: programs of ranks then need not read it.
     return jax.tree.map(lambda x, y: y if x is y else jnp.where(first, x, y), new, old)

@@ -17,7 +17,9 @@ if typing.TYPE_CHECKING:
     from ._probe import probe_groups as probe_groups
     from ._probe import probe_json as probe_json
     from ._probe import probe_text as probe_text
+    from ._table import ADDS_IN_PRODUCTS as ADDS_IN_PRODUCTS
     from ._table import FLAGS as FLAGS
     from ._table import LARGE_VMEM as LARGE_VMEM
+    from ._table import adds_in_products as adds_in_products
 else:
     __getattr__, __dir__, __all__ = _lazy.names(__name__)

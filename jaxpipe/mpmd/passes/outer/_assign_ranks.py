@@ -14,9 +14,9 @@ equation runs where the largest of its inputs is held, so an optimizer update ru
 has the gradient. Scalars count alike: of a gradient and a norm of all gradients, the gradient
 decides, as it was computed from values of fewer ranks. Values that depend on no loop, such as a
 step count or a cast of weights, are cheap to compute twice: every rank that needs such a value
-computes it itself. But for scalars that are reduced from arrays, such as the distance of weights
-from the first ones: these are computed where a loop reads the largest of the arrays, which are
-not sent.
+computes it itself. Scalars that are computed from arrays which loops read, such as the distance of
+weights from the first weights, are an exception: they are computed on the ranks whose loops read
+the largest of these arrays, so the arrays are not sent.
 
 In a function without loops an equation runs where the largest of its inputs is, as if a loop had
 put the arguments where they are.
@@ -27,6 +27,10 @@ weights, and sends them to the others. So each weight and its optimizer state ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import jax
+import jax.numpy as jnp
 
 from ....ir.graph import Eqn, PrimitiveCall, Var, variables
 from ...api._across import CONCAT, STACK, SUM, WITH
@@ -123,13 +127,16 @@ def _ranks_of_inputs(loop: PipelinedLoop, *, by_owners: bool = False) -> dict[Va
 def _ranks_after_loops(
     graph: MpmdGraph, read_by_loops: RankSets, held_on: RankSets
 ) -> dict[Var, set[int]]:
-    """Returns the ranks on which each value that depends on a loop, or is held, is computed.
+    """Returns the ranks on which some values are computed; others are wherever they are needed.
+
+    These are values that depend on a loop or are held, and scalars that are computed from arrays
+    which loops read.
 
     An equation that depends on one runs on the ranks that hold the largest of its inputs. An
     input of the function that loops read counts as held by the ranks of these loops.
     """
     held = {value: _OnRanks(ranks, ranks) for value, ranks in held_on.items()}
-    near: dict[Var, set[int]] = {v: ranks for v in graph.inputs if (ranks := read_by_loops.get(v))}
+    array_ranks = {v: ranks for v in graph.inputs if (ranks := read_by_loops.get(v))}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
@@ -137,12 +144,12 @@ def _ranks_after_loops(
             continue
         operands = variables(eqn.inputs)
         if held.keys().isdisjoint(operands):
-            arrays = [v for v in operands if v in near and v.aval.shape]
-            if not arrays:
+            arrays: list[Var] = [v for v in operands if v in array_ranks and v.aval.shape]
+            if not arrays or prints(eqn):
                 continue
-            ranks = near[max(arrays, key=lambda v: v.num_bytes)]
-            if any(v.aval.shape for v in eqn.outputs):
-                near |= dict.fromkeys(eqn.outputs, ranks)
+            ranks = array_ranks[max(arrays, key=attrgetter("num_bytes"))]
+            if any(v.aval.shape or _is_key(v) for v in eqn.outputs):
+                array_ranks |= dict.fromkeys(eqn.outputs, ranks)
             else:
                 held |= dict.fromkeys(eqn.outputs, _OnRanks(ranks, ranks))
             continue
@@ -152,6 +159,10 @@ def _ranks_after_loops(
             chosen = replace(chosen, ranks={min(chosen.ranks)})
         held |= dict.fromkeys(eqn.outputs, chosen)
     return {value: set(chosen.ranks) for value, chosen in held.items()}
+
+
+def _is_key(value: Var) -> bool:
+    return jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
 
 
 def _ranks_of_prints(
