@@ -77,6 +77,20 @@ def loss_with_prints(seen: Seen, wrap: Callable = lambda f: f) -> Callable:
     return loss
 
 
+def test_a_print_of_an_array_that_two_stages_read_is_one_print():
+    seen, (shared, _) = Seen(), layers(2)
+
+    def step(shared: Any, *data: Any) -> Any:
+        seen.show("exact shared", shared["in"])
+        return gradients(Std1F1B(2), loss)([shared, shared], *data)
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return squared_error(layer(weights[1], mark_stage_end(layer(weights[0], x))), y)
+
+    found = same_as_jit(seen, step, groups(2), shared, *batch(MICROBATCHES))
+    assert found == Counter({"exact shared": 1})
+
+
 SCHEDULES = {
     "1f1b": (Std1F1B(2), 2),
     "zero bubble": (ZeroBubble(2), 2),

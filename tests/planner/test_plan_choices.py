@@ -138,6 +138,21 @@ def test_racks_and_parts_of_racks_are_domains_of_links():
     assert (whole.num_devices, whole.devices_per_domain, whole.devices_per_host) == (288, 72, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "chips"),
+    [
+        ("v6e-1", "1x1"),
+        ("v5p-8", "2x2x1"),
+        ("v5p-48", "2x4x3"),
+        ("v5p-64", "2x4x4"),
+        ("v5p-640", "4x4x20"),
+        ("v6e-12", "2x6"),
+    ],
+)
+def test_slices_are_made_of_hosts_and_large_ones_of_cubes(name: str, chips: str):
+    assert parse_devices(name).topology.partition(":")[2] == chips
+
+
 def test_a_model_of_hugging_face_is_planned_by_its_config(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
