@@ -72,7 +72,8 @@ and simulated from its profiles. [Predictions and measurements](predictions.md) 
         "Memory, cycles and collectives beside MaxText's",
         "tpu_memory.py",
         (
-            *("FSDP", "M = 4", "A", "C", "C per repeat", "C 4 layers", "C 4 layers, layers"),
+            *("FSDP", "M = 4", "A", "C", "C delayed", "C per repeat"),
+            *("C 4 layers", "C 4 layers, layers"),
             *("1F1B once", "1F1B per layer"),
             *("BFS windows", "BFS windows, layers", "BFS windows, v = 16"),
         ),
@@ -81,9 +82,10 @@ and simulated from its profiles. [Predictions and measurements](predictions.md) 
         """\
 One training step of llama2-7b, 48 sequences of 2,048 tokens, compiled by XLA:TPU for four v5p
 chips. `FSDP` and `M = 4` have no pipeline; A and C are MaxText's circular pipeline over 2 ranks
-with weights gathered once, in every tick and per repeat; 1F1B and looped BFS are schedules in one
-program. Stages have one layer in A and C, 16 in 1F1B, and two in BFS, which computes forwards
-twice again, or once (`layers`), or has 16 stages of one. Steps are compiled with the
+with weights gathered once, in every tick (with hand-overs that are delayed, too) and per repeat;
+1F1B and looped BFS are schedules in one program. Stages have one layer in A and C, 16 in 1F1B, and
+two in BFS, which computes forwards twice again, or once (`layers`), or has 16 stages of one. Steps
+are compiled with the
 [default flags](compile.md#which-flags-is-a-step-compiled-with). `busy` adds the compiler's
 estimates of cycles, `exposed` is what the played program waits for collectives, and `step` is their
 sum, without bubbles and kernels. MaxText's peaks and seconds are for jax 0.11.2 and libtpu 0.0.48.1
