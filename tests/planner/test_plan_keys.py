@@ -214,7 +214,10 @@ WITH: dict[str, dict[str, Any]] = {
     },
     "mlpwo": {"remat_policy": "custom"},
     "mla_q": {"remat_policy": "custom", "q_lora_rank": 1536},
-    "pipeline_fsdp_ag_per_repeat": {"num_pipeline_repeats": 4},
+    "pipeline_fsdp_ag_per_repeat": {
+        "num_pipeline_repeats": 4,
+        "pipeline_fsdp_ag_per_repeat": False,
+    },
     "shard_optimizer_over_data": {
         "ici_fsdp_parallelism": 1,
         "ici_data_parallelism": 2,
