@@ -97,7 +97,6 @@ def test_text_needs_files():
         ),
         ({"weight_decay_exclude": ("norm",), "adam_weight_decay": 0.0}, {"adam_weight_decay": 0.1}),
         ({"llama31_rope_factor": 4.0}, {"rope_type": "llama3.1"}),
-        ({"rope_factor": 4.0}, {"decoder_block": "deepseek", "rope_type": "yarn"}),
         (
             {"max_gradient_norm": 1.0, "bad_step_policy": "ignore"},
             {"bad_step_policy": "skip"},

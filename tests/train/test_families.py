@@ -290,6 +290,12 @@ def test_settings_of_deepseek_are_refused_for_a_llama(settings, message):
         ("llama-tiny", {"sliding_window_size": 8}, "`sliding_window_size` is 8 and `decoder_bloc"),
         ("gpt-oss-tiny", {"rope_type": "default"}, "'gpt_oss', where it is 'yarn' in every model"),
         (
+            "deepseek-tiny",
+            {"rope_factor": 4.0},
+            "`rope_factor` is 4.0 and `rope_type` is 'default'",
+        ),
+        ("llama-tiny", {"rope_factor": 4.0}, "`decoder_block` is 'llama', which has no such thing"),
+        (
             "llama4-tiny",
             {"base_num_decoder_layers": 7},
             "is 7, not a multiple of `interleave_moe_l",

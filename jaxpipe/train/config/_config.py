@@ -156,14 +156,6 @@ _UNREAD: tuple[_Unread, ...] = (
         lambda config: config.rope_type != "llama3.1",
     ),
     _Unread(
-        (
-            *("rope_factor", "original_max_position_embeddings"),
-            *("beta_fast", "beta_slow", "mscale"),
-        ),
-        "`rope_type` is not `yarn`",
-        lambda config: config.rope_type != "yarn",
-    ),
-    _Unread(
         ("max_gradient_norm",),
         "`bad_step_policy` is `ignore`",
         lambda config: config.bad_step_policy == "ignore",

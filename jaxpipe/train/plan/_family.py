@@ -8,6 +8,11 @@ from ... import models
 from ...models import MODEL_FAMILIES, ModelConfig
 from ..config._config import Config, changed_keys
 
+_OF_YARN = {
+    *("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+}
+"""Keys that a family reads with `rope_type=yarn` alone."""
+
 
 def model_config(config: Config) -> ModelConfig:
     """Returns the sizes of the config's model."""
@@ -25,6 +30,12 @@ def model_config(config: Config) -> ModelConfig:
                 f"{config.decoder_block!r}, where it is {value!r} in every model. Give "
                 f"`{name}={str(value).lower()}`, or another `decoder_block`."
             )
+    unread = set() if config.rope_type == "yarn" else _OF_YARN & family.keys
+    for name, value, default in changed_keys(config, sorted(unread)):
+        raise ValueError(
+            f"`{name}` is {value!r} and `rope_type` is {config.rope_type!r}, so nothing reads it. "
+            f"Leave it at {default!r}, or give `rope_type=yarn`."
+        )
     fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
     return family.sizes(**{field.name: getattr(config, field.name) for field in fields})
 
