@@ -67,7 +67,7 @@ def adding_in_products(
     """Makes a function add products to sums where it computes them, if that is faster.
 
     Args:
-        function: What is compiled.
+        function: The function that `jax.jit` compiles with these options.
         device_kind: The kind of its devices, as JAX names it.
         options: XLA's options for it.
 

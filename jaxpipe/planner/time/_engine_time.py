@@ -235,12 +235,10 @@ def gradient_sum_seconds(candidate: StepLayout, request: Request, *, in_products
     is_whole = not candidate.gathers or (
         candidate.engine.pipelines and candidate.gather in ("once", "repeat")
     )
-    moved = count(request.model.layer, candidate.sizes) * (
-        _SUM_BYTES if is_alone else _STACKED_SUM_BYTES
-    )
-    if in_products and is_whole:
-        saved = _SUM_SAVED if is_alone else _STACKED_SUM_SAVED
-        moved -= (
-            count(request.model.dense, candidate.sizes) * saved
-        )  # kernels of experts do not add
+    each, saved = _SUM_BYTES, _SUM_SAVED
+    if not is_alone:
+        each, saved = _STACKED_SUM_BYTES, _STACKED_SUM_SAVED
+    moved = each * count(request.model.layer, candidate.sizes)
+    if in_products and is_whole:  # kernels of experts do not add
+        moved -= saved * count(request.model.dense, candidate.sizes)
     return candidate.microbatches * layers * moved / _memory_rate(request)
