@@ -18,6 +18,7 @@ from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
+from ...ir.transforms import results_in_parts
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,19 @@ def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
 
 
 def pullback(
-    f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
+    f: Callable,
+    weights: PyTree,
+    x: PyTree,
+    batch_inputs: PyTree,
+    rng: PyTree,
+    *,
+    in_parts: bool = False,
 ) -> Pullback:
     """Traces `f(weights, x, batch_inputs, rng) -> out` once, as a forward and a backward.
 
     `jax.checkpoint` in or around `f` decides which values become residuals. `f` closes over no
     array that is differentiated. Of the other arguments, which are examples, only types are read.
+    With `in_parts` out is `(y, aux)`, and the forward returns leaves of y as `InParts` if it can.
     """
     vjp_tree = None
 
@@ -77,6 +85,8 @@ def pullback(
     sources = _sources(closed, num_out, sizes)
     saved = [i for i, source in enumerate(sources) if source == "saved"]
     run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(shape)
+    if in_parts:
+        run = results_in_parts(closed, len(jax.tree.leaves(shape[0])))
     recompute = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
     def forward(weights, x, batch_inputs, rng):

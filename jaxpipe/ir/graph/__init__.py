@@ -2,6 +2,7 @@
 
 from ._cost import is_cast as is_cast
 from ._cost import is_cheap as is_cheap
+from ._cost import is_entrywise as is_entrywise
 from ._cost import is_invertible_move as is_invertible_move
 from ._cost import is_light as is_light
 from ._cost import is_move as is_move

@@ -43,6 +43,11 @@ def is_cheap(eqn: Eqn) -> bool:
     return is_move(eqn) or _is_one_of(_ELEMENTWISE, eqn)
 
 
+def is_entrywise(eqn: Eqn) -> bool:
+    """Returns whether an equation computes each entry of entries at the same index."""
+    return _is_one_of(_ELEMENTWISE + _CASTS + " name pcast pvary", eqn)
+
+
 def is_light(eqn: Eqn) -> bool:
     """Returns whether an equation costs no more than reading its inputs: cheap, or a reduction."""
     return is_cheap(eqn) or _is_one_of(_REDUCTIONS, eqn)

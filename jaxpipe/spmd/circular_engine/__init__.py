@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from ._loop_phases import run_repeats as run_repeats
     from ._loop_phases import run_ticks as run_ticks
     from ._residuals import num_entries as num_entries
+    from ._shape import Condition as Condition
     from ._shape import PipelineShape as PipelineShape
     from ._shape import StreamMove as StreamMove
     from ._shape import add_input as add_input

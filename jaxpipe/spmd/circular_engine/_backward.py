@@ -84,6 +84,10 @@ def backward(
     for repeats, half_residuals in zip(halves[::-1], residuals[::-1], strict=True):
         weight_state = carry.weight_state._replace(gradients=gather.zero_gradients(len(repeats)))
         carry = carry._replace(weight_state=weight_state)
+        if half_gradients:
+            # Scattered while these zeros are written. XLA would scatter it after all ticks.
+            waiting = half_gradients[-1], carry.cotangents
+            carry = carry._replace(cotangents=lax.optimization_barrier(waiting)[1])
         tick = partial(_backward_tick, invariants, half_residuals, daux, repeats)
         carry = invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
         carry = _scatter_last(invariants, carry)
@@ -129,7 +133,7 @@ def _backward_tick(
     weight_state = weight_state._replace(gradient=gradient)
     if shape.num_repeats > 1:
         hint = hint_of_repeats(shape, phase.program)
-        weight_state, dx = _next_weights(invariants, repeats, work, weight_state, hint, dx)
+        weight_state, dx = _next_weights(invariants, repeats, work, weight_state, hint, dy, dx)
     ds = add_trees(index_leading(dbatch_inputs, work.microbatch), ds)
     dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
     hint = hint_of_entries(shape, phase.program)
@@ -143,6 +147,7 @@ def _next_weights(
     work: TickWork,
     state: WeightState,
     hint: str,
+    dy: PyTree,
     dx: PyTree,
 ) -> tuple[WeightState, PyTree]:
     """Returns the weights and gradients that a rank holds after its work of a tick, and `dx`.
@@ -151,13 +156,15 @@ def _next_weights(
     that come next is gathered. In bubbles, and before the first gradient is complete, parts are
     written that are written again.
     """
+    # They are sent when `dy` is there, for which most products wait. XLA's scheduler puts transfers
+    # that wait for less in front of it, where few products are left to hide them.
     gather, part = invariants.gather, (work.microbatch, invariants.shape.num_microbatches)
     below = jnp.maximum(work.repeat - 1, 0)
     done = jnp.clip(work.repeat + 1, repeats[0], repeats[-1]) - repeats[0]
     gradients, scattered, dx = gather.reduce_scatter_part(
-        state.gradients, done, state.done, *part, dx
+        state.gradients, done, state.done, *part, dy, dx
     )
-    prefetched, dx = gather.prefetch_part(state.prefetched, below, *part, dx)
+    prefetched, dx = gather.prefetch_part(state.prefetched, below, *part, dy, dx)
 
     def begin(held: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         _, gradient, _ = held

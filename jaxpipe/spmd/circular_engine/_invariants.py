@@ -79,7 +79,9 @@ def prepare(
         y, aux = stage(*arguments)
         return y, jax.tree.map(pvary, aux)  # also of constants, as their cotangents do
 
-    traced = pullback(options.remat(varying), *examples)
+    # A result that is handed over late has a tick of its own to arrive.
+    in_parts = not options.engine.forwarding_delay
+    traced = pullback(options.remat(varying), *examples, in_parts=in_parts)
     run = partial(run_all_ticks, options=options.engine)
     invariants = CircularInvariants(
         shape=shape,

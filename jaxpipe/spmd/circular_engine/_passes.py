@@ -122,12 +122,18 @@ def _forward_tick(
         hint = hint_of_repeats(shape, phase.program)
         window = update_if(begins_repeat(work), begin, window, hint=hint)
     x = next_input(state, t, from_stream=work.from_stream)
+    # XLA:TPU would move a copy of the stream if it could move it before the input is read.
+    x, stream = lax.optimization_barrier((x, state.stream))
+    state = state._replace(stream=stream)
     batch_inputs, keys = batch_inputs_and_keys(invariants, work)
     (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
     if shape.num_repeats > 1:
         next_repeat = jnp.clip(work.repeat + 1, 0, shape.num_repeats - 1)
         part = work.microbatch, shape.num_microbatches
-        prefetched, y = gather.prefetch_part(prefetched, next_repeat, *part, y)
+        # Before the first part is sent: behind the others' products no work is left to hide it.
+        (first, *others), parts = jax.tree.flatten(y)
+        prefetched, first = gather.prefetch_part(prefetched, next_repeat, *part, (), first)
+        y = jax.tree.unflatten(parts, [first, *others])
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
     residuals = store(residuals, new, entry_of(t, shape, repeats))
     move = stream_move(t, shape, phase.program)

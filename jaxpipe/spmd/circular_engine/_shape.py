@@ -9,8 +9,9 @@ its stream and drops the result. It uses real data because a norm's gradient at 
 
 Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
 others move one rank down; outputs are written on the last rank, into the slots that become free.
-This stream moves in the M ticks in which microbatches enter and the M in which they leave
-(`stream_move`). All ranks agree in which ticks that is, so the permute may be under a condition.
+This stream moves while microbatches enter that are not on rank 0 yet, and while results leave that
+another rank is to store (`stream_move`): in M - n ticks each. All ranks agree in which ticks that
+is, so the permute may be under a condition.
 
 These functions are the only place of the schedule's arithmetic. The circular engine calls them on
 one rank after the other's tick, and `spmd.stepwise`, of which MaxText's documented methods are
@@ -31,6 +32,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
+from ...ir.transforms import join_parts
 from ...schedules.builders import circular_ticks
 from .._buffers import add_trees, put
 from ..ranks import AXIS, ON_ALL_RANKS, execution_count_hint, poison, update_if
@@ -213,35 +215,54 @@ def _input_slot(state: State, t: TickIndex) -> Int[Array, ""]:
     return (t - jnp.minimum(lax.axis_index(AXIS), 1)) % _length(state.storage)
 
 
-class StreamMove(NamedTuple):
-    """What the stream does in a tick. Python booleans where all ticks of a program do the same.
+class Condition(NamedTuple):
+    """Whether the stream changes in a tick, and a name scope that says in how many ticks it does.
 
-    Attributes:
-        moves: Whether it moves one rank down, because microbatches enter or leave.
-        leaves: Whether the last rank stores its result in the slot that becomes free.
-        hint: A name scope that says in how many ticks it moves, for audits of the program.
+    `holds` is a Python boolean where all ticks of a program agree.
     """
 
-    moves: bool | Bool[Array, ""]
-    leaves: bool | Bool[Array, ""]
+    holds: bool | Bool[Array, ""]
     hint: str = ""
+
+    def update(self, change: Callable, state: PyTree) -> PyTree:
+        """Returns `change(state)` if this holds, else `state`."""
+        if isinstance(self.holds, bool):
+            return change(state) if self.holds else state
+        return update_if(self.holds, jax.named_scope(ON_ALL_RANKS)(change), state, hint=self.hint)
+
+
+class StreamMove(NamedTuple):
+    """What the stream does in a tick.
+
+    Attributes:
+        moves: Whether a slot moves one rank down, as one of its microbatches or results must.
+        leaves: Whether the last rank stores its result in the slot.
+    """
+
+    moves: Condition
+    leaves: Condition
 
 
 def stream_move(t: TickIndex, shape: PipelineShape, ticks: range) -> StreamMove:
     """Returns the move of the stream at tick `t`, in a program that runs in all of `ticks`."""
-    leaves = lambda u: u >= first_exit(shape)  # noqa: E731
-    moves = lambda u: (u < shape.num_microbatches) | leaves(u)  # noqa: E731
+    # The last n microbatches that enter are on rank 0 already. The first n results that leave are
+    # the first that the last rank stores: before them its slots have none.
+    n, leave = shape.microbatches_per_rank, first_exit(shape)
 
-    def at_t(condition: Callable) -> bool | Bool[Array, ""]:
-        values = {condition(u) for u in ticks}
-        return condition(t) if len(values) > 1 else values.pop()
+    def at_t(holds: Callable) -> Condition:
+        values = {holds(u) for u in ticks}
+        hint = execution_count_hint([[u] for u in ticks], holds)
+        return Condition(holds(t) if len(values) > 1 else values.pop(), hint)
 
-    return StreamMove(at_t(moves), at_t(leaves), execution_count_hint([[u] for u in ticks], moves))
+    return StreamMove(
+        moves=at_t(lambda u: (u < shape.num_microbatches - n) | (u >= leave + n)),
+        leaves=at_t(lambda u: u >= leave),
+    )
 
 
 def hand_over(state: State, y: PyTree, t: TickIndex, *, move: StreamMove) -> State:
     """Returns the state at tick `t + 1`: results are sent on, and the stream moves if it must."""
-    arrived = jax.tree.map(to_next_rank, (*state.in_flight, y)[0])
+    arrived = join_parts(jax.tree.map(to_next_rank, (*state.in_flight, y)[0]))
     if state.in_flight:
         arrived, y = _after_transfer(arrived, y)
     in_flight = (*state.in_flight, y)[1:]
@@ -268,34 +289,33 @@ def _after_transfer(transferred: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
 
 def move_stream(stream: PyTree, y: PyTree, t: TickIndex, move: StreamMove) -> PyTree:
     """Returns the stream after a tick with the result `y`, moved by one slot if `move` says so."""
+    slot = t % _length(stream)
 
     def moved(stream: PyTree) -> PyTree:
-        slot = t % _length(stream)
-        new = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
-        stored = _is_last() & move.leaves
-        return put(stream, jax.tree.map(lambda y, x: jnp.where(stored, y, x), y, new), slot)
+        return put(stream, jax.tree.map(_to_previous_rank, index_leading(stream, slot)), slot)
 
-    return _if_moves(move, moved, stream)
+    def stored(stream: PyTree) -> PyTree:
+        new = partial(jnp.where, _is_last())
+        return put(stream, jax.tree.map(new, join_parts(y), index_leading(stream, slot)), slot)
+
+    return move.leaves.update(stored, move.moves.update(moved, stream))
 
 
 def _move_back(stream: PyTree, dy: PyTree, t: TickIndex, move: StreamMove) -> tuple[PyTree, PyTree]:
     """Transposes `move_stream`, and adds the cotangent of the stored result to `dy`."""
+    slot = t % _length(stream)
 
-    def moved(state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    def taken(state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         stream, dy = state
-        slot = t % _length(stream)
-        new, stored = index_leading(stream, slot), _is_last() & move.leaves
-        before = jax.tree.map(to_next_rank, _where(~stored, new))
-        return put(stream, before, slot), add_trees(dy, _where(stored, new))
+        result = index_leading(stream, slot)
+        remaining = put(stream, _where(~_is_last(), result), slot)
+        return remaining, add_trees(dy, _where(_is_last(), result))
 
-    return _if_moves(move, moved, (stream, dy))
+    def moved(stream: PyTree) -> PyTree:
+        return put(stream, jax.tree.map(to_next_rank, index_leading(stream, slot)), slot)
 
-
-def _if_moves(move: StreamMove, moved: Callable, state: PyTree) -> PyTree:
-    if isinstance(move.moves, bool):
-        return moved(state) if move.moves else state
-    on_all_ranks = jax.named_scope(ON_ALL_RANKS)(moved)
-    return update_if(move.moves, on_all_ranks, state, hint=move.hint)
+    stream, dy = move.leaves.update(taken, (stream, dy))
+    return move.moves.update(moved, stream), dy
 
 
 def _is_last() -> Bool[Array, ""]:

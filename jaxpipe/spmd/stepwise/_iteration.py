@@ -19,6 +19,7 @@ from ...autodiff.staged_model import fold_in_microbatch, index_leading, with_aux
 from ...sharding.specs import typed_by_specs
 from .._buffers import put
 from ..circular_engine import (
+    Condition,
     PipelineShape,
     StreamMove,
     first_exit,
@@ -143,7 +144,7 @@ def new_loop_state(
         if circ_storage is not None:
             slot = (t + shape.ticks_until_read) % shape.num_microbatches
             circ_storage = put(circ_storage, shift, slot)
-        always = StreamMove(moves=True, leaves=True)
+        always = StreamMove(moves=Condition(True), leaves=Condition(True))
         return move_stream(state_io, y, t, always), circ_storage, shift
 
     t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from ...sharding.specs import axes_of_dim
 from .._buffers import put
-from ..ranks import AXIS, execution_count_hint, is_spec, update_if
+from ..ranks import AXIS, execution_count_hint, is_spec, update_if, varying_axes
 from ._gather import (
     REPLICATED,
     Gather,
@@ -82,17 +82,19 @@ def gather_part(
     chunk: Any,
     part: Any,
     num_parts: int,
+    after: PyTree,
     before: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Returns `buffer`, weights of a chunk that are gathered, with one part gathered and written.
 
-    `weights` [chunks, ...] are stored, and `read` returns those of one chunk. `before` is returned
-    too: it is not used before the part has arrived.
+    `weights` [chunks, ...] are stored, and `read` returns those of one chunk. The part is sent when
+    `after` is computed. `before` is returned too: it is not used before the part has arrived.
     """
-    stored = _specs_of(gather, buffer)[0]
-    parts = map_leaves(lambda w, spec: _parts_of(w.shape[1:], spec, num_parts), weights, stored)
+    specs = _specs_of(gather, buffer)[0]
+    parts = map_leaves(lambda w, spec: _parts_of(w.shape[1:], spec, num_parts), weights, specs)
     cut = map_leaves(lambda w, cutting: cutting.read(w, part, lead=1), weights, parts)
-    new = _of_parts(gather, parts).cast_and_unshard(read(cut, chunk))
+    stored = map_leaves(lambda w: read(w, _known_after(after, chunk, w)), cut)
+    new = _of_parts(gather, parts).cast_and_unshard(stored)
     written = map_leaves(lambda b, x, cutting: cutting.write(b, x, part), buffer, new, parts)
     # XLA's schedulers put transfers whose results only the next tick reads behind all other work of
     # a tick, where there is nothing to hide them.
@@ -107,17 +109,22 @@ def reduce_scatter_part(
     total: PyTree,
     part: Any,
     num_parts: int,
+    after: PyTree,
     before: PyTree,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `gradients` [chunks, ...] as stored, with a part of a chunk's sum scattered into it.
 
     `total` is the sum, and `reduce_scatter` returns the function of a `Gather` that scatters it.
-    Arrays that this does not move are written whole, with the first part. `before` is returned too:
-    it is not used before the part has arrived.
+    Arrays that this does not move are written whole, with the first part. `after` and `before` are
+    those of `gather_part`.
     """
     specs = _specs_of(gather, total)[2]
     parts = map_leaves(lambda g, spec: _parts_of(g.shape[1:], spec, num_parts), gradients, specs)
-    cut = map_leaves(lambda x, cutting: cutting.read(x, part), total, parts)
+
+    def read(x: jax.Array, cutting: _Parts) -> jax.Array:
+        return cutting.read(x, _known_after(after, part, x))
+
+    cut = map_leaves(read, total, parts)
     # A sum can be overwritten only after its part is read: otherwise XLA:TPU copies it.
     total = map_leaves(lambda x, read: _only_after(read, x), total, cut)
     new = reduce_scatter(_of_parts(gather, parts))(cut)
@@ -147,6 +154,17 @@ def communicates() -> bool:
 def _only_after(dependency: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree`, which XLA can neither use nor overwrite before `dependency` is computed."""
     return lax.optimization_barrier((dependency, tree))[1]
+
+
+def _known_after(dependency: PyTree, index: Any, x: jax.Array) -> Any:
+    """Returns an index into `x` that XLA does not know before `dependency` is computed.
+
+    Where devices have the same `x` it is `index`: with another it would vary, and nobody sends it.
+    """
+    axes = [varying_axes(leaf) for leaf in jax.tree.leaves(dependency)]
+    if not axes or not frozenset().union(*axes) <= varying_axes(x):
+        return index
+    return _only_after(dependency, jnp.int32(index))
 
 
 def _specs_of(gather: Gather, tree: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -44,9 +44,10 @@ class WeightGather(NamedTuple):
 
     Attributes:
         prefetch: Maps the index of a chunk to the weights gathered before the rank begins it.
-        prefetch_part: Maps `(prefetched, chunk, part, num_parts, before)` to `prefetched` with one
-            part of the chunk's weights gathered and written, and `before`, which is not used before
-            the part has arrived. After all parts it has what `prefetch` returns.
+        prefetch_part: Maps `(prefetched, chunk, part, num_parts, after, before)` to `prefetched`
+            with one part of the chunk's weights gathered and written, and `before`, which is not
+            used before the part has arrived. It is sent when `after` is computed. After all parts
+            `prefetched` has what `prefetch` returns.
         window: Maps these and the index to the weights that the rank holds while it runs the chunk.
         unshard: Maps a window to the weights that a stage reads.
         accumulate: Maps `(sum, backward, *arguments)` to `(new sum, result)`, where the sum is of
@@ -60,9 +61,9 @@ class WeightGather(NamedTuple):
             or as arrays if there is one chunk. None if weights are gathered when they are read.
         reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored, of
             which those that are whole may still be sums of a device.
-        reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, before)` to gradients as
-            stored, [chunks, ...], with one part of the chunk's sum scattered into them; the sum,
-            which may be overwritten then; and `before`.
+        reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, after, before)` to
+            gradients as stored, [chunks, ...], with one part of the chunk's sum scattered into
+            them; the sum, which may be overwritten then; and `before`.
         finish: Maps gradients of a chunk that `reduce_scatter` returned, after all ticks, to those
             that are summed over devices.
         zeros: Maps a window to the initial sum, zeros.
@@ -72,7 +73,7 @@ class WeightGather(NamedTuple):
     """
 
     prefetch: Callable[[Any], PyTree]
-    prefetch_part: Callable[[PyTree, Any, Any, int, PyTree], tuple[PyTree, PyTree]]
+    prefetch_part: Callable[[PyTree, Any, Any, int, PyTree, PyTree], tuple[PyTree, PyTree]]
     window: Callable[[PyTree, Any], PyTree]
     unshard: TreeFunction
     accumulate: Callable[..., tuple[PyTree, PyTree]]
@@ -80,7 +81,7 @@ class WeightGather(NamedTuple):
     entries: Callable[[Any], PyTree] | None
     reduce_scatter: TreeFunction
     reduce_scatter_part: Callable[
-        [PyTree, Any, PyTree, Any, int, PyTree], tuple[PyTree, PyTree, PyTree]
+        [PyTree, Any, PyTree, Any, int, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]
     ]
     finish: TreeFunction
     zeros: TreeFunction
@@ -214,9 +215,9 @@ def _num_chunks(buffers: PyTree) -> int:
 
 
 def _no_part(
-    prefetched: PyTree, chunk: Any, part: Any, num_parts: int, before: PyTree
+    prefetched: PyTree, chunk: Any, part: Any, num_parts: int, after: PyTree, before: PyTree
 ) -> tuple[PyTree, PyTree]:
-    del chunk, part, num_parts
+    del chunk, part, num_parts, after
     return prefetched, before
 
 
@@ -230,7 +231,9 @@ def _with_zeros(
     to_sum: TreeFunction | None = None,
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]] = _in_place,
     entries: Callable[[Any], PyTree] | None = None,
-    prefetch_part: Callable[[PyTree, Any, Any, int, PyTree], tuple[PyTree, PyTree]] = _no_part,
+    prefetch_part: Callable[
+        [PyTree, Any, Any, int, PyTree, PyTree], tuple[PyTree, PyTree]
+    ] = _no_part,
     is_scattered: bool = False,
 ) -> WeightGather:
     """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
