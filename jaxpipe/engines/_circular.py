@@ -24,7 +24,6 @@ from ._memory import (
 )
 from ._memory_cap import check_cap
 from ._undifferentiated import undifferentiated
-from .fsdp import weight_gathers
 
 # `value_and_grad` evaluates its derivative as a jaxpr in which the rules of `jax.custom_jvp` and
 # `jax.custom_vjp` are expanded. JAX would differentiate what they expand to.
@@ -78,13 +77,7 @@ def _arguments(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[s
         delay=plan.options.forwarding_delay,
         names=("`microbatches`", "`forwarding_delay`"),
     )
-    gather, boundary_gather = weight_gathers(plan, weights, keys)
-    return {
-        "mesh": plan.mesh,
-        "gather": gather,
-        "boundary_gather": boundary_gather,
-        "options": plan.options,
-    }
+    return _stacked.pipeline_arguments(plan, weights, keys)
 
 
 def _value(

@@ -22,7 +22,6 @@ from ._memory import (
 )
 from ._memory_cap import activation_cap
 from ._undifferentiated import undifferentiated
-from .fsdp import weight_gathers
 
 # The transpose of the loop over ticks has collectives in conditionals that only some ranks enter,
 # so it would hang.
@@ -61,17 +60,9 @@ def _value(
     assert plan.schedule is not None
     weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
-    gather, boundary_gather = weight_gathers(plan, weights, keys)
+    arguments = _stacked.pipeline_arguments(plan, weights, keys)
     result = scheduled_engine.scheduled_value(
-        model,
-        weights,
-        batch_inputs,
-        keys,
-        ticks=forwards,
-        mesh=plan.mesh,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        options=plan.options,
+        model, weights, batch_inputs, keys, ticks=forwards, **arguments
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 
@@ -81,18 +72,9 @@ def _value_and_grad(
 ) -> Any:
     assert plan.ticks is not None
     weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
-    gather, boundary_gather = weight_gathers(plan, weights, keys)
+    arguments = _stacked.pipeline_arguments(plan, weights, keys)
     result = scheduled_engine.scheduled_value_and_grad(
-        model,
-        weights,
-        batch_inputs,
-        keys,
-        ticks=plan.ticks,
-        mesh=plan.mesh,
-        remat=plan.remat,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        options=plan.options,
+        model, weights, batch_inputs, keys, ticks=plan.ticks, remat=plan.remat, **arguments
     )
     return undifferentiated(result, _NO_DERIVATIVES)
 

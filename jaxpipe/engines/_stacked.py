@@ -22,14 +22,9 @@ from ..sharding import ROW_AXES
 from ..sharding.layout import LayerLayout
 from ..sharding.specs import reshard
 from ..spmd.ranks import masked_layer, stages_on_ranks
-from ..spmd.weight_gather import (
-    gathering_layer,
-)
+from ..spmd.weight_gather import gathering_layer
 from ._engine import PipelineSpec, Storage
-from .fsdp import (
-    gather_of_layer,
-    param_spec_tree,
-)
+from .fsdp import gather_of_layer, param_spec_tree, weight_gathers
 from .fsdp._frozen_shards import gathering, to_shards
 
 
@@ -117,6 +112,19 @@ def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
     return {"dropout": keys, "layer_mask": jnp.asarray(mask)}
 
 
+def pipeline_arguments(
+    plan: PipelineSpec, weights: dict[str, PyTree], keys: PyTree
+) -> dict[str, Any]:
+    """Returns the arguments that all pipelines of one program take of a plan."""
+    gather, boundary_gather = weight_gathers(plan, weights, keys)
+    return {
+        "mesh": plan.mesh,
+        "gather": gather,
+        "boundary_gather": boundary_gather,
+        "options": plan.options,
+    }
+
+
 def stage(plan: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage that runs its layers one after the other, and skips padding layers.
 
@@ -151,11 +159,9 @@ def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
     return plan.layer_remat(masked_layer(layer)) if plan.layout.counts else layer
 
 
-def put(
-    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
-) -> dict[str, PyTree]:
+def put(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
     """Moves weights to the devices that hold them."""
-    where = shardings(plan, weights, tied, stage_axis=stage_axis)
+    where = shardings(plan, weights, tied)
     here = jax.tree.map(_from_other_devices, weights, where)
     return jax.jit(lambda tree: tree, out_shardings=where)(here)
 
@@ -169,50 +175,36 @@ def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def init(
-    plan: PipelineSpec,
-    make: Callable[[], dict[str, PyTree]],
-    tied: bool,
-    *,
-    stage_axis: str | None = "stage",
+    plan: PipelineSpec, make: Callable[[], dict[str, PyTree]], tied: bool
 ) -> dict[str, PyTree]:
     """Makes weights on the devices that hold them; no device has more than its own shards."""
-    where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
+    where = shardings(plan, jax.eval_shape(make), tied)
     return jax.jit(make, out_shardings=where)()
 
 
 def put_like(
-    plan: PipelineSpec,
-    weights: dict[str, PyTree],
-    like: dict[str, PyTree],
-    tied: bool,
-    *,
-    stage_axis: str | None = "stage",
+    plan: PipelineSpec, weights: dict[str, PyTree], like: dict[str, PyTree], tied: bool
 ) -> dict[str, PyTree]:
     """Returns new arrays in groups of weights, sharded as weights are, in a traced function."""
     del like
-    return reshard(weights, shardings(plan, weights, tied, stage_axis=stage_axis))
+    return reshard(weights, shardings(plan, weights, tied))
 
 
-def shardings(
-    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
-) -> dict[str, PyTree]:
-    """Returns where stored weights are."""
+def shardings(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
+    """Returns where stored weights are: without a pipeline, on all ranks alike."""
     del tied
-
-    stage = None, stage_axis, None
+    stage_axis = None if plan.schedule is None else "stage"
     by_group = {}
     for group, tree in weights.items():
-        lead = stage if group == "stages" else ()
+        lead = (None, stage_axis, None) if group == "stages" else ()
         specs = param_spec_tree(group, tree, plan.mesh, plan.param_specs, lead)
         by_group[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
     return by_group
 
 
-def rank_bytes(
-    plan: PipelineSpec, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
-) -> tuple[int, ...]:
+def rank_bytes(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> tuple[int, ...]:
     """Returns [S] the bytes of weights on a device of every rank, which are the same for all."""
-    where = shardings(plan, weights, tied, stage_axis=stage_axis)
+    where = shardings(plan, weights, tied)
     return (device_bytes(weights, where),) * plan.mesh.shape["stage"]
 
 

@@ -86,7 +86,7 @@ def _value_and_grad(
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
     if plan.options.zero1:
         divided = over_data(plan, grads)
-        grads = _stacked.put_like(divided, grads, grads, model.tied, stage_axis=None)
+        grads = _stacked.put_like(divided, grads, grads, model.tied)
     return value, grads
 
 
@@ -263,14 +263,7 @@ UNPIPELINED = Engine(
     pipelines=False,
     runs_schedules=False,
     options=frozenset({"zero1"}),
-    storage=replace(
-        _stacked.STORAGE,
-        put=partial(_stacked.put, stage_axis=None),
-        shardings=partial(_stacked.shardings, stage_axis=None),
-        rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
-        init=partial(_stacked.init, stage_axis=None),
-        put_like=partial(_stacked.put_like, stage_axis=None),
-    ),
+    storage=_stacked.STORAGE,
     program_per_rank=False,
     shares_loss=False,
     stage_by_stage=False,
@@ -280,7 +273,7 @@ UNPIPELINED = Engine(
     stage=_stage,
     value=_value,
     value_and_grad=_value_and_grad,
-    step_bytes=partial(_stacked.rank_bytes, stage_axis=None),
+    step_bytes=_stacked.rank_bytes,
     jit=jit,
     timeline=_timeline,
     buffers=lambda plan: (Buffers(1),) * plan.mesh.shape["stage"],
