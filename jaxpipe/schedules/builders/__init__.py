@@ -19,6 +19,6 @@ from ._one_f_one_b import seq1f1b as seq1f1b
 from ._registry import family_of_1f1b as family_of_1f1b
 from ._registry import get_family as get_family
 from ._require import require_positive as require_positive
-from ._zbv import zbv as zbv
+from ._zero_bubble import zbv as zbv
 from ._zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from ._zero_bubble import zero_bubble_h2 as zero_bubble_h2

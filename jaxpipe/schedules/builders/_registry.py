@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 
 from ..._input import short_repr
 from ..language._placement import Placement
@@ -20,8 +21,7 @@ from ._interleaved import (
 from ._looped_bfs import circular, gpipe, looped_bfs
 from ._one_f_one_b import eager_one_f_one_b, one_f_one_b, seq1f1b
 from ._require import require_positive, require_small
-from ._zbv import zbv
-from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
+from ._zero_bubble import zbv, zero_bubble_h1, zero_bubble_h2
 
 Live = Callable[[int, int, int], int]
 """From ranks S, microbatches M and chunks v to residuals of stages that a rank stores at a time."""
@@ -115,61 +115,30 @@ def _half(num_ranks: int, num_microbatches: int) -> int:
 
 
 _GROUPS = ("chunks", "group")
-_FULL_GROUPS = "microbatches % max(1, microbatches // ranks) == 0, or a group >= ranks"
 _CROSSING = "microbatches >= 2 ranks"
 
 
-def _interleaved(
-    builder: Callable[..., Schedule],
-    paper: str,
-    live: Live = _live_of_groups,
-    *,
-    most_waiting: Waiting = _waiting_of_few,
-    splits_backward: bool = False,
-    is_usual: bool = False,
-    is_variant: bool = False,
-) -> Family:
-    """Returns a family whose chunks take turns after groups of about as many microbatches."""
-    return Family(
-        builder,
-        takes=_GROUPS,
-        constraints=_FULL_GROUPS,
-        paper=paper,
-        default_group_size=even_group_size,
-        placement="loop",
-        default_chunks=2,
-        splits_backward=splits_backward,
-        live=live,
-        most_waiting=most_waiting,
-        is_usual=is_usual,
-        is_variant=is_variant,
-    )
+_interleaved = partial(
+    Family,
+    takes=_GROUPS,
+    constraints="microbatches % max(1, microbatches // ranks) == 0, or a group >= ranks",
+    default_group_size=even_group_size,
+    placement="loop",
+    default_chunks=2,
+    live=_live_of_groups,
+)
+"""A family whose chunks take turns after groups of about as many microbatches."""
 
-
-def _in_a_v(
-    builder: Callable[..., Schedule],
-    paper: str,
-    *,
-    constraints: str = "2 chunks in a V",
-    fuses_pairs: bool = False,
-    live: Live = _live_in_a_v,
-    is_live_exact: bool = True,
-    is_usual: bool = False,
-) -> Family:
-    """Returns a family with two chunks per rank in a V, and with split backwards."""
-    return Family(
-        builder,
-        takes=(),
-        constraints=constraints,
-        paper=paper,
-        placement="v",
-        default_chunks=2,
-        splits_backward=True,
-        fuses_pairs=fuses_pairs,
-        live=live,
-        is_live_exact=is_live_exact,
-        is_usual=is_usual,
-    )
+_in_a_v = partial(
+    Family,
+    takes=(),
+    constraints="2 chunks in a V",
+    placement="v",
+    default_chunks=2,
+    splits_backward=True,
+    live=_live_in_a_v,
+)
+"""A family with two chunks per rank in a V, and with split backwards."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -186,12 +155,12 @@ FAMILIES: dict[str, Family] = {
         eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322", is_variant=True
     ),
     "interleaved_1f1b": _interleaved(
-        interleaved_one_f_one_b, "Narayanan et al., 2021, arXiv 2104.04473", is_usual=True
+        interleaved_one_f_one_b, paper="Narayanan et al., 2021, arXiv 2104.04473", is_usual=True
     ),
     "kimi_k2": _interleaved(
         kimi_k2,
-        "Kimi K2, 2025, arXiv 2507.20534",
-        lambda S, M, v: _live_of_groups(S, M, v) + 1,  # its warmup is longer by one
+        paper="Kimi K2, 2025, arXiv 2507.20534",
+        live=lambda S, M, v: _live_of_groups(S, M, v) + 1,  # its warmup is longer by one
         is_variant=True,
     ),
     "looped_bfs": Family(
@@ -207,8 +176,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "interleaved_gpipe": _interleaved(
         interleaved_gpipe,
-        "NVIDIA JaxPP, 2025",
-        _live_of_all,
+        paper="NVIDIA JaxPP, 2025",
+        live=_live_of_all,
         most_waiting=_waiting_of_all,
         is_variant=True,
     ),
@@ -228,11 +197,11 @@ FAMILIES: dict[str, Family] = {
         splits_backward=True,
     ),
     "interleaved_zero_bubble": _interleaved(
-        interleaved_zero_bubble, "Qi et al., 2023, arXiv 2401.10241", splits_backward=True
+        interleaved_zero_bubble, paper="Qi et al., 2023, arXiv 2401.10241", splits_backward=True
     ),
-    "zbv": _in_a_v(zbv, "Qi et al., 2023, arXiv 2401.10241", is_usual=True),
-    "v_half": _in_a_v(v_half, "Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
-    "v_min": _in_a_v(v_min, "Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
+    "zbv": _in_a_v(zbv, paper="Qi et al., 2023, arXiv 2401.10241", is_usual=True),
+    "v_half": _in_a_v(v_half, paper="Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
+    "v_min": _in_a_v(v_min, paper="Qi et al., 2024, arXiv 2405.15362", is_live_exact=False),
     "dualpipe": Family(
         dualpipe,
         (),
@@ -245,7 +214,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "dualpipev": _in_a_v(
         dualpipev,
-        "DeepSeek-V3, 2024, arXiv 2412.19437",
+        paper="DeepSeek-V3, 2024, arXiv 2412.19437",
         constraints=f"2 chunks in a V; {_CROSSING}",
         fuses_pairs=True,
         live=lambda S, M, v: 2 * S + 1,
