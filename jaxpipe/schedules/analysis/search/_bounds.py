@@ -17,7 +17,7 @@ for p microbatches they add up to (p - 1)(F + I - W), the bubble of ZB-H1, which
 """
 
 from functools import lru_cache
-from math import floor
+from math import floor, inf
 
 from .._simulate import Time
 from ._problem import F, I, Problem, W
@@ -114,12 +114,8 @@ def _most_time(items: list[tuple[Time, Time]], room: Time, most: int) -> Time:
     if len(sizes) == 1 and 0 not in sizes:  # equal items fit as wholes
         room = floor(room / min(sizes) + _ROUNDING) * min(sizes)
     total: Time = 0
-    for size, time in sorted(items, key=lambda item: _density(*item), reverse=True):
+    for size, time in sorted(items, key=lambda it: it[1] / it[0] if it[0] else inf, reverse=True):
         count = most if size * most <= room else room / size
         total += count * time
         room -= count * size
     return total
-
-
-def _density(size: Time, time: Time) -> float:
-    return time / size if size else float("inf")

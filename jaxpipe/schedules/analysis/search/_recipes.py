@@ -9,9 +9,8 @@ from functools import cache, partial
 from .._simulate import Time
 from ._fill import forwards_and_inputs
 from ._named import build_named, named_candidates
-from ._periodic import periodic_rules
 from ._problem import Problem, Words, words_of
-from ._rules import Rules, pace_rules
+from ._rules import Rules, pace_rules, periodic_rules
 
 Recipe = Callable[[Problem], Rules | Words | None]
 """From a problem to rules, or an order of F and I, or None."""

@@ -125,8 +125,18 @@ def search(
 
     def setting_of(rank_of: tuple[int, ...]) -> _Setting:
         pieces = len(rank_of) // ranks if placement is None else 1
-        of_stages = _problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces)
-        return _Setting(of_stages, pieces)
+        of_stages = partial(each, num_stages=len(rank_of))
+        problem = Problem(
+            rank_of=rank_of,
+            num_microbatches=microbatches,
+            times=tuple(map(of_stages, (costs.forward, costs.input, costs.weight))),
+            transfer=costs.transfer * pieces,
+            stored=of_stages(memory.stored),
+            kept=of_stages(memory.kept),
+            caps=tuple(cap * pieces for cap in caps),
+            synchronous=synchronous,
+        )
+        return _Setting(problem, pieces)
 
     settings = [setting_of(rank_of) for rank_of in tried]
     named = list(
@@ -135,7 +145,7 @@ def search(
     if placement is not None:
         named = [family for family in named if family.rank_of == settings[0].problem.rank_of]
     fitting = [setting for setting in settings if setting.fits]
-    as_run = partial(_in_ticks, costs) if lock_step else _unchanged
+    as_run = partial(_in_ticks, costs) if lock_step else lambda fit: fit
     orders = [as_run(order) for order in _orders(fitting)]
     best_order = reduce(_better, orders) if orders else None
     best = _best_named(named, settings, setting_of, costs, best_order, as_run)
@@ -165,28 +175,6 @@ class _Setting:
         return lower_bound(self.problem) / self.pieces
 
 
-def _problem(
-    rank_of: tuple[int, ...],
-    microbatches: int,
-    costs: Costs,
-    memory: ActivationMemory,
-    caps: tuple[Time, ...],
-    synchronous: bool,
-    pieces: int,
-) -> Problem:
-    S = len(rank_of)
-    return Problem(
-        rank_of=rank_of,
-        num_microbatches=microbatches,
-        times=(each(costs.forward, S), each(costs.input, S), each(costs.weight, S)),
-        transfer=costs.transfer * pieces,
-        stored=each(memory.stored, S),
-        kept=each(memory.kept, S),
-        caps=tuple(cap * pieces for cap in caps),
-        synchronous=synchronous,
-    )
-
-
 @dataclass(frozen=True)
 class _Fit:
     """A schedule that fits, with its figures in the caller's units; `Candidate` has the fields."""
@@ -197,10 +185,6 @@ class _Fit:
     schedule: Schedule | Words
     step_time: Time
     peak: Time | Fraction
-
-
-def _unchanged(fit: _Fit) -> _Fit:
-    return fit
 
 
 def _in_ticks(costs: Costs, fit: _Fit) -> _Fit:

@@ -6,6 +6,7 @@ Both are done with few microbatches if there are many, and what was best is then
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from random import Random
 
 from .._simulate import Time
@@ -87,9 +88,9 @@ class Solver:
                 self._add(solution)
         self._use_best(budget)
 
-    def improve(self, budget: Budget, seed: int = 0) -> None:
+    def improve(self, budget: Budget) -> None:
         """Changes the best rules a little, again and again, as long as the budget lasts."""
-        random = Random(seed)
+        random = Random(0)
         climbers = self._climbers(budget)
         reserve = min(budget.left / 3, _STARTS * 3 * _DISPATCH_RUNS * self.problem.num_actions)
         if self._small is self.problem:
@@ -114,7 +115,7 @@ class Solver:
     def _climbers(self, budget: Budget) -> list[Solution]:
         """Returns the best rules that are followed to the letter, and the best that are not."""
         climbers = []
-        for solution in sorted(self._solutions, key=_objective):
+        for solution in sorted(self._solutions, key=attrgetter("objective")):
             plan = solution.plan
             if not isinstance(plan, Rules):
                 plan = _rules(self._small, plan, solution)
@@ -132,7 +133,7 @@ class Solver:
         if self._small is self.problem:
             return
         objectives = set()
-        for small_solution in sorted(self._solutions, key=_objective):
+        for small_solution in sorted(self._solutions, key=attrgetter("objective")):
             if self.is_done or budget.left <= 0 or len(objectives) == _USED:
                 return
             if small_solution.objective in objectives:
@@ -143,10 +144,6 @@ class Solver:
                 solution = _best_of(self.problem, small_solution.plan, budget)
                 if solution is not None and solution.objective < self.best.objective:
                     self.best = solution
-
-
-def _objective(solution: Solution) -> Time:
-    return solution.objective
 
 
 def is_enough(objective: Time, enough: Time) -> bool:
