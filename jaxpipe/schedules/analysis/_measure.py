@@ -1,8 +1,8 @@
 """The figures of a timeline or a schedule: makespan, bubbles, live activations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..language._action import Op, actions_of
+from ..language._action import Op, ScheduleStep, actions_of
 from ..language._schedule import Schedule, num_slices
 from ._simulate import Time, Timeline
 
@@ -82,7 +82,7 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
         (4, 3, 2, 1)
     """
     ones = [1] * schedule.num_stages
-    return tuple(_peak(schedule, rank, ones) for rank in range(len(schedule.programs)))
+    return tuple(_peak(program, ones, ones) for program in schedule.programs)
 
 
 def activation_bytes(
@@ -121,35 +121,23 @@ def activation_bytes(
                 f"`{name}` has {len(sizes)} entries for {schedule.num_stages} stages. "
                 "Give one per stage, in forward order, including stages that share a rank."
             )
-    slices, ranks = num_slices(schedule), range(len(schedule.programs))
-    peaks = (_peak(schedule, rank, stage_bytes, weight_bytes) for rank in ranks)
+    slices = num_slices(schedule)
+    peaks = (_peak(program, stage_bytes, weight_bytes) for program in schedule.programs)
     return tuple(-(-peak // slices) for peak in peaks)
 
 
-def live_activations(
-    schedule: Schedule, rank: int, weights: Sequence[int], until_weight: Sequence[int] | None = None
-) -> Iterator[int]:
-    """Yields what is alive on a rank after each of its actions; fused pairs are split.
-
-    `weights` is [num_stages] what one microbatch or slice counts; `until_weight`, between its I and
-    W.
-    """
-    kept = weights if until_weight is None else until_weight
-    now = 0
-    for step in schedule.programs[rank]:
+def _peak(program: Sequence[ScheduleStep], stored: Sequence[int], kept: Sequence[int]) -> int:
+    """Returns the most that is alive on a rank; of `stored` only `kept` is between I and W."""
+    now = most = 0
+    for step in program:
         for action in actions_of(step):
             if action.op is Op.F:
-                now += weights[action.stage]
+                now += stored[action.stage]
             elif action.op is Op.B:
-                now -= weights[action.stage]
+                now -= stored[action.stage]
             elif action.op is Op.I:
-                now -= weights[action.stage] - kept[action.stage]
+                now -= stored[action.stage] - kept[action.stage]
             else:
                 now -= kept[action.stage]
-            yield now
-
-
-def _peak(
-    schedule: Schedule, rank: int, weights: Sequence[int], until_weight: Sequence[int] | None = None
-) -> int:
-    return max(live_activations(schedule, rank, weights, until_weight), default=0)
+            most = max(most, now)
+    return most

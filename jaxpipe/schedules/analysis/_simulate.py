@@ -96,7 +96,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_costs(costs, schedule.num_stages)
     runnable = schedule if costs.atomic_pairs else without_fused_pairs(schedule)
-    scales = {} if costs.atomic_pairs else _halves(schedule, costs.pair_factor)
+    halves = set() if costs.atomic_pairs else halves_of_pairs(schedule)
     finished: dict[ResultKey, tuple[int, Time]] = {}
     rows: list[list[TimedStep]] = [[] for _ in schedule.programs]
     now: list[Time] = [0] * len(rows)
@@ -109,7 +109,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             if ready > start:
                 start = ready
         length = duration(step, costs)
-        end = start + (length * scales[step] if step in scales else length)
+        end = start + (length * costs.pair_factor if step in halves else length)
         finished.update(dict.fromkeys(outputs, (rank, end)))
         rows[rank].append(TimedStep(step, start, end))
         now[rank] = end
@@ -122,7 +122,8 @@ def check_costs(costs: Costs, num_stages: int) -> None:
         cost = getattr(costs, name)
         each = cost if isinstance(cost, tuple) else (cost,)
         is_per_stage = name in ("forward", "input", "weight")
-        if (isinstance(cost, tuple) and not is_per_stage) or not all(map(_is_number, each)):
+        are_numbers = all(isinstance(value, Real) for value in each)
+        if not are_numbers or (isinstance(cost, tuple) and not is_per_stage):
             more = ", or a tuple with one per stage in forward order" if is_per_stage else ""
             raise ValueError(f"`{name}` is {short_repr(cost)}. Give one number{more}.")
         if isinstance(cost, tuple) and len(cost) != num_stages:
@@ -135,10 +136,6 @@ def check_costs(costs: Costs, num_stages: int) -> None:
                 f"`{name}` is {short_repr(cost)}. Give times of 0 or more; if not 0, from "
                 f"{_MIN_TIME:g} to {_MAX_TIME:g}."
             )
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, Real)
 
 
 def duration(step: ScheduleStep, costs: Costs) -> Time:
@@ -159,9 +156,7 @@ def _stage_cost(cost: PerStage, stage: int) -> Time:
     return cost[stage] if isinstance(cost, tuple) else cost
 
 
-def _halves(schedule: Schedule, pair_factor: Time) -> dict[ScheduleStep, Time]:
-    """Returns the actions that are halves of a pair, with the factor of their time."""
-    pairs = (
-        step for program in schedule.programs for step in program if isinstance(step, FusedPair)
-    )
-    return {action: pair_factor for pair in pairs for action in actions_of(pair)}
+def halves_of_pairs(schedule: Schedule) -> set[ScheduleStep]:
+    """Returns the actions that are halves of a pair."""
+    steps = (step for program in schedule.programs for step in program)
+    return {action for step in steps if isinstance(step, FusedPair) for action in actions_of(step)}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from html import escape
 from importlib import resources
 
-from ..analysis._simulate import Costs, PerStage, Time, check_costs
-from ..language._action import Action, FusedPair, ScheduleStep, actions_of
+from ..analysis._simulate import Costs, PerStage, Time, check_costs, halves_of_pairs
+from ..language._action import Action, ScheduleStep, actions_of
 from ..language._dependencies import ResultKey, walk_topologically
 from ..language._schedule import Schedule, describe, stages_of_rank, without_fused_pairs
 from ..lock_step._ticks import Ticks, check_ticks
@@ -102,13 +102,7 @@ Row = tuple[int, int | None, ScheduleStep, Time, list[int]]
 def _ordered(schedule: Schedule, costs: Costs) -> list[Row]:
     """Returns the steps after all that they await, with the positions of those of other ranks."""
     runnable = schedule if costs.atomic_pairs else without_fused_pairs(schedule)
-    halves = {
-        action
-        for program in schedule.programs
-        for step in program
-        if isinstance(step, FusedPair)
-        for action in actions_of(step)
-    }
+    halves = halves_of_pairs(schedule)
     rows: list[Row] = []
     row_of: dict[ResultKey, int] = {}
     for rank, step, waits, outputs in walk_topologically(runnable):

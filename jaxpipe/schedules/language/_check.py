@@ -47,16 +47,11 @@ def check(schedule: Schedule) -> Schedule:
 
 @lru_cache(maxsize=8)  # front door, trainer and engines each check what they are given
 def _check(schedule: Schedule) -> None:
-    _check_results(schedule)
-    for _ in walk_topologically(schedule):
-        pass  # raises if ranks wait for each other
-
-
-def _check_results(schedule: Schedule) -> None:
-    """Checks that every result is computed once, on the rank of its forward."""
     places = _find(schedule)
     _check_complete(schedule, places)
     _check_same_rank(schedule, places)
+    for _ in walk_topologically(schedule):
+        pass  # raises if ranks wait for each other
 
 
 def _find(schedule: Schedule) -> _Places:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..language._action import Action, Op, actions_of
 from ..language._owners import rank_by_microbatch
-from ..language._schedule import Schedule, num_ranks, num_slices, stages_of_rank
+from ..language._schedule import num_ranks, num_slices, stages_of_rank
 from ._copies import WeightCopies, weight_copies
 from ._slices import PastSlots, assign_past_slots, ticks_of_pieces
 from ._slots import HAND_OVER, Slots, assign_slots, num_slots
@@ -122,7 +122,10 @@ def tick_tables(ticks: Ticks) -> TickTables:
     ticks, slots, past = _assigned(ticks)
     schedule = ticks.schedule
     copies = weight_copies(schedule)
-    chunks = _chunks_by_rank(schedule)
+    chunks = [
+        {stage: chunk for chunk, stage in enumerate(stages_of_rank(schedule, rank))}
+        for rank in range(num_ranks(schedule))
+    ]
     visiting: list[list[Action]] = [[] for _ in schedule.programs]
     for rank, _, action in enumerate_ticks(ticks):
         if action.op is not Op.W:
@@ -154,15 +157,6 @@ def tick_tables(ticks: Ticks) -> TickTables:
         memory_cap=ticks.memory_cap,
         chunks=range(max(map(len, chunks)) if sizes["cotangents"] else 0),
     )
-
-
-def _chunks_by_rank(schedule: Schedule) -> list[dict[int, int]]:
-    """Returns for every rank the chunk that each of its stages is."""
-    ranks = range(num_ranks(schedule))
-    return [
-        {stage: chunk for chunk, stage in enumerate(stages_of_rank(schedule, rank))}
-        for rank in ranks
-    ]
 
 
 def _phases(
