@@ -16,14 +16,15 @@ from jaxtyping import PyTree
 from ...ir.graph import Graph
 from ...schedules import Schedule
 from ...schedules.lock_step import check_no_slices
-from .._lowering import lower
-from ..ir._loop import SlicedSchedule
-from ..ir._mpmd_graph import LoweringOptions
-from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer
-from ..runtime._channels import channel_layouts
+from ..ir._check_graph import check_graph
+from ..ir._loop import PipelinedLoop, SlicedSchedule
+from ..ir._mpmd_graph import LoweringOptions, MpmdGraph
+from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer, check
+from ..passes import LOWERING
 from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
 from ..runtime._session import CompileHandshake, Session, open_session
+from ..runtime._transfers import channel_layouts
 from ..runtime._watchdog import report_failure, wait
 from ._arguments import (
     ArgumentSlot,
@@ -104,7 +105,7 @@ class Traced:
             processes=tuple(mesh.process_of(rank) for rank in range(mesh.mpmd_dim)),
             mpmd_axis=mesh.mpmd_axis_name,
         )
-        return Lowered(self, lower(self.graph, options, observe=observe))
+        return Lowered(self, _lower(self.graph, options, observe))
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Lowered:
         if jax.process_count() > 1:
             session = open_session(traced.settings.timeout)
             handshake = CompileHandshake(f"program/{next(session.programs)}")
-            handshake.check_program(_digest(str(program)))
+            digest = hashlib.sha256(str(program).encode()).hexdigest()[:16]
+            handshake.check_program(digest)
         threads = os.cpu_count() or 1
         executables = compile_code(
             program,
@@ -302,8 +304,21 @@ class Compiled:
         return traced.out_tree.unflatten(out)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _lower(
+    traced: Graph, options: LoweringOptions, observe: Callable[[str, Any], None]
+) -> MpmdProgram:
+    """Applies the passes in order, and checks and shows to `observe` the result of each."""
+    result: Any = MpmdGraph(traced.inputs, traced.eqns, traced.outputs, options)
+    checked: tuple[PipelinedLoop, ...] = ()
+    for one_pass in LOWERING:
+        result = one_pass(result)
+        if isinstance(result, MpmdGraph):
+            check_graph(result, checked)
+            checked = result.loops
+        else:
+            check(result)
+        observe(one_pass.__name__, result)
+    return result
 
 
 def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 
 from ...ir.graph import Atom, Eqn, Graph, Literal, Var, aval_of, variables
 from ...schedules import Op
+from ._eqns import primitive_of
 from ._loop import PipelinedLoop, StageTask
 from ._mpmd_graph import MpmdGraph
 
@@ -57,7 +58,7 @@ def _check_scope(
 def _name(eqn: Eqn | PipelinedLoop) -> str:
     if isinstance(eqn, PipelinedLoop):
         return "a loop"
-    return getattr(eqn.operation, "name", type(eqn.operation).__name__)
+    return primitive_of(eqn) or type(eqn.operation).__name__
 
 
 def _check_graph_scope(where: str, graph: Graph) -> None:

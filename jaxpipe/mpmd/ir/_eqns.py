@@ -1,8 +1,13 @@
 """Makes, rewrites and classifies equations and the other nodes of a graph for the passes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from typing import Any, TypeGuard, TypeVar
+
+import jax
+import jax.numpy as jnp
 
 from ...ir.graph import (
     Atom,
@@ -20,12 +25,67 @@ from ...ir.graph import (
 from ._loop import PipelinedLoop
 from ._marks import STAGE_END
 from ._mpmd_graph import MpmdGraph
+from ._reduce import Concat, Max, Reduction, is_add
 
 G = TypeVar("G", Graph, MpmdGraph)
 N = TypeVar("N", Eqn, PipelinedLoop, Eqn | PipelinedLoop)
 
 ADD = PrimitiveCall("add", lambda x, y: [x + y])
 COPY = PrimitiveCall("copy", lambda x: [x])
+_MAX = PrimitiveCall("max", lambda x, y: [jnp.maximum(x, y)])
+
+
+def chain_eqns(
+    parts: Sequence[Atom], result: Var, operations: Iterable[PrimitiveCall] = repeat(ADD)
+) -> list[Eqn]:
+    """Returns the equations that combine parts, one after the other; none for a single part."""
+    eqns, total = [], parts[0]
+    for i, (part, operation) in enumerate(zip(parts[1:], operations, strict=False), 2):
+        combined = result if i == len(parts) else Var(result.aval)
+        eqns.append(Eqn(operation, (total, part), (combined,)))
+        total = combined
+    return eqns
+
+
+def combine_eqns(
+    parts: Sequence[Var], result: Var, reduction: Reduction, microbatches: Sequence[Collection[int]]
+) -> list[Eqn]:
+    """Returns the equations that compute a result of a loop from those of its ranks.
+
+    A schedule such as DualPipe runs a stage on two ranks, and a microbatch on one of them. Each
+    rank reduces the results of its microbatches, as if there were no others.
+    """
+    operations = [_combination(reduction, own) for own in microbatches[1:]]
+    return chain_eqns(parts, result, operations)
+
+
+def _combination(reduction: Reduction, own: Collection[int]) -> PrimitiveCall:
+    """Returns `(result, result of a rank with the microbatches own) -> result of both`."""
+    operation = reduction.operation
+    if is_add(operation):
+        return ADD
+    if operation is Max:
+        return _MAX
+    if isinstance(operation, Concat):
+        mask = tuple(m in own for m in range(reduction.num_microbatches))
+        return PrimitiveCall("with_microbatches", partial(_with_microbatches, operation.axis, mask))
+    combine = getattr(operation, "combine", None)
+    if combine is None:
+        raise ValueError(
+            f"`operation` has {operation!r}, and `schedule` runs a stage on several ranks, which "
+            "reduce different microbatches. Give `operation` a method `combine(state, other)` that "
+            "returns the state of both, or give a schedule that has each stage on one rank."
+        )
+    return PrimitiveCall("combine", lambda state, other: [combine(state, other)])
+
+
+def _with_microbatches(
+    axis: int, mask: tuple[bool, ...], stacked: jax.Array, other: jax.Array
+) -> list[jax.Array]:
+    """Returns `stacked` with the microbatches of `mask` taken from `other`."""
+    axis %= stacked.ndim
+    shape = [len(mask) if dim == axis else 1 for dim in range(stacked.ndim)]
+    return [jnp.where(jnp.asarray(mask).reshape(shape), other, stacked)]
 
 
 def copy_eqn(atom: Atom) -> Eqn:
@@ -33,16 +93,26 @@ def copy_eqn(atom: Atom) -> Eqn:
     return Eqn(COPY, (atom,), (Var(aval_of(atom)),))
 
 
+def primitive_of(node: Eqn | PipelinedLoop) -> str:
+    """Returns the name of the primitive that a node calls, "" if it has bodies."""
+    operation = node.operation if isinstance(node, Eqn) else None
+    return operation.name if isinstance(operation, PrimitiveCall) else ""
+
+
+def params_of(eqn: Eqn) -> Mapping[str, Any]:
+    """Returns the parameters of an equation that calls a primitive."""
+    assert isinstance(eqn.operation, PrimitiveCall)
+    return eqn.operation.params
+
+
 def is_cast(eqn: Eqn) -> bool:
     """Returns whether an equation casts a value to another dtype."""
-    operation = eqn.operation
-    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"
+    return primitive_of(eqn) == "convert_element_type"
 
 
 def is_sum(eqn: Eqn | PipelinedLoop) -> TypeGuard[Eqn]:
     """Returns whether a node adds two variables of the shape and dtype of its output."""
-    operation = eqn.operation if isinstance(eqn, Eqn) else None
-    if not isinstance(operation, PrimitiveCall) or operation.name not in ("add", "add_any"):
+    if primitive_of(eqn) not in ("add", "add_any"):
         return False
     avals = {(atom.aval.shape, atom.aval.dtype) for atom in variables(eqn.inputs)}
     result = eqn.outputs[0].aval
@@ -51,19 +121,17 @@ def is_sum(eqn: Eqn | PipelinedLoop) -> TypeGuard[Eqn]:
 
 def is_mark(eqn: Eqn) -> bool:
     """Returns whether an equation marks the end of a stage."""
-    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == STAGE_END
+    return primitive_of(eqn) == STAGE_END
 
 
 def is_backward_mark(eqn: Eqn) -> bool:
     """Returns whether a mark was made by transposition."""
-    assert isinstance(eqn.operation, PrimitiveCall)
-    return eqn.operation.params["backward"]
+    return params_of(eqn)["backward"]
 
 
 def part_of_mark(eqn: Eqn) -> int | None:
     """Returns the part whose arrays a mark marks; None if it ends a stage."""
-    assert isinstance(eqn.operation, PrimitiveCall)
-    return eqn.operation.params["part"]
+    return params_of(eqn)["part"]
 
 
 def is_transposed(eqn: Eqn) -> bool:

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from ...ir.graph import Atom, Eqn, Graph, Var
+from ...ir.graph import Atom, Eqn, Var
 from ...schedules import Schedule
 from ._loop import PipelinedLoop, format_loop
-from ._program import RunTask, format_task_graph
+from ._program import RunTask, format_ranks, format_task_graph
 from ._text import Names, format_eqn, format_lambda, format_spec
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -87,11 +87,6 @@ class MpmdGraph:
         return "\n".join(_format_mpmd_graph(self))
 
 
-def to_mpmd_graph(graph: Graph, options: LoweringOptions) -> MpmdGraph:
-    """Returns a traced function as the graph that the first pass takes."""
-    return MpmdGraph(graph.inputs, graph.eqns, graph.outputs, options)
-
-
 def replace_loops(
     graph: MpmdGraph, rewrite: Callable[[PipelinedLoop], Iterable[Eqn | PipelinedLoop]]
 ) -> MpmdGraph:
@@ -133,8 +128,3 @@ def _format_nodes(graph: MpmdGraph, names: Names) -> list[str]:
             runs_on = graph.ranks.runs_on.get(eqn)
             lines += format_eqn(eqn, names, "" if runs_on is None else format_ranks(runs_on))
     return lines
-
-
-def format_ranks(ranks: Ranks) -> str:
-    """Returns ranks as `@0,1`, and no rank as `@-`."""
-    return f"@{','.join(map(str, ranks)) or '-'}"

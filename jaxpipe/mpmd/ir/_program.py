@@ -7,7 +7,7 @@ ranks cannot deadlock.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -39,8 +39,15 @@ class BufferOnRanks(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class _Printed:
+    """An instruction, which prints as text."""
+
+    def __str__(self) -> str:
+        return "\n".join(_format_instruction(self, _BufferNames()))
+
+
 @dataclass(frozen=True)
-class RunTask:
+class RunTask(_Printed):
     """Runs a graph on a rank: `(reads) -> writes`.
 
     Attributes:
@@ -59,12 +66,9 @@ class RunTask:
     donated: tuple[int, ...] = ()
     loop: int | None = None
 
-    def __str__(self) -> str:
-        return _format_alone(self)
-
 
 @dataclass(frozen=True)
-class Send:
+class Send(_Printed):
     """Sends copies of buffers from rank `rank` to rank `to`; `name` is the task that wrote them."""
 
     rank: int
@@ -72,12 +76,9 @@ class Send:
     buffers: tuple[Buffer, ...]
     name: str
 
-    def __str__(self) -> str:
-        return _format_alone(self)
-
 
 @dataclass(frozen=True)
-class Recv:
+class Recv(_Printed):
     """Receives buffers on rank `rank` from rank `source`; `name` is the task that wrote them."""
 
     rank: int
@@ -85,19 +86,13 @@ class Recv:
     buffers: tuple[Buffer, ...]
     name: str
 
-    def __str__(self) -> str:
-        return _format_alone(self)
-
 
 @dataclass(frozen=True)
-class Delete:
+class Delete(_Printed):
     """Deletes buffers that a rank no longer reads."""
 
     rank: int
     buffers: tuple[Buffer, ...]
-
-    def __str__(self) -> str:
-        return _format_alone(self)
 
 
 Instruction = RunTask | Send | Recv | Delete
@@ -224,21 +219,18 @@ def _format_program(program: MpmdProgram) -> str:
     then `:m` for a microbatch or a version of a sum.
     """
     names = _BufferNames()
-    inputs = " ".join(f"{names.typed(b)}@{_format_ranks(ranks)}" for b, ranks in program.inputs)
-    outputs = " ".join(f"{names(b)}@{_format_ranks(ranks)}" for b, ranks in program.outputs)
+    inputs = " ".join(names.typed(b) + format_ranks(ranks) for b, ranks in program.inputs)
+    outputs = " ".join(names(b) + format_ranks(ranks) for b, ranks in program.outputs)
     lines = [line for i in program.instructions for line in _format_instruction(i, names)]
     return "\n".join([f"{{ lambda {inputs} . let", *indent(lines), f"  in {outputs} }}"])
 
 
-def _format_ranks(ranks: tuple[int, ...]) -> str:
-    return ",".join(map(str, ranks)) or "-"
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Returns ranks as `@0,1`, and no rank as `@-`."""
+    return f"@{','.join(map(str, ranks)) or '-'}"
 
 
-def _format_alone(instruction: Instruction) -> str:
-    return "\n".join(_format_instruction(instruction, _BufferNames()))
-
-
-def _format_instruction(instruction: Instruction, names: _BufferNames) -> list[str]:
+def _format_instruction(instruction: Any, names: _BufferNames) -> list[str]:
     rank = instruction.rank
 
     def join(buffers: tuple[Buffer, ...], name: Callable[[Buffer], str] = names) -> str:

@@ -1,6 +1,5 @@
 """Compiles and executes the instructions of a step, and moves arrays between ranks."""
 
-from ._channels import abbreviate as abbreviate
 from ._compile import check_threads as check_threads
 from ._rendezvous import Transport as Transport
 from ._rendezvous import check_agreement as check_agreement
@@ -10,6 +9,7 @@ from ._session import CompileHandshake as CompileHandshake
 from ._session import Session as Session
 from ._session import open_session as open_session
 from ._transfers import Spec as Spec
+from ._transfers import abbreviate as abbreviate
 from ._transfers import layout as layout
 from ._transfers import mover as mover
 from ._transfers import receiver as receiver

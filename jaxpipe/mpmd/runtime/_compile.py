@@ -11,20 +11,22 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
 from ..._threads import num_threads_for
-from ...ir.graph import Graph, has_print
-from ..api._mesh import MpmdMesh
+from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, has_print
+from ..api._mesh import MpmdMesh, check_memory_kind, check_spec
 from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
-from ._on_submesh import on_submesh
 from ._session import CompileHandshake
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -189,7 +191,7 @@ class _Compiler:
 
     def _compile(self, run: RunTask, in_specs: Specs, out_specs: Specs) -> Any:
         mesh = self.mesh.unstack[run.rank]
-        graph = on_submesh(run.graph, mesh, self.mesh.mpmd_axis_name)
+        graph = _on_submesh(run.graph, mesh, self.mesh.mpmd_axis_name)
         return compile_graph(graph, mesh, in_specs, out_specs, run.donated, self.options)
 
     def _load_or_compile(
@@ -240,3 +242,47 @@ def compile_graph(
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
     return jitted.lower(*shapes).compile(compiler_options=dict(options))
+
+
+def _on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
+    """Replaces every mesh in a program by that of a group, whatever mesh it was traced with."""
+    eqns = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.eqns)
+    return replace(graph, eqns=eqns)
+
+
+def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
+    match eqn.operation:
+        case Scan() as loop:
+            return replace(loop, body=_on_submesh(loop.body, mesh, mpmd_axis))
+        case Cond(branches):
+            inside = tuple(_on_submesh(branch, mesh, mpmd_axis) for branch in branches)
+            return Cond(inside, eqn.operation.num_accumulators)
+        case ShardMap() as shards:
+            if mpmd_axis in shards.axes and shards.mesh.shape[mpmd_axis] > 1:
+                raise ValueError(
+                    f"A `shard_map` inside a stage is over the axis {mpmd_axis!r} of all groups, "
+                    "along which programs differ. Take the mesh from the context, "
+                    "`jax.sharding.get_abstract_mesh()`: there it has size 1."
+                )
+            return replace(shards, body=_on_submesh(shards.body, mesh, mpmd_axis), mesh=mesh)
+        case PrimitiveCall("sharding_constraint", params=params) as plain:
+            spec = params["sharding"].spec
+            check_spec(spec, mpmd_axis, "`with_sharding_constraint` inside a stage")
+            check_memory_kind(
+                params["sharding"].memory_kind, mesh, "`with_sharding_constraint` inside a stage"
+            )
+            sharding = NamedSharding(mesh, spec)
+            if not eqn.inputs:  # the constraint of a literal
+                assert plain.equation is not None
+                (literal,) = plain.equation.invars
+                assert isinstance(literal, Literal)
+                value = jnp.asarray(literal.val, eqn.outputs[0].aval.dtype)
+                return replace(plain, run=lambda: [value], params={}, equation=None)
+            params = {"sharding": spec, "dims": params["unconstrained_dims"]}
+            run = partial(_constrain, sharding)
+            return replace(plain, run=run, params=params, equation=None)
+    return eqn.operation
+
+
+def _constrain(sharding: NamedSharding, x: Any) -> list[Any]:
+    return [lax.with_sharding_constraint(x, sharding)]

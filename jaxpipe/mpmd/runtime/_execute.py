@@ -26,10 +26,9 @@ from ..ir._program import (
     Send,
     name_in_step,
 )
-from ._channels import buffer_spec
 from ._compile import Executables
 from ._session import Session
-from ._transfers import Spec, mover, receiver, sender
+from ._transfers import Spec, buffer_spec, mover, receiver, sender
 from ._watchdog import resolve, watch
 
 Slots = list[Any]

@@ -36,12 +36,9 @@ class Transport:
 
 
 @functools.cache
-def open_transport(timeout: float, host: str | None = None) -> Transport:
-    """Starts the transfer server of this process and publishes its address, once.
-
-    Without `host`, peers use the address from which this host reaches process 0.
-    """
-    host = host or _own_host()
+def open_transport(timeout: float) -> Transport:
+    """Starts the transfer server of this process and publishes its address, once."""
+    host = _own_host()
     # Without separate addresses for bulk data, a server crashes when another process connects
     # to it (`Check failed: fd_ == -1`).
     bulk = [f"{host}:0"] * NUM_SOCKETS

@@ -1,25 +1,25 @@
 """Finds which stage every mark ends, also if some are rematerialized, constant or dead code."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 
 from ....ir.graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, variables
-from ...ir._eqns import is_backward_mark, is_mark, part_of_mark, substitute_inputs, with_outputs
+from ...ir._eqns import (
+    is_backward_mark,
+    is_mark,
+    params_of,
+    part_of_mark,
+    substitute_inputs,
+    with_outputs,
+)
 from ...ir._fingerprint import ValueNumbering
 from ...ir._marks import STAGE_END, identity
 from ...ir._text import operands
 
 
-@dataclass(frozen=True)
-class MarkedBody:
-    """The body without marks that end no stage, and the stage that each other mark ends."""
-
-    body: Graph
-    stage_of_mark: dict[Eqn, int]
-
-
-def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> MarkedBody:
-    """Finds the stage that every mark ends, and removes marks that end none.
+def align_marks(
+    body: Graph, num_stages: int, all_mark_ids: Sequence[int]
+) -> tuple[Graph, dict[Eqn, int]]:
+    """Returns the body without marks that end no stage, and the stage that each other mark ends.
 
     Marks are numbered in program order, and transposition reverses the order. If the results depend
     on only some of the marks, or if cotangents flow through only some, the ids that the marks carry
@@ -29,7 +29,7 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     parts = {eqn: part_of_mark(eqn) for eqn in body.eqns if is_mark(eqn)}
     part_of_each = {eqn: part for eqn, part in parts.items() if part is not None}
     if part_of_each:
-        return MarkedBody(body, part_of_each)
+        return body, part_of_each
     _check_first_derivatives(parts)
     forward = [eqn for eqn in body.eqns if is_mark(eqn) and not is_backward_mark(eqn)]
     backward = [eqn for eqn in body.eqns if is_mark(eqn) and is_backward_mark(eqn)]
@@ -61,7 +61,7 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
     for old, new in zip(eqns, renamed, strict=True):
         if old in stage_of_mark:
             marks[new] = stage_of_mark[old]
-    return MarkedBody(with_outputs(body, renamed, replacements), marks)
+    return with_outputs(body, renamed, replacements), marks
 
 
 def _check_first_derivatives(marks: Iterable[Eqn]) -> None:
@@ -71,9 +71,8 @@ def _check_first_derivatives(marks: Iterable[Eqn]) -> None:
     for the derivative of that backward, and back. A schedule has two passes, F and B.
     """
     for eqn in marks:
-        assert isinstance(eqn.operation, PrimitiveCall)
         # Forward marks have order 0, and those of their backward at most 1.
-        if eqn.operation.params["order"] > is_backward_mark(eqn):
+        if params_of(eqn)["order"] > is_backward_mark(eqn):
             raise ValueError(
                 "The loop differentiates through marks other than once by `jax.grad`, `jax.vjp` "
                 "or `jax.value_and_grad`: a gradient penalty, `jax.hessian`, `jax.jvp` and "
@@ -101,8 +100,7 @@ def _stages_by_id(marks: Sequence[Eqn], mark_ids: Sequence[int]) -> dict[Eqn, in
 
 
 def _mark_id(eqn: Eqn) -> int:
-    assert isinstance(eqn.operation, PrimitiveCall)
-    return eqn.operation.params["mark_id"]
+    return params_of(eqn)["mark_id"]
 
 
 def _without_constant_marks(body: Graph) -> Graph:
@@ -116,8 +114,7 @@ def _without_constant_marks(body: Graph) -> Graph:
     for eqn in body.eqns:
         (eqn,) = substitute_inputs([eqn], replacements)
         if is_mark(eqn):
-            assert isinstance(eqn.operation, PrimitiveCall)
-            atoms, params = operands(eqn), eqn.operation.params
+            atoms, params = operands(eqn), params_of(eqn)
             pairs = zip(eqn.outputs, atoms, strict=True)
             replacements.update((o, a) for o, a in pairs if isinstance(a, Literal))
             outputs = tuple(o for o in eqn.outputs if o not in replacements)

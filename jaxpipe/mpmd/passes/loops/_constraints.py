@@ -6,24 +6,17 @@ with another sharding the parts would be gathered for every microbatch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jax.sharding import PartitionSpec as P
 
-from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Var
+from ....ir.graph import Atom, Eqn, Graph, Var
+from ...ir._eqns import params_of, primitive_of
 from ...ir._reduce import Concat, Reduction
 
 
-@dataclass(frozen=True)
-class ConstrainedResults:
-    """The body without constraints on its summed results, and the spec of each result, or None."""
-
-    body: Graph
-    specs: tuple[P | None, ...]
-
-
-def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults:
-    """Finds the sharding constraints on the results of a microbatch.
+def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, tuple[P | None, ...]]:
+    """Returns the body without constraints on its summed results, and the spec of each result.
 
     The constraint of a summed result is removed from the body, and its spec becomes that of the
     accumulator. The gradient of a weight that several stages use thus remains a plain sum of the
@@ -36,7 +29,7 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults
         atom, spec = output, None
         while (eqn := makers.get(atom) if isinstance(atom, Var) else None) is not None:
             spec = constraint_of(eqn)
-            if spec is not None or not _keeps_indices(eqn):
+            if spec is not None or not keeps_indices(eqn):
                 break
             (atom,) = eqn.inputs
         constraint = makers.get(output) if isinstance(output, Var) else None
@@ -45,22 +38,20 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults
             constraint.inputs[0] if constraint and is_added and is_constraint else output
         )
         specs.append(spec)
-    return ConstrainedResults(replace(body, outputs=tuple(outputs)), tuple(specs))
+    return replace(body, outputs=tuple(outputs)), tuple(specs)
 
 
 def constraint_of(eqn: Eqn) -> P | None:
     """Returns the spec of a constraint on all dims, None if `eqn` is not such a constraint."""
-    operation = eqn.operation
-    if not isinstance(operation, PrimitiveCall) or operation.name != "sharding_constraint":
+    if primitive_of(eqn) != "sharding_constraint":
         return None
-    spec = operation.params["sharding"].spec
+    spec = params_of(eqn)["sharding"].spec
     return None if P.UNCONSTRAINED in spec.partitions else spec
 
 
-def _keeps_indices(eqn: Eqn) -> bool:
+def keeps_indices(eqn: Eqn) -> bool:
     """Returns whether an equation keeps every element at its index, as a cast or a copy does."""
-    names = ("convert_element_type", "copy", "optimization_barrier")
-    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name in names
+    return primitive_of(eqn) in ("convert_element_type", "copy", "optimization_barrier")
 
 
 def accumulator_spec(spec: P | None, reduction: Reduction) -> P | None:

@@ -26,7 +26,7 @@ before, and the part of the first slice accumulates it.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....ir.graph import (
     Atom,
@@ -34,6 +34,7 @@ from ....ir.graph import (
     Graph,
     PrimitiveCall,
     Var,
+    aval_of,
     count_uses,
     has_print,
     is_light,
@@ -41,9 +42,9 @@ from ....ir.graph import (
     variables,
 )
 from ....schedules import language
-from ...ir._combine import combine_eqns
 from ...ir._eqns import (
-    ADD,
+    chain_eqns,
+    combine_eqns,
     copy_eqn,
     eliminate_dead_code,
     is_backward_mark,
@@ -69,17 +70,21 @@ def cut_stages(graph: MpmdGraph) -> MpmdGraph:
 def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
     """Yields the loop with its stages, and the additions of the shares of its results."""
     adds = [reduction.adds for reduction in loop.reductions]
-    constrained = constrained_results(loop.body, adds)
-    splits = language.splits_backwards(loop.schedule)
-    joined = 1 if splits else loop.num_slices  # Ws may be in any order
-    sizes = _Sizes(loop.num_parts, loop.num_slices, joined)
-    staged = _cut_body(constrained.body, sizes, adds, loop.all_mark_ids)
-    stage_of = {v: i for i, stage in enumerate(staged.stages) for v in stage.graph.outputs}
+    body, constrained_specs = constrained_results(loop.body, adds)
+    num_stages, num_slices = loop.num_parts, loop.num_slices
+    # How many parts of a stage hand on one sum. Ws may be in any order.
+    num_joined = 1 if language.splits_backwards(loop.schedule) else num_slices
+    body, marks = align_marks(body, num_stages, loop.all_mark_ids)
+    positions = _positions(body, marks, num_stages, num_slices)
+    body, shares_of_results = _split_results(body, positions, adds, num_stages, num_joined)
+    positions = _positions(body, marks, num_stages, num_slices)
+    stages = tuple(_stages(body, marks, positions, num_stages))
+    stage_of = {v: i for i, stage in enumerate(stages) for v in stage.graph.outputs}
     reductions, results, outputs, ranks, specs = [], [], [], [], []
     combinations: list[Eqn] = []
     sums: list[Eqn] = []
     for shares, result, reduction, spec in zip(
-        staged.shares, loop.outputs, loop.reductions, constrained.specs, strict=True
+        shares_of_results, loop.outputs, loop.reductions, constrained_specs, strict=True
     ):
         own = [result] if len(shares) == 1 else [Var(result.aval) for _ in shares]
         for share, value in zip(shares, own, strict=True):
@@ -93,13 +98,13 @@ def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
             ranks += on
             reductions += [reduction] * len(on)
             specs += [accumulator_spec(spec, reduction)] * len(on)
-        sums += _sum_eqns(own, result)
+        sums += chain_eqns(own, result)
     yield replace(
         loop,
         outputs=tuple(outputs),
-        body=replace(staged.body, outputs=tuple(results)),
+        body=replace(body, outputs=tuple(results)),
         reductions=tuple(reductions),
-        stages=staged.stages,
+        stages=stages,
         specs=tuple(specs),
         output_ranks=tuple(ranks),
     )
@@ -107,76 +112,13 @@ def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
     yield from sums
 
 
-def _sum_eqns(shares: Sequence[Var], result: Var) -> list[Eqn]:
-    """Returns the additions that compute `result` from its shares; none for a single share."""
-    eqns, total = [], shares[0]
-    for i, share in enumerate(shares[1:], 1):
-        new = result if i == len(shares) - 1 else Var(result.aval)
-        eqns.append(Eqn(ADD, (total, share), (new,)))
-        total = new
-    return eqns
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The numbers of stages and of slices, and how many parts of a stage hand on one sum."""
-
-    num_stages: int
-    num_slices: int
-    num_joined: int
-
-
-@dataclass(frozen=True)
-class _SharedResults:
-    """A body whose outputs are the shares of its results, in order, and those of each result."""
-
-    body: Graph
-    shares: tuple[tuple[Var, ...], ...]
-
-
-@dataclass(frozen=True)
-class _StagedBody:
-    """A body whose outputs are the shares of its results, with its stages."""
-
-    body: Graph
-    shares: tuple[tuple[Var, ...], ...]
-    stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True)
-class _StageUses:
-    """The stages that run each equation, and those that read each value."""
-
-    stages_of: Mapping[Eqn, set[int]]
-    uses: Mapping[Var, set[int]]
-
-
-def _cut_body(
-    body: Graph, sizes: _Sizes, adds: Sequence[bool], all_mark_ids: Sequence[int]
-) -> _StagedBody:
-    """Cuts a body at its marks; only results that are summed (`adds`) may be split into shares."""
-    num_stages = sizes.num_stages
-    marked = align_marks(body, num_stages, all_mark_ids)
-    body, marks = marked.body, marked.stage_of_mark
-    shared = _split_results(body, _positions(body, marks, sizes), adds, sizes)
-    body = shared.body
-    positions = _positions(body, marks, sizes)
-    where = _stages_of_eqns(body, marks, positions, num_stages)
-    results = [*variables(body.outputs), *print_tokens(body.eqns)]
-    stages = tuple(
-        _stage(i, body, positions, where, results, num_stages) for i in range(num_stages)
-    )
-    return _StagedBody(body, shared.shares, stages)
-
-
-def _positions(body: Graph, marks: Mapping[Eqn, int], sizes: _Sizes) -> Positions:
+def _positions(
+    body: Graph, marks: Mapping[Eqn, int], num_stages: int, num_slices: int
+) -> Positions:
     """Returns the positions of all values that depend on a mark."""
     positions: dict[Var, int] = {}
-    num_stages = sizes.num_stages
     # Where slices are parts, the backwards of several parts begin with the loss.
-    with_loss = range(
-        num_stages - sizes.num_slices if sizes.num_slices > 1 else num_stages, num_stages
-    )
+    with_loss = range(num_stages - num_slices if num_slices > 1 else num_stages, num_stages)
     for eqn in body.eqns:
         position = max(
             (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
@@ -202,9 +144,11 @@ def _stage_of(position: int, num_stages: int) -> int:
 
 
 def _split_results(
-    body: Graph, positions: Positions, adds: Sequence[bool], sizes: _Sizes
-) -> _SharedResults:
-    """Returns `body` with results copied or, if they are sums over stages, split into shares.
+    body: Graph, positions: Positions, adds: Sequence[bool], num_stages: int, num_joined: int
+) -> tuple[Graph, list[list[Var]]]:
+    """Returns the body whose outputs are the shares of its results, and those of each result.
+
+    Results are copied or, if they are sums over stages, split into shares.
 
     The gradient of a weight that several stages use is such a sum. Every stage accumulates its
     share over all microbatches, and the shares are added once, after the loop.
@@ -234,35 +178,29 @@ def _split_results(
     def position(atom: Atom) -> int:
         return positions.get(atom, 0) if isinstance(atom, Var) else 0
 
-    shares: list[tuple[Var, ...]] = []
+    shares: list[list[Var]] = []
     for output, may_share in zip(body.outputs, adds, strict=True):
         parts: dict[int, list[Atom]] = {}
         for term in terms(output) if may_share else [output]:
-            stage = _stage_of(position(term), sizes.num_stages)
-            parts.setdefault(stage // sizes.num_joined, []).append(term)
-        if len(parts) == 1 and sizes.num_joined == 1:
+            stage = _stage_of(position(term), num_stages)
+            parts.setdefault(stage // num_joined, []).append(term)
+        if len(parts) == 1 and num_joined == 1:
             parts = {0: [output]}
-        share = []
+        shares.append([])
         for atoms in parts.values():
-            if sizes.num_joined > 1:
+            if num_joined > 1:
                 atoms = sorted(atoms, key=position)
-            total = atoms[0]
-            for atom in atoms[1:]:
-                added = Var(output.aval) if isinstance(output, Var) else None
-                assert added is not None, "a constant is no sum"
-                eqns.append(Eqn(ADD, (total, atom), (added,)))
-                total = added
-            eqns.append(copy_eqn(total))
-            share.append(eqns[-1].outputs[0])
-        shares.append(tuple(share))
+            total = Var(aval_of(output))
+            eqns += chain_eqns(atoms, total)
+            eqns.append(copy_eqn(total if len(atoms) > 1 else atoms[0]))
+            shares[-1] += eqns[-1].outputs
     outputs = tuple(value for share in shares for value in share)
-    renewed = eliminate_dead_code(Graph(body.inputs, tuple(eqns), outputs))
-    return _SharedResults(renewed, tuple(shares))
+    return eliminate_dead_code(Graph(body.inputs, tuple(eqns), outputs)), shares
 
 
 def _stages_of_eqns(
     body: Graph, marks: Mapping[Eqn, int], positions: Positions, num_stages: int
-) -> _StageUses:
+) -> tuple[dict[Eqn, set[int]], dict[Var, set[int]]]:
     """Returns the stages that run each equation, and the stages that read each value."""
     stages_of: dict[Eqn, set[int]] = {}
     uses: defaultdict[Var, set[int]] = defaultdict(set)
@@ -285,7 +223,7 @@ def _stages_of_eqns(
         stages_of[eqn] = stages
         for value in variables(eqn.inputs):
             uses[value] |= stages
-    return _StageUses(stages_of, uses)
+    return stages_of, uses
 
 
 def _stages_of_prints(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
@@ -312,28 +250,25 @@ def _is_cheaper_than_transfer(eqn: Eqn) -> bool:
     return isinstance(eqn.operation, PrimitiveCall) and num_bytes <= _MAX_DUPLICATED_BYTES
 
 
-def _stage(
-    stage: int,
-    body: Graph,
-    positions: Positions,
-    where: _StageUses,
-    results: Sequence[Var],
-    num_stages: int,
-) -> Stage:
-    """Returns the program of one stage."""
-    stages_of, uses = where.stages_of, where.uses
-    eqns = [eqn for eqn in body.eqns if stage in stages_of[eqn]]
-    computed = {value for eqn in eqns for value in eqn.outputs}
-    sent = [
-        value for eqn in eqns for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
-    ]
-    outputs = (*sent, *(value for value in results if value in computed))
-    needed = dict.fromkeys(v for eqn in eqns for v in variables(eqn.inputs) if v not in computed)
-    backward = _backward_values(eqns, positions, stage, num_stages)
-    backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
-    shared = [eqn for eqn in eqns if len(stages_of[eqn]) > 1]
-    graph = Graph(tuple(needed), tuple(_with_new_outputs(eqns, shared)), outputs)
-    return Stage(graph, frozenset(backward), frozenset(sent))
+def _stages(
+    body: Graph, marks: Mapping[Eqn, int], positions: Positions, num_stages: int
+) -> Iterator[Stage]:
+    """Yields the program of every stage."""
+    stages_of, uses = _stages_of_eqns(body, marks, positions, num_stages)
+    results = [*variables(body.outputs), *print_tokens(body.eqns)]
+    for stage in range(num_stages):
+        eqns = [eqn for eqn in body.eqns if stage in stages_of[eqn]]
+        values = [(eqn, value) for eqn in eqns for value in eqn.outputs]
+        computed = {value for _, value in values}
+        sent = [value for eqn, value in values if uses.get(value, set()) - stages_of[eqn]]
+        outputs = (*sent, *(value for value in results if value in computed))
+        read = (value for eqn in eqns for value in variables(eqn.inputs))
+        needed = dict.fromkeys(value for value in read if value not in computed)
+        backward = _backward_values(eqns, positions, stage, num_stages)
+        backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
+        shared = [eqn for eqn in eqns if len(stages_of[eqn]) > 1]
+        graph = Graph(tuple(needed), tuple(_with_new_outputs(eqns, shared)), outputs)
+        yield Stage(graph, frozenset(backward), frozenset(sent))
 
 
 def _with_new_outputs(eqns: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:

@@ -13,14 +13,14 @@ about where loops and marks are written are raised before any pass moves code.
 from typing import Any
 
 from ...._compat import ClosedJaxpr, jaxprs_in_params
-from ....ir.graph import Eqn, Graph, PrimitiveCall, to_graph
-from ...ir._eqns import is_mark
+from ....ir.graph import Eqn, Graph, to_graph
+from ...ir._eqns import is_mark, params_of, primitive_of
 from ...ir._loop import PipelinedLoop
 from ...ir._marks import STAGE_END
 from ...ir._mpmd_graph import LoweringOptions, MpmdGraph
-from ...ir._reduce import reductions
+from ...ir._reduce import TREDUCE, reductions
 from ._align_marks import forward_mark_ids
-from ._reachable import check_reachable, is_treduce
+from ._reachable import check_reachable
 
 
 def extract_loops(graph: MpmdGraph) -> MpmdGraph:
@@ -34,19 +34,17 @@ def extract_loops(graph: MpmdGraph) -> MpmdGraph:
                 "A stage is marked outside of a loop over microbatches. Call `treduce` around it, "
                 "or use `mpmd_jit_by_yield` for a function that has no loop."
             )
-        nodes.append(_to_loop(eqn, graph.options) if is_treduce(eqn) else eqn)
+        nodes.append(_to_loop(eqn, graph.options) if primitive_of(eqn) == TREDUCE else eqn)
     return MpmdGraph(graph.inputs, tuple(nodes), graph.outputs, graph.options)
 
 
 def _to_loop(eqn: Eqn, options: LoweringOptions) -> PipelinedLoop:
     """Returns the node for an equation of the primitive."""
-    assert isinstance(eqn.operation, PrimitiveCall)
-    params = eqn.operation.params
-    num_microbatches = params["num_microbatches"]
+    params = params_of(eqn)
+    num_microbatches, operations = params["num_microbatches"], params["operations"]
     schedule = options.to_schedule(params["schedule"], num_microbatches)
     body = to_graph(params["jaxpr"], prints=True)
     check_reachable(body.eqns, "a stage")
-    operations = params["operations"]
     return PipelinedLoop(
         inputs=eqn.inputs,
         outputs=eqn.outputs,

@@ -11,7 +11,7 @@ outputs. After `cut_stages` it would be a part of several stages.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....ir.graph import Atom, Eqn, Graph, Var, free_variables, has_print, is_move, variables
 from ...ir._eqns import is_cast, is_mark, substitute_inputs, with_outputs
@@ -33,30 +33,15 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
     for node in graph.eqns:
         (node,) = substitute_inputs([node], replacements)
         if isinstance(node, PipelinedLoop):
-            hoisted = _hoist_from(node)
-            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, replacements)]
+            before, loop = _hoist_from(node)
+            nodes += [*before, _drop_invariant_results(loop, replacements)]
         else:
             nodes.append(node)
     return with_outputs(graph, nodes, replacements)
 
 
-@dataclass(frozen=True)
-class _HoistedLoop:
-    """The equations that were hoisted out of a loop, and the loop without them."""
-
-    before: list[Eqn]
-    loop: PipelinedLoop
-
-
-@dataclass(frozen=True)
-class _HoistedEqns:
-    """The equations of a body: those that were hoisted, and those that stay."""
-
-    before: list[Eqn]
-    inside: list[Eqn]
-
-
-def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
+def _hoist_from(loop: PipelinedLoop) -> tuple[list[Eqn], PipelinedLoop]:
+    """Returns the equations that are hoisted out of a loop, and the loop without them."""
     body, index = loop.body, loop.index
     replacements: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
     value_ids = ValueNumbering(body.inputs)
@@ -79,10 +64,10 @@ def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
             replacements.update(zip(eqn.outputs, first[output_ids], strict=True))
             invariant.update(eqn.outputs)
     renewed = with_outputs(body, inside, replacements)
-    sunk = _sink_data_movement(before, renewed)
-    inputs = tuple(v for v in free_variables(sunk.inside, renewed.outputs) if v is not index)
-    body = replace(renewed, inputs=(*inputs, index), eqns=tuple(sunk.inside))
-    return _HoistedLoop(sunk.before, replace(loop, inputs=inputs, body=body))
+    before, inside = _sink_data_movement(before, renewed)
+    inputs = tuple(v for v in free_variables(inside, renewed.outputs) if v is not index)
+    body = replace(renewed, inputs=(*inputs, index), eqns=tuple(inside))
+    return before, replace(loop, inputs=inputs, body=body)
 
 
 def _drop_invariant_results(loop: PipelinedLoop, replacements: dict[Var, Atom]) -> PipelinedLoop:
@@ -116,7 +101,7 @@ def _can_hoist(eqn: Eqn, invariant: set[Var]) -> bool:
     return size <= sum(value.num_bytes for value in operands)
 
 
-def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
+def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], list[Eqn]]:
     """Returns the hoisted equations and those of the body, with pure data movement in the body.
 
     A reshaped weight outside of the loop would be an additional array in memory. Inside the body,
@@ -134,4 +119,4 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
         if not is_inside or read_outside.intersection(eqn.outputs):
             hoisted.insert(0, eqn)
             read_outside.update(variables(eqn.inputs))
-    return _HoistedEqns(hoisted, inside)
+    return hoisted, inside

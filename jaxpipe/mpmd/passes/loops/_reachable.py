@@ -10,6 +10,7 @@ from typing import Any
 
 from ...._compat import jaxprs_in_params
 from ....ir.graph import Cond, Eqn, PrimitiveCall, Scan, ShardMap
+from ...ir._eqns import params_of, primitive_of
 from ...ir._marks import STAGE_END as MARK
 from ...ir._reduce import TREDUCE as LOOP
 
@@ -17,9 +18,8 @@ from ...ir._reduce import TREDUCE as LOOP
 def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
     """Checks that no mark and no loop over microbatches is inside another construct."""
     for eqn in eqns:
-        if is_treduce(eqn) and where == "a stage":
-            assert isinstance(eqn.operation, PrimitiveCall)
-            caller = eqn.operation.params["caller"]
+        if primitive_of(eqn) == LOOP and where == "a stage":
+            caller = params_of(eqn)["caller"]
             raise ValueError(
                 f"`{caller}` is called inside of a stage, by a function that another `{caller}` "
                 "runs. Call the two one after the other, or use `lax.scan` for the inner one."
@@ -37,11 +37,6 @@ def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
             )
 
 
-def is_treduce(eqn: Eqn) -> bool:
-    """Returns whether an equation is the primitive of a loop over microbatches."""
-    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == LOOP
-
-
 def find_eqns(eqn: Eqn, name: str) -> Iterator[str]:
     """Yields what the user called for each equation named `name` inside `eqn`, at any depth."""
     match eqn.operation:
@@ -55,8 +50,8 @@ def find_eqns(eqn: Eqn, name: str) -> Iterator[str]:
             return
     for body in bodies:
         for inner in body.eqns:
-            if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
-                yield inner.operation.params.get("caller", name)
+            if primitive_of(inner) == name:
+                yield params_of(inner).get("caller", name)
             yield from find_eqns(inner, name)
 
 

@@ -25,19 +25,20 @@ If several ranks run a stage, its owner is given the arguments that the stage re
 weights, and sends them to the others. So each weight and its optimizer state are on one rank.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
 
-from ....ir.graph import Eqn, PrimitiveCall, Var, variables
+from ....ir.graph import Eqn, Var, variables
 from ...api._across import CONCAT, STACK, SUM, WITH
-from ...ir._eqns import is_sum, prints
+from ...ir._eqns import chain_eqns, eliminate_dead_code, is_sum, primitive_of, prints
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
-from ._partial_sums import split_sums_by_rank
 
 RankSets = Mapping[Var, set[int]]
 """The ranks of values; a value that is absent has none."""
@@ -55,7 +56,7 @@ def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
     """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks."""
     read_by_loops, held_on = _ranks_of_loop_inputs(graph), _ranks_of_arguments(graph)
     computed_on = _ranks_after_loops(graph, read_by_loops, held_on)
-    graph = split_sums_by_rank(graph, computed_on)
+    graph = _split_sums_by_rank(graph, computed_on)
     computed_on = _ranks_after_loops(graph, read_by_loops, held_on)
     returned_on = _ranks_of_outputs(graph, computed_on)
     needed_on = _ranks_that_need(graph, computed_on, returned_on)
@@ -209,7 +210,7 @@ def _where_eqn_runs(eqn: Eqn, operands: Mapping[Var, _OnRanks]) -> _OnRanks:
     If inputs are equally large, those decide whose values come from ranks that all others come
     from, too; a sum is of the ranks of all its terms.
     """
-    name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
+    name = primitive_of(eqn)
     of_last = [held for value, held in operands.items() if value is eqn.inputs[-1]]
     if name == WITH and of_last:
         return of_last[0]
@@ -278,3 +279,43 @@ def _ranks_of_open_outputs(
             otherwise = set(range(graph.options.num_ranks)) if is_scalar else {0}
             ranks_of[value] = _common_ranks(sources[value], needed_on, otherwise)
     return ranks_of
+
+
+def _split_sums_by_rank(graph: MpmdGraph, computed_on: RankSets) -> MpmdGraph:
+    """Splits a scalar sum over values of several ranks into sums per rank and one over ranks.
+
+    Each rank then sends a single scalar. The norm of all gradients is such a sum.
+    """
+    makers = {value: eqn for eqn in graph.eqns for value in eqn.outputs}
+    uses = Counter(variables([*(a for eqn in graph.eqns for a in eqn.inputs), *graph.outputs]))
+
+    def inner_sum(value: Var) -> Eqn | None:
+        """Returns the addition that computes a value whose only use is within another sum."""
+        eqn = makers.get(value)
+        return eqn if eqn is not None and uses[value] == 1 and is_sum(eqn) else None
+
+    def terms(eqn: Eqn) -> list[Var]:
+        """Returns the terms of a sum, whose inner sums are then `seen`."""
+        parts: list[Var] = []
+        for value in variables(eqn.inputs):
+            inner = inner_sum(value)
+            seen.add(inner)
+            parts += [value] if inner is None else terms(inner)
+        return parts
+
+    replaced: dict[Eqn | PipelinedLoop, list[Eqn]] = {}
+    seen: set[Eqn | None] = set()
+    for eqn in reversed(graph.eqns):
+        if eqn in seen or not is_sum(eqn) or eqn.outputs[0].aval.shape != ():
+            continue
+        parts = terms(eqn)
+        by_ranks: dict[Ranks, list[Var]] = {}
+        for part in parts:
+            by_ranks.setdefault(_sorted_ranks(computed_on.get(part, set())), []).append(part)
+        if 1 < len(by_ranks) < len(parts):
+            (total,) = eqn.outputs
+            sums = [p[0] if len(p) == 1 else Var(total.aval) for p in by_ranks.values()]
+            of_ranks = map(chain_eqns, by_ranks.values(), sums)
+            replaced[eqn] = [*chain.from_iterable(of_ranks), *chain_eqns(sums, total)]
+    eqns = (new for eqn in graph.eqns for new in replaced.get(eqn) or [eqn])
+    return eliminate_dead_code(replace(graph, eqns=tuple(eqns)))

@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
-from ....ir.graph import Eqn, PrimitiveCall, Var, is_cheap, is_move, variables
+from ....ir.graph import Eqn, Var, is_cheap, is_move, variables
 from ...api._mesh import check_spec
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph
-from ..loops._constraints import constraint_of
+from ..loops._constraints import constraint_of, keeps_indices
 
 
 def propagate_shardings(graph: MpmdGraph) -> MpmdGraph:
@@ -91,9 +91,4 @@ def _constrained_specs(graph: MpmdGraph) -> dict[Var, PartitionSpec]:
 
 
 def _is_elementwise(eqn: Eqn | PipelinedLoop) -> bool:
-    if not isinstance(eqn, Eqn) or not isinstance(eqn.operation, PrimitiveCall):
-        return False
-    return eqn.operation.name in _CASTS or (is_cheap(eqn) and not is_move(eqn))
-
-
-_CASTS = ("convert_element_type", "copy", "optimization_barrier")
+    return isinstance(eqn, Eqn) and (keeps_indices(eqn) or (is_cheap(eqn) and not is_move(eqn)))

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ....ir.graph import Atom, Graph, Var
-from ....schedules import Action, Op
+from ....schedules import Op
 from ...ir._eqns import substitute_inputs
-from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
+from ...ir._program import Buffer, Instruction, MpmdProgram, RunTask, Send
 
 
 def fuse_programs(program: MpmdProgram) -> MpmdProgram:
@@ -79,8 +79,6 @@ def _stored_buffers(program: MpmdProgram) -> set[Buffer]:
             case RunTask(reads=buffers) | Send(buffers=buffers):
                 stored.update(seen.intersection(buffers))
                 seen.update(buffers)
-            case Recv():
-                pass
     return stored
 
 
@@ -96,16 +94,13 @@ def _fuse_tasks(
     key = id(first.graph), id(second.graph), (*wiring, *map(first.writes.index, between))
     if key not in fused_graphs:
         fused_graphs[key] = _fuse_graphs(first, second, reads, writes)
-    actions: tuple[Action, ...] = (*first.actions, *second.actions)
-    name = f"FusedTask({first.name}, {second.name})"
-    return RunTask(
-        rank=first.rank,
-        name=name,
+    return replace(
+        first,
+        name=f"FusedTask({first.name}, {second.name})",
         graph=fused_graphs[key],
         reads=reads,
         writes=writes,
-        actions=actions,
-        loop=first.loop,
+        actions=(*first.actions, *second.actions),
     )
 
 

@@ -10,7 +10,7 @@ Why here: it is the last pass, because any other one would move, add or remove u
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ...ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
@@ -22,13 +22,14 @@ def liveness(program: MpmdProgram) -> MpmdProgram:
     A buffer that is sent to another process is not donated, because that process may not have
     pulled it yet.
     """
-    last = _last_uses(program)
+    last, processes = _last_uses(program), program.processes
     caller_owned = {b for i, (b, _) in enumerate(program.inputs) if i not in program.donated_inputs}
     returned = {(buffer, rank) for buffer, ranks in program.outputs for rank in ranks}
     sent_to_processes = {
         (buffer, instruction.rank)
         for instruction in program.instructions
-        if isinstance(instruction, Send) and _crosses_processes(instruction, program.processes)
+        if isinstance(instruction, Send) and processes
+        if processes[instruction.rank] != processes[instruction.to]
         for buffer in instruction.buffers
     }
     kept = {
@@ -55,11 +56,6 @@ def liveness(program: MpmdProgram) -> MpmdProgram:
                 yield Delete(rank, tuple(dict.fromkeys(dying)))
 
     return replace(program, instructions=tuple(instructions()))
-
-
-def _crosses_processes(send: Send, processes: Sequence[int]) -> bool:
-    """Returns whether a send goes to another process."""
-    return bool(processes) and processes[send.rank] != processes[send.to]
 
 
 def _buffers_of(instruction: Instruction) -> tuple[Buffer, ...]:

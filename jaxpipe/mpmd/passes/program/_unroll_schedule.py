@@ -10,8 +10,8 @@ Why here: all that is decided about equations and loops has been decided. What f
 fused programs and the life of buffers, depends on the order of instructions.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ import jax
 
 from ....ir.graph import Eqn, Graph, PrimitiveCall, Var, variables
 from ....schedules import Action, Op, language
+from ...api._tasks import Task
 from ...ir._loop import PipelinedLoop, Stage
 from ...ir._mpmd_graph import MpmdGraph
 from ...ir._program import Buffer, BufferOnRanks, MpmdProgram, RunTask
@@ -68,41 +69,18 @@ def _init_tasks(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
                 by_rank.setdefault(rank, []).extend((v, rank) for v in task.accumulators)
     for rank, accumulated in sorted(by_rank.items()):
         if accumulated:
-            eqns = tuple(_init_eqn(reductions[result]) for result in accumulated)
-            outputs = tuple(eqn.outputs[0] for eqn in eqns)
+            starts = [reductions[result] for result in accumulated]
+            outputs = tuple(Var(reduction.aval) for reduction in starts)
+            eqns = tuple(
+                Eqn(PrimitiveCall("start", partial(_init_accumulator, reduction)), (), (output,))
+                for reduction, output in zip(starts, outputs, strict=True)
+            )
             writes = tuple(Buffer(results[result], 0) for result in accumulated)
             yield RunTask(rank, "start", Graph((), eqns, outputs), (), writes, loop=loop_index)
 
 
-def _init_eqn(reduction: Reduction) -> Eqn:
-    return Eqn(
-        PrimitiveCall("start", partial(_init_accumulator, reduction)), (), (Var(reduction.aval),)
-    )
-
-
 def _init_accumulator(reduction: Reduction) -> list[jax.Array]:
     return [reduction.init()]
-
-
-def task_name(action: Action) -> str:
-    """Returns the name of a task as JaxPP writes it: `fwd_0__3`, or `fwd_0__3s1` for a slice."""
-    what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
-    suffix = "" if action.slice is None else f"s{action.slice}"
-    return f"{what}_{action.stage}__{action.microbatch}{suffix}"
-
-
-@dataclass(frozen=True)
-class _LoopBuffers:
-    """The buffers of a loop while its tasks are written.
-
-    Attributes:
-        results: The result of the loop that accumulates each result of the body on each rank.
-        num_updates: How often each of them has been accumulated so far.
-    """
-
-    invariants: Mapping[Var, Buffer]
-    results: Mapping[ResultOnRank, Var]
-    num_updates: dict[ResultOnRank, int]
 
 
 def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
@@ -113,13 +91,35 @@ def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask
         if isinstance(atom, Var)
     }
     results = _accumulated_in(loop)
-    buffers = _LoopBuffers(invariants, results, dict.fromkeys(results, 0))
+    num_updates = dict.fromkeys(results, 0)
+
+    def run_task(rank: int, action: Action) -> RunTask:
+        part, microbatch = loop.part_of(action), action.microbatch
+        task = loop.stages[part].tasks[action.op]
+        accumulated = [(value, rank) for value in task.accumulators]
+        reads = [invariants.get(value, Buffer(value, microbatch)) for value in task.reads]
+        reads += [Buffer(results[result], num_updates[result]) for result in accumulated]
+        writes = [Buffer(value, microbatch) for value in task.writes]
+        for result in accumulated:
+            num_updates[result] += 1
+            is_last = num_updates[result] == len(loop.microbatches[part, rank])
+            writes.append(Buffer(results[result], None if is_last else num_updates[result]))
+        return RunTask(
+            rank=rank,
+            name=str(Task.of(action)),
+            graph=task.graph,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            actions=(action,),
+            loop=loop_index,
+        )
+
     for rank, scheduled in language.topological_order(loop.schedule):
         for action in language.actions_of(scheduled):
             stage = loop.stages[loop.part_of(action)]
             for part in _split_action(action, stage):
                 if part.op in stage.tasks:
-                    yield _run_task(rank, part, loop, loop_index, buffers)
+                    yield run_task(rank, part)
 
 
 def _split_action(action: Action, stage: Stage) -> list[Action]:
@@ -127,28 +127,3 @@ def _split_action(action: Action, stage: Stage) -> list[Action]:
     if action.op is Op.B and Op.B not in stage.tasks:
         return [replace(action, op=op) for op in (Op.I, Op.W)]
     return [action]
-
-
-def _run_task(
-    rank: int, action: Action, loop: PipelinedLoop, loop_index: int, buffers: _LoopBuffers
-) -> RunTask:
-    part, microbatch = loop.part_of(action), action.microbatch
-    task = loop.stages[part].tasks[action.op]
-    results, num_updates = buffers.results, buffers.num_updates
-    accumulated = [(value, rank) for value in task.accumulators]
-    reads = [buffers.invariants.get(value, Buffer(value, microbatch)) for value in task.reads]
-    reads += [Buffer(results[result], num_updates[result]) for result in accumulated]
-    writes = [Buffer(value, microbatch) for value in task.writes]
-    for result in accumulated:
-        num_updates[result] += 1
-        is_last = num_updates[result] == len(loop.microbatches[part, rank])
-        writes.append(Buffer(results[result], None if is_last else num_updates[result]))
-    return RunTask(
-        rank=rank,
-        name=task_name(action),
-        graph=task.graph,
-        reads=tuple(reads),
-        writes=tuple(writes),
-        actions=(action,),
-        loop=loop_index,
-    )
