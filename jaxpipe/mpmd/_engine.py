@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep, recompute
 from ..autodiff.staged_model import (
     Aux,
+    Past,
     accum_dtype,
     combine_losses,
     fold_in_microbatch,
@@ -19,7 +21,6 @@ from ..autodiff.staged_model import (
 )
 from ..schedules import Schedule
 from ..schedules.language import num_slices
-from ._slices import is_sliced, stage_of_slices
 from .ir._loop import SlicedSchedule
 from .ir._marks import mark_part, mark_stage_end
 from .ir._reduce import Add, Concat, treduce_with_shapes
@@ -48,12 +49,14 @@ def mpmd_value_and_grad(
     Returns:
         ((loss, metrics), gradients like `weights`), summed over microbatches.
     """
-    if is_sliced(schedule):
-        grad = _gradient(_loss_of_slices(model, remat, keys))
-        value, sums = _over_slices(grad, weights, batch_inputs, schedule, "value_and_grad")
-    else:
-        grad = _gradient(_microbatch_loss(model, remat, keys))
-        value, sums = _over_microbatches(grad, weights, batch_inputs, schedule, "value_and_grad")
+    loss, over = _loss_and_loop(model, remat, keys, schedule)
+    grad = jax.value_and_grad(loss, has_aux=True)
+
+    def with_grads(*arguments: Any) -> Any:
+        value, grads = grad(*arguments)
+        return value, jax.tree.map(lambda x: x.astype(accum_dtype(x.dtype)), grads)
+
+    value, sums = over(with_grads, weights, batch_inputs, schedule, "value_and_grad")
     return value, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
 
@@ -66,10 +69,7 @@ def mpmd_value(
     schedule: Any,
 ) -> tuple[Scalar, Aux]:
     """Computes loss and metrics: only the forwards of the schedule run, and store no residuals."""
-    if is_sliced(schedule):
-        loss, over = _loss_of_slices(model, keep, keys), _over_slices
-    else:
-        loss, over = _microbatch_loss(model, keep, keys), _over_microbatches
+    loss, over = _loss_and_loop(model, keep, keys, schedule)
 
     def without_grads(*arguments: Any) -> Any:
         return loss(*arguments), ()
@@ -77,15 +77,13 @@ def mpmd_value(
     return over(without_grads, weights, batch_inputs, schedule, "value")[0]
 
 
-def _gradient(loss: Callable) -> Callable:
-    """Returns the loss with its gradients, in the dtype in which they are summed."""
-    grad = jax.value_and_grad(loss, has_aux=True)
-
-    def run(*arguments: Any) -> Any:
-        value, grads = grad(*arguments)
-        return value, jax.tree.map(lambda x: x.astype(accum_dtype(x.dtype)), grads)
-
-    return run
+def _loss_and_loop(
+    model: StagedModel, remat: Remat, keys: Sequence[PyTree], schedule: Any
+) -> tuple[Callable, Callable]:
+    """Returns the loss of a microbatch, and the loop that runs such a function for all of them."""
+    if isinstance(schedule, Schedule) and num_slices(schedule) > 1:
+        return _loss_of_slices(model, remat, keys), _over_slices
+    return _microbatch_loss(model, remat, keys), _over_microbatches
 
 
 def _over_microbatches(
@@ -157,7 +155,7 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
         for i, (w, key) in enumerate(zip(weights["stages"], stage_keys, strict=True)):
             key = fold_in_microbatch(key, index)
             _, dims, _ = model.past_of_slices(len(xs), w, xs[0], inputs[0], key)
-            run, earlier_slices = remat(stage_of_slices(model, len(xs), dims)), []
+            run, earlier_slices = remat(_stage_of_slices(model, len(xs), dims)), []
             for part, inputs_s in enumerate(inputs):
                 x, earlier = mark_part((xs[part], earlier_slices), i * len(xs) + part)
                 y, more, new = run(w, x, inputs_s, (key, earlier))
@@ -169,6 +167,40 @@ def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) ->
         return combine_losses(total, metrics, aux)
 
     return loss
+
+
+def _stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
+    """Returns the stage as a function of what the slices before have appended to the state.
+
+    It is `(weights, x, inputs, (keys, a tree for each slice before)) -> (y, aux, tree)`. The trees
+    are results of forwards, so no buffer is copied; and a slice attends to as many positions as it
+    can see. The last slice appends nothing, as no slice would read it.
+    """
+
+    def run(
+        weights: Any, x: Any, inputs: Any, keys_and_past: tuple[Any, list[Any]]
+    ) -> tuple[Any, ...]:
+        keys, earlier = keys_and_past
+        assert model.sliced_stage is not None, "checked by `past_of_slices`"
+        y, aux, past = model.sliced_stage(weights, x, inputs, keys, _past_of(earlier, dims))
+        is_last = len(earlier) == num_slices - 1
+        return y, aux, () if is_last else past.new
+
+    return run
+
+
+def _past_of(earlier: list[PyTree], dims: Sequence[int]) -> Past:
+    """Returns the state for the last of `len(earlier) + 1` slices."""
+    if not earlier:
+        return Past()
+    structure = jax.tree.structure(earlier[0])
+    parts = list(zip(*map(jax.tree.leaves, earlier), strict=True))
+    leaves = [
+        lax.concatenate([*of_leaf, jnp.zeros_like(of_leaf[0])], dim)
+        for of_leaf, dim in zip(parts, dims, strict=True)
+    ]
+    offset = len(earlier) * parts[0][0].shape[dims[0]]
+    return Past(structure.unflatten(leaves), offset=offset, num_slices=len(earlier) + 1)
 
 
 def _sum_or_stack(*parts: jax.Array) -> jax.Array:

@@ -5,7 +5,8 @@ hold its largest input, which is the right choice for weight updates.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, TypeVar
 
 import jax
@@ -93,10 +94,7 @@ def _check_alike(name: str, args: Sequence[Any]) -> None:
 
 
 def _sum(*args: Any) -> Any:
-    total = args[0]
-    for x in args[1:]:
-        total = total + x
-    return total
+    return reduce(add, args)
 
 
 def _stack(*args: Any, axis: int) -> Any:
@@ -116,18 +114,12 @@ def _define(primitive: Primitive, work: Any) -> None:
     primitive.def_impl(work)
 
     def abstract(*avals: Any, **params: Any) -> ShapedArray:
-        return _aval(jax.eval_shape(partial(work, **params), *map(_shape, avals)))
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        result = jax.eval_shape(partial(work, **params), *shapes)
+        return ShapedArray(result.shape, result.dtype)
 
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(work, multiple_results=False))
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _aval(shape: jax.ShapeDtypeStruct) -> ShapedArray:
-    return ShapedArray(shape.shape, shape.dtype)
 
 
 _define(add_multi_p, _sum)

@@ -73,7 +73,10 @@ class MpmdFunction:
             in_specs=(*map(_spec_of, in_leaves), *(None for _ in named)),
             out_specs=tuple(map(_spec_of, out_leaves)),
             in_ranks=held_on,
-            out_ranks=tuple(_ranks_of(sharding) for sharding in out_leaves),
+            out_ranks=tuple(
+                leaf.mpmd_idxs or None if isinstance(leaf, MpmdSharding) else None
+                for leaf in out_leaves
+            ),
             donated=frozenset(donated),
         )
 
@@ -183,10 +186,6 @@ def _to_pure_graph(closed: Any) -> Graph:
 
 def _spec_of(sharding: Any) -> P | None:
     return sharding if sharding is None or isinstance(sharding, P) else sharding.spec
-
-
-def _ranks_of(sharding: Any) -> tuple[int, ...] | None:
-    return sharding.mpmd_idxs or None if isinstance(sharding, MpmdSharding) else None
 
 
 def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:

@@ -234,7 +234,7 @@ def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
     if kind is None:  # devices that are only planned for have no memories
         return
     default = mesh.devices.flat[0].default_memory().kind
-    if kind is not None and kind != default:
+    if kind != default:
         raise ValueError(
             f"{what} has memory_kind={kind!r}. Arrays of groups live in the default memory of "
             f"their devices, {default!r}: leave `memory_kind` out, and move arrays to other "

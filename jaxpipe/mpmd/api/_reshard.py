@@ -7,6 +7,7 @@ its own over all devices, because processes exchange arrays by collectives only.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,13 +48,8 @@ def spmd_to_mpmd_reshard(
         ValueError: If `mpmd_shardings` is not a prefix of `spmd_arrays` or holds another type than
             `MpmdSharding`, or `threshold` is below 1.
     """
-
-    def to_groups(x: Any, where: MpmdSharding) -> MpmdArray:
-        return _to_groups(mpmd_mesh, x, where)
-
-    return _move_tree(
-        to_groups, spmd_arrays, mpmd_shardings, "mpmd_shardings", MpmdSharding, threshold, donate
-    )
+    move, name = partial(_to_groups, mpmd_mesh), "mpmd_shardings"
+    return _move_tree(move, spmd_arrays, mpmd_shardings, name, MpmdSharding, threshold, donate)
 
 
 def mpmd_to_spmd_reshard(
@@ -82,13 +78,8 @@ def mpmd_to_spmd_reshard(
         ValueError: If `spmd_shardings` is not a prefix of `mpmd_arrays` or holds another type than
             `jax.sharding.Sharding`, or `threshold` is below 1.
     """
-
-    def from_groups(x: MpmdArray, where: Any) -> jax.Array:
-        return _from_groups(mpmd_mesh, x, where)
-
-    return _move_tree(
-        from_groups, mpmd_arrays, spmd_shardings, "spmd_shardings", Sharding, threshold, donate
-    )
+    move, name = partial(_from_groups, mpmd_mesh), "spmd_shardings"
+    return _move_tree(move, mpmd_arrays, spmd_shardings, name, Sharding, threshold, donate)
 
 
 def _move_tree(

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ...schedules import Action, FusedPair, Timeline
+from ...schedules import FusedPair, Timeline
 from ...schedules.analysis import TimedStep
-from ...schedules.language import ScheduleStep
 from ..api._stages import OBSERVER, Compiled
 from ..ir._program import Instruction, RankBuffer, RunTask, name_in_step
 from ..runtime._execute import Slots, Thunk
@@ -140,14 +139,11 @@ def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) ->
     first = min((time.start for time in of_loop), default=0.0)
     rows: list[list[TimedStep]] = [[] for _ in schedules[loop].programs]
     for run, start, end in of_loop:
-        rows[run.rank].append(TimedStep(_step(run.actions), start - first, end - first))
+        step = run.actions[0] if len(run.actions) == 1 else FusedPair(*run.actions)
+        rows[run.rank].append(TimedStep(step, start - first, end - first))
     return Timeline(schedules[loop], tuple(map(tuple, rows)))
 
 
 def tasks_of_loop(times: Sequence[TaskTime], loop: int) -> list[TaskTime]:
     """Returns when the actions of the schedule of one loop ran, by the index of the loop."""
     return [time for time in times if time.run.loop == loop and time.run.actions]
-
-
-def _step(actions: tuple[Action, ...]) -> ScheduleStep:
-    return actions[0] if len(actions) == 1 else FusedPair(*actions)

@@ -93,7 +93,8 @@ def _measured_by_all(compiled: Compiled, times: Sequence[TaskTime], loop: int) -
 
 def _gather_rows(compiled: Compiled, here: Timeline, start_time: float) -> list[list[TimedStep]]:
     """Returns the timed steps of every rank, in seconds from the first task of all processes."""
-    texts = {jax.process_index(): _serialize(here, start_time)}
+    own = [[(str(timed.step), timed.start, timed.end) for timed in row] for row in here.rows]
+    texts = {jax.process_index(): json.dumps([start_time, own])}
     if jax.process_count() > 1:
         session = open_session(compiled.lowered.traced.settings.timeout)
         what = f"trace/{next(session.programs)}"
@@ -111,11 +112,6 @@ def _gather_rows(compiled: Compiled, here: Timeline, start_time: float) -> list[
                 for step, start, end in of_rank
             ]
     return merged
-
-
-def _serialize(here: Timeline, start_time: float) -> str:
-    rows = [[(str(timed.step), timed.start, timed.end) for timed in row] for row in here.rows]
-    return json.dumps([start_time, rows])
 
 
 def _costs(measured: Timeline) -> Costs:
