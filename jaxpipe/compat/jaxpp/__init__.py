@@ -26,8 +26,6 @@ from ...mpmd.ir import pipeline_enter_stage as pipeline_enter_stage
 from ...mpmd.ir import treduce as treduce
 from ...mpmd.ir import treduce_i as treduce_i
 from ...mpmd.profiling import collect_task_times_ms as collect_task_times_ms
-from ._next_tasks import SequentialMicrobatchesIterator as SequentialMicrobatchesIterator
-from ._next_tasks import ZBSequentialMicrobatchesIterator as ZBSequentialMicrobatchesIterator
 from ._schedules import DualPipeV as DualPipeV
 from ._schedules import Eager1F1B as Eager1F1B
 from ._schedules import GPipe as GPipe
@@ -36,5 +34,7 @@ from ._schedules import InterleavedBaseSchedule as InterleavedBaseSchedule
 from ._schedules import InterleavedGPipe as InterleavedGPipe
 from ._schedules import KimiK2 as KimiK2
 from ._schedules import NamedSchedule as NamedSchedule
+from ._schedules import SequentialMicrobatchesIterator as SequentialMicrobatchesIterator
 from ._schedules import Std1F1B as Std1F1B
+from ._schedules import ZBSequentialMicrobatchesIterator as ZBSequentialMicrobatchesIterator
 from ._schedules import ZeroBubble as ZeroBubble

@@ -181,7 +181,7 @@ def task(
         program = _current("task")
         leaves, tree = jax.tree.flatten((arguments, more))
         inputs = _values(f"task `{called}`", leaves, program)
-        donated = _flat_donated(arguments, donate_argnums)
+        donated = flat_donated(arguments, donate_argnums)
         for i in donated:
             if any(buffer.is_sent for buffer in inputs[i].buffers.values()):
                 raise ValueError(
@@ -228,7 +228,8 @@ def task(
     return wrapped
 
 
-def _flat_donated(arguments: tuple, donate_argnums: Any) -> tuple[int, ...]:
+def flat_donated(arguments: tuple, donate_argnums: Any) -> tuple[int, ...]:
+    """Returns the indices of donated leaves, of the indices of arguments, one of these or None."""
     chosen = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums or ()
     is_donated = [i in chosen for i, x in enumerate(arguments) for _ in jax.tree.leaves(x)]
     return tuple(i for i, donated in enumerate(is_donated) if donated)
@@ -357,7 +358,7 @@ def stack(*arrays: Any) -> Any:
     mesh, spec = program.mpmd_mesh.mpmd_submesh(every).jax_mesh, first.sharding.spec
     extent = int(extents.pop() * len(every))
     shape = (extent, *first.shape[has_dim:])
-    spec = spec if has_dim else _with_partitions(spec, (axis, *spec))
+    spec = spec if has_dim else spec.update(partitions=(axis, *spec.partitions))
     specs = [Spec(shape, first.dtype, sharding=NamedSharding(mesh, spec))]
     shared = [dict(pair for x in inputs for pair in x.buffers.items())] if has_dim else None
     (stacked,) = program.add("stack", inputs, specs, buffers=shared)
@@ -395,9 +396,3 @@ def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
 
 def _first_axis(x: MpmdValue) -> Any:
     return (*x.sharding.spec, None)[0] if x.ndim else None
-
-
-def _with_partitions(spec: PartitionSpec, partitions: Sequence[Any]) -> PartitionSpec:
-    if not spec.unreduced and not spec.reduced:
-        return PartitionSpec(*partitions)
-    return PartitionSpec(*partitions, unreduced=spec.unreduced, reduced=spec.reduced)

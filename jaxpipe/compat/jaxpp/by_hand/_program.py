@@ -12,7 +12,15 @@ from jaxtyping import PyTree
 
 from ....mpmd.api import MpmdMesh
 from ._move_arrays import Connection, elsewhere, move
-from ._operations import Buffer, MpmdValue, Operation, Recording, Spec, recording
+from ._operations import (
+    Buffer,
+    MpmdValue,
+    Operation,
+    Recording,
+    Spec,
+    flat_donated,
+    recording,
+)
 
 
 class _CompiledOperation(NamedTuple):
@@ -112,7 +120,7 @@ class FunctionByHand:
         for i, x in enumerate(results):
             if isinstance(x, MpmdValue) and x.donated_to is not None:
                 raise ValueError(f"Result {i} of the function was donated to `{x.donated_to}`.")
-        donated = _donated_leaves(arguments, self.donate_argnums)
+        donated = flat_donated(arguments, self.donate_argnums)
         compiled = _compile(program, inputs, results, donated, self.infer_donation)
         shapes = [x.spec if isinstance(x, MpmdValue) else x for x in results]
         read = {id(x) for operation in program.operations for x in operation.inputs}
@@ -163,11 +171,6 @@ def _is_sharding(x: Any) -> bool:
     return isinstance(x, jax.sharding.Sharding)
 
 
-def _donated_leaves(arguments: tuple, argnums: Sequence[int]) -> set[int]:
-    is_donated = [i in argnums for i, x in enumerate(arguments) for _ in jax.tree.leaves(x)]
-    return {i for i, donated in enumerate(is_donated) if donated}
-
-
 class _Compiled(NamedTuple):
     steps: list[_CompiledOperation]
     outputs: Sequence[tuple[int | None, Any]]
@@ -178,7 +181,7 @@ def _compile(
     program: Recording,
     inputs: Sequence[MpmdValue],
     results: Sequence[Any],
-    donated: set[int],
+    donated: Sequence[int],
     infer_donation: bool,
 ) -> _Compiled:
     """Returns the steps of this process, and where the results are after them."""
@@ -201,9 +204,7 @@ def _compile(
     connection.check_layouts()
     outputs = [(ids[id(x)], None) if isinstance(x, MpmdValue) else (None, x) for x in results]
     in_use = {buffer for x in results if isinstance(x, MpmdValue) for buffer in _buffers(x)}
-    deleted = [
-        i for i in sorted(donated) if not any(b.is_sent or b in in_use for b in _buffers(inputs[i]))
-    ]
+    deleted = [i for i in donated if not any(b.is_sent or b in in_use for b in _buffers(inputs[i]))]
     return _Compiled(steps, outputs, deleted)
 
 
@@ -215,7 +216,7 @@ def _reusable(
     program: Recording,
     inputs: Sequence[MpmdValue],
     results: Sequence[Any],
-    donated: set[int],
+    donated: Sequence[int],
     infer_donation: bool,
 ) -> list[tuple[int, ...]]:
     """Returns the inputs of each operation whose memory no value needs after it."""
