@@ -88,30 +88,31 @@ def run_batch(
         check_methods_can_run(pipeline, overridden, slots)
         state = pipeline.init_states(microbatches)
         engine, keys = loop_of_methods(pipeline, state, names, options), state["keys"]
-        ys, records = pipeline_stages(
-            engine, stage, weights, microbatches, batch_inputs, keys, settings, mesh
+    else:
+        names, specs = (_with_repeats(tree, settings) for tree in (names, specs))
+        keys = draw_keys()
+        _check_keys(keys, settings)
+        if slots:
+            M = settings.pipeline_shape.num_microbatches
+            microbatch_ids = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
+            batch_inputs |= {MICROBATCH: microbatch_ids}
+            stage = stage_with_slots(stage)
+            replicated = jax.tree.map(lambda _: PartitionSpec(None, None), slots)
+            weights = slotted_weights(others, broadcast_to_slots(slots, M * parts))
+            names, specs = (
+                slotted_weights({name: tree[name] for name in others}, replicated)
+                for tree in (names, specs)
+            )
+        gather = gather_of_names(
+            weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
         )
-        return ys if microbatched else from_microbatches(ys), to_stored(records, settings)
-    names, specs = (_with_repeats(tree, settings) for tree in (names, specs))
-    keys = draw_keys()
-    _check_keys(keys, settings)
-    if slots:
-        M = settings.pipeline_shape.num_microbatches
-        microbatch_ids = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
-        stage, batch_inputs = stage_with_slots(stage), batch_inputs | {MICROBATCH: microbatch_ids}
-        replicated = jax.tree.map(lambda _: PartitionSpec(None, None), slots)
-        weights = slotted_weights(others, broadcast_to_slots(slots, M * parts))
-        names, specs = (slotted_weights(_of(tree, others), replicated) for tree in (names, specs))
-    gather = gather_of_names(
-        weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
-    )
-    engine = partial(
-        ENGINES[settings.scan_ticks, settings.scan_repeats],
-        mesh=mesh,
-        delay=settings.pipeline_shape.forwarding_delay > 1,
-        remat=settings.remat_tick,
-        gather=gather,
-    )
+        engine = partial(
+            ENGINES[settings.scan_ticks, settings.scan_repeats],
+            mesh=mesh,
+            delay=settings.pipeline_shape.forwarding_delay > 1,
+            remat=settings.remat_tick,
+            gather=gather,
+        )
     ys, records = pipeline_stages(
         engine, stage, weights, microbatches, batch_inputs, keys, settings, mesh
     )
@@ -140,10 +141,6 @@ ENGINES: dict[tuple[bool, bool], Callable] = {
     for repeats in (True, False)
 }
 """Engines by (`scan_pipeline_iterations`, `scan_pipeline_repeats`)."""
-
-
-def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree[name] for name in names}
 
 
 def first_microbatch(

@@ -122,21 +122,10 @@ class PipelineBase(PipelineMethods, nn.Module):
         microbatched: bool = False,
     ) -> Any:
         """Runs a batch through all stages."""
+        arrays, options = (inputs, segment_ids, positions), (deterministic, model_mode)
         if self.is_initializing():
-            options = deterministic, model_mode
-            return run.initialize(
-                self, inputs, segment_ids, positions, *options, microbatched=microbatched
-            )
-        return run.run(
-            self,
-            inputs,
-            segment_ids,
-            positions,
-            logical_partition_spec,
-            deterministic,
-            model_mode,
-            microbatched=microbatched,
-        )
+            return run.initialize(self, arrays, options, microbatched)
+        return run.run(self, arrays, logical_partition_spec, options, microbatched)
 
 
 @record_originals

@@ -1,4 +1,10 @@
-"""Runs a Linen stage as a pure function, and initializes and calls a pipeline module with it."""
+"""Runs a Linen stage as a pure function, and initializes and calls a pipeline module with it.
+
+Weights (`params`, and the scales of FP8) are stacked, and so are all other collections that the
+stage's `init` creates. A stage may read all of them. Values that a stage sows are returned once per
+stage and microbatch. A stage must not update a collection for its next call: that would be the call
+for the next microbatch, and microbatches are in different stages at the same time.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -7,8 +13,10 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import scope as flax_scope
 from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
+from flax.linen import fp8_ops
 
 from ...._input import clause
 from ....spmd.ranks import at_init
@@ -17,12 +25,23 @@ from .._methods import to_batch_inputs
 from .._settings import REPEATS, AxisRules
 from .._stages import Stage, outputs_of, stage_keys
 from .._weight_sharding import reshard_weight, rules_in_stage
-from . import _collections as collections
 from . import _stacked as stacked
 from ._nnx_stage import check_call
 
 NAME = "layers"
 """Name of the variables of all stages in each collection of the pipeline."""
+
+OVERWRITTEN = (fp8_ops.OVERWRITE_WITH_GRADIENT,)
+WEIGHTS = ("params", *OVERWRITTEN)
+SOWN = ("intermediates", "metrics")
+
+NOT_CARRIED = (
+    "A stage's call would leave values in it for its next call. In a pipeline that would be the "
+    "next microbatch, which other stages already work on. Let the stage only read it (running "
+    "statistics: `nn.BatchNorm(use_running_average=True)`), and leave its collection out of "
+    "`mutable`; if it holds what stages report, sow it with the default `reduce_fn`, or into "
+    "'intermediates' or 'metrics'."
+)
 
 
 def stage_function(stage: nn.Module, rules: AxisRules | None, mutable: Any, *options: Any) -> Stage:
@@ -47,13 +66,13 @@ def stage_function(stage: nn.Module, rules: AxisRules | None, mutable: Any, *opt
                 )
             except ModifyScopeVariableError as error:
                 what = clause(str(error).split(" (http")[0])
-                raise ValueError(f"{what}. {collections.NOT_CARRIED}") from error
+                raise ValueError(f"{what}. {NOT_CARRIED}") from error
         sown = {
             name: collection
             for name, collection in unfreeze(sown).items()
             if jax.tree.leaves(collection)
         }
-        collections.check_sown(sown)
+        _check_sown(sown)
         return outputs_of(y, x), sown
 
     return apply
@@ -65,7 +84,7 @@ def init_of(stage: nn.Module, rules: AxisRules | None) -> Callable:
 
     def init(keys, *arguments):
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
-            return collections.stored(unfreeze(stage.init(keys, *arguments)))
+            return _stored(unfreeze(stage.init(keys, *arguments)))
 
     return at_init(init)
 
@@ -89,44 +108,34 @@ def init_all(pipeline: Any) -> Callable:
     return init
 
 
-def initialize(
-    pipeline: Any,
-    inputs: Any,
-    segment_ids: Any,
-    positions: Any,
-    *options: Any,
-    microbatched: bool = False,
-) -> Any:
+Arrays = tuple[Any, Any, Any]
+"""Inputs, segment ids and positions of a call."""
+
+
+def initialize(pipeline: Any, arrays: Arrays, options: Any, microbatched: bool) -> Any:
     """Creates the variables of all stages and returns the inputs unchanged."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
-    arrays = inputs, segment_ids, positions
-    variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
+    variables = init_batch(pipeline, keys, arrays, options, microbatched)
     reshard = partial(reshard_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
     for name, collection in stacked.reshard_variables(
         variables, [*pipeline.settings.stacked], reshard
     ).items():
         pipeline.put_variable(name, NAME, collection)
-    return inputs
+    return arrays[0]
 
 
 def init_batch(
-    pipeline: Any,
-    keys: dict,
-    inputs: Any,
-    segment_ids: Any,
-    positions: Any,
-    *options: Any,
-    microbatched: bool = False,
+    pipeline: Any, keys: dict, arrays: Arrays, options: Any, microbatched: bool
 ) -> dict[str, Any]:
     """Returns the variables of all stages, from keys by random stream and a call's arguments."""
-    arrays = _first_arrays(pipeline, inputs, segment_ids, positions, microbatched=microbatched)
-    return init_all(pipeline)(keys, *arrays, *options)
+    first = _first_arrays(pipeline, microbatched, *arrays)
+    return init_all(pipeline)(keys, *first, *options)
 
 
 def _first_arrays(
-    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *, microbatched: bool
-) -> tuple[Any, Any, Any]:
-    """Returns (inputs, segment ids, positions) of microbatch 0."""
+    pipeline: Any, microbatched: bool, inputs: Any, segment_ids: Any, positions: Any
+) -> Arrays:
+    """Returns the arrays of microbatch 0."""
     batch_inputs = to_batch_inputs(segment_ids, positions)
     x, batch_inputs = first_microbatch(pipeline.settings, inputs, batch_inputs, microbatched)
     return x, batch_inputs["segment_ids"], batch_inputs["positions"]
@@ -138,7 +147,7 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
     arrays, options = filled[:3], filled[3:]
 
     def init(*arrays):
-        return init_batch(pipeline, {"params": jax.random.key(0)}, *arrays, *options)
+        return init_batch(pipeline, {"params": jax.random.key(0)}, arrays, options, False)
 
     variables = jax.eval_shape(init, *arrays)
     return stacked.logical_specs(variables, [*pipeline.settings.stacked])
@@ -151,16 +160,12 @@ def stacked_variables(pipeline: Any) -> dict[str, Any]:
         for name, collection in pipeline.variables.items()
         if NAME in collection
     }
-    return {
-        name: collection
-        for name, collection in unfreeze(stacks).items()
-        if not collections.is_sown(name, collection)
-    }
+    return _stored(unfreeze(stacks))
 
 
 def mutable_collections(pipeline: Any) -> Any:
     """Returns the filter of the collections into which a stage may sow."""
-    return collections.mutable_in_stage(pipeline.scope.mutable, stacked_variables(pipeline))
+    return _mutable_in_stage(pipeline.scope.mutable, stacked_variables(pipeline))
 
 
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
@@ -170,20 +175,12 @@ def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
     return {name: stage_keys(pipeline.make_rng(name), dims) for name in names} or ()
 
 
-def run(
-    pipeline: Any,
-    inputs: Any,
-    segment_ids: Any,
-    positions: Any,
-    names: Any,
-    *options: Any,
-    microbatched: bool = False,
-) -> Any:
+def run(pipeline: Any, arrays: Arrays, names: Any, options: Any, microbatched: bool) -> Any:
     """Runs inputs through all stages and stores the values that they sow."""
+    inputs, segment_ids, positions = arrays
     if not isinstance(pipeline.layers, nn.Module):
-        first = partial(_first_arrays, pipeline, microbatched=microbatched)
-        arrays = jax.eval_shape(first, inputs, segment_ids, positions)
-        check_call(pipeline.layers, [*pipeline.scope.rngs], arrays, *options)
+        shapes = jax.eval_shape(partial(_first_arrays, pipeline, microbatched), *arrays)
+        check_call(pipeline.layers, [*pipeline.scope.rngs], shapes, *options)
     ys, sown = run_batch(
         pipeline.stage_function(*options, records=True),
         pipeline.stage_variables(),
@@ -192,10 +189,49 @@ def run(
         to_batch_inputs(segment_ids, positions),
         pipeline.draw_keys,
         pipeline,
-        overwritten=collections.OVERWRITTEN,
+        overwritten=OVERWRITTEN,
         options=options,
         microbatched=microbatched,
     )
     for name, collection in sown.items():
         pipeline.put_variable(name, NAME, collection)
     return ys
+
+
+def _is_sown(name: str, collection: Any) -> bool:
+    """Returns whether a stage has only sown into a collection: `SOWN`, or tuples alone."""
+    return name in SOWN or not jax.tree.leaves(_without_tuples(collection))
+
+
+def _without_tuples(collection: Any) -> Any:
+    return jax.tree.map(
+        lambda x: None if isinstance(x, tuple) else x,
+        collection,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def _stored(variables: dict[str, Any]) -> dict[str, Any]:
+    """Returns the variables that `init` created, without collections that the stage sows."""
+    return {
+        name: collection for name, collection in variables.items() if not _is_sown(name, collection)
+    }
+
+
+def _mutable_in_stage(mutable: Any, variables: dict[str, Any]) -> Any:
+    """Returns `mutable`, the filter of collections that a stage may write, without weights."""
+    for name in variables:
+        if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
+            raise ValueError(_cannot_flow(name))
+    return flax_scope.subtract_filters(mutable, list(WEIGHTS))
+
+
+def _check_sown(new: dict[str, Any]) -> None:
+    """Raises a `ValueError` if a stage's call created a collection by other means than `sow`."""
+    for name, collection in new.items():
+        if not _is_sown(name, collection):
+            raise ValueError(_cannot_flow(name))
+
+
+def _cannot_flow(name: str) -> str:
+    return f"The collection {name!r} is mutable. {NOT_CARRIED}"

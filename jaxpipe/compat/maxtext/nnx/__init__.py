@@ -5,12 +5,12 @@ from ._pipeline import NNXPipeline as Pipeline
 from ._pipeline import NNXPipelineBase as PipelineBase
 from ._pipeline import create_nnx_pipeline as create_nnx_pipeline
 from ._pipeline import create_pipeline as create_pipeline
-from ._sown import without_sown as without_sown
 from ._stacked import Factory as Factory
 from ._stacked import one_stage as one_stage
 from ._stage import check_unchanged as check_unchanged
 from ._stage import overwritten_in as overwritten_in
 from ._stage import weights_of as weights_of
+from ._stage import without_sown as without_sown
 
 __all__ = [
     "CircularPipeline",

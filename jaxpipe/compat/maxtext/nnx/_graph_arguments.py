@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from ._sown import is_sown
-from ._stage import is_same, overwritten_in, weights_of
+from ._stage import is_same, is_sown, overwritten_in, weights_of, with_weights
 
 
 class LoopArguments(NamedTuple):
@@ -46,11 +45,7 @@ def takes_graph(method: Callable) -> bool:
 def split(layers: nnx.Module, weights: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the graph and the state of `layers`, with these weights in it."""
     graph, state = nnx.split(layers)
-    flat = [
-        (path, v.replace(weights.get(".".join(map(str, path)), v.get_value())))
-        for path, v in nnx.to_flat_state(state)
-    ]
-    return graph, nnx.from_flat_state(flat)
+    return graph, with_weights(state, weights_of(state) | weights)
 
 
 def split_state(state: Any) -> tuple[dict[str, Any], Any, Any]:

@@ -28,7 +28,6 @@ from ._graph_arguments import (
     split_state,
     takes_graph,
 )
-from ._sown import store, without_sown
 
 
 class _Given:
@@ -173,17 +172,27 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Runs a batch through all stages."""
-        return _run(
-            self,
+        """Runs a batch through all stages, and stores the values that they sow in `layers`."""
+        layers, options = self.layers, (deterministic, model_mode)
+        counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
+        names = logical_partition_spec
+        ys, sown = run_batch(
+            self.stage_function(*options, records=True),
+            self.stage_variables(),
+            self.get_weight_sharding() if names is None else names,
             inputs,
-            segment_ids,
-            positions,
-            logical_partition_spec,
-            deterministic,
-            model_mode,
+            to_batch_inputs(segment_ids, positions),
+            self.draw_keys,
+            self,
+            overwritten=stage.overwritten_in(_weight_state(layers)),
+            options=options,
             microbatched=microbatched,
         )
+        if deterministic:  # its keys are of no use
+            nnx.update(layers, counts)
+        if jax.tree.leaves(sown):
+            stage.store(layers, sown)
+        return ys
 
 
 @record_originals
@@ -305,35 +314,4 @@ def create_pipeline(
 
 def _weight_state(layers: nnx.Module) -> PyTree:
     """Returns all variables except random state and sown values."""
-    return nnx.state(without_sown(layers), nnx.Not(nnx.RngState))
-
-
-def _run(
-    pipeline: Any,
-    inputs: Any,
-    segment_ids: Any,
-    positions: Any,
-    names: Any,
-    *options: Any,
-    microbatched: bool = False,
-) -> Any:
-    """Runs inputs through all stages and stores the values they sow in `pipeline.layers`."""
-    layers, deterministic = pipeline.layers, options[0]
-    counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
-    ys, sown = run_batch(
-        pipeline.stage_function(*options, records=True),
-        pipeline.stage_variables(),
-        pipeline.get_weight_sharding() if names is None else names,
-        inputs,
-        to_batch_inputs(segment_ids, positions),
-        pipeline.draw_keys,
-        pipeline,
-        overwritten=stage.overwritten_in(_weight_state(layers)),
-        options=options,
-        microbatched=microbatched,
-    )
-    if deterministic:  # its keys are of no use
-        nnx.update(layers, counts)
-    if jax.tree.leaves(sown):
-        store(layers, sown)
-    return ys
+    return nnx.state(stage.without_sown(layers), nnx.Not(nnx.RngState))

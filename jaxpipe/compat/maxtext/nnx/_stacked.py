@@ -52,7 +52,7 @@ def stacked_module(
     init_all = jax.vmap(init_stages) if REPEATS in dims else init_stages
     state = with_names(init_all(keys), dims)
     resharded = [
-        (path, _resharded(path, v, logical_spec(v, dims), reshard))
+        (path, v.replace(reshard(v.get_value(), logical_spec(v, dims), path=name_of(path))))
         for path, v in nnx.to_flat_state(state)
     ]
     with nnx.use_eager_sharding(False):
@@ -77,8 +77,7 @@ def without_names(state: PyTree, names: Iterable[str]) -> PyTree:
 def logical_specs(state: PyTree, names: Iterable[str]) -> Any:
     """Returns the logical spec of every variable, by its path."""
     return {
-        ".".join(map(str, path)): logical_spec(variable, names)
-        for path, variable in nnx.to_flat_state(state)
+        name_of(path): logical_spec(variable, names) for path, variable in nnx.to_flat_state(state)
     }
 
 
@@ -87,8 +86,6 @@ def logical_spec(variable: nnx.Variable, names: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or names))
 
 
-def _resharded(
-    path: tuple, variable: nnx.Variable, spec: PartitionSpec, reshard: Callable
-) -> nnx.Variable:
-    value, name = variable.get_value(), ".".join(map(str, path))
-    return variable.replace(reshard(value, spec, path=name))
+def name_of(path: tuple) -> str:
+    """Returns the path of a variable as text, such as "mlp.up.kernel"."""
+    return ".".join(map(str, path))

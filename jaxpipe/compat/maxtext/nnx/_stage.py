@@ -4,6 +4,9 @@ Weights are all variables except random state and sown values. A call may only r
 state is seeded anew for every stage and microbatch. Values that a stage sows are returned once per
 stage and microbatch. A stage must not update a variable for its next call: that would be the call
 for the next microbatch, and microbatches are in different stages at the same time.
+
+Under `nnx.capture`, modules store sown values in `__captures__`, separately from their variables.
+Otherwise each `sow` creates a variable: an `nnx.Intermediate`, or a variable that holds a tuple.
 """
 
 from collections.abc import Sequence
@@ -19,17 +22,12 @@ from jaxtyping import PyTree
 
 from .._settings import AxisRules
 from .._stages import Stage, outputs_of
-from ._sown import call, captured_types, without_sown
-from ._stacked import without_names
+from ._stacked import name_of, without_names
 
 
 def weights_of(state: PyTree) -> dict[str, Any]:
     """Returns the arrays by the path of their variable, such as "mlp.up.kernel"."""
-    return {_name(path): v.get_value() for path, v in nnx.to_flat_state(state)}
-
-
-def _name(path: tuple) -> str:
-    return ".".join(map(str, path))
+    return {name_of(path): v.get_value() for path, v in nnx.to_flat_state(state)}
 
 
 def overwritten_in(state: PyTree) -> tuple[str, ...]:
@@ -39,12 +37,12 @@ def overwritten_in(state: PyTree) -> tuple[str, ...]:
     of Linen's collection or `OverwriteWithGradient`.
     """
     names = ("OverwriteWithGradient", fp8_ops.OVERWRITE_WITH_GRADIENT)
-    return tuple(_name(path) for path, v in nnx.to_flat_state(state) if type(v).__name__ in names)
+    return tuple(name_of(path) for path, v in nnx.to_flat_state(state) if type(v).__name__ in names)
 
 
 def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
     """Returns `state` with the arrays in `weights`; it inverts `weights_of`."""
-    flat = [(path, v.replace(weights[_name(path)])) for path, v in nnx.to_flat_state(state)]
+    flat = [(path, v.replace(weights[name_of(path)])) for path, v in nnx.to_flat_state(state)]
     return nnx.from_flat_state(flat)
 
 
@@ -102,13 +100,10 @@ def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
     """Returns stored keys of all random streams, or (); `advance` increments their counts."""
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     counts_by_name = weights_of(counts)
-    drawn = [
-        (
-            path,
-            key.replace(_fold_each(key.get_value(), counts_by_name[_name((*path[:-1], "count"))])),
-        )
-        for path, key in nnx.to_flat_state(keys)
-    ]
+    drawn = []
+    for path, key in nnx.to_flat_state(keys):
+        count = counts_by_name[name_of((*path[:-1], "count"))]
+        drawn.append((path, key.replace(_fold_each(key.get_value(), count))))
     if advance:
         nnx.update(layers, jax.tree.map(lambda count: count + jnp.uint32(1), counts))
     return nnx.from_flat_state(drawn) if drawn else ()
@@ -119,3 +114,53 @@ def _fold_each(keys: jax.Array, counts: jax.Array) -> jax.Array:
     for _ in keys.shape:  # a reshape would lose how explicit axes split the keys
         fold_in = jax.vmap(fold_in)
     return fold_in(keys, counts)
+
+
+def is_sown(path: Any, variable: Any) -> bool:
+    """Returns whether `sow` created a variable: it is an `nnx.Intermediate` or holds a tuple."""
+    del path
+    if isinstance(variable, nnx.Perturbation):
+        return False
+    return isinstance(variable, nnx.Intermediate) or isinstance(variable.get_value(), tuple)
+
+
+def captured_types(layers: nnx.Module) -> tuple[type[nnx.Variable], ...]:
+    """Returns the types that an `nnx.capture` around the pipeline asks for, or ()."""
+    types = tuple(type(variable) for variable in getattr(layers, "__captures__", ()))
+    if nnx.Perturbation in types:
+        raise ValueError(
+            "`nnx.capture` asks for `nnx.Perturbation`. A pipeline hands no values from outside to "
+            "single microbatches: capture `nnx.Intermediate`, or differentiate by the inputs."
+        )
+    return types
+
+
+def without_sown(layers: nnx.Module) -> nnx.Module:
+    """Returns a copy of the module without sown values; the copy shares the arrays."""
+    layers = nnx.clone(layers)
+    for _, module in nnx.iter_modules(layers):
+        if hasattr(module, "__captures__"):
+            delattr(module, "__captures__")
+    nnx.pop(layers, is_sown)
+    return layers
+
+
+def call(stage: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]:
+    """Returns the stage's result and the values that it sows."""
+    if not types:
+        return stage(*arguments), nnx.pop(stage, is_sown)  # type: ignore[operator]
+    y, *sown = nnx.capture(stage, *types)(*arguments)
+    return y, nnx.merge_state(*sown)
+
+
+def store(layers: nnx.Module, sown: PyTree) -> None:
+    """Stores the sown values of all stages where each module would have stored its own."""
+    if not captured_types(layers):
+        nnx.pop(layers, is_sown)
+        nnx.update(layers, sown)
+        return
+    for path, variable in nnx.to_flat_state(sown):
+        owner: Any = layers
+        for name in path[:-1]:
+            owner = getattr(owner, name) if isinstance(name, str) else owner[name]
+        owner.sow(type(variable), path[-1], variable.get_value(), lambda _, new: new)
