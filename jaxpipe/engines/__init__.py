@@ -14,8 +14,8 @@ from ._engine import ParamSpecs as ParamSpecs
 from ._engine import PipelineSpec as PipelineSpec
 from ._engine import When as When
 from ._jit import adding_in_products as adding_in_products
+from ._kinds import common_sequence as common_sequence
 from ._kinds import with_kinds as _with_kinds
-from ._layer_order import common_sequence as common_sequence
 from ._memory import LIVE as LIVE
 from ._memory import Buffers as Buffers
 from ._memory import PeakMemory as PeakMemory

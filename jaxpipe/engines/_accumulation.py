@@ -18,28 +18,14 @@ from ._engine import Engine, PipelineSpec
 from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
 from .fsdp import over_data
 
-Reshard = Callable[[PyTree], PyTree]
+Calls = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""`(weights, batch_inputs, keys) -> (sums over microbatches, arrays [M, ...])`."""
 
 
-def gradient_accumulation(
-    f: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
-    num_steps: int,
-    *,
-    reshard: Reshard = lambda sums: sums,
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _in_a_scan(f: Calls, num_steps: int, reshard: Callable[[PyTree], PyTree]) -> Calls:
     """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
-    Every call has its own dropout masks.
-
-    Args:
-        f: `(weights, batch_inputs, keys) -> (sums over microbatches, arrays [M, ...])`, with a
-            loss, metrics and gradients among the sums.
-        num_steps: A, the number of calls.
-        reshard: Shards the sums after every call. By default they stay as `f` returns them.
-
-    Returns:
-        The same function, of `batch_inputs` whose leaves are [A * M, ...]. Its arrays are
-        [A * M, ...] too.
+    Every call has its own dropout masks, and `reshard` shards the sums after it.
     """
 
     def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
@@ -60,9 +46,7 @@ def gradient_accumulation(
     return run
 
 
-def unrolled_gradient_accumulation(
-    f: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]], num_steps: int
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _written_out(f: Calls, num_steps: int) -> Calls:
     """Calls `f` A times, one call after the other without a loop, and sums its results.
 
     This is for MPMD, whose programs have no loops but those over microbatches.
@@ -112,9 +96,9 @@ def with_calls(engine: Engine) -> Engine:
                 return value, engine.storage.put_like(divided, grads, grads, model.tied)
 
             if engine.storage.per_stage:
-                calls = unrolled_gradient_accumulation(call, plan.num_calls)
+                calls = _written_out(call, plan.num_calls)
             else:
-                calls = gradient_accumulation(call, plan.num_calls, reshard=as_stored)
+                calls = _in_a_scan(call, plan.num_calls, as_stored)
             ((loss, scalars), grads), arrays = calls(weights, inputs, keys)
             value = loss, scalars | arrays
             return (value, grads) if has_grads else value

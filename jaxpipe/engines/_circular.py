@@ -1,5 +1,6 @@
 """The engine `circular`: MaxText's circular pipeline in one program."""
 
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,11 +20,10 @@ from ._memory import (
     StepCounts,
     StepSizes,
     boundary_memory,
+    check_cap,
     residuals_and_sums,
     stored_residuals,
 )
-from ._memory_cap import check_cap
-from ._undifferentiated import undifferentiated
 
 # `value_and_grad` evaluates its derivative as a jaxpr in which the rules of `jax.custom_jvp` and
 # `jax.custom_vjp` are expanded. JAX would differentiate what they expand to.
@@ -90,12 +90,13 @@ def _value(
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_SECOND_DERIVATIVES)
+    guard = partial(_stacked.undifferentiated, message=_NO_SECOND_DERIVATIVES)
+    weights, batch_inputs = guard((weights, batch_inputs))
     arguments = _arguments(plan, weights, keys)
     result = circular_engine.circular_value_and_grad(
         model, weights, batch_inputs, keys, remat=plan.remat, **arguments
     )
-    return undifferentiated(result, _NO_SECOND_DERIVATIVES)
+    return guard(result)
 
 
 def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:

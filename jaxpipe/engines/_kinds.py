@@ -2,13 +2,16 @@
 
 A stage may have layers of several kinds. An engine stores and runs the layers of each kind as if
 there were no others: with a layout of its own, in which stages may have no layer. In one program
-every stage has room for the slots of a common sequence of kinds; for `mpmd` a stage has the layers
-that it runs.
+all stages run the same sequence of kinds, such as LLGLLG: one of which the layers of every stage
+are a part, and a stage skips the slots that it has no layer for. Stages of one pattern skip none.
+For `mpmd` a stage has the layers that it runs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
+from itertools import groupby, islice, permutations
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +21,19 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import Aux, Past, with_aux
 from ._engine import Engine, ParamSpecs, PipelineSpec
-from ._layer_order import OrderedKeys, Runs, common_sequence, layer_runs, slots_by_kind
 from .fsdp import is_rule
+
+Runs = tuple[tuple[str, int, int], ...]
+"""Consecutive layers of one kind: the kind, and its first and last slot among those of the kind."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OrderedKeys:
+    """The keys of a stage by kind, in a program of its own, and the order of its layers."""
+
+    by_kind: dict[str, PyTree]
+    runs: Runs = field(metadata={"static": True})
 
 
 def with_kinds(engine: Engine) -> Engine:
@@ -98,20 +112,15 @@ def _patterns(plan: PipelineSpec) -> list[tuple[str, ...]]:
     return [order[ids.start : ids.stop] for ids in plan.layout.stage_layer_ids]
 
 
-def _common_sequence(plan: PipelineSpec) -> tuple[str, ...]:
-    """Returns the kinds of the slots that every stage of one program has."""
-    return common_sequence(_patterns(plan))
-
-
 def _common_runs(engine: Engine, plan: PipelineSpec) -> Runs | None:
     """Returns the runs that every stage of one program has; None if each has runs of its own."""
-    return None if engine.storage.per_stage else layer_runs(_common_sequence(plan))
+    return None if engine.storage.per_stage else layer_runs(common_sequence(_patterns(plan)))
 
 
 def _plans(engine: Engine, plan: PipelineSpec) -> dict[str, PipelineSpec]:
     """Returns the plan of each kind: with a layout of the layers of this kind alone."""
     patterns, num_ranks = _patterns(plan), plan.mesh.shape["stage"]
-    sequence = () if engine.storage.per_stage else _common_sequence(plan)
+    sequence = () if engine.storage.per_stage else common_sequence(patterns)
     slots = [slots_by_kind(sequence, pattern) for pattern in patterns]
     plans = {}
     for kind, _ in plan.kinds:
@@ -256,3 +265,86 @@ def _concatenated(parts: Mapping[str, list[PyTree]]) -> dict[str, PyTree]:
 
 def _sum_by_name(sums: Aux, aux: Aux) -> Aux:
     return sums | {name: sums[name] + v if name in sums else v for name, v in aux.items()}
+
+
+def layer_runs(sequence: Sequence[str]) -> Runs:
+    """Returns the runs of a stage whose layers are of these kinds.
+
+    Example:
+        >>> layer_runs("LLGL")
+        (('L', 0, 2), ('G', 0, 1), ('L', 2, 3))
+    """
+    done: dict[str, int] = {}
+    runs = []
+    for kind, group in groupby(sequence):
+        first = done.get(kind, 0)
+        done[kind] = first + len(list(group))
+        runs.append((kind, first, done[kind]))
+    return tuple(runs)
+
+
+def common_sequence(patterns: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Returns a short sequence of kinds of which every pattern is a part, in order.
+
+    It is shortest for two different patterns. More are joined pair by pair, in several orders.
+
+    Args:
+        patterns: The kinds of the layers of every stage, in forward order.
+
+    Returns:
+        The kinds of the slots of a stage.
+
+    Example:
+        >>> "".join(common_sequence(["LL", "GL", "LG", "LL"]))
+        'LGL'
+    """
+    return _common_sequence(tuple(sorted({tuple(pattern) for pattern in patterns})))
+
+
+@lru_cache
+def _common_sequence(patterns: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    several = islice(permutations(patterns), _MAX_ORDERS)
+    return min((reduce(_shortest_common, order) for order in several), key=len)
+
+
+_MAX_ORDERS = 120
+"""All orders of up to five patterns."""
+
+
+def _shortest_common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
+    # length[i][j] is that of the shortest sequence of which a[i:] and b[j:] are parts.
+    length = [[len(a) - i + len(b) - j for j in range(len(b) + 1)] for i in range(len(a) + 1)]
+    for i in reversed(range(len(a))):
+        for j in reversed(range(len(b))):
+            is_same = a[i] == b[j]
+            length[i][j] = 1 + (
+                length[i + 1][j + 1] if is_same else min(length[i + 1][j], length[i][j + 1])
+            )
+    i = j = 0
+    sequence: list[str] = []
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            sequence, i, j = [*sequence, a[i]], i + 1, j + 1
+        elif length[i + 1][j] <= length[i][j + 1]:
+            sequence, i = [*sequence, a[i]], i + 1
+        else:
+            sequence, j = [*sequence, b[j]], j + 1
+    return (*sequence, *a[i:], *b[j:])
+
+
+def slots_by_kind(sequence: Sequence[str], pattern: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Returns the slots of a stage's layers among those of their kind in the common sequence.
+
+    Example:
+        >>> slots_by_kind("LLGL", "LGL")
+        {'L': (0, 2), 'G': (0,)}
+    """
+    slots: dict[str, list[int]] = {kind: [] for kind in sequence}
+    passed, layers = dict.fromkeys(sequence, 0), iter(pattern)
+    next_kind = next(layers, None)
+    for kind in sequence:
+        if kind == next_kind:
+            slots[kind].append(passed[kind])
+            next_kind = next(layers, None)
+        passed[kind] += 1
+    return {kind: tuple(of_kind) for kind, of_kind in slots.items()}

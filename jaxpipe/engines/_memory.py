@@ -1,14 +1,22 @@
 """The records in which engines say the memory of a step: entries of buffers, sizes, and a peak.
 
+A cap of memory is in microbatches of a whole rank, the default unit of `schedules.search`: one is
+what the forwards of a microbatch store in all stages of a rank. An engine counts activations: what
+the forward of one stage stores.
+
 An engine knows what its buffers hold and what lives beside them at the peak; sizes are those of a
 model. Constants that are the compiler's are named. S ranks, v stages on each, M microbatches.
 """
 
 from dataclasses import dataclass
+from math import floor
 from typing import Literal, NamedTuple
 
-from ..schedules import lock_step
+from ..schedules import Schedule, lock_step, num_ranks, peak_activations
+from ..schedules.language import num_slices
 from ..spmd import NO_OPTIONS, EngineOptions
+
+_ROUNDING = 1e-9
 
 LIVE = 0.8
 """What of the residuals of a layer exists at a time while XLA computes its backward."""
@@ -213,3 +221,29 @@ def other_activations(buffers: Buffers, sizes: StepSizes) -> float:
     )
     past = buffers.past * sizes.past + buffers.past_cotangents * sizes.past_cotangent
     return of_slices / buffers.num_slices + past
+
+
+def activation_cap(schedule: Schedule, memory_cap: float | None) -> int | None:
+    """Returns the most activations that a rank may store."""
+    if memory_cap is None:
+        return None
+    # What the forwards of a microbatch store on a rank, on average.
+    per_microbatch = schedule.num_stages * num_slices(schedule) / num_ranks(schedule)
+    peaks = peak_activations(schedule)
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    check_cap(
+        memory_cap,
+        peaks[fullest] / per_microbatch,
+        f"`schedule` stores {{}} on rank {fullest}",
+        f"a schedule that `schedules.search(..., memory_cap={memory_cap:g})` finds",
+    )
+    return floor(memory_cap * per_microbatch + _ROUNDING)
+
+
+def check_cap(memory_cap: float | None, least: float, reason: str, instead: str) -> None:
+    """Checks that an engine, which stores `least` microbatches of a whole rank, can keep a cap."""
+    if memory_cap is not None and memory_cap < least - _ROUNDING:
+        raise ValueError(
+            f"`memory_cap` is {memory_cap:g} microbatches, and {reason.format(f'{least:g}')}. Give "
+            f"at least {least:g}, or {instead}."
+        )

@@ -19,8 +19,7 @@ from ..schedules import Costs, Op, Schedule, Timeline, check, language, lock_ste
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelineSpec, Storage
-from ._memory import Buffers
-from ._memory_cap import activation_cap
+from ._memory import Buffers, activation_cap
 from ._scheduled import expected_buffers, memory
 from .fsdp import param_spec_tree
 

@@ -15,13 +15,12 @@ from ._memory import (
     PeakMemory,
     StepCounts,
     StepSizes,
+    activation_cap,
     boundary_memory,
     other_activations,
     residuals_and_sums,
     stored_residuals,
 )
-from ._memory_cap import activation_cap
-from ._undifferentiated import undifferentiated
 
 # The transpose of the loop over ticks has collectives in conditionals that only some ranks enter,
 # so it would hang.
@@ -58,25 +57,25 @@ def _value(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.schedule is not None
-    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
+    weights, batch_inputs = _stacked.undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
     arguments = _stacked.pipeline_arguments(plan, weights, keys)
     result = scheduled_engine.scheduled_value(
         model, weights, batch_inputs, keys, ticks=forwards, **arguments
     )
-    return undifferentiated(result, _NO_DERIVATIVES)
+    return _stacked.undifferentiated(result, _NO_DERIVATIVES)
 
 
 def _value_and_grad(
     plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.ticks is not None
-    weights, batch_inputs = undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
+    weights, batch_inputs = _stacked.undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
     arguments = _stacked.pipeline_arguments(plan, weights, keys)
     result = scheduled_engine.scheduled_value_and_grad(
         model, weights, batch_inputs, keys, ticks=plan.ticks, remat=plan.remat, **arguments
     )
-    return undifferentiated(result, _NO_DERIVATIVES)
+    return _stacked.undifferentiated(result, _NO_DERIVATIVES)
 
 
 def _step_bytes(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:

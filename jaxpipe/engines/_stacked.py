@@ -159,6 +159,29 @@ def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
     return plan.layer_remat(masked_layer(layer)) if plan.layout.counts else layer
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _identity(x: Any, message: str) -> Any:
+    return x
+
+
+@_identity.defjvp
+def _refuse(message: str, primals: Any, tangents: Any) -> Any:
+    raise ValueError(message)
+
+
+def undifferentiated(tree: PyTree, message: str) -> PyTree:
+    """Returns arguments or results as they are; differentiating them raises a `ValueError`.
+
+    JAX's derivative of these engines would hang or be wrong.
+    """
+
+    def guard(leaf: Any) -> Any:
+        is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return _identity(leaf, message) if is_inexact else leaf
+
+    return jax.tree.map(guard, tree)
+
+
 def put(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
     """Moves weights to the devices that hold them."""
     where = shardings(plan, weights, tied)

@@ -27,8 +27,7 @@ from ..spmd.weight_gather import (
 from . import _stacked
 from ._engine import Engine, PipelineSpec
 from ._jit import jit
-from ._memory import Buffers, PeakMemory, StepCounts, StepSizes
-from ._memory_cap import check_cap
+from ._memory import Buffers, PeakMemory, StepCounts, StepSizes, check_cap
 from .fsdp import cast_params, over_data, param_spec_tree, read_spec_tree
 
 _IN_FLIGHT = 1.5

@@ -1,6 +1,5 @@
 """The contract between a model and the engines, and what every engine does with microbatches."""
 
-from ._custom_vjp import has_custom_vjp as has_custom_vjp
 from ._layers import layers_per_iteration as layers_per_iteration
 from ._layers import run_layers as run_layers
 from ._layers import run_sliced_layers as run_sliced_layers
@@ -21,5 +20,6 @@ from ._staged_model import Aux as Aux
 from ._staged_model import BoundaryOfSlices as BoundaryOfSlices
 from ._staged_model import HandOver as HandOver
 from ._staged_model import StagedModel as StagedModel
+from ._staged_model import has_custom_vjp as has_custom_vjp
 from ._staged_model import like_input as like_input
 from ._staged_model import with_aux as with_aux

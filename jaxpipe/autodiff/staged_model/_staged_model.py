@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from ...ir.graph import pvary_like
+from ...ir.graph import any_equation, pvary_like
 from ._past import Past
 
 
@@ -259,3 +259,9 @@ def _typed_like(y: Any, x: Any) -> Any:
     if not mesh.empty and AxisType.Explicit in mesh.axis_types:
         y = jax.sharding.reshard(y, aval.sharding.spec)
     return pvary_like(aval, y)
+
+
+def has_custom_vjp(function: Callable, *arguments: Any) -> bool:
+    """Returns whether tracing a function finds a `jax.custom_vjp`, which need not be linear."""
+    program = jax.make_jaxpr(function)(*arguments)
+    return any_equation(program, lambda e: e.primitive.name == "custom_vjp_call")
