@@ -116,7 +116,7 @@ def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
             )
         mesh_axes = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
         used.update(mesh_axes)
-        dims.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
+        dims.append(mesh_axes)
     return PartitionSpec(*dims)
 
 

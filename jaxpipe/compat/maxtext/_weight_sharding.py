@@ -34,9 +34,9 @@ def physical_spec(
     """
     used: set[str] = set()
 
-    def axes_of(name: Any) -> tuple[str, ...]:
+    def mesh_axes_of(name: Any) -> tuple[str, ...]:
         if isinstance(name, tuple):
-            return tuple(axis for part in name for axis in axes_of(part))
+            return tuple(axis for part in name for axis in mesh_axes_of(part))
         offers = [axes for of, axes in rules if of == name] or [(name,)]
         for offer in offers:
             axes = tuple(axis for axis in offer if axis in mesh_axes)
@@ -45,7 +45,7 @@ def physical_spec(
                 return axes
         return ()
 
-    return PartitionSpec(*(_entry(axes_of(name)) for name in names))
+    return PartitionSpec(*map(mesh_axes_of, names))
 
 
 def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
@@ -167,10 +167,6 @@ def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:
         return f"{name}  {w.dtype}{list(w.shape)}  {tuple(logical)} -> {tuple(physical)}"
 
     return "\n".join(jax.tree.leaves(jax.tree_util.tree_map_with_path(line, weights, names, specs)))
-
-
-def _entry(axes: tuple[str, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 EXPERTS = "exp"

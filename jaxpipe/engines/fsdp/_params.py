@@ -70,9 +70,8 @@ def param_spec(
     spec = table.get(name, table.get(name.removesuffix(".value")))
     if spec is None:
         return PartitionSpec(*lead, *fsdp_axes(shape, mesh))
-    axes = (tuple(axes_of_dim(dim)) for dim in spec)
-    dims = [names if len(names) > 1 else names[0] if names else None for names in axes]
-    return PartitionSpec(*lead, *dims, *(None,) * (len(shape) - len(dims)))
+    dims = map(axes_of_dim, spec)
+    return PartitionSpec(*lead, *dims, *(None,) * (len(shape) - len(spec)))
 
 
 def param_spec_tree(
@@ -84,10 +83,11 @@ def param_spec_tree(
 ) -> PyTree:
     """Returns the specs of a tree of stored parameters; None where it has None."""
 
-    def spec(name: str, leaf: Any) -> PartitionSpec | None:
+    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
+        name = f"['{group}']{jax.tree_util.keystr(path)}"
         return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
 
-    return _map_named(spec, group, tree, is_leaf=lambda x: x is None)
+    return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)
 
 
 def gathered_size(mesh: Mesh, specs: ParamSpecs) -> int:
@@ -139,17 +139,6 @@ def cast_params(plan: PipelineSpec, group: str, params: PyTree) -> PyTree:
     return cast_group(plan.compute_dtype, f"['{group}']", params)
 
 
-def _map_named(
-    f: Callable, group: str, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> PyTree:
-    """Maps `f(name, leaf)` over a group, whose leaves are named by their path from the group on."""
-
-    def named(path: Any, leaf: Any) -> Any:
-        return f(f"['{group}']{jax.tree_util.keystr(path)}", leaf)
-
-    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
-
-
 def with_layer_specs(plan: PipelineSpec, stages: PyTree) -> PipelineSpec:
     """Returns the plan with the specs of one layer's parameters, if layers gather their own."""
     if plan.gather != "layer":
@@ -189,7 +178,7 @@ def _with_specs(
 def spec_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Returns a spec with an entry for every dim, one of which is divided over `data` if it can."""
     size = mesh.shape.get("data", 1)
-    axes = [tuple(axes_of_dim(dim)) for dim in spec]
+    axes = list(map(axes_of_dim, spec))
     shards = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
     divides = [n > 0 and n % (size * k) == 0 for n, k in zip(shape, shards, strict=True)]
     candidates = [i for i, names in enumerate(axes) if "fsdp" in names and divides[i]]
@@ -197,6 +186,5 @@ def spec_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> P
     if size == 1 or not candidates:
         return spec
     largest = max(candidates, key=lambda i: shape[i])
-    return PartitionSpec(
-        *((*names, "data") if i == largest else names or None for i, names in enumerate(axes))
-    )
+    axes[largest] = (*axes[largest], "data")
+    return PartitionSpec(*axes)
