@@ -10,7 +10,7 @@ from flax import nnx
 from .._method_loop import record_originals
 from .._methods import LoopMethods, PipelineMethods, WindowMethods
 from .._settings import AxisRules, PipelineSettings, pipeline_settings
-from .._stages import Stage
+from .._stages import Stage, stage_keys
 from .._weight_sharding import rules_in_stage
 from ..nnx import Factory
 from . import _run as run
@@ -78,12 +78,14 @@ class PipelineBase(PipelineMethods, nn.Module):
         """
         rules = rules_in_stage(self.settings.rules)
         stage = self.stage if instance is None else instance
-        mutable = run.mutable_collections(self) if records else []
+        mutable = run.mutable_in_stage(self) if records else []
         return run.stage_function(stage, rules, mutable, deterministic, model_mode)
 
     def draw_keys(self) -> Any:
         """Returns [R, S] keys by random stream, or () if the module has no random streams."""
-        return run.draw_keys(self)
+        scope: Any = self.scope
+        dims = self.settings.dims
+        return {name: stage_keys(self.make_rng(name), dims) for name in scope.rngs} or ()
 
     def stage_variables(self) -> dict[str, Any]:
         """Returns the arrays of all stages, by collection.
@@ -98,9 +100,8 @@ class PipelineBase(PipelineMethods, nn.Module):
         `init_args` are the arguments of a call. They may be omitted if the module is bound to
         variables.
         """
-        if not init_args:
-            return stacked.logical_specs(run.stacked_variables(self), [*self.settings.stacked])
-        return run.weight_sharding(self, *init_args)
+        shapes_of = run.shapes_of_init if init_args else run.stacked_variables
+        return stacked.logical_specs(shapes_of(self, *init_args), [*self.settings.stacked])
 
     def get_vmap_func_for_init(self) -> Callable:
         """Returns the function that initializes all stages of a repeat.
@@ -108,7 +109,7 @@ class PipelineBase(PipelineMethods, nn.Module):
         Its arguments are [S] keys by random stream and those of a stage's call. It returns
         variables with [S, ...] leaves.
         """
-        return run.init_stages(self)
+        return stacked.map_keys(run.init_of(self.stage, rules_in_stage(self.settings.rules)))
 
     def __call__(
         self,

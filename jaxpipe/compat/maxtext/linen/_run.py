@@ -24,7 +24,7 @@ from .._frontend import first_microbatch, run_batch
 from .._methods import to_batch_inputs
 from .._settings import REPEATS, AxisRules
 from .._stages import Stage, outputs_of, stage_keys
-from .._weight_sharding import reshard_weight, rules_in_stage
+from .._weight_sharding import reshard_weight
 from . import _stacked as stacked
 from ._nnx_stage import check_call
 
@@ -89,12 +89,6 @@ def init_of(stage: nn.Module, rules: AxisRules | None) -> Callable:
     return at_init(init)
 
 
-def init_stages(pipeline: Any) -> Callable:
-    """Returns the stage's `init` for all stages of a repeat."""
-    rules = rules_in_stage(pipeline.settings.rules)
-    return stacked.map_keys(init_of(pipeline.stage, rules))
-
-
 def init_all(pipeline: Any) -> Callable:
     """Returns the stage's `init` for all stages of the pipeline, from keys by random stream."""
     dims, init_all = pipeline.settings.stacked, pipeline.get_vmap_func_for_init()
@@ -141,16 +135,15 @@ def _first_arrays(
     return x, batch_inputs["segment_ids"], batch_inputs["positions"]
 
 
-def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
-    """Returns logical specs of the variables that a call with these arguments would create."""
+def shapes_of_init(pipeline: Any, *arguments: Any) -> Any:
+    """Returns shapes of the variables that a call with these arguments would create."""
     filled = (*arguments, *(None, None, False, "train")[len(arguments) - 1 :])
     arrays, options = filled[:3], filled[3:]
 
     def init(*arrays):
         return init_batch(pipeline, {"params": jax.random.key(0)}, arrays, options, False)
 
-    variables = jax.eval_shape(init, *arrays)
-    return stacked.logical_specs(variables, [*pipeline.settings.stacked])
+    return jax.eval_shape(init, *arrays)
 
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
@@ -163,16 +156,13 @@ def stacked_variables(pipeline: Any) -> dict[str, Any]:
     return _stored(unfreeze(stacks))
 
 
-def mutable_collections(pipeline: Any) -> Any:
-    """Returns the filter of the collections into which a stage may sow."""
-    return _mutable_in_stage(pipeline.scope.mutable, stacked_variables(pipeline))
-
-
-def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
-    """Returns [R, S] keys by random stream, or () if the module has no random streams."""
-    dims = pipeline.settings.dims
-    names = pipeline.scope.rngs
-    return {name: stage_keys(pipeline.make_rng(name), dims) for name in names} or ()
+def mutable_in_stage(pipeline: Any) -> Any:
+    """Returns the filter of the collections into which a stage may sow: no weights."""
+    mutable = pipeline.scope.mutable
+    for name in stacked_variables(pipeline):
+        if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
+            raise ValueError(_cannot_flow(name))
+    return flax_scope.subtract_filters(mutable, list(WEIGHTS))
 
 
 def run(pipeline: Any, arrays: Arrays, names: Any, options: Any, microbatched: bool) -> Any:
@@ -216,14 +206,6 @@ def _stored(variables: dict[str, Any]) -> dict[str, Any]:
     return {
         name: collection for name, collection in variables.items() if not _is_sown(name, collection)
     }
-
-
-def _mutable_in_stage(mutable: Any, variables: dict[str, Any]) -> Any:
-    """Returns `mutable`, the filter of collections that a stage may write, without weights."""
-    for name in variables:
-        if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
-            raise ValueError(_cannot_flow(name))
-    return flax_scope.subtract_filters(mutable, list(WEIGHTS))
 
 
 def _check_sown(new: dict[str, Any]) -> None:
