@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..language._action import Action, FusedPair, Op, ScheduleStep
 from ..language._placement import v_stage
-from ..language._schedule import Schedule
+from ..language._schedule import Schedule, from_ranks
 from ._require import require, require_positive
 
 
@@ -37,15 +37,15 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     _require_long_enough(num_microbatches, 2 * num_ranks)
     half_ranks, half = num_ranks // 2, num_microbatches // 2
 
-    def program(rank: int) -> tuple[ScheduleStep, ...]:
+    def program(rank: int) -> Iterator[ScheduleStep]:
         opposite = num_ranks - 1 - rank
         down, up = _Stream(rank, 0), _Stream(opposite, half)
         near, far = (down, up) if rank < half_ranks else (up, down)
         depth = min(rank, opposite)
         crossing = half - num_ranks + depth + 1
-        return tuple(_program(near, far, depth, half_ranks, crossing))
+        return _program(near, far, depth, half_ranks, crossing)
 
-    return Schedule(num_ranks, num_microbatches, tuple(map(program, range(num_ranks))))
+    return from_ranks(program, num_ranks, num_microbatches)
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -58,12 +58,12 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     _require_long_enough(num_microbatches, 2 * num_ranks)
 
-    def program(rank: int) -> tuple[ScheduleStep, ...]:
+    def program(rank: int) -> Iterator[ScheduleStep]:
         near, far = (_Stream(v_stage(rank, chunk, num_ranks), 0) for chunk in (0, 1))
         crossing = num_microbatches - 2 * num_ranks + rank + 1
-        return tuple(_program(near, far, rank, num_ranks, crossing))
+        return _program(near, far, rank, num_ranks, crossing)
 
-    return Schedule(2 * num_ranks, num_microbatches, tuple(map(program, range(num_ranks))))
+    return from_ranks(program, num_ranks, num_microbatches, 2)
 
 
 def _require_long_enough(num_microbatches: int, least: int) -> None:

@@ -5,11 +5,11 @@ on, before the next group enters. All families here run the same two sequences, 
 one of backwards; they differ in how many forwards come first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ..language._action import Action, Op
 from ..language._placement import loop_stage
-from ..language._schedule import Schedule
+from ..language._schedule import Schedule, from_ranks
 from ._require import require, require_positive
 
 
@@ -41,9 +41,9 @@ def interleaved_one_f_one_b(
     def program(rank: int) -> Iterator[Action]:
         forwards, backwards = _sequences(rank, num_ranks, num_microbatches, num_chunks, group_size)
         warmup = (num_chunks - 1) * group_size + 2 * (num_ranks - 1 - rank)
-        return _alternate(forwards, backwards, warmup)
+        return alternate(forwards, backwards, warmup)
 
-    return _schedule(program, num_ranks, num_microbatches, num_chunks)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def kimi_k2(
@@ -62,9 +62,9 @@ def kimi_k2(
     def program(rank: int) -> Iterator[Action]:
         forwards, backwards = _sequences(rank, num_ranks, num_microbatches, num_chunks, group_size)
         warmup = (num_chunks - 1) * group_size + 2 * (num_ranks - 1 - rank) + 1
-        return _alternate(forwards, backwards, warmup)
+        return alternate(forwards, backwards, warmup)
 
-    return _schedule(program, num_ranks, num_microbatches, num_chunks)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def interleaved_gpipe(
@@ -81,7 +81,7 @@ def interleaved_gpipe(
         yield from forwards
         yield from backwards
 
-    return _schedule(program, num_ranks, num_microbatches, num_chunks)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def interleaved_zero_bubble(
@@ -97,9 +97,9 @@ def interleaved_zero_bubble(
     def program(rank: int) -> Iterator[Action]:
         forwards, backwards = _sequences(rank, num_ranks, num_microbatches, num_chunks, group_size)
         warmup = (num_chunks - 1) * group_size + (num_ranks - 1 - rank)
-        return _split_backwards(_alternate(forwards, backwards, warmup), postponed=rank)
+        return _split_backwards(alternate(forwards, backwards, warmup), postponed=rank)
 
-    return _schedule(program, num_ranks, num_microbatches, num_chunks)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def grouped_interleaved(
@@ -126,10 +126,10 @@ def grouped_interleaved(
     def program(rank: int) -> Iterator[Action]:
         forwards, backwards = _sequences(rank, num_ranks, whole, num_chunks, group_size)
         warmup = (num_chunks - 1) * group_size + (num_ranks - 1 - rank)
-        steps = _split_backwards(_alternate(forwards, backwards, warmup), postponed=0)
+        steps = _split_backwards(alternate(forwards, backwards, warmup), postponed=0)
         return (action for action in steps if action.microbatch < num_microbatches)
 
-    return _schedule(program, num_ranks, num_microbatches, num_chunks)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def _sequences(
@@ -147,7 +147,7 @@ def _sequences(
     return forwards, backwards
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
+def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
     """Yields `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
     yield from forwards[:warmup]
     for k, backward in enumerate(backwards):
@@ -167,16 +167,6 @@ def _split_backwards(actions: Iterator[Action], *, postponed: int) -> Iterator[A
         if len(pending) > postponed:
             yield pending.pop(0)
     yield from pending
-
-
-def _schedule(
-    program: Callable[[int], Iterator[Action]],
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int,
-) -> Schedule:
-    programs = tuple(tuple(program(rank)) for rank in range(num_ranks))
-    return Schedule(num_chunks * num_ranks, num_microbatches, programs)
 
 
 def _require_full_groups(

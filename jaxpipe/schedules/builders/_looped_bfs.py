@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..language._action import Action, Op
 from ..language._placement import loop_stage
-from ..language._schedule import Schedule
+from ..language._schedule import Schedule, from_ranks
 from ._require import require, require_positive
 
 
@@ -47,8 +47,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
             for m in reversed(range(num_microbatches)):
                 yield Action(loop_stage(rank, chunk, num_ranks), Op.B, m)
 
-    programs = tuple(tuple(program(rank)) for rank in range(num_ranks))
-    return Schedule(num_chunks * num_ranks, num_microbatches, programs)
+    return from_ranks(program, num_ranks, num_microbatches, num_chunks)
 
 
 def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:

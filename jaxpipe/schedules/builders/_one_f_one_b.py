@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from ..language._action import Action, Op
-from ..language._schedule import Schedule
+from ..language._schedule import Schedule, from_ranks
+from ._interleaved import alternate
 from ._require import require_positive
 
 
@@ -32,8 +33,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
         for m in range(steady, num_microbatches):
             yield Action(stage, Op.B, m)
 
-    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
-    return Schedule(num_stages, num_microbatches, programs)
+    return from_ranks(program, num_stages, num_microbatches)
 
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -53,8 +53,7 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
             if warmup + m < num_microbatches:
                 yield Action(stage, Op.F, warmup + m)
 
-    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
-    return Schedule(num_stages, num_microbatches, programs)
+    return from_ranks(program, num_stages, num_microbatches)
 
 
 def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> Schedule:
@@ -78,10 +77,6 @@ def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> S
             Action(stage, Op.B, m, s) for m in range(num_microbatches) for s in reversed(slices)
         ]
         warmup = num_stages - 1 - stage + num_slices - 1
-        yield from forwards[:warmup]
-        for k, backward in enumerate(backwards):
-            yield from forwards[warmup + k : warmup + k + 1]
-            yield backward
+        return alternate(forwards, backwards, warmup)
 
-    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
-    return Schedule(num_stages, num_microbatches, programs)
+    return from_ranks(program, num_stages, num_microbatches)

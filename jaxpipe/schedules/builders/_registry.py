@@ -110,10 +110,6 @@ class Family:
         return min(microbatches * chunks, self.live(ranks, microbatches, chunks))
 
 
-def _half(num_ranks: int, num_microbatches: int) -> int:
-    return (num_ranks + 1) // 2
-
-
 _GROUPS = ("chunks", "group")
 _CROSSING = "microbatches >= 2 ranks"
 
@@ -227,7 +223,7 @@ FAMILIES: dict[str, Family] = {
         _GROUPS,
         "ranks / 2 <= group <= ranks",
         "Wan et al., 2025, arXiv 2503.01328",
-        _half,
+        lambda num_ranks, num_microbatches: (num_ranks + 1) // 2,
         placement="loop",
         default_chunks=2,
         splits_backward=True,

@@ -10,7 +10,7 @@ from math import floor, inf
 
 from ..language._action import Action, Op
 from ..language._placement import v_stage
-from ..language._schedule import Schedule
+from ..language._schedule import Schedule, from_ranks
 from ._require import require, require_positive
 
 
@@ -47,8 +47,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
                 if queue:
                     yield queue.popleft()
 
-    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
-    return Schedule(num_stages, num_microbatches, programs)
+    return from_ranks(program, num_stages, num_microbatches)
 
 
 def zero_bubble_h2(
@@ -109,8 +108,7 @@ def zero_bubble_h2(
         for m in range(weights, num_microbatches):
             yield Action(stage, Op.W, m)
 
-    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
-    return Schedule(num_stages, num_microbatches, programs)
+    return from_ranks(program, num_stages, num_microbatches)
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:

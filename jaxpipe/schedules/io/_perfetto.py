@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..analysis._simulate import Time, Timeline
-from ..language._action import FusedPair, Op, ScheduleStep, actions_of
+from ..language._action import FusedPair, Op, actions_of
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 
@@ -50,7 +50,7 @@ def _rank_events(
             "X",
             process,
             name=str(timed.step),
-            cat=_kind(timed.step),
+            cat="fused pair" if isinstance(timed.step, FusedPair) else _KINDS[timed.step.op],
             ts=start,
             dur=end - start,
             args={"stage": first.stage, "microbatch": first.microbatch},
@@ -63,7 +63,3 @@ def _rank_events(
 
 def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": rank, "tid": 0, **fields}
-
-
-def _kind(step: ScheduleStep) -> str:
-    return "fused pair" if isinstance(step, FusedPair) else _KINDS[step.op]

@@ -224,15 +224,14 @@ def shade(colour: str, chunk: int, chunks: int) -> str:
 
 
 def needs_dark_ink(fill: str) -> bool:
-    """Returns whether dark ink has more contrast than white on a box of this colour."""
-    return _luminance(fill) > _MAX_LUMINANCE
+    """Returns whether dark ink has more contrast than white on a box of this colour.
 
-
-def _luminance(colour: str) -> float:
-    """Returns the relative luminance of a colour, from 0 to 1, as WCAG 2 defines it."""
-    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    That depends on its relative luminance, from 0 to 1, as WCAG 2 defines it.
+    """
+    channels = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    weighted = (w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return sum(weighted) > _MAX_LUMINANCE
 
 
 def _caption(timeline: Timeline) -> tuple[str, str]:

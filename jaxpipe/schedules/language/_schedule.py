@@ -4,7 +4,7 @@ Two copies of the weights, as in DualPipe, need no notation: the same stage is o
 with different microbatches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, singledispatch
 
@@ -122,6 +122,17 @@ def from_programs(programs: tuple[tuple[ScheduleStep, ...], ...]) -> Schedule:
     num_stages = 1 + max(action.stage for action in actions)
     num_microbatches = 1 + max(action.microbatch for action in actions)
     return Schedule(num_stages, num_microbatches, programs)
+
+
+def from_ranks(
+    program: Callable[[int], Iterable[ScheduleStep]],
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+) -> Schedule:
+    """Returns a schedule in which every rank runs the steps of `program(rank)`."""
+    programs = tuple(tuple(program(rank)) for rank in range(num_ranks))
+    return Schedule(num_chunks * num_ranks, num_microbatches, programs)
 
 
 def num_ranks(schedule: Schedule) -> int:

@@ -18,7 +18,6 @@ if typing.TYPE_CHECKING:
     from ._grid_search import to_lock_step as to_lock_step
     from ._loops import middle_chunk as middle_chunk
     from ._loops import tick_loops as tick_loops
-    from ._slices import slices_as_microbatches as slices_as_microbatches
     from ._tables import PhaseTable as PhaseTable
     from ._tables import TickTables as TickTables
     from ._tables import buffer_slots as buffer_slots
@@ -30,6 +29,7 @@ if typing.TYPE_CHECKING:
     from ._ticks import has_forwards_first as has_forwards_first
     from ._ticks import num_ticks as num_ticks
     from ._ticks import simulate_ticks as simulate_ticks
+    from ._ticks import slices_as_microbatches as slices_as_microbatches
     from ._weight_prefetch import PREFETCHED as PREFETCHED
     from ._weight_prefetch import SHARED_WITH_FORWARD as SHARED_WITH_FORWARD
 else:

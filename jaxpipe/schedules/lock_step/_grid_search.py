@@ -16,8 +16,7 @@ from ..analysis._simulate import Costs, Time, check_costs, simulate
 from ..builders._require import require
 from ..language._schedule import Schedule, num_ranks, slice_ids, splits_backwards
 from ._grid import Grid, RankOrders, fill_grid, rank_orders, ticks_from_grid
-from ._slices import slices_as_microbatches, ticks_of_slices
-from ._ticks import Ticks
+from ._ticks import Ticks, slices_as_microbatches, ticks_of_slices
 
 
 def to_lock_step(

@@ -10,9 +10,8 @@ from ..language._action import Action, Op, actions_of
 from ..language._owners import rank_by_microbatch
 from ..language._schedule import num_ranks, num_slices, stages_of_rank
 from ._copies import WeightCopies, weight_copies
-from ._slices import PastSlots, assign_past_slots, ticks_of_pieces
-from ._slots import HAND_OVER, Slots, assign_slots, num_slots
-from ._ticks import PHASE, Ticks, enumerate_ticks, has_forwards_first, num_ticks
+from ._slots import HAND_OVER, Slots, assign_slots
+from ._ticks import PHASE, Ticks, enumerate_ticks, has_forwards_first, num_ticks, ticks_of_pieces
 from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights
 
 Table = tuple[tuple[int, ...], ...]
@@ -101,25 +100,20 @@ _Draft = list[list[int]]
 
 def buffer_slots(ticks: Ticks) -> dict[str, int]:
     """Returns the slots of every buffer of a grid: `TickTables.num_slots` without the tables."""
-    _, slots, past = _assigned(ticks)
-    return _sizes(slots, past)
+    slots = assign_slots(ticks_of_pieces(ticks), num_slices(ticks.schedule))
+    return _sizes(slots)
 
 
-def _assigned(ticks: Ticks) -> tuple[Ticks, Slots, PastSlots]:
-    """Returns a grid without slices, and the slots of its arrays."""
-    slices, ticks = num_slices(ticks.schedule), ticks_of_pieces(ticks)
-    return ticks, assign_slots(ticks), assign_past_slots(ticks, slices)
-
-
-def _sizes(slots: Slots, past: PastSlots) -> dict[str, int]:
-    both = slots._asdict() | past._asdict()
-    return {name: num_slots(buffer) for name, buffer in both.items()}
+def _sizes(slots: Slots) -> dict[str, int]:
+    """Returns the slots of every buffer: those of the fullest rank, as all run one program."""
+    return {name: 1 + max(buffer, default=-1) for name, buffer in slots._asdict().items()}
 
 
 def tick_tables(ticks: Ticks) -> TickTables:
     """Returns the tables of a grid."""
     slices = num_slices(ticks.schedule)
-    ticks, slots, past = _assigned(ticks)
+    ticks = ticks_of_pieces(ticks)
+    slots = assign_slots(ticks, slices)
     schedule = ticks.schedule
     copies = weight_copies(schedule)
     chunks = [
@@ -136,8 +130,8 @@ def tick_tables(ticks: Ticks) -> TickTables:
         for program in visiting
         for v in chunk_residencies(program, separate_backward_weights=separate)
     )
-    forward, backward, weight = _phases(ticks, chunks, slots, past, upcoming)
-    sizes = _sizes(slots, past)
+    forward, backward, weight = _phases(ticks, chunks, slots, upcoming)
+    sizes = _sizes(slots)
     first = tuple(
         chunk_of[actions_of(program[0])[0].stage]
         for chunk_of, program in zip(chunks, schedule.programs, strict=True)
@@ -163,7 +157,6 @@ def _phases(
     ticks: Ticks,
     chunks: list[dict[int, int]],
     slots: Slots,
-    past: PastSlots,
     upcoming: Iterator[ChunkResidency],
 ) -> Iterator[PhaseTable]:
     """Yields the tables of F, of B and I, and of W.
@@ -177,8 +170,8 @@ def _phases(
         "residuals_for_backward_slot": slots.residuals_for_backward,
         "residuals_for_weight_slot": slots.residuals_for_weight,
         "wgrad_residuals_slot": slots.wgrad_residuals,
-        "past_slot": past.past,
-        "past_cotangent_slot": past.past_cotangents,
+        "past_slot": slots.past,
+        "past_cotangent_slot": slots.past_cotangents,
     }
     size = num_ticks(ticks), num_ranks(schedule)
     phases = [{name: _empty(*size) for name in PhaseTable._fields} for _ in range(HAND_OVER)]

@@ -7,7 +7,7 @@ outputs at once, and those of others one tick later; and a tick takes as long as
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..analysis._simulate import Costs, Time, TimedStep, Timeline, check_costs, duration
 from ..builders._require import require
@@ -156,3 +156,50 @@ def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
             ends.append(end)
         start = max(ends) + costs.transfer
     return Timeline(ticks.schedule, tuple(map(tuple, rows)))
+
+
+def slices_as_microbatches(schedule: Schedule) -> Schedule:
+    """Returns a schedule of `num_microbatches * num_slices` microbatches without slices.
+
+    A schedule with slices runs those of a microbatch in order, forwards from the first to the last
+    and backwards from the last to the first. A rank keeps the order among its forwards and among
+    its backwards when it is put on a grid, so a grid of slices is one of as many microbatches:
+    piece `microbatch * num_slices + slice`.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> print(slices_as_microbatches(build("seq1f1b", ranks=1, microbatches=1, slices=2)))
+        0F0 0F1 0B1 0B0
+    """
+    slices = num_slices(schedule)
+
+    def piece(action: Action) -> Action:
+        number = action.microbatch * slices + (action.slice or 0)
+        return Action(action.stage, action.op, number)
+
+    programs = tuple(
+        tuple(piece(action) for step in program for action in actions_of(step))
+        for program in schedule.programs
+    )
+    return Schedule(schedule.num_stages, schedule.num_microbatches * slices, programs)
+
+
+def ticks_of_pieces(ticks: Ticks) -> Ticks:
+    """Returns a grid whose slices are microbatches; one without slices is returned as it is."""
+    if slice_ids(ticks.schedule) == (None,):
+        return ticks
+    return replace(ticks, schedule=slices_as_microbatches(ticks.schedule))
+
+
+def ticks_of_slices(ticks: Ticks, slices: tuple[int | None, ...]) -> Ticks:
+    """Returns a grid with slices again: the inverse of `ticks_of_pieces`."""
+
+    def action(step: ScheduleStep) -> Action:
+        (piece,) = actions_of(step)
+        microbatch, index = divmod(piece.microbatch, len(slices))
+        return Action(piece.stage, piece.op, microbatch, slices[index])
+
+    old = ticks.schedule
+    programs = tuple(tuple(map(action, program)) for program in old.programs)
+    schedule = Schedule(old.num_stages, old.num_microbatches // len(slices), programs)
+    return replace(ticks, schedule=schedule)

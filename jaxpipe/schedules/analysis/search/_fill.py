@@ -9,26 +9,15 @@ The rule about gaps is that of the zero-bubble project's own scheduler (Qi et al
 2401.10241, section 3.1), which compares with the rank that has waited most; here it is a parameter.
 """
 
-from dataclasses import dataclass
-
 from .._simulate import Time
 from ._problem import F, I, Problem, W, Words
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Words, the start of every letter, and whether it waited for its input."""
+def fill_weights(problem: Problem, orders: Words, target: Time) -> tuple[Words, Time] | None:
+    """Returns the words of orders of F's and I's with W's put in, and their objective.
 
-    words: Words
-    objective: Time
-    starts: list[list[Time]]
-    waited: list[list[bool]]
-
-
-def fill_weights(problem: Problem, orders: Words, target: Time) -> Timed | None:
-    """Returns the words of orders of F's and I's with W's put in; None if that is impossible.
-
-    `target` is the time that is aimed at: a rank may lose what it has beyond its work.
+    None if that is impossible. `target` is the time that is aimed at: a rank may lose what it has
+    beyond its work.
     """
     run = _WeightFilling(problem, orders, target)
     return run.result() if run.is_complete() else None
@@ -50,8 +39,7 @@ class _WeightFilling:
         self.waiting: list[list[int]] = [[] for _ in range(p)]  # stages whose W waits, and those
         self.done = [0] * p  # that ran: the first so many
         self.words: Words = [[] for _ in range(p)]
-        self.starts: list[list[Time]] = [[] for _ in range(p)]
-        self.waited: list[list[bool]] = [[] for _ in range(p)]
+        self.begun: list[Time] = [0] * p
 
     def is_complete(self) -> bool:
         """Runs, and returns whether every rank has reached its end."""
@@ -72,7 +60,7 @@ class _WeightFilling:
         S, cap, stored = problem.num_stages, problem.caps[rank], problem.stored
         (f, i, _), hops, homes = problem.times, problem.hops, problem.rank_of
         counts, arrivals = self.counts, self.arrivals
-        word, starts, waited = self.words[rank], self.starts[rank], self.waited[rank]
+        word = self.words[rank]
         sent: set[int] = set()
         while self.positions[rank] < len(order):
             code = order[self.positions[rank]]
@@ -87,13 +75,13 @@ class _WeightFilling:
                 if self.used[rank] + stored[code] > cap:
                     break
             now = self.now[rank]
-            waited.append(arrival > now)
             if arrival > now:
                 if word or problem.synchronous:
                     self.slack[rank] -= arrival - now
                 now = arrival
+            if not word:
+                self.begun[rank] = now
             word.append(code)
-            starts.append(now)
             counts[code] = count + 1
             self.positions[rank] += 1
             if code < S:
@@ -135,21 +123,16 @@ class _WeightFilling:
         stage = self.waiting[rank][self.done[rank]]
         self.done[rank] += 1
         self.words[rank].append(W * self.problem.num_stages + stage)
-        self.starts[rank].append(self.now[rank])
-        self.waited[rank].append(False)
         self.now[rank] += self.problem.times[W][stage]
         self.used[rank] -= self.problem.kept[stage]
 
-    def result(self) -> Timed:
+    def result(self) -> tuple[Words, Time]:
         """Returns the words of a complete run, with the W's that are left at the end."""
         for rank in range(self.problem.num_ranks):
             while self.done[rank] < len(self.waiting[rank]):
                 self._run_weight(rank)
-        spans = (
-            now if self.problem.synchronous else now - starts[0]
-            for now, starts in zip(self.now, self.starts, strict=True)
-        )
-        return Timed(self.words, max(spans), self.starts, self.waited)
+        begun = [0] * len(self.now) if self.problem.synchronous else self.begun
+        return self.words, max(end - start for start, end in zip(begun, self.now, strict=True))
 
 
 def forwards_and_inputs(problem: Problem, words: Words) -> Words:

@@ -184,8 +184,8 @@ def _best_of(
         orders = forwards_and_inputs(problem, best.words)
     for margin in margins:
         budget.spend(problem)
-        timed = fill_weights(problem, orders, margin * lower_bound(problem))
-        if timed is not None and (best is None or timed.objective < best.objective):
+        filled = fill_weights(problem, orders, margin * lower_bound(problem))
+        if filled is not None and (best is None or filled[1] < best.objective):
             used = replace(plan, margin=margin) if isinstance(plan, Rules) and plan.strict else plan
-            best = Solution(timed.words, timed.objective, used)
+            best = Solution(*filled, used)
     return best
