@@ -206,10 +206,6 @@ def _has_branches(plan: PipelineSpec) -> bool:
     return bool(plan.layout.counts or plan.kinds)
 
 
-def _may_divide(plan: PipelineSpec) -> bool:
-    return not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh)
-
-
 CIRCULAR = Engine(
     name="circular",
     config_name="circular",
@@ -237,7 +233,7 @@ CIRCULAR = Engine(
     buffers=_buffers,
     expected_buffers=_expected_buffers,
     memory=_memory,
-    may_divide=_may_divide,
+    may_divide=lambda plan: not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh),
     has_branches=_has_branches,
     own_schedule=_OWN_SCHEDULE,
 )

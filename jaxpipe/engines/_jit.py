@@ -38,7 +38,8 @@ class OneProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _replicate_scalars((args, kwargs), self._replicated)
-        if self._may_hang and not _is_traced((args, kwargs)):
+        leaves = jax.tree.leaves((args, kwargs)) if self._may_hang else ()
+        if self._may_hang and not any(isinstance(leaf, Tracer) for leaf in leaves):
             _require_no_permutes_in_branches(self._program.lower(*args, **kwargs))
             self._may_hang = False
         return self._program(*args, **kwargs)
@@ -141,11 +142,6 @@ def _replicate_scalar(x: Any, replicated: NamedSharding) -> Any:
         return x
     # Unlike `jax.device_put`, it does not compare the values of all processes.
     return jax.make_array_from_callback((), replicated, lambda _: np.asarray(x))
-
-
-def _is_traced(arguments: PyTree) -> bool:
-    """Returns whether a program is only traced, as by `jax.eval_shape`, and not run."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
 
 
 def _num_devices(x: Any) -> int:

@@ -69,13 +69,10 @@ def _replaced(pipeline: PipelineMethods, names: Collection[str]) -> tuple[str, .
     )
 
 
-def _kind_of(pipeline: PipelineMethods) -> type:
-    return LoopMethods if isinstance(pipeline, LoopMethods) else WindowMethods
-
-
 def overridden_methods(pipeline: PipelineMethods) -> tuple[str, ...]:
     """Returns the names of the documented methods that a subclass or an assignment replaces."""
-    kind, name = _kind_of(pipeline), type(pipeline).__name__
+    kind = LoopMethods if isinstance(pipeline, LoopMethods) else WindowMethods
+    name = type(pipeline).__name__
     called = _SHARED | (_LOOP if kind is LoopMethods else _WINDOW)
     called -= _UNCALLED[kind]
     if uncalled := _replaced(pipeline, _UNCALLED[kind]):

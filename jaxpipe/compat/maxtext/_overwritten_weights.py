@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from ...autodiff.staged_model import index_leading
 from ...sharding import manual_batch_axes
@@ -96,12 +96,8 @@ def _first(y: PyTree, tag: jax.Array) -> PyTree:
 
 
 def _mark_bubble(tag: PyTree, y: PyTree) -> tuple[PyTree, jax.Array]:
-    return y, _any_nonzero(y).astype(tag.dtype)
-
-
-def _any_nonzero(tree: PyTree) -> Bool[Array, ""]:
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.stack([jnp.any(x != 0) for x in floats]).any()
+    floats = [x for x in jax.tree.leaves(y) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return y, jnp.stack([jnp.any(x != 0) for x in floats]).any().astype(tag.dtype)
 
 
 _leave: Callable = jax.custom_vjp(_first)

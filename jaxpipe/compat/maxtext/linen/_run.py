@@ -72,7 +72,9 @@ def stage_function(stage: nn.Module, rules: AxisRules | None, mutable: Any, *opt
             for name, collection in unfreeze(sown).items()
             if jax.tree.leaves(collection)
         }
-        _check_sown(sown)
+        for name, collection in sown.items():
+            if not _is_sown(name, collection):  # the call created it by other means than `sow`
+                raise ValueError(_cannot_flow(name))
         return outputs_of(y, x), sown
 
     return apply
@@ -206,13 +208,6 @@ def _stored(variables: dict[str, Any]) -> dict[str, Any]:
     return {
         name: collection for name, collection in variables.items() if not _is_sown(name, collection)
     }
-
-
-def _check_sown(new: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a stage's call created a collection by other means than `sow`."""
-    for name, collection in new.items():
-        if not _is_sown(name, collection):
-            raise ValueError(_cannot_flow(name))
 
 
 def _cannot_flow(name: str) -> str:
