@@ -93,23 +93,6 @@ def _check_alike(name: str, args: Sequence[Any]) -> None:
         )
 
 
-def _sum(*args: Any) -> Any:
-    return reduce(add, args)
-
-
-def _stack(*args: Any, axis: int) -> Any:
-    return jnp.stack(args, axis)
-
-
-def _concat(*args: Any, axis: int = 0) -> Any:
-    return jnp.concatenate(args, axis)
-
-
-def _first(x: Any, other: Any) -> Any:
-    del other
-    return x
-
-
 def _define(primitive: Primitive, work: Any) -> None:
     primitive.def_impl(work)
 
@@ -122,7 +105,7 @@ def _define(primitive: Primitive, work: Any) -> None:
     mlir.register_lowering(primitive, mlir.lower_fun(work, multiple_results=False))
 
 
-_define(add_multi_p, _sum)
-_define(stack_p, _stack)
-_define(place_with_p, _first)
-_define(gather_multi_p, _concat)
+_define(add_multi_p, lambda *args: reduce(add, args))
+_define(stack_p, lambda *args, axis: jnp.stack(args, axis))
+_define(place_with_p, lambda x, other: x)
+_define(gather_multi_p, lambda *args, axis=0: jnp.concatenate(args, axis))

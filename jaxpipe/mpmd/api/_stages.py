@@ -1,7 +1,6 @@
 """The stages of compilation of an MPMD function: traced, lowered, compiled, as in `jax.stages`."""
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from ...schedules.lock_step import check_no_slices
 from ..ir._check_graph import check_graph
 from ..ir._loop import PipelinedLoop, SlicedSchedule
 from ..ir._mpmd_graph import LoweringOptions, MpmdGraph
-from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer, check
+from ..ir._program import Instruction, MpmdProgram, RankBuffer, check
 from ..passes import LOWERING
 from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
@@ -131,25 +130,13 @@ class Lowered:
         """Compiles every program that this process runs. Collective: every process must call it."""
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)
-
-        def spec_of(buffer: Buffer) -> P | None:
-            return program.specs.get(buffer.value)
-
         session = handshake = None
         if jax.process_count() > 1:
             session = open_session(traced.settings.timeout)
             handshake = CompileHandshake(f"program/{next(session.programs)}")
             digest = hashlib.sha256(str(program).encode()).hexdigest()[:16]
             handshake.check_program(digest)
-        threads = os.cpu_count() or 1
-        executables = compile_code(
-            program,
-            mesh,
-            spec_of,
-            options=traced.settings.compiler_options,
-            num_threads=threads,
-            handshake=handshake,
-        )
+        executables = compile_code(program, mesh, traced.settings.compiler_options, handshake)
         bound = bind(program, mesh, executables, session)
         if handshake is not None:
             handshake.wait_for_all(*channel_layouts(program, mesh, executables.specs))
@@ -318,6 +305,7 @@ def _lower(
         else:
             check(result)
         observe(one_pass.__name__, result)
+    assert isinstance(result, MpmdProgram), "the last pass returns a program"
     return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._input import short_repr
 from ...schedules import Action, FusedPair, Op, Schedule, ScheduleError, check
-from ...schedules.language import ScheduleStep, parse_action
+from ...schedules.language import ScheduleStep, actions_of, parse_action
 
 
 class TaskType(Enum):
@@ -204,7 +204,7 @@ def _whole_backwards(actions: Sequence[Action]) -> list[Action]:
 
 
 def _check_rank(step: ScheduleStep, rank: int, ranks: Sequence[int], name: str) -> None:
-    for action in (step.forward, step.backward) if isinstance(step, FusedPair) else (step,):
+    for action in actions_of(step):
         if 0 <= action.stage < len(ranks) and ranks[action.stage] != rank:
             raise ScheduleError(
                 f"`{name}[{rank}]` has {Task.of(action)}, and `get_mpmd_idx({action.stage})` is "

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from ...ir.graph import Atom, Eqn, Graph, Literal, Var, aval_of, variables
 from ...schedules import Op
 from ._eqns import primitive_of
-from ._loop import PipelinedLoop, StageTask
+from ._loop import PipelinedLoop
 from ._mpmd_graph import MpmdGraph
 
 
@@ -24,7 +24,7 @@ def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> No
 
     Loops in `checked` were checked after an earlier pass, and are not checked again.
     """
-    _check_scope("the function", graph.inputs, graph.eqns, graph.outputs)
+    _check_scope("the function", graph)
     for i, loop in enumerate(graph.loops):
         if loop not in checked:
             _check_loop(f"loop {i}", loop, graph.options.num_ranks)
@@ -34,9 +34,7 @@ def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> No
         _check_fragments(graph)
 
 
-def _check_scope(
-    where: str, inputs: Iterable[Var], eqns: Iterable[Eqn | PipelinedLoop], outputs: Iterable[Atom]
-) -> None:
+def _check_scope(where: str, graph: Graph | MpmdGraph) -> None:
     """Checks that every variable is defined once, and before it is read."""
     defined: set[Var] = set()
 
@@ -45,13 +43,13 @@ def _check_scope(
             assert value not in defined, f"{where} defines a variable twice, in {what}"
             defined.add(value)
 
-    define(inputs, "its inputs")
-    for eqn in eqns:
+    define(graph.inputs, "its inputs")
+    for eqn in graph.eqns:
         name = _name(eqn)
         missing = [value for value in variables(eqn.inputs) if value not in defined]
         assert not missing, f"{where} reads {missing} before it is defined, in {name}"
         define(eqn.outputs, name)
-    missing = [value for value in variables(outputs) if value not in defined]
+    missing = [value for value in variables(graph.outputs) if value not in defined]
     assert not missing, f"{where} returns {missing}, which it does not define"
 
 
@@ -61,16 +59,11 @@ def _name(eqn: Eqn | PipelinedLoop) -> str:
     return primitive_of(eqn) or type(eqn.operation).__name__
 
 
-def _check_graph_scope(where: str, graph: Graph) -> None:
-    _check_scope(where, graph.inputs, graph.eqns, graph.outputs)
-
-
 def _check_loop(where: str, loop: PipelinedLoop, num_ranks: int) -> None:
     """Checks a loop, and its stages and tasks if it has them."""
-    _check_graph_scope(f"the body of {where}", loop.body)
-    pairs = list(zip(loop.inputs, loop.invariants, strict=False))
+    _check_scope(f"the body of {where}", loop.body)
     assert len(loop.inputs) == len(loop.invariants), f"{where} has other inputs than its body"
-    for atom, invariant in pairs:
+    for atom, invariant in zip(loop.inputs, loop.invariants, strict=True):
         assert _type(atom) == _type(invariant), f"{where} gives its body an input of another type"
     sizes = {len(loop.outputs), len(loop.body.outputs), len(loop.reductions), len(loop.specs)}
     assert len(sizes) == 1, f"{where} has other outputs than its body"
@@ -101,7 +94,7 @@ def _check_stages(where: str, loop: PipelinedLoop) -> None:
     )
     makers: dict[Var, int] = {}
     for i, stage in enumerate(loop.stages):
-        _check_graph_scope(f"stage {i} of {where}", stage.graph)
+        _check_scope(f"stage {i} of {where}", stage.graph)
         assert stage.sent.issubset(stage.graph.outputs), f"stage {i} of {where} sends no output"
         for value in stage.graph.outputs:
             assert isinstance(value, Var) and value not in makers, (
@@ -151,19 +144,15 @@ def _check_tasks(where: str, loop: PipelinedLoop) -> None:
     )
     inputs = set(loop.body.inputs)
     for name, _, _, task in tasks:
-        _check_task(name, task)
+        _check_scope(name, task.graph)
+        assert len(task.graph.inputs) == len(task.reads) + len(task.accumulators), (
+            f"{name} has other inputs than its graph"
+        )
+        assert len(task.graph.outputs) == len(task.writes) + len(task.accumulators), (
+            f"{name} has other outputs than its graph"
+        )
         missing = [v for v in task.reads if v not in inputs and v not in written]
         assert not missing, f"{name} reads {missing}, which no task writes"
-
-
-def _check_task(name: str, task: StageTask) -> None:
-    _check_graph_scope(name, task.graph)
-    assert len(task.graph.inputs) == len(task.reads) + len(task.accumulators), (
-        f"{name} has other inputs than its graph"
-    )
-    assert len(task.graph.outputs) == len(task.writes) + len(task.accumulators), (
-        f"{name} has other outputs than its graph"
-    )
 
 
 def _check_ranks(graph: MpmdGraph) -> None:
@@ -196,6 +185,6 @@ def _check_fragments(graph: MpmdGraph) -> None:
     counts: Counter[tuple[Eqn, int]] = Counter()
     for segment in graph.fragments:
         for run in segment:
-            _check_graph_scope(f"{run.name} on rank {run.rank}", run.graph)
+            _check_scope(f"{run.name} on rank {run.rank}", run.graph)
             counts.update((eqn, run.rank) for eqn in run.graph.eqns)
     assert counts == expected, "the fragments do not have each equation once on each of its ranks"

@@ -42,7 +42,7 @@ class BufferOnRanks(NamedTuple):
 class _Printed:
     """An instruction, which prints as text."""
 
-    def __str__(self) -> str:
+    def __str__(self: Any) -> str:
         return "\n".join(_format_instruction(self, _BufferNames()))
 
 
@@ -230,7 +230,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
     return f"@{','.join(map(str, ranks)) or '-'}"
 
 
-def _format_instruction(instruction: Any, names: _BufferNames) -> list[str]:
+def _format_instruction(instruction: Instruction, names: _BufferNames) -> list[str]:
     rank = instruction.rank
 
     def join(buffers: tuple[Buffer, ...], name: Callable[[Buffer], str] = names) -> str:

@@ -21,6 +21,9 @@ argument. `lower` checks the result of every pass.
 13. `liveness` donates each buffer to its last use, or deletes it.
 """
 
+from collections.abc import Callable as _Callable
+from typing import Any as _Any
+
 from .loops import cut_stages as cut_stages
 from .loops import extract_loops as extract_loops
 from .loops import hoist_invariants as hoist_invariants
@@ -35,7 +38,7 @@ from .program import insert_transfers as insert_transfers
 from .program import liveness as liveness
 from .program import unroll_schedule as unroll_schedule
 
-LOWERING = (
+LOWERING: tuple[_Callable[[_Any], _Any], ...] = (
     # MpmdGraph -> MpmdGraph
     unroll_scans,
     extract_loops,

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..._compat import load_on_devices, partition_spec_of
 from ..._threads import num_threads_for
@@ -29,7 +30,7 @@ from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
 from ._session import CompileHandshake
 
-Specs = tuple[PartitionSpec | None, ...]
+Specs = tuple[P | None, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Executables:
     """The programs of local ranks by index of their `RunTask`, and the sharding of each buffer."""
 
     programs: Mapping[int, Callable[..., Any]]
-    specs: Mapping[RankBuffer, PartitionSpec]
+    specs: Mapping[RankBuffer, P]
 
 
 def check_threads(mesh: MpmdMesh) -> None:
@@ -62,11 +63,8 @@ def check_threads(mesh: MpmdMesh) -> None:
 def compile_code(
     program: MpmdProgram,
     mesh: MpmdMesh,
-    propagated_spec: Callable[[Buffer], PartitionSpec | None],
-    *,
     options: Mapping[str, Any],
-    num_threads: int,
-    handshake: CompileHandshake | None = None,
+    handshake: CompileHandshake | None,
 ) -> Executables:
     """Compiles the programs that ranks of this process run.
 
@@ -74,23 +72,23 @@ def compile_code(
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
-    specs: dict[RankBuffer, PartitionSpec | Callable[[], PartitionSpec]] = {}
+    specs: dict[RankBuffer, P | Callable[[], P]] = {}
     for buffer, ranks in program.inputs:
-        specs |= {(buffer, rank): propagated_spec(buffer) or P() for rank in ranks}
+        specs |= {(buffer, rank): program.specs.get(buffer.value) or P() for rank in ranks}
     specs |= {
         (buffer, rank): P() for buffer in program.indices for rank in range(program.num_ranks)
     }
 
-    def requested_spec(buffer: Buffer) -> PartitionSpec | None:
+    def requested_spec(buffer: Buffer) -> P | None:
         """Returns the sharding of a buffer, None if the compiler chooses it."""
-        spec = propagated_spec(buffer)
+        spec = program.specs.get(buffer.value)
         return P() if spec is None and single else spec
 
-    def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:
+    def spec_of(buffer: Buffer, rank: int) -> P:
         known_spec = specs[buffer, rank]
         return known_spec() if callable(known_spec) else known_spec
 
-    with _ignore_unused_donations(), ThreadPoolExecutor(num_threads) as pool:
+    with _ignore_unused_donations(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         compiler = _Compiler(mesh, pool, options)
         futures: dict[int, Future] = {}
         for index, instruction in enumerate(program.instructions):
@@ -109,21 +107,16 @@ def compile_code(
                         future.add_done_callback(_spec_sender(handshake, index, mesh.unstack[rank]))
                 case RunTask(writes=writes):
                     remote_specs = [requested_spec(buffer) for buffer in writes]
-                    if handshake is not None and any(spec is None for spec in remote_specs):
-                        chosen = handshake.get_specs(index, mesh.process_of(rank))
-                        specs |= {(b, rank): spec for b, spec in zip(writes, chosen, strict=True)}
-                    else:
-                        pairs = zip(writes, remote_specs, strict=True)
-                        specs |= {(b, rank): P() if spec is None else spec for b, spec in pairs}
+                    if handshake is not None and None in remote_specs:
+                        remote_specs = handshake.get_specs(index, mesh.process_of(rank))
+                    pairs = zip(writes, remote_specs, strict=True)
+                    specs |= {(b, rank): P() if spec is None else spec for b, spec in pairs}
                 case Recv(source=source, buffers=buffers):
                     specs |= {(b, rank): specs[b, source] for b in buffers}
         programs = {index: future.result() for index, future in futures.items()}
     _return_free_memory()
     resolved = {key: spec() if callable(spec) else spec for key, spec in specs.items()}
     return Executables(programs, resolved)
-
-
-P = PartitionSpec
 
 
 def _return_free_memory() -> None:
@@ -146,7 +139,7 @@ def _ignore_unused_donations() -> Iterator[None]:
         yield
 
 
-def _output_spec(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
+def _output_spec(future: Future, i: int, group: Mesh) -> Callable[[], P]:
     """Returns a function that waits for a compilation and returns its output `i`'s sharding."""
     return lambda: partition_spec_of(future.result().output_shardings[i], group)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Scan, Var, aval_of
+from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Scan, Var, aval_of, split_at
 from ...ir._eqns import substitute_inputs, with_outputs
 from ...ir._mpmd_graph import MpmdGraph
 from ...ir._reduce import TREDUCE as LOOP
@@ -52,7 +52,8 @@ def _unroll_scan(eqn: Eqn, replacements: dict[Var, Atom]) -> list[Eqn]:
             f"which is written out, and of more than {MAX_UNROLLED_LENGTH} that takes too long. "
             "Call the compiled function once for each turn, in a Python loop."
         )
-    consts, carry, xs = _split_inputs(eqn.inputs, loop.num_consts, loop.num_carry)
+    first_carry, first_x = loop.num_consts, loop.num_consts + loop.num_carry
+    consts, carry, xs = split_at(eqn.inputs, (first_carry, first_x))
     eqns: list[Eqn] = []
     ys: list[list[Atom]] = []
     for turn in range(loop.length):
@@ -71,11 +72,6 @@ def _unroll_scan(eqn: Eqn, replacements: dict[Var, Atom]) -> list[Eqn]:
         parts = tuple(y[i] for y in in_order)
         eqns.append(Eqn(PrimitiveCall("concatenate", run), parts, (output,)))
     return eqns
-
-
-def _split_inputs(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
-    end = num_consts + num_carry
-    return inputs[:num_consts], inputs[num_consts:end], inputs[end:]
 
 
 def _slice_eqn(x: Atom, i: int) -> Eqn:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
+from ...ir._program import Buffer, Delete, Instruction, MpmdProgram, RunTask, Send
 
 
 def liveness(program: MpmdProgram) -> MpmdProgram:
@@ -59,13 +59,9 @@ def liveness(program: MpmdProgram) -> MpmdProgram:
 
 
 def _buffers_of(instruction: Instruction) -> tuple[Buffer, ...]:
-    match instruction:
-        case RunTask(reads=reads, writes=writes):
-            return (*reads, *writes)
-        case Send(buffers=buffers) | Recv(buffers=buffers):
-            return buffers
-        case Delete():
-            return ()
+    if isinstance(instruction, RunTask):
+        return (*instruction.reads, *instruction.writes)
+    return instruction.buffers
 
 
 def _last_uses(program: MpmdProgram) -> dict[int, dict[Buffer, int]]:
@@ -82,12 +78,9 @@ def _donatable_reads(run: RunTask, dying: list[Buffer]) -> tuple[int, ...]:
     donated = []
     for i, buffer in enumerate(run.reads):
         aval = buffer.value.aval
-        match = next((w for w in vacant if _type(w) == (aval.shape, aval.dtype)), None)
+        kind = aval.shape, aval.dtype
+        match = next((w for w in vacant if (w.value.aval.shape, w.value.aval.dtype) == kind), None)
         if buffer in dying and match is not None and run.reads.count(buffer) == 1:
             vacant.remove(match)
             donated.append(i)
     return tuple(donated)
-
-
-def _type(buffer: Buffer) -> tuple[tuple[int, ...], object]:
-    return buffer.value.aval.shape, buffer.value.aval.dtype
