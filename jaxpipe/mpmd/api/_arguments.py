@@ -161,17 +161,12 @@ def _list_paths(paths: Sequence[str], most: int = 3) -> str:
     return ", ".join(f"`{path}`" for path in paths[:most]) + more
 
 
-def is_spec_or_sharding(x: Any) -> bool:
-    """Returns whether `x` is a single spec, a single sharding or None, rather than a tree."""
-    return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
-
-
 def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
     """Returns the path (`in_specs[0]['w']`) and the spec or sharding of each leaf of `tree`.
 
     `name` is the user's argument that holds the prefix tree.
     """
-    if is_spec_or_sharding(prefix):
+    if prefix is None or isinstance(prefix, PartitionSpec | Sharding | MpmdSharding):
         return [(name, prefix)] * len(jax.tree.leaves(tree))
     prefix_children, kind = _children(prefix)
     of_tree, expected = _children(tree)
@@ -215,34 +210,31 @@ class ArgumentSlot(NamedTuple):
     sharding: NamedSharding
 
 
-class _Move(NamedTuple):
-    """An array that has another sharding than its slot asks for."""
-
-    array: Any
-    slot: int
-    sharding: NamedSharding
-
-
 def assign_arguments(
     leaves: Sequence[Any], targets: Sequence[Sequence[ArgumentSlot]], slots: list[Any]
 ) -> None:
     """Stores every argument in its slots. Moves an array only if its sharding is another one."""
-    moving: list[_Move] = []
+    moving: list[tuple[Any, int, NamedSharding]] = []
     for leaf, of_leaf in zip(leaves, targets, strict=True):
-        if isinstance(leaf, MpmdArray):
-            _assign_mpmd_array(leaf, of_leaf, slots, moving)
-            continue
-        for _, slot, sharding in of_leaf:
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-                slots[slot] = leaf
+        is_mpmd = isinstance(leaf, MpmdArray)
+        if is_mpmd:
+            leaf.check_not_deleted()
+        for rank, slot, sharding in of_leaf:
+            array: Any = leaf.on_rank(rank) if is_mpmd else leaf
+            if array is None:
+                moving.append((leaf.first_local_array(), slot, sharding))
+            elif isinstance(array, jax.Array) and (
+                array.sharding is sharding or array.sharding == sharding
+            ):
+                slots[slot] = array
             else:
-                moving.append(_Move(leaf, slot, sharding))
+                moving.append((array, slot, sharding))
     if moving:
-        for move in moving:
-            _check_reduced_argument(move.array)
-        moved = jax.device_put([m.array for m in moving], [m.sharding for m in moving])
-        for move, array in zip(moving, moved, strict=True):
-            slots[move.slot] = array
+        arrays, indices, shardings = map(list, zip(*moving, strict=True))
+        for array in arrays:
+            _check_reduced_argument(array)
+        for slot, array in zip(indices, jax.device_put(arrays, shardings), strict=True):
+            slots[slot] = array
 
 
 def _check_reduced_argument(array: Any) -> None:
@@ -254,21 +246,6 @@ def _check_reduced_argument(array: Any) -> None:
             "sums over devices are not computed yet. Reduce it before the call, with "
             "`jax.sharding.reshard`."
         )
-
-
-def _assign_mpmd_array(
-    array: MpmdArray, targets: Sequence[ArgumentSlot], slots: list[Any], moving: list[_Move]
-) -> None:
-    array.check_not_deleted()
-    for rank, slot, sharding in targets:
-        local_array = array.on_rank(rank)
-        if local_array is not None and (
-            local_array.sharding is sharding or local_array.sharding == sharding
-        ):
-            slots[slot] = local_array
-        else:
-            local_array = array.first_local_array() if local_array is None else local_array
-            moving.append(_Move(local_array, slot, sharding))
 
 
 DeletedArguments = dict[int, tuple[int, ...]]
