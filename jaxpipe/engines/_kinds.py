@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import Aux, Past, with_aux
+from ..autodiff.staged_model import Aux, Past
 from ._engine import Engine, ParamSpecs, PipelineSpec
 from .fsdp import is_rule
 
@@ -73,36 +73,26 @@ def with_kinds(engine: Engine) -> Engine:
         runs = map(layer_runs, _patterns(plan))
         return [OrderedKeys(*pair) for pair in zip(stages, runs, strict=True)]
 
-    def stage(plan: PipelineSpec, layers: Any) -> Callable:
-        if not plan.kinds:
-            return engine.stage(plan, layers)
-        plans = _plans(engine, plan)
+    def of_kinds(run: Callable[[PipelineSpec, Any], Callable]) -> Callable:
+        """Returns `run`, which makes a stage of layers of one kind, for all kinds of a plan."""
 
-        def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
-            return with_aux(
-                engine.stage(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
-            )
+        def stage(plan: PipelineSpec, layers: Any) -> Callable:
+            if not plan.kinds:
+                return run(plan, layers)
+            plans = _plans(engine, plan)
 
-        return _in_order(_common_runs(engine, plan), of_run)
+            def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
+                return run(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
 
-    def sliced_stage(plan: PipelineSpec, layers: Any) -> Callable:
-        sliced = engine.sliced_stage
-        assert sliced is not None
-        if not plan.kinds:
-            return sliced(plan, layers)
-        plans = _plans(engine, plan)
+            return _in_order(_common_runs(engine, plan), of_run)
 
-        def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
-            return sliced(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
+        return stage
 
-        return _slices_in_order(_common_runs(engine, plan), of_run)
-
-    storage = replace(engine.storage, stack=stack, unstack=unstack, layer_keys=layer_keys)
     return replace(
         engine,
-        storage=storage,
-        stage=stage,
-        sliced_stage=sliced_stage if engine.sliced_stage else None,
+        storage=replace(engine.storage, stack=stack, unstack=unstack, layer_keys=layer_keys),
+        stage=of_kinds(engine.stage),
+        sliced_stage=engine.sliced_stage and of_kinds(engine.sliced_stage),
     )
 
 
@@ -188,45 +178,39 @@ StageOfRun = Callable[[str, int, bool], Callable]
 
 
 def _in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
-    """Returns a stage that runs its layers in order; without common runs they are in its keys."""
+    """Returns a stage that runs its layers in order; without common runs they are in its keys.
 
-    def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
-        sums: Aux = {}
-        runs, keys = _runs_and_keys(common, keys)
-        for kind, part in _parts(runs):
-            run = stage_of_run(kind, part.last - part.first, part.is_all)
-            x, aux = run(part.take(weights[kind]), x, inputs_m, part.take(keys[kind]))
-            sums = _sum_by_name(sums, aux)
-        return x, sums
-
-    return stage
-
-
-def _slices_in_order(common: Runs | None, stage_of_run: StageOfRun) -> Callable:
-    """Returns a sliced stage with layers of several kinds, whose state is a tree by kind."""
+    If it runs a slice, its last argument and result are the state, whose trees are by kind.
+    """
 
     def stage(
-        weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any, past: Past
-    ) -> tuple[Any, Aux, Past]:
+        weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any, *past: Past
+    ) -> tuple[Any, ...]:
         sums: Aux = {}
-        earlier, new = defaultdict(list), defaultdict(list)
+        written: dict[str, list[Past]] = defaultdict(list)
         runs, keys = _runs_and_keys(common, keys)
         for kind, part in _parts(runs):
-            of_kind = None if past.earlier is None else part.take(past.earlier[kind])
             run = stage_of_run(kind, part.last - part.first, part.is_all)
-            x, aux, new_past = run(
-                part.take(weights[kind]),
-                x,
-                inputs_m,
-                part.take(keys[kind]),
-                replace(past, earlier=of_kind),
+            of_run = [_past_of_run(before, kind, part) for before in past]
+            x, aux, *new = run(
+                part.take(weights[kind]), x, inputs_m, part.take(keys[kind]), *of_run
             )
             sums = _sum_by_name(sums, aux)
-            earlier[kind].append(new_past.earlier)
-            new[kind].append(new_past.new)
-        return x, sums, replace(past, earlier=_concatenated(earlier), new=_concatenated(new))
+            written[kind] += new
+        return x, sums, *(_past_of_all_runs(before, written) for before in past)
 
     return stage
+
+
+def _past_of_run(past: Past, kind: str, part: "_Part") -> Past:
+    return past if past.earlier is None else replace(past, earlier=part.take(past.earlier[kind]))
+
+
+def _past_of_all_runs(past: Past, written: dict[str, list[Past]]) -> Past:
+    """Returns the state of all layers, by kind, from those of the runs of each."""
+    earlier = {kind: [of_run.earlier for of_run in runs] for kind, runs in written.items()}
+    new = {kind: [of_run.new for of_run in runs] for kind, runs in written.items()}
+    return replace(past, earlier=_concatenated(earlier), new=_concatenated(new))
 
 
 def _runs_and_keys(common: Runs | None, keys: Any) -> tuple[Runs, dict[str, PyTree]]:

@@ -85,18 +85,10 @@ def _sum_shared(plan: PipelineSpec, stages: list[dict[str, Any]]) -> tuple[list[
     return [stage["layers"] for stage in stages], sums
 
 
-def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
-    return partial(run_layers, plan.layer_remat(layer), **_loop(plan))
-
-
-def _sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
-    return partial(run_sliced_layers, plan.layer_remat(layer), **_loop(plan))
-
-
-def _loop(plan: PipelineSpec) -> dict[str, Any]:
-    """Returns the layers of a stage, which may have no arrays that say so, and how they run."""
+def _stage(plan: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
+    # A stage of equal ones may have no arrays that say how many layers it has.
     num_layers = None if plan.layout.counts else plan.layout.layers_per_stage
-    return {"num_layers": num_layers, "scan": plan.scan_layers}
+    return partial(run, plan.layer_remat(layer), num_layers=num_layers, scan=plan.scan_layers)
 
 
 def _check_call(name: str) -> None:
@@ -304,5 +296,5 @@ MPMD = Engine(
     memory=memory,
     may_divide=lambda plan: True,
     has_branches=lambda plan: False,
-    sliced_stage=_sliced_stage,
+    sliced_stage=partial(_stage, run=run_sliced_layers),
 )

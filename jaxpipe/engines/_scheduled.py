@@ -1,9 +1,10 @@
 """The engine `scheduled`: any schedule in one program, in lock-step."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..autodiff import StagedModel
+from ..autodiff.staged_model import run_sliced_layers
 from ..schedules import FAMILIES, Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
@@ -195,7 +196,7 @@ SCHEDULED = Engine(
     program_per_rank=False,
     shares_loss=False,
     stage_by_stage=False,
-    check_call=_stacked.check_call,
+    check_call=lambda name: None,
     prepare=_prepare,
     layout=_stacked.layout_of_schedule,
     stage=_stacked.stage,
@@ -209,5 +210,5 @@ SCHEDULED = Engine(
     memory=memory,
     may_divide=lambda plan: False,
     has_branches=lambda plan: True,
-    sliced_stage=_stacked.sliced_stage,
+    sliced_stage=partial(_stacked.stage, run=run_sliced_layers),
 )

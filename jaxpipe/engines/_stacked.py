@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import run_layers, run_sliced_layers
+from ..autodiff.staged_model import run_layers
 from ..schedules import Schedule
 from ..sharding import ROW_AXES
 from ..sharding.layout import LayerLayout
@@ -32,11 +32,6 @@ def layer_shapes(stages: PyTree, kind: str | None) -> PyTree:
     """Returns shapes of one layer, without the dims of repeats, ranks and layers."""
     layers = stages if kind is None else stages[kind]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[3:], x.dtype), layers)
-
-
-def check_call(name: str) -> None:
-    """Checks nothing: one program may be part of any other."""
-    del name
 
 
 def round_robin_layout(
@@ -125,25 +120,10 @@ def pipeline_arguments(
     }
 
 
-def stage(plan: PipelineSpec, layer: Callable) -> Callable:
-    """Returns a stage that runs its layers one after the other, and skips padding layers.
-
-    A layer is `(weights, x, inputs_m, key) -> (x, aux)`; for a stage weights and keys are [n, ...].
-    """
-    return partial(run_layers, _wrapped(plan, layer), **_loop(plan))
-
-
-def sliced_stage(plan: PipelineSpec, layer: Callable) -> Callable:
-    """Returns a stage that runs its layers on one slice of each sequence.
-
-    A layer is `(weights, x, inputs_m, key, past) -> (x, (aux, past))`, the stage `(weights, x,
-    inputs_m, keys, past) -> (x, aux, past)`, where weights, keys and state are [n, ...].
-    """
-    return partial(run_sliced_layers, _wrapped(plan, layer), **_loop(plan))
-
-
-def _loop(plan: PipelineSpec) -> dict[str, Any]:
-    return {"num_layers": plan.layout.layers_per_stage, "scan": plan.scan_layers}
+def stage(plan: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
+    """Returns a stage that runs its layers by `run`, and skips padding layers."""
+    num_layers = plan.layout.layers_per_stage
+    return partial(run, _wrapped(plan, layer), num_layers=num_layers, scan=plan.scan_layers)
 
 
 def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
