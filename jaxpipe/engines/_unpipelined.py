@@ -17,7 +17,6 @@ from ..devices import find_hardware
 from ..schedules import Costs, Schedule, Timeline, builders
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
-from ..spmd.ranks import is_spec
 from ..spmd.weight_gather import (
     as_stored_on_gpus,
     axis_in_two_steps,
@@ -162,7 +161,7 @@ def _gathered_bytes(plan: PipelineSpec, weights: PyTree, stored: PyTree) -> int:
     """Returns the bytes of weights on a device when all of them are gathered."""
     read = jax.eval_shape(partial(cast_params, plan, "stages"), weights)
     specs = read_spec_tree(stored)
-    where = jax.tree.map(partial(NamedSharding, plan.mesh), specs, is_leaf=is_spec)
+    where = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
     return _stacked.device_bytes(read, where)
 
 

@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from ...sharding.specs import typed_by_specs
 from ...spmd.circular_engine import circular
-from ...spmd.ranks import is_spec
 from ._method_loop import check_methods_can_run, loop_of_methods, overridden_methods
 from ._methods import PipelineMethods
 from ._overwritten_weights import (
@@ -123,7 +122,7 @@ def _with_repeats(specs: PyTree, settings: PipelineSettings) -> PyTree:
     """Returns specs of [R, S, ...] leaves of those of leaves as a module stores them."""
     if settings.dims[0] > 1:
         return specs
-    return jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs)
 
 
 def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:

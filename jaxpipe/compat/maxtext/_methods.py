@@ -161,9 +161,6 @@ class PipelineAttributes:
 class PipelineMethods(PipelineAttributes):
     """Methods that `Pipeline` and `CircularPipeline` share."""
 
-    mesh: Mesh | None
-    settings: PipelineSettings
-    axis_rules: AxisRules
     stage_function: Callable[..., Stage]
     """Function `(deterministic, model_mode, instance=None, records=False) -> stage`.
 

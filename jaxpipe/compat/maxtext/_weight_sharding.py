@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ...sharding import GATHERED_AXES
 from ...sharding.specs import axes_of, check_divisible, padded_spec, reshard_to_spec, without_axes
-from ...spmd.ranks import AXIS, is_spec
+from ...spmd.ranks import AXIS
 from ...spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
 from ._settings import REPEATS, AxisRules
 
@@ -51,9 +51,9 @@ def physical_spec(
 def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
     """Returns `physical_spec` of every leaf, or `PartitionSpec()` for every leaf without a mesh."""
     if mesh is None:
-        return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=is_spec)
+        return jax.tree.map(lambda _: PartitionSpec(), names)
     axes = axes_that_divide(mesh)
-    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names)
 
 
 def axes_that_divide(mesh: Mesh) -> tuple[str, ...]:
@@ -80,12 +80,12 @@ def without_repeats(names: PyTree) -> PyTree:
     def rest(spec):
         return PartitionSpec(*(name for name in spec if name != REPEATS))
 
-    return jax.tree.map(rest, names, is_leaf=is_spec)
+    return jax.tree.map(rest, names)
 
 
 def without_dims(specs: PyTree, count: int) -> PyTree:
     """Returns every physical spec without the entries of the first `count` dims."""
-    return jax.tree.map(lambda spec: PartitionSpec(*spec[count:]), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[count:]), specs)
 
 
 def reshard_weight(

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...spmd import Gather
-from ...spmd.ranks import is_spec
 from ...spmd.weight_gather import (
     gather_by_specs,
     gather_in_layers,
@@ -51,7 +50,7 @@ def _stage_gather(plan: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
     of_layers = partial(gather_in_layers, batch_axes=rows, reduce_dtype=reduce_dtype)
     if plan.gather != "layer":
         gather = of_all(*specs)
-    elif jax.tree.structure(plan.layer_specs, is_leaf=is_spec) == jax.tree.structure(specs[0]):
+    elif jax.tree.structure(plan.layer_specs) == jax.tree.structure(specs[0]):
         gather = of_layers(*specs)
     else:  # as `share` returns stages
         parts = {"layers": of_layers, "shared": of_all}

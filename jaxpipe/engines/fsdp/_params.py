@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from ...sharding import ROW_AXES
 from ...sharding.specs import axes_of_dim
-from ...spmd.ranks import is_spec
 from .._engine import ParamSpecs, PipelineSpec
 
 
@@ -106,7 +105,7 @@ def read_spec_tree(stored: PyTree) -> PyTree:
     def read(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(None if "fsdp" in axes_of_dim(dim) else dim for dim in spec))
 
-    return jax.tree.map(read, stored, is_leaf=is_spec)
+    return jax.tree.map(read, stored)
 
 
 def cast_group(dtype: Any, group: str, params: PyTree) -> PyTree:

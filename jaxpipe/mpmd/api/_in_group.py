@@ -92,8 +92,8 @@ def shard_map_in_group(
         if jax.sharding.get_abstract_mesh().manual_axes:
             return plain(*arguments)
         for name, specs in ("in_specs", in_specs), ("out_specs", out_specs):
-            for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
-                if _is_spec(spec) and axis in axes_of(spec):
+            for spec in jax.tree.leaves(specs):
+                if isinstance(spec, P) and axis in axes_of(spec):
                     raise ValueError(_over_groups(axis, f"`{name}` has {spec}"))
         names = frozenset(axis_names or mesh.axis_names) - {axis}
         inside = f
@@ -108,10 +108,6 @@ def shard_map_in_group(
             raise ValueError(_over_groups(axis, clause(error).split(". To fix")[0])) from None
 
     return call
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, P)
 
 
 def _over_groups(axis: str, reason: str) -> str:

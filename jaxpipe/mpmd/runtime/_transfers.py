@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,17 +165,10 @@ MAX_LAYOUT_LENGTH = 200
 """Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
 
 
-class ChannelLayouts(NamedTuple):
-    """The layout of the arrays on each channel by its name, and the processes at the other ends."""
-
-    layouts: dict[str, str]
-    peers: set[int]
-
-
 def channel_layouts(
     program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[RankBuffer, PartitionSpec]
-) -> ChannelLayouts:
-    """Returns the layouts of all transfers between this process and others.
+) -> tuple[dict[str, str], set[int]]:
+    """Returns the layouts of this process's channels by name, and the processes at other ends.
 
     A receiver pulls bytes, not arrays. If the two ends of a channel expect different arrays, the
     receiver waits forever or interprets the bytes wrongly.
@@ -197,7 +190,7 @@ def channel_layouts(
         channel = f"channel {index} from rank {source} to rank {to}, behind {name},"
         layouts[channel] = abbreviate(layout([buffer_spec(b, rank, mesh, specs) for b in buffers]))
         peers.add(mesh.process_of(other))
-    return ChannelLayouts(layouts, peers)
+    return layouts, peers
 
 
 def buffer_spec(

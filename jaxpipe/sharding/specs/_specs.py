@@ -117,7 +117,7 @@ def typed_by_specs(tree: Any, specs: Any, mesh: Mesh | None) -> Any:
     def of_subtree(spec: PartitionSpec, subtree: Any) -> Any:
         return jax.tree.map(lambda x: reshard_to_spec(jnp.asarray(x), spec, mesh), subtree)
 
-    return jax.tree.map(of_subtree, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(of_subtree, specs, tree)
 
 
 def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:

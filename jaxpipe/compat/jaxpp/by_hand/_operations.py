@@ -188,9 +188,8 @@ def task(
                     f"Task `{called}` donates argument {i}, which was sent. Its memory belongs to "
                     "the transfer: leave it out of `donate_argnums`."
                 )
-        named_shardings = [
-            x for x in jax.tree.leaves((in_shardings, out_shardings)) if _is_named(x)
-        ]
+        shardings_or_specs = jax.tree.leaves((in_shardings, out_shardings))
+        named_shardings = [x for x in shardings_or_specs if isinstance(x, NamedSharding)]
         meshes = {x.sharding.mesh for x in inputs} | {x.mesh for x in named_shardings}
         meshes |= {mesh} - {None}
         if len(meshes) != 1:
@@ -202,14 +201,14 @@ def task(
         program.groups_of(on, f"Task `{called}`")
         _check_inputs(called, inputs, (arguments, more), in_shardings, on)
         named = partial(_named, on, f"`out_shardings` of task `{called}`")
-        output_shardings = jax.tree.map(named, out_shardings, is_leaf=_is_leaf)
+        output_shardings = jax.tree.map(named, out_shardings, is_leaf=_is_none)
 
         def flat(*leaves: Any) -> list:
             arguments, more = jax.tree.unflatten(tree, leaves)
             result = fun(*arguments, **more)
             results.append(jax.tree.structure(result))
-            prefix = jax.tree.broadcast(output_shardings, result, is_leaf=_is_named)
-            shardings.append(jax.tree.leaves(prefix, is_leaf=_is_named))
+            prefix = jax.tree.broadcast(output_shardings, result)
+            shardings.append(jax.tree.leaves(prefix))
             return jax.tree.leaves(result)
 
         results: list[Any] = []
@@ -235,12 +234,8 @@ def flat_donated(arguments: tuple, donate_argnums: Any) -> tuple[int, ...]:
     return tuple(i for i, donated in enumerate(is_donated) if donated)
 
 
-def _is_named(x: Any) -> bool:
-    return isinstance(x, NamedSharding)
-
-
-def _is_leaf(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _named(mesh: Any, what: str, sharding: Any) -> NamedSharding:
@@ -259,10 +254,10 @@ def _check_inputs(
     if in_shardings is None:
         return
     of_task = in_shardings if isinstance(in_shardings, tuple) else (in_shardings,)
-    input_shardings = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_leaf)
+    input_shardings = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_none)
     what = f"`in_shardings` of task `{name}`"
     for x, sharding in zip(
-        inputs, jax.tree.leaves(input_shardings, is_leaf=_is_leaf), strict=False
+        inputs, jax.tree.leaves(input_shardings, is_leaf=_is_none), strict=False
     ):
         if sharding is None:
             continue
@@ -305,10 +300,10 @@ def transfer(arrays: Any, *, out_shardings: Any) -> TransferFuture:
     if not leaves:
         raise ValueError("`transfer` is given no arrays. Give at least one.")
     inputs = _values("transfer", leaves, program)
-    target_shardings = jax.tree.broadcast(out_shardings, arrays, is_leaf=_is_leaf)
+    target_shardings = jax.tree.broadcast(out_shardings, arrays, is_leaf=_is_none)
     specs = []
-    for x, to in zip(inputs, jax.tree.leaves(target_shardings, is_leaf=_is_leaf), strict=True):
-        if not _is_named(to):
+    for x, to in zip(inputs, jax.tree.leaves(target_shardings, is_leaf=_is_none), strict=True):
+        if not isinstance(to, NamedSharding):
             raise TypeError(
                 f"`out_shardings` of `transfer` has {to!r}. Give a NamedSharding over the mesh of "
                 "the group that receives the array."

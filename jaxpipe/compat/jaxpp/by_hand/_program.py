@@ -112,8 +112,8 @@ class FunctionByHand:
         """Compiles the tasks of this process for arrays, or for shapes and dtypes."""
         leaves, tree = jax.tree.flatten(arguments)
         prefix = tuple(self.in_shardings)
-        shardings = jax.tree.broadcast(prefix, arguments, is_leaf=_is_sharding)
-        flat_shardings = jax.tree.leaves(shardings, is_leaf=_is_sharding)
+        shardings = jax.tree.broadcast(prefix, arguments)
+        flat_shardings = jax.tree.leaves(shardings)
         program = Recording(self.mpmd_mesh)
         for i, sharding in enumerate(flat_shardings):
             if not isinstance(sharding, NamedSharding):
@@ -133,7 +133,7 @@ class FunctionByHand:
             if isinstance(x, MpmdValue) and x.donated_to is not None:
                 raise ValueError(f"Result {i} of the function was donated to `{x.donated_to}`.")
         donated = flat_donated(arguments, self.donate_argnums)
-        compiled = _compile(program, inputs, results, donated, self.infer_donation)
+        steps, outputs, deleted = _compile(program, inputs, results, donated, self.infer_donation)
         shapes = [x.spec if isinstance(x, MpmdValue) else x for x in results]
         read = {id(x) for operation in program.operations for x in operation.inputs}
         used = [id(x) in read and bool(x.sharding.addressable_devices) for x in inputs]
@@ -143,9 +143,9 @@ class FunctionByHand:
             out_shape=jax.tree.unflatten(out_tree, shapes),
             used_inputs=jax.tree.unflatten(tree, used),
             _specs=specs,
-            _steps=compiled.steps,
-            _outputs=compiled.outputs,
-            _donated=compiled.deleted,
+            _steps=steps,
+            _outputs=outputs,
+            _donated=deleted,
         )
 
 
@@ -179,24 +179,14 @@ def mpmd(
     return decorate
 
 
-def _is_sharding(x: Any) -> bool:
-    return isinstance(x, jax.sharding.Sharding)
-
-
-class _Compiled(NamedTuple):
-    steps: list[_CompiledOperation]
-    outputs: Sequence[tuple[int | None, Any]]
-    deleted: list[int]
-
-
 def _compile(
     program: Recording,
     inputs: Sequence[MpmdValue],
     results: Sequence[Any],
     donated: Sequence[int],
     infer_donation: bool,
-) -> _Compiled:
-    """Returns the steps of this process, and where the results are after them."""
+) -> tuple[list[_CompiledOperation], Sequence[tuple[int | None, Any]], list[int]]:
+    """Returns the steps of this process, where results are after them, and deleted arguments."""
     operation_outputs = [value for operation in program.operations for value in operation.outputs]
     ids = {id(value): i for i, value in enumerate([*inputs, *operation_outputs])}
     kept = {ids[id(x)] for x in results if isinstance(x, MpmdValue)}
@@ -217,7 +207,7 @@ def _compile(
     outputs = [(ids[id(x)], None) if isinstance(x, MpmdValue) else (None, x) for x in results]
     in_use = {buffer for x in results if isinstance(x, MpmdValue) for buffer in _buffers(x)}
     deleted = [i for i in donated if not any(b.is_sent or b in in_use for b in _buffers(inputs[i]))]
-    return _Compiled(steps, outputs, deleted)
+    return steps, outputs, deleted
 
 
 def _buffers(value: MpmdValue) -> list[Buffer]:
