@@ -106,8 +106,10 @@ def run_batch(
             weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
         )
         engine = partial(
-            ENGINES[settings.scan_ticks, settings.scan_repeats],
+            circular,
             mesh=mesh,
+            scan_ticks=settings.scan_ticks,
+            scan_repeats=settings.scan_repeats,
             delay=settings.pipeline_shape.forwarding_delay > 1,
             remat=settings.remat_tick,
             gather=gather,
@@ -132,14 +134,6 @@ def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
             "device would draw, for its own rows, other numbers than one with all rows. Leave "
             "`pipeline_batch_axes` at (), or the streams out."
         )
-
-
-ENGINES: dict[tuple[bool, bool], Callable] = {
-    (ticks, repeats): partial(circular, scan_ticks=ticks, scan_repeats=repeats)
-    for ticks in (True, False)
-    for repeats in (True, False)
-}
-"""Engines by (`scan_pipeline_iterations`, `scan_pipeline_repeats`)."""
 
 
 def first_microbatch(

@@ -47,7 +47,8 @@ class MpmdMesh:
                 f"`mpmd_axis_name` is {name!r}, and the mesh has the axes {mesh.axis_names}. "
                 "Name the one along which programs differ."
             )
-        manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == _MANUAL]
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        manual = [name for name, kind in kinds if kind == AxisType.Manual]
         if manual:
             raise ValueError(
                 f"The axes {manual} of `jax_mesh` are manual, as inside a `jax.shard_map`. Make "
@@ -151,9 +152,6 @@ class MpmdMesh:
     def process_of(self, rank: int) -> int:
         """Returns the index of the process whose devices form group `rank`."""
         return self.unstack[rank].devices.flat[0].process_index
-
-
-_MANUAL = AxisType.Manual
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def task(
             )
         on: Any = meshes.pop()
         program.groups_of(on, f"Task `{called}`")
-        _check_inputs(called, inputs, (arguments, more), in_shardings, on)
+        _check_inputs(called, inputs, arguments, in_shardings, on)
         named = partial(_named, on, f"`out_shardings` of task `{called}`")
         output_shardings = jax.tree.map(named, out_shardings, is_leaf=_is_none)
 
@@ -254,7 +254,7 @@ def _check_inputs(
     if in_shardings is None:
         return
     of_task = in_shardings if isinstance(in_shardings, tuple) else (in_shardings,)
-    input_shardings = jax.tree.broadcast(of_task, arguments[0], is_leaf=_is_none)
+    input_shardings = jax.tree.broadcast(of_task, arguments, is_leaf=_is_none)
     what = f"`in_shardings` of task `{name}`"
     for x, sharding in zip(
         inputs, jax.tree.leaves(input_shardings, is_leaf=_is_none), strict=False

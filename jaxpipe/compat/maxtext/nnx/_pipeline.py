@@ -113,7 +113,7 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
 
     def draw_keys(self) -> Any:
         """Returns new [R, S] keys of every random stream; every call draws other keys."""
-        return from_stored(stage.draw_keys(self.layers, advance=True), self.settings)
+        return from_stored(stage.draw_keys(self.layers), self.settings)
 
     def stage_variables(self) -> dict[str, jax.Array]:
         """Returns the arrays of all stages, by path.

@@ -96,16 +96,15 @@ def is_same(before: Any, after: Any) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
-    """Returns stored keys of all random streams, or (); `advance` increments their counts."""
+def draw_keys(layers: nnx.Module) -> Any:
+    """Returns stored keys of all random streams, or (), and increments their counts."""
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     counts_by_name = weights_of(counts)
     drawn = []
     for path, key in nnx.to_flat_state(keys):
         count = counts_by_name[name_of((*path[:-1], "count"))]
         drawn.append((path, key.replace(_fold_each(key.get_value(), count))))
-    if advance:
-        nnx.update(layers, jax.tree.map(lambda count: count + jnp.uint32(1), counts))
+    nnx.update(layers, jax.tree.map(lambda count: count + jnp.uint32(1), counts))
     return nnx.from_flat_state(drawn) if drawn else ()
 
 
