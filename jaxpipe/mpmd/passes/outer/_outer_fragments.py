@@ -16,33 +16,17 @@ each level, and thus one between two transfers.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ....ir.graph import Eqn, Graph, Var, free_variables, has_print, variables
 from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph, RankAssignment
 from ...ir._program import Buffer, RunTask
 
+EqnOnRank = tuple[Eqn, int]
+"""An equation, and one of the ranks that run it."""
 
-class EqnOnRank(NamedTuple):
-    """An equation on one of the ranks that run it."""
-
-    eqn: Eqn
-    rank: int
-
-
-class ValueOnRank(NamedTuple):
-    """A value on one of the ranks that have it."""
-
-    value: Var
-    rank: int
-
-
-class _Source(NamedTuple):
-    """The equation and the rank that compute a value; 1 transfer if the value is sent, else 0."""
-
-    maker: EqnOnRank
-    num_transfers: int
+ValueOnRank = tuple[Var, int]
+"""A value, and one of the ranks that have it."""
 
 
 def outer_fragments(graph: MpmdGraph) -> MpmdGraph:
@@ -121,13 +105,13 @@ def _exported_values(graph: MpmdGraph, segment_of: Mapping[Eqn, int]) -> set[Val
     made_in = {value: segment for eqn, segment in segment_of.items() for value in eqn.outputs}
     for eqn, segment in segment_of.items():
         later = [v for v in variables(eqn.inputs) if made_in.get(v, segment) != segment]
-        exported |= {ValueOnRank(v, rank) for v in later for rank in assignment.runs_on[eqn]}
+        exported |= {(v, rank) for v in later for rank in assignment.runs_on[eqn]}
     loop_inputs = (atom for loop in graph.loops for atom in loop.inputs)
     for value in variables([*loop_inputs, *graph.outputs]):
-        exported |= {ValueOnRank(value, rank) for rank in assignment.needed_on[value]}
+        exported |= {(value, rank) for rank in assignment.needed_on[value]}
     for value, ranks in assignment.produced_on.items():
         if ranks and set(assignment.needed_on.get(value, ())) - set(ranks):
-            exported.add(ValueOnRank(value, ranks[0]))
+            exported.add((value, ranks[0]))
     return exported
 
 
@@ -138,35 +122,33 @@ def _levels_of_eqns(
     makers = {value: eqn for eqn in eqns for value in eqn.outputs}
     earliest: dict[EqnOnRank, int] = {}
 
-    def source(value: Var, rank: int) -> _Source | None:
+    def source(value: Var, rank: int) -> tuple[EqnOnRank, int] | None:
+        """Returns what computes a value; and 1 transfer if the value is sent, else 0."""
         maker = makers.get(value)
         if maker is None:
             return None
         ranks = assignment.runs_on[maker]
-        if rank in ranks:
-            return _Source(EqnOnRank(maker, rank), 0)
-        return _Source(EqnOnRank(maker, ranks[0]), 1)
+        return ((maker, rank), 0) if rank in ranks else ((maker, ranks[0]), 1)
 
     for eqn in eqns:
         for rank in assignment.runs_on[eqn]:
             sources = [s for v in variables(eqn.inputs) if (s := source(v, rank)) is not None]
             levels = (earliest[maker] + transfers for maker, transfers in sources)
-            earliest[EqnOnRank(eqn, rank)] = max(levels, default=0)
+            earliest[eqn, rank] = max(levels, default=0)
 
     latest: dict[EqnOnRank, int] = {}
     for eqn in reversed(eqns):
         for rank in assignment.runs_on[eqn]:
-            instance = EqnOnRank(eqn, rank)
-            leaves = any(ValueOnRank(value, rank) in exported for value in eqn.outputs)
+            instance = eqn, rank
+            leaves = any((value, rank) in exported for value in eqn.outputs)
             level = latest.get(instance, earliest[instance])
             latest[instance] = earliest[instance] if leaves else max(level, earliest[instance])
             for value in variables(eqn.inputs):
-                origin = source(value, rank)
-                if origin is not None:
-                    bound = latest[instance] - origin.num_transfers
-                    latest[origin.maker] = min(latest.get(origin.maker, bound), bound)
-    instances = (EqnOnRank(eqn, rank) for eqn in eqns for rank in assignment.runs_on[eqn])
-    return {instance: latest[instance] for instance in instances}
+                if (origin := source(value, rank)) is not None:
+                    maker, transfers = origin
+                    bound = latest[instance] - transfers
+                    latest[maker] = min(latest.get(maker, bound), bound)
+    return {(eqn, rank): latest[eqn, rank] for eqn in eqns for rank in assignment.runs_on[eqn]}
 
 
 def _run_tasks(
@@ -187,7 +169,7 @@ def _run_tasks(
             for value in variables(eqn.inputs)
         }
         computed = [value for eqn in eqns for value in eqn.outputs]
-        writes = tuple(v for v in computed if ValueOnRank(v, rank) in exported or v in used)
+        writes = tuple(v for v in computed if (v, rank) in exported or v in used)
         reads = tuple(free_variables(eqns, writes))
         label = f"{name}_{level}" if several else name
         graph = Graph(reads, tuple(eqns), writes)
