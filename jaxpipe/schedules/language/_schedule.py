@@ -182,9 +182,7 @@ def stages_of_rank(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
 def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """Returns the ranks that hold a copy of a stage; DualPipe has two, others one."""
-    return tuple(
-        sorted({rank for rank, action in enumerate_actions(schedule) if action.stage == stage})
-    )
+    return ranks_by_stage(schedule).get(stage, ())
 
 
 def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
