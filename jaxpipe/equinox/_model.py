@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import equinox as eqx
@@ -72,7 +72,10 @@ def model(
     params = eqx.filter(module, _is_parameter)
     call = call or (lambda module, row: module(row))
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
-    selectors = [_selector(name) for name in ([layers] if several is None else several)]
+    selectors = [
+        attrgetter(name) if isinstance(name, str) else name
+        for name in ([layers] if several is None else several)
+    ]
 
     def plain(params: Any, batch: PyTree) -> Any:
         run = partial(call, eqx.combine(params, module))
@@ -95,11 +98,6 @@ def _is_parameter(leaf: Any) -> bool:
     """Returns whether a leaf of a module is an inexact array, or the shape of one."""
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     return jnp.issubdtype(leaf.dtype, jnp.inexact) if is_shape else eqx.is_inexact_array(leaf)
-
-
-def _selector(layers: Any) -> Callable[[Any], Any]:
-    """Returns a function from the module to what `layers` names."""
-    return attrgetter(layers) if isinstance(layers, str) else layers
 
 
 def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
@@ -158,12 +156,10 @@ def _cut(
     is_module = [isinstance(target, eqx.Module) for target in targets]
     modules = [layer for target in targets for layer in _as_list(target)]
 
-    def is_target(node: Any) -> bool:
-        return any(node is target for target in targets)
-
-    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_target)
     for target in targets:
-        paths = [jax.tree_util.keystr(path) for path, leaf in named[0] if leaf is target]
+        is_target = partial(is_, target)
+        named = jax.tree_util.tree_leaves_with_path(module, is_leaf=is_target)
+        paths = [jax.tree_util.keystr(path) for path, leaf in named if is_target(leaf)]
         if len(paths) > 1:
             raise ValueError(
                 f"`layers` names what is in several places of the module, {', '.join(paths)}. "
@@ -183,32 +179,18 @@ def _cut(
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         new, subtrees = iter(layers), [select(params) for select in selectors]
-        whole = [[_with_values(old, next(new)) for old in _as_list(target)] for target in subtrees]
-        flat, tree = jax.tree_util.tree_flatten_with_path(
-            params, is_leaf=lambda node: any(node is target for target in subtrees)
-        )
-        leaves = []
-        for path, leaf in flat:
-            at = next((i for i, target in enumerate(subtrees) if leaf is target), None)
-            if at is None:
-                leaves.append(outer[jax.tree_util.keystr(path)])
-            else:
-                leaves.append(whole[at][0] if is_module[at] else type(leaf)(whole[at]))
-        return jax.tree.unflatten(tree, leaves)
+        whole = [
+            _like(target, [_with_values(old, next(new)) for old in _as_list(target)])
+            for target in subtrees
+        ]
+        return _replaced(params, subtrees, whole, outer)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         hooks = iter(
             [_EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(modules)]
         )
-        stand_ins = [[next(hooks) for _ in _as_list(target)] for target in targets]
-        leaves = []
-        for path, leaf in named[0]:
-            at = next((i for i, target in enumerate(targets) if leaf is target), None)
-            if at is None:
-                leaves.append(outer.get(jax.tree_util.keystr(path), leaf))
-            else:
-                leaves.append(stand_ins[at][0] if is_module[at] else stand_ins[at])
-        with_hooks = jax.tree.unflatten(named[1], leaves)
+        stand_ins = [_like(target, [next(hooks) for _ in _as_list(target)]) for target in targets]
+        with_hooks = _replaced(module, targets, stand_ins, outer)
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
     outer, layers = split(params)
@@ -235,6 +217,23 @@ def _shapes_of(tree: Any) -> Any:
 
 def _as_list(target: Any) -> Sequence[Any]:
     return [target] if isinstance(target, eqx.Module) else target
+
+
+def _like(target: Any, layers: list[Any]) -> Any:
+    """Returns layers in place of those of a target: one module, or a list or tuple of them."""
+    return layers[0] if isinstance(target, eqx.Module) else type(target)(layers)
+
+
+def _replaced(tree: Any, targets: list[Any], new: list[Any], values: dict[str, Any]) -> Any:
+    """Returns a tree with other nodes in place of `targets`, and values by path elsewhere."""
+
+    def replacement(path: Any, node: Any) -> Any:
+        at = next((i for i, target in enumerate(targets) if node is target), None)
+        return values.get(jax.tree_util.keystr(path), node) if at is None else new[at]
+
+    return jax.tree_util.tree_map_with_path(
+        replacement, tree, is_leaf=lambda node: any(node is target for target in targets)
+    )
 
 
 class _EquinoxHook:

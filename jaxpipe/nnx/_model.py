@@ -1,4 +1,4 @@
-"""The front door's model of an NNX module: its call, cut at a list of layers."""
+"""The front door's model of an NNX module: its call, cut at a list of layers or at a scan."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ from ..api.cut import (
     cut_stack_or_calls,
     is_setting,
     layer_of,
+    num_stacked,
     read_setting,
+    refuse_state,
 )
 from ..compat.maxtext.nnx import check_unchanged, overwritten_in
-from ._stack import cut_stack
 from ._variables import (
     Path,
     flat_params,
@@ -89,17 +90,22 @@ def model(
         return cut_model(_cut(module, names, call, by_calls), loss, batch, output, plain)
 
     def of_stack() -> Model:
-        stack = cut_stack(module, names[0], call)
-        return cut_model(stack, loss, batch, output, plain, stacked=True)
+        return cut_model(
+            _cut_stack(module, names[0], call), loss, batch, output, plain, stacked=True
+        )
 
     if not by_calls and _is_module(_attribute(module, names[0])[1]):
         return cut_stack_or_calls(of_stack, of_calls, batch), params
     return of_calls(), params
 
 
+def _path(layers: str) -> Path:
+    return tuple(int(part) if part.isdigit() else part for part in layers.split("."))
+
+
 def _attribute(module: Any, layers: str) -> tuple[Path, Any]:
     """Returns the path of an attribute of the module, and its value."""
-    path = tuple(int(part) if part.isdigit() else part for part in layers.split("."))
+    path = _path(layers)
     owner = submodule(module, list(path[:-1]), layers)
     return path, getattr(owner, str(path[-1]), None)
 
@@ -150,22 +156,13 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
     outside = {path: owners[i] for i, path in _variable_paths(template).items()}
     shared = _names_of_shared(owners, modules, {*outside.values()})
     kept = dict(nnx.to_flat_state(state))
-
-    def constants_of(state: Any, owner_of: Callable[[Path], Path]) -> dict[Path, Any]:
-        """Returns the variables that are only read, such as caches for decoding and tables."""
-        return {
-            path: kept[owner_of(path)]
-            for path, variable in nnx.to_flat_state(state)
-            if not isinstance(variable, nnx.Param | nnx.RngState)
-        }
-
-    constants = constants_of(outer_state, outside.__getitem__)
+    constants = _constants(outer_state, kept, outside)
     split_modules = []
     for (module_graph, state), layer, names in zip(
         split_layers, modules.values(), shared, strict=True
     ):
         at = {path: owners[i] for i, path in _variable_paths(layer).items()}
-        of_layer = constants_of(state, at.__getitem__)
+        of_layer = _constants(state, kept, at)
         split_modules.append(_Layer(layer, module_graph, state, of_layer, names))
 
     def run(outer: Any, weights: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
@@ -212,6 +209,68 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
         shared=frozenset(names_of_shared),
         by_calls=by_calls or _is_module(_attribute(module, layers[0])[1]),
     )
+
+
+def _constants(state: Any, kept: dict[Path, Any], owners: dict[Path, Path]) -> dict[Path, Any]:
+    """Returns the variables that are only read, such as caches for decoding and tables."""
+    return {
+        path: kept[owners.get(path, path)]
+        for path, variable in nnx.to_flat_state(state)
+        if not isinstance(variable, nnx.Param | nnx.RngState)
+    }
+
+
+def _cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
+    """Returns the module and its stack of layers, for a cut at the scan over them."""
+    prefix = _path(layers)
+    graph, state = nnx.split(module)
+    kept = dict(nnx.to_flat_state(state))
+    state = jax.tree.map(shape_of, state)
+    params = nnx.state(nnx.merge(graph, state), nnx.Param)
+    _check_variables(dict(nnx.to_flat_state(state)), prefix)
+    constants = _constants(state, kept, {})
+    split_layers, join_layers = _groups(params, [prefix], set())
+
+    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        outer, (stack,) = split_layers(params)
+        return outer, stack
+
+    outer, stack = split(params)
+
+    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
+        values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
+        filled = with_values(state, values, key, constants)
+        # Read before the call: the variables of the module are those of the state.
+        before = values_by_name(filled)
+        merged = nnx.merge(graph, filled)
+        output = call(merged, batch)
+        # The scan returns the variables of the stack.
+        old = {name: x for name, x in before.items() if not name.startswith(f"{layers}.")}
+        after = values_by_name(nnx.state(merged)).items()
+        check_unchanged(old, {name: x for name, x in after if name in old or name not in before})
+        return output
+
+    return CutModule(
+        run=run,
+        split=split,
+        join=lambda outer, stack: join_layers(outer, [stack]),
+        outer=outer,
+        layers=stack,
+        names=[f"{layers}[{i}]" for i in range(num_stacked(stack))],
+        takes_key=any(isinstance(v, nnx.RngKey) for v in kept.values()),
+    )
+
+
+def _check_variables(state: dict[Path, Any], prefix: Path) -> None:
+    """Raises a `ValueError` if layers have state."""
+    stateful = nnx.BatchStat | nnx.Cache | nnx.Intermediate
+    names = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
+    names += [
+        f"{name_of(path)} ({type(v).__name__})"
+        for path, v in state.items()
+        if path[: len(prefix)] == prefix and not isinstance(v, nnx.Param | nnx.RngState | stateful)
+    ]
+    refuse_state(names)
 
 
 def _variable_paths(module: Any) -> dict[int, Path]:
