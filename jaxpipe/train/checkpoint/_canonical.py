@@ -32,8 +32,9 @@ from ._conversions import (
     FromCanonical,
     StoredShardings,
     ToCanonical,
-    conversions,
     is_stacked,
+    lay_out,
+    round_trip,
 )
 from ._layer_reordering import delete, is_in_layer_order, jit_on_mesh
 
@@ -80,7 +81,7 @@ def canonical_round_trip(
     Each deletes the stacks of its argument one by one as they are converted. Leaves that are in no
     stack may be shared by both states.
     """
-    return conversions(plan.weights).round_trip(plan, stored, _canonical_shardings(plan))
+    return round_trip(plan, stored, _canonical_shardings(plan))
 
 
 def state_from_canonical(
@@ -96,7 +97,7 @@ def state_from_canonical(
     canonical = {
         name: _regroup_layers(mesh, num_layers, x, shardings[name]) for name, x in canonical.items()
     }
-    return conversions(plan.weights).lay_out(plan, stored, shardings, canonical)
+    return lay_out(plan, stored, shardings, canonical)
 
 
 def first_optimizer_state(plan: StatePlan, weights: PyTree) -> TrainState:

@@ -4,7 +4,6 @@ Leaves stack all stages, or every stage has its own tree on the devices of its r
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -34,87 +33,56 @@ Shardings = PyTree[NamedSharding]
 StoredShardings = PyTree[NamedSharding | mpmd.MpmdSharding]
 
 
-@dataclass(frozen=True)
-class Conversions:
-    """The conversions of one way to store a state.
-
-    Attributes:
-        round_trip: `(plan, stored shardings, canonical shardings) -> to_canonical, from_canonical`.
-        lay_out: `(plan, stored shardings, canonical shardings, canonical) -> state`, with those
-            entries that the canonical state has.
-    """
-
-    round_trip: Callable[[StatePlan, StoredShardings, Shardings], tuple[ToCanonical, FromCanonical]]
-    lay_out: Callable[[StatePlan, StoredShardings, Shardings, TrainState], TrainState]
-
-
-def conversions(weights: WeightPlan) -> Conversions:
-    """Returns the conversions of a state with these weights."""
-    return _PER_STAGE if weights.per_stage else _STACKED
-
-
-def _stacked_round_trip(
+def round_trip(
     plan: StatePlan, stored: StoredShardings, shardings: Shardings
 ) -> tuple[ToCanonical, FromCanonical]:
-    reordering, axes = layer_reordering(plan.weights), state_logical_axes(plan)
-
-    def leaf_to_canonical(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
-        return reordering.to_layer_order(x, where) if is_stacked(axes) else x
-
-    def leaf_from_canonical(
-        x: jax.Array, where: NamedSharding, target: NamedSharding, axes: LogicalAxes
-    ) -> jax.Array:
-        return reordering.to_rank_order(x, where, target) if is_stacked(axes) else x
-
+    """Returns `canonical_round_trip`, by the shardings of the canonical state."""
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    if weights.per_stage:
+        return (
+            lambda state: _join_stages(weights, reordering, state, shardings, stored),
+            lambda state, canonical: _with_stages(
+                weights, reordering, state, canonical, shardings, stored
+            ),
+        )
+    to_layer_order = _of_stacks(plan, reordering.to_layer_order, lambda x, *_: x)
+    to_rank_order = _of_stacks(plan, reordering.to_rank_order, lambda x, *_: x)
     return (
-        lambda state: {
-            name: jax.tree.map(leaf_to_canonical, x, shardings[name], axes[name])
-            for name, x in state.items()
-        },
-        lambda _, canonical: {
-            name: jax.tree.map(leaf_from_canonical, x, shardings[name], stored[name], axes[name])
-            for name, x in canonical.items()
-        },
+        lambda state: to_layer_order(state, shardings),
+        lambda _, canonical: to_rank_order(canonical, shardings, stored),
     )
 
 
-def _stacked_from_canonical(
+def lay_out(
     plan: StatePlan, stored: StoredShardings, shardings: Shardings, canonical: TrainState
 ) -> TrainState:
-    reordering, axes = layer_reordering(plan.weights), state_logical_axes(plan)
-    copied = cache(partial(jit_on_mesh, plan.weights.devices.mesh, jnp.copy))
+    """Returns those entries of a state that the canonical state has."""
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    if weights.per_stage:
+        rest = _boundary_on_ranks(mpmd_mesh(weights), canonical, stored)
+        return _with_stages(weights, reordering, rest, canonical, shardings, stored)
+    copied = cache(partial(jit_on_mesh, weights.devices.mesh, jnp.copy))
 
-    def lay_out(
-        x: jax.Array, where: NamedSharding, target: NamedSharding, axes: LogicalAxes
-    ) -> jax.Array:
-        if is_stacked(axes):
-            return reordering.to_rank_order(x, where, target)
+    def copy(x: jax.Array, _: NamedSharding, target: NamedSharding) -> jax.Array:
         return move_and_delete(copied(target), x)
 
-    return {
-        name: jax.tree.map(lay_out, x, shardings[name], stored[name], axes[name])
-        for name, x in canonical.items()
-    }
+    return _of_stacks(plan, reordering.to_rank_order, copy)(canonical, shardings, stored)
 
 
-def _per_stage_round_trip(
-    plan: StatePlan, stored: StoredShardings, shardings: Shardings
-) -> tuple[ToCanonical, FromCanonical]:
-    weights, reordering = plan.weights, layer_reordering(plan.weights)
-    return (
-        lambda state: _join_stages(weights, reordering, state, shardings, stored),
-        lambda state, canonical: _with_stages(
-            weights, reordering, state, canonical, shardings, stored
-        ),
-    )
+def _of_stacks(plan: StatePlan, stacks: Callable, others: Callable) -> Callable[..., TrainState]:
+    """Returns a function of a state and its shardings that changes each stack, and other leaves."""
+    axes = state_logical_axes(plan)
 
+    def leaf(x: jax.Array, axes: LogicalAxes, *where: NamedSharding) -> jax.Array:
+        return (stacks if is_stacked(axes) else others)(x, *where)
 
-def _per_stage_from_canonical(
-    plan: StatePlan, stored: StoredShardings, shardings: Shardings, canonical: TrainState
-) -> TrainState:
-    weights, reordering = plan.weights, layer_reordering(plan.weights)
-    rest = _boundary_on_ranks(mpmd_mesh(weights), canonical, stored)
-    return _with_stages(weights, reordering, rest, canonical, shardings, stored)
+    def change(state: TrainState, *shardings: PyTree) -> TrainState:
+        return {
+            name: jax.tree.map(leaf, x, axes[name], *(tree[name] for tree in shardings))
+            for name, x in state.items()
+        }
+
+    return change
 
 
 def _join_stages(
@@ -154,11 +122,9 @@ def _boundary_on_ranks(
     """Puts the leaves outside of stages on the ranks that use them."""
 
     def move(x: PyTree, rank_shardings: PyTree) -> PyTree:
-        if not is_weight_tree(x):
-            return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
-        return mpmd.spmd_to_mpmd_reshard(
-            mesh, _boundary(x), _boundary(rank_shardings), donate=False
-        )
+        if is_weight_tree(x):
+            x, rank_shardings = _boundary(x), _boundary(rank_shardings)
+        return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
 
     return {
         name: jax.tree.map(move, x, rank_shardings[name], is_leaf=is_weight_tree)
@@ -211,7 +177,3 @@ def _boundary(w: dict[str, Any]) -> dict[str, Any]:
 
 def is_stacked(axes: Any) -> bool:
     return axes[: len(STACK_AXES)] == STACK_AXES
-
-
-_STACKED = Conversions(_stacked_round_trip, _stacked_from_canonical)
-_PER_STAGE = Conversions(_per_stage_round_trip, _per_stage_from_canonical)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,24 @@ from ...sharding.specs import with_auto_axes
 from ..plan._weight_plan import WeightPlan
 
 
-@runtime_checkable
-class LayerReordering(Protocol):
-    """Converts a stack on ranks, [R, S, layers, ...], to [L, ...] and back, and deletes it."""
+class LayerReordering(NamedTuple):
+    """Converts a stack on ranks, [R, S, layers, ...], to [L, ...] and back, and deletes it.
 
-    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        """Returns the layers [L, ...] in forward order."""
-        ...
+    Attributes:
+        to_layer_order: `(x, sharding of the layers) -> layers [L, ...] in forward order`.
+        to_rank_order: `(x, its sharding, sharding of the stack) -> stack`, the inverse.
+    """
 
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
-        """Returns the stack on ranks, the inverse of `to_layer_order`."""
-        ...
+    to_layer_order: Callable[[jax.Array, NamedSharding], jax.Array]
+    to_rank_order: Callable[[jax.Array, NamedSharding, NamedSharding], jax.Array]
 
 
 def layer_reordering(weights: WeightPlan) -> LayerReordering:
     """Returns the reordering of a run, compiled at the first call for each shape and sharding."""
     layer_ids, mesh = weights.slot_layer_ids, weights.devices.mesh
     if is_in_layer_order(weights):
-        return LocalReshape(mesh, layer_ids.shape)
-    return AllToAll(mesh, layer_ids)
+        return _local_reshape(mesh, layer_ids.shape)
+    return _all_to_all(mesh, layer_ids)
 
 
 def is_in_layer_order(weights: WeightPlan) -> bool:
@@ -44,60 +43,55 @@ def is_in_layer_order(weights: WeightPlan) -> bool:
     return ranks_first and np.array_equal(layer_ids.ravel(), np.arange(layer_ids.size))
 
 
-class LocalReshape:
+def _local_reshape(mesh: Mesh, dims: tuple[int, ...]) -> LayerReordering:
     """Reshapes stacks whose ranks have layers in forward order, without communication."""
 
-    def __init__(self, mesh: Mesh, dims: tuple[int, ...]) -> None:
-        def flat(x: jax.Array) -> jax.Array:
-            return x.reshape(math.prod(dims), *x.shape[len(dims) :])
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(math.prod(dims), *x.shape[len(dims) :])
 
-        def stacked(x: jax.Array) -> jax.Array:
-            return x.reshape(*dims, *x.shape[1:])
+    def stacked(x: jax.Array) -> jax.Array:
+        return x.reshape(*dims, *x.shape[1:])
 
-        self._flat = cache(partial(jit_on_mesh, mesh, flat))
-        self._stacked = cache(partial(jit_on_mesh, mesh, stacked))
-
-    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        return move_and_delete(self._flat(where), x)
-
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
-        del where
-        return move_and_delete(self._stacked(target), x)
+    to_flat, to_stacked = (cache(partial(jit_on_mesh, mesh, f)) for f in (flat, stacked))
+    return LayerReordering(
+        lambda x, where: move_and_delete(to_flat(where), x),
+        lambda x, _, target: move_and_delete(to_stacked(target), x),
+    )
 
 
-class AllToAll:
+def _all_to_all(mesh: Mesh, layer_ids: Int[np.ndarray, "..."]) -> LayerReordering:
     """Reorders stacked layers across ranks with one all-to-all per leaf.
 
     After it each rank has a part of every layer, so that it can reorder layers locally.
     """
+    num_padding = np.sum(layer_ids < 0)
+    positions = np.argsort(layer_ids, axis=None, stable=True)[num_padding:]
 
-    def __init__(self, mesh: Mesh, layer_ids: Int[np.ndarray, "..."]) -> None:
-        num_padding = np.sum(layer_ids < 0)
-        positions = np.argsort(layer_ids, axis=None, stable=True)[num_padding:]
-        self._num_dims = layer_ids.ndim
+    def ordered(x: jax.Array) -> jax.Array:
+        return x.reshape(layer_ids.size, *x.shape[layer_ids.ndim :])[positions]
 
-        def ordered(x: jax.Array) -> jax.Array:
-            return x.reshape(layer_ids.size, *x.shape[layer_ids.ndim :])[positions]
+    def stacked(x: jax.Array) -> jax.Array:
+        x = mask_padding_layers(x[layer_ids.ravel()], layer_ids)
+        return x.reshape(*layer_ids.shape, *x.shape[1:])
 
-        def stacked(x: jax.Array) -> jax.Array:
-            x = mask_padding_layers(x[layer_ids.ravel()], layer_ids)
-            return x.reshape(*layer_ids.shape, *x.shape[1:])
+    to_ordered, to_stacked, copy_to = (
+        cache(partial(jit_on_mesh, mesh, f)) for f in (ordered, stacked, jnp.copy)
+    )
 
-        self._ordered = cache(partial(jit_on_mesh, mesh, ordered))
-        self._stacked = cache(partial(jit_on_mesh, mesh, stacked))
-        self._copy_to = cache(partial(jit_on_mesh, mesh, jnp.copy))
-
-    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        x = move_and_delete(self._copy_to(self._without_layer_shards(where)), x)
-        return move_and_delete(self._ordered(where), x)
-
-    def to_rank_order(self, x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
-        x = move_and_delete(self._stacked(self._without_layer_shards(where)), x)
-        return move_and_delete(self._copy_to(target), x)
-
-    def _without_layer_shards(self, where: NamedSharding) -> NamedSharding:
+    def without_layer_shards(where: NamedSharding) -> NamedSharding:
         """Returns the sharding of a stack on ranks, sharded as in forward order but for layers."""
-        return NamedSharding(where.mesh, PartitionSpec(*[None] * self._num_dims, *where.spec[1:]))
+        spec = PartitionSpec(*[None] * layer_ids.ndim, *where.spec[1:])
+        return NamedSharding(where.mesh, spec)
+
+    def to_layer_order(x: jax.Array, where: NamedSharding) -> jax.Array:
+        x = move_and_delete(copy_to(without_layer_shards(where)), x)
+        return move_and_delete(to_ordered(where), x)
+
+    def to_rank_order(x: jax.Array, where: NamedSharding, target: NamedSharding) -> jax.Array:
+        x = move_and_delete(to_stacked(without_layer_shards(where)), x)
+        return move_and_delete(copy_to(target), x)
+
+    return LayerReordering(to_layer_order, to_rank_order)
 
 
 def move_and_delete(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
