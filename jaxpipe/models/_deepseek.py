@@ -10,7 +10,7 @@ DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ..autodiff.staged_model import Past, run_layers, run_sliced_layers
 from ..kernels import Attention
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
-from ._sizes import DecoderSizes
+from ._sizes import DecoderSizes, check_even, check_num_chosen
 from .layers._common import ACTIVATION, Rope, dropout, rms_norm, rope
 from .layers._gated_mlp import GatedMlp
 from .layers._latent_attention import (
@@ -33,7 +33,7 @@ from .layers._moe import MoeSettings, moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
 from .layers._router import RouterSettings
-from .layers._yarn import Yarn, check_yarn
+from .layers._yarn import yarn_of
 from .weights._abstract import scale, stack_weights
 
 Remat = Callable[[Callable], Callable]
@@ -114,6 +114,8 @@ class DeepseekConfig(DecoderSizes):
     mscale: float = 1.0
     normalization_layer_epsilon: float = 1e-6
 
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
+
     def __post_init__(self):
         self._check_choices()
         self._check_experts()
@@ -141,18 +143,8 @@ class DeepseekConfig(DecoderSizes):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
             max_timescale=self.rope_max_timescale,
-            yarn=self._yarn if self.rope_type == "yarn" else None,
+            yarn=yarn_of(self) if self.rope_type == "yarn" else None,
             epsilon=self.normalization_layer_epsilon,
-        )
-
-    @property
-    def _yarn(self) -> Yarn:
-        return Yarn(
-            factor=self.rope_factor,
-            trained_length=self.original_max_position_embeddings,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            mscale=self.mscale,
         )
 
     @property
@@ -181,10 +173,9 @@ class DeepseekConfig(DecoderSizes):
             raise ValueError(
                 f"`routed_score_func` is {self.routed_score_func!r}. Give 'softmax' or 'sigmoid'."
             )
-        if self.rope_type not in ("default", "yarn"):
-            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'yarn'.")
+        self._check_rope_type()
         if self.rope_type == "yarn":
-            check_yarn(self.rope_factor, self.beta_fast, self.beta_slow)
+            yarn_of(self)  # checks its numbers
         if not 0 <= self.first_num_dense_layers < self.base_num_decoder_layers:
             raise ValueError(
                 f"`first_num_dense_layers` is {self.first_num_dense_layers} of "
@@ -207,18 +198,10 @@ class DeepseekConfig(DecoderSizes):
                 f"by their {self.group_score_experts} best experts (`group_score_experts`): give "
                 "fewer groups."
             )
-        if not 1 <= self.num_experts_per_tok <= eligible * per_group:
-            raise ValueError(
-                f"`num_experts_per_tok` is {self.num_experts_per_tok}, and a token chooses among "
-                f"{eligible * per_group} experts. Give 1 to {eligible * per_group}."
-            )
+        check_num_chosen(self.num_experts_per_tok, eligible * per_group)
 
     def _check_heads(self) -> None:
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"`qk_rope_head_dim` is {self.qk_rope_head_dim}. Rotary positions need an even "
-                "number."
-            )
+        check_even("qk_rope_head_dim", self.qk_rope_head_dim)
         channels = self.attention.head_dim
         if self.v_head_dim > channels:
             raise ValueError(

@@ -13,7 +13,7 @@ from ..kernels import Scores
 from ._llama import MixtureConfig
 from .layers._moe import MoeSettings
 from .layers._routed_experts import clamped_swiglu
-from .layers._yarn import check_yarn, yarn_frequencies, yarn_score_scale
+from .layers._yarn import yarn_frequencies, yarn_of, yarn_score_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class GptOssConfig(MixtureConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_yarn(self.rope_factor, self.beta_fast, self.beta_slow)
+        yarn_of(self)  # checks its numbers
 
     @property
     def attention_scores(self) -> tuple[Scores, ...]:
@@ -59,13 +59,7 @@ class GptOssConfig(MixtureConfig):
     def frequencies(self) -> Float[np.ndarray, "2 half"]:
         """Returns the rotary angles per position of local layers, and of global ones: the same."""
         angles = yarn_frequencies(
-            self.head_dim,
-            self.rope_max_timescale,
-            factor=self.rope_factor,
-            trained_length=self.original_max_position_embeddings,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            whole_pairs=False,
+            self.head_dim, self.rope_max_timescale, yarn_of(self), whole_pairs=False
         )
         return np.stack([angles, angles])
 

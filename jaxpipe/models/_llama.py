@@ -23,7 +23,7 @@ from ..autodiff.staged_model import Past
 from ..kernels import Attention, Scores, attend_to_past
 from ..sharding import Constrain
 from ._boundary import boundary_weights, embed_tokens, loss_after_layers, next_token_loss
-from ._sizes import DecoderSizes
+from ._sizes import DecoderSizes, check_even, check_num_chosen
 from .layers._common import (
     ACTIVATION,
     HEADS,
@@ -110,13 +110,8 @@ class LlamaConfig(DecoderSizes):
                 f"`base_num_kv_heads` = {self.base_num_kv_heads}. Every group of query heads "
                 "shares one key and value head."
             )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"`head_dim` is {self.head_dim}. Rotary positions need an even number."
-            )
-        if self.rope_type not in self.rope_types:
-            types = " or ".join(map(repr, self.rope_types))
-            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give {types}.")
+        check_even("head_dim", self.head_dim)
+        self._check_rope_type()
 
     @property
     def frequencies(self) -> Frequencies:
@@ -182,11 +177,7 @@ class MixtureConfig(LlamaConfig):
                 f"{self.base_moe_mlp_dim}, but every layer has experts and no other MLP. Give both "
                 "the width of an expert."
             )
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"`num_experts_per_tok` is {self.num_experts_per_tok}, and a token chooses among "
-                f"{self.num_experts} experts. Give 1 to {self.num_experts}."
-            )
+        check_num_chosen(self.num_experts_per_tok, self.num_experts)
 
     @property
     def moe(self) -> MoeSettings:

@@ -13,9 +13,12 @@ class DecoderSizes:
         norm_offset: A number that is added to stored scales of norms.
         has_biases_and_sinks: Whether the products of attention add biases, and heads have sinks:
             scores without a value.
+        rope_types: The values that `rope_type` may have.
     """
 
     base_num_decoder_layers: int
+    rope_type: str
+    rope_types: ClassVar[tuple[str, ...]]
     norm_offset: ClassVar[float] = 0.0
     has_biases_and_sinks: ClassVar[bool] = False
 
@@ -53,3 +56,23 @@ class DecoderSizes:
     def layer_kinds(self) -> tuple[int, ...]:
         """Returns the index of the kind of every layer of the pipeline; () if there is one kind."""
         return ()
+
+    def _check_rope_type(self) -> None:
+        if self.rope_type not in self.rope_types:
+            types = " or ".join(map(repr, self.rope_types))
+            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give {types}.")
+
+
+def check_even(name: str, channels: int) -> None:
+    """Checks the number of channels of a head that have rotary positions."""
+    if channels % 2:
+        raise ValueError(f"`{name}` is {channels}. Rotary positions need an even number.")
+
+
+def check_num_chosen(num_experts_per_tok: int, most: int) -> None:
+    """Checks that a token can choose so many experts."""
+    if not 1 <= num_experts_per_tok <= most:
+        raise ValueError(
+            f"`num_experts_per_tok` is {num_experts_per_tok}, and a token chooses among {most} "
+            f"experts. Give 1 to {most}."
+        )

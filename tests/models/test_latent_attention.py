@@ -13,6 +13,7 @@ from jaxpipe import sharding
 from jaxpipe.kernels import dot_product_attention, splash_attention
 from jaxpipe.models import DeepseekConfig, initialize
 from jaxpipe.models.layers import (
+    Yarn,
     latent_attention,
     latent_attention_weights,
     rms_norm,
@@ -123,9 +124,7 @@ def test_attention_is_sharper_with_yarn_by_the_published_factor():
 
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_ramps_between():
     # DeepSeek-V2's: 64 channels, 40 times 4,096 tokens.
-    frequencies = yarn_frequencies(
-        64, 10_000.0, factor=40.0, trained_length=4096, beta_fast=32.0, beta_slow=1.0
-    )
+    frequencies = yarn_frequencies(64, 10_000.0, Yarn(40.0, 4096, 32.0, 1.0, mscale=1.0))
     plain = [10_000.0 ** (-pair / 32) for pair in range(32)]
     turns = [4096 * frequency / (2 * math.pi) for frequency in plain]
     # The ramp begins at the last pair that turns 32 times, and ends at the first below once.

@@ -158,14 +158,7 @@ def _positions(channels: int, max_timescale: float, yarn: Yarn | None) -> tuple[
     """Returns rotary angles per position in radians, and a factor of the attention scores."""
     if yarn is None:
         return rope_frequencies(channels, max_timescale), 1.0
-    frequencies = yarn_frequencies(
-        channels,
-        max_timescale,
-        factor=yarn.factor,
-        trained_length=yarn.trained_length,
-        beta_fast=yarn.beta_fast,
-        beta_slow=yarn.beta_slow,
-    )
+    frequencies = yarn_frequencies(channels, max_timescale, yarn)
     return frequencies, yarn_score_scale(yarn.factor, yarn.mscale)
 
 

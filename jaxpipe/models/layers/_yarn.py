@@ -8,6 +8,7 @@ DeepSeek-V2, arXiv 2405.04434, which begins and ends the increase at whole pairs
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,43 +25,46 @@ class Yarn:
     beta_slow: float  # pairs that turn less often than this are slowed down by `factor`
     mscale: float  # how strongly attention scores grow with the logarithm of `factor`
 
+    def __post_init__(self):
+        # Pairs would not be slowed down in their order.
+        if self.factor < 1:
+            raise ValueError(
+                f"`rope_factor` is {self.factor:g}. YaRN makes sequences longer: give 1 or more."
+            )
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"`beta_fast` is {self.beta_fast:g} and `beta_slow` {self.beta_slow:g}. Pairs that "
+                "turn more often than `beta_fast` stay as they are: give at least `beta_slow`."
+            )
 
-def check_yarn(rope_factor: float, beta_fast: float, beta_slow: float) -> None:
-    """Raises a ValueError for keys of YaRN that would not slow pairs down in their order."""
-    if rope_factor < 1:
-        raise ValueError(
-            f"`rope_factor` is {rope_factor:g}. YaRN makes sequences longer: give 1 or more."
-        )
-    if beta_fast < beta_slow:
-        raise ValueError(
-            f"`beta_fast` is {beta_fast:g} and `beta_slow` {beta_slow:g}. Pairs that turn more "
-            "often than `beta_fast` stay as they are: give at least `beta_slow`."
-        )
+
+def yarn_of(sizes: Any) -> Yarn:
+    """Returns the numbers of YaRN that the sizes of a model have."""
+    return Yarn(
+        sizes.rope_factor,
+        sizes.original_max_position_embeddings,
+        sizes.beta_fast,
+        sizes.beta_slow,
+        getattr(sizes, "mscale", 1.0),
+    )
 
 
 def yarn_frequencies(
-    head_dim: int,
-    max_timescale: float,
-    *,
-    factor: float,
-    trained_length: int,
-    beta_fast: float,
-    beta_slow: float,
-    whole_pairs: bool = True,
+    head_dim: int, max_timescale: float, yarn: Yarn, *, whole_pairs: bool = True
 ) -> Frequencies:
     """Returns the rotary angles per position of each pair of channels, in radians."""
 
     def pair_that_turns(times: float) -> float:
-        wavelength = trained_length / (times * 2 * math.pi)
+        wavelength = yarn.trained_length / (times * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(max_timescale))
 
-    first, last = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
     if whole_pairs:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     pairs = np.arange(head_dim // 2, dtype=np.float32)
     slowed = np.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
-    return rope_frequencies(head_dim, max_timescale) * (1 - slowed + slowed / factor)
+    return rope_frequencies(head_dim, max_timescale) * (1 - slowed + slowed / yarn.factor)
 
 
 def yarn_score_scale(factor: float, mscale: float) -> float:
