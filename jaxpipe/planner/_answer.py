@@ -139,9 +139,11 @@ class Plans:
 
     def __repr__(self) -> str:
         request, devices = self.request, self.request.devices
+        parameters = request.work.parameters
+        count = f"{parameters / 1e9:.3g} billion" if parameters >= 1e7 else f"{parameters:,.0f}"
         slices = f" x {devices.num_slices} slices" if devices.num_slices > 1 else ""
         lines = [
-            f"{request.model.name}, {_count(request.work.parameters)} parameters, on "
+            f"{request.model.name}, {count} parameters, on "
             f"{devices.name}{slices}: {devices.num_devices} devices of "
             f"{devices.memory_bytes / _GB:.1f} GB, of which {request.limit / _GB:.1f} may be used",
             f"{request.batch:,} sequences of {request.sequence:,} tokens a step; "
@@ -161,10 +163,6 @@ class Plans:
             "What it rests on": rests_on(request, self.best),
         }
         return "\n".join([*lines, *(f"{head}: {text}" for head, text in more.items() if text)])
-
-
-def _count(parameters: float) -> str:
-    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e7 else f"{parameters:,.0f}"
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:

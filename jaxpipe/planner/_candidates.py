@@ -268,10 +268,12 @@ def layout_groups(space: Space) -> Iterator[LayoutGroup]:
             continue
         for name, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
             engine = engine_named(name)
-            if engine.program_per_rank and not _is_on_a_host(space.devices, sizes["stage"]):
+            # The devices of a rank belong to one process.
+            of_rank = space.devices.num_devices // sizes["stage"]
+            if engine.program_per_rank and space.devices.devices_per_host % of_rank:
                 continue
             cuts_tiles = _cuts_tiles(space, sizes)
-            divides = space.num_experts % _expert_shards(sizes) == 0
+            divides = space.num_experts % (sizes["expert"] * sizes["fsdp"] * sizes["context"]) == 0
             # XLA's partitioner would gather all experts of a shard of `expert`, or add them up.
             gathers = engine.pipelines and not engine.program_per_rank and sizes["expert"] == 1
             saves = cuts_tiles and space.num_experts > 0 and divides and gathers
@@ -340,11 +342,6 @@ def _options(space: Space, engine: Engine, sizes: Sizes) -> EngineOptions:
     return space.options
 
 
-def _expert_shards(sizes: Sizes) -> int:
-    """Returns the parts into which the weights of experts are divided."""
-    return sizes["expert"] * sizes["fsdp"] * sizes["context"]
-
-
 def _cuts_tiles(space: Space, sizes: Sizes) -> bool:
     """Returns whether devices are TPUs, of whose tiles a slice of an expert is no whole number."""
     parts = sizes["fsdp"] * sizes["context"]
@@ -369,11 +366,6 @@ def _most_on_torus(
     sizes = {axis: size // dcn.get(axis, 1) for axis, size in mesh_sizes(mesh).items()}
     on_torus = sharding.make_mesh(sizes, dcn, devices=absent_devices(devices))
     return most_bytes_for_several(scan, layers, _WEIGHTS, on_torus)
-
-
-def _is_on_a_host(devices: Devices, ranks: int) -> bool:
-    """Returns whether the devices of every rank belong to one process."""
-    return devices.devices_per_host % (devices.num_devices // ranks) == 0
 
 
 def _meshes(space: Space) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -455,7 +447,9 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
                     if counts and (len({*counts}) == 1 or space.costs):
                         yield name, "", chunks, counts
         else:
-            for schedule in _choices(fixed, "schedule", _schedules(ranks)):
+            of_families = [name for name, family in FAMILIES.items() if family.is_usual]
+            several = of_families[:1] if ranks == 1 else of_families
+            for schedule in _choices(fixed, "schedule", several):
                 for chunks in _chunks_of(schedule, fixed, layers, ranks):
                     if counts := _counts(space, ranks * chunks):
                         yield name, schedule, chunks, counts
@@ -464,12 +458,6 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
 def _is_on_two_ranks(schedule: str) -> bool:
     """Returns whether every stage of a schedule is on two ranks."""
     return schedule in FAMILIES and FAMILIES[schedule].placement == "both_ways"
-
-
-def _schedules(ranks: int) -> tuple[str, ...]:
-    """Returns the schedules to choose from."""
-    usual = tuple(name for name, family in FAMILIES.items() if family.is_usual)
-    return usual[:1] if ranks == 1 else usual
 
 
 def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) -> Sequence[int]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -241,13 +242,6 @@ def device_hardware(devices: Devices) -> Hardware:
     )
 
 
-@dataclass(frozen=True)
-class _MemoryKind:
-    """A kind of memory of a device."""
-
-    kind: str
-
-
 @dataclass(frozen=True, eq=False)
 class AbsentDevice:
     """A stand-in for a device: it has what a mesh and the checks of a run read.
@@ -274,7 +268,7 @@ class AbsentDevice:
 
     def addressable_memories(self) -> Sequence[Any]:
         """Returns the kinds of its memory."""
-        return [_MemoryKind("device"), _MemoryKind("pinned_host")]
+        return [SimpleNamespace(kind=kind) for kind in ("device", "pinned_host")]
 
 
 def absent_devices(devices: Devices) -> Sequence[Any]:

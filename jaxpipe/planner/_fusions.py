@@ -244,7 +244,9 @@ def _play(few: Graph, more: Graph, compiler: _Compiler) -> _PlayedGraph:
             if other != index and _share(fusion, waiting[other]):
                 both = waiting.pop(other)
                 unread.subtract(fusion.read.keys() & both.read.keys())
-                fusion = _merged(fusion, both)
+                fusion = replace(
+                    fusion, read={**fusion.read, **both.read}, made={**fusion.made, **both.made}
+                )
         new, ended = change(fusion)
         made, freed = sum(new.values()), sum(alive[x] for x in ended)
         first = next(iter(new.values()), 0.0)
@@ -263,11 +265,6 @@ def _share(one: _Fusion, other: _Fusion) -> bool:
     """Returns whether two fusions of element-wise operations read the same array with rows."""
     both = one.in_place and other.in_place
     return both and any(one.read[x] for x in one.read.keys() & other.read.keys())
-
-
-def _merged(one: _Fusion, other: _Fusion) -> _Fusion:
-    read, made = {**one.read, **other.read}, {**one.made, **other.made}
-    return replace(one, read=read, made=made)
 
 
 def _fusions(few: Graph, more: Graph, compiler: _Compiler) -> Iterator[_Fusion]:

@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from .. import sharding
 from ..api import Model, layer_flops
 from ..api.inspection import check_groups, param_specs
-from ..cost.work import ModelWork
 from ..engines import (
     CONFIG_ENGINES,
     EngineOptions,
@@ -109,6 +108,7 @@ def own_request(
     engine_options = EngineOptions(**own_options)
     named = {"gather"} & chosen.keys() | engine_options.changed.keys()
     free = {"zero1"} if model.vocab_parallel_loss is None else {"zero1", "vocab_parallel"}
+    costs = model.layer_costs
     space = Space(
         devices=devices,
         batch=rows,
@@ -125,7 +125,7 @@ def own_request(
         },
         options=engine_options,
         free_options=frozenset(free - own_options.keys()),
-        costs=_costs(model, work),
+        costs=costs and tuple(float(costs[layer.name]) for layer in work.kinds()),
         gathered_axes=("fsdp",),
         hidden=planned.hidden,
         scan_layers=lambda _: options.get("scan_layers"),
@@ -151,12 +151,6 @@ def own_request(
         before=0,
         after=0,
     )
-
-
-def _costs(model: Model, work: ModelWork) -> tuple[float, ...] | None:
-    """Returns the cost of each layer; None if all cost the same."""
-    costs = model.layer_costs
-    return None if costs is None else tuple(float(costs[layer.name]) for layer in work.kinds())
 
 
 def _made_for_trace(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..engines import PeakMemory
 from ..sharding import AXES
 from ._answer import Plans, unit_of_bytes
 from ._candidates import StepLayout, engine_named, layout_groups
@@ -72,7 +71,10 @@ def _nothing_fits(request: Request, best: BestPlans) -> str:
     candidate, needed = best.leanest
     if needed.total > request.limit:
         name, unit = unit_of_bytes(needed.total)
-        kinds = ", ".join(_kinds(needed, unit))
+        sizes = sorted(vars(needed).items(), key=lambda pair: -pair[1])
+        kinds = ", ".join(
+            f"{kind} {size / unit:.1f}" for kind, size in sizes if size > 0.01 * needed.total
+        )
         return (
             f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / unit:.1f} "
             f"{name} on a device of {request.limit / unit:.1f}, "
@@ -138,8 +140,3 @@ def _fixed(request: Request) -> dict[str, str]:
 def _given(request: Request) -> str:
     fixed = ", ".join(_fixed(request).values())
     return f" (given: {fixed})" if fixed else ""
-
-
-def _kinds(needed: PeakMemory, unit: float) -> list[str]:
-    sizes = sorted(vars(needed).items(), key=lambda pair: -pair[1])
-    return [f"{kind} {size / unit:.1f}" for kind, size in sizes if size > 0.01 * needed.total]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from ..cost.training_step import OWN_MEMORY, OWN_PROGRAMS, evidence
-from ..engines import PeakMemory, usual_engine
+from ..engines import usual_engine
 from ..sharding import AXES
 from ._candidates import StepLayout, engine_named
 from ._devices import device_hardware
@@ -133,7 +133,7 @@ def plain_words(request: Request, plans: BestPlans) -> str:
         return f"data parallelism alone fits, but {reason}."
     return (
         f"data parallelism alone does not fit: {describe(candidate)} needs "
-        f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}{_most(needed)}."
+        f"{needed.total / _GB:.1f} GB of {request.limit / _GB:.1f}, most of it {needed.largest}."
     )
 
 
@@ -154,10 +154,6 @@ def refused_words(request: Request, plans: BestPlans) -> str:
     lines = [f"    {describe(one.candidate)}: {one.error}" for one in refusals(faster)]
     head = f"{len(faster)} layouts that might be faster, by {request.checked_by}, such as"
     return "\n".join([head, *lines])
-
-
-def _most(needed: PeakMemory) -> str:
-    return f", most of it {needed.largest}"
 
 
 def rests_on(request: Request, plan: Plan) -> str:

@@ -202,12 +202,14 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     )
     if candidate.engine.pipelines:
         schedule = run.pipeline.schedule or candidate.family_name
-        counts = _all_layers(candidate, request)
+        first, *rest = candidate.counts  # others run beside the embedding and the head
+        counts = [first + request.before, *rest]
+        counts[-1] += request.after
         layout = replace(
             layout,
             schedule=schedule,
             chunks=candidate.chunks,
-            layers_per_stage=counts,
+            layers_per_stage=tuple(counts),
             summed_bytes=reduced_bytes(candidate),
             # A share of the microbatches takes a rank as long as a share of the vocabulary.
             vocab_parallel=candidate.engine.shares_loss or candidate.options.vocab_parallel,
@@ -391,7 +393,8 @@ def _layout(
         gather=gather,
         scattered_bytes=scattered_bytes,
         hosts=slices if slices > 1 else 0,
-        order=_order(across),
+        # Slices are farthest apart.
+        order=tuple(sorted(Layout().order, key=lambda axis: axis != across)),
         sequence_parallel=bool(request.model.between),
         experts_gather=True,
         context_gathers=True,
@@ -436,20 +439,6 @@ def _efficiency(request: Request, flags: frozenset[str]) -> Efficiency:
         }
         reached = replace(reached, **shares)
     return reached
-
-
-def _order(across: str) -> tuple[str, ...]:
-    """Returns mesh axes from those whose neighbours are farthest apart; slices are farthest."""
-    axes = Layout().order
-    return (across, *(axis for axis in axes if axis != across)) if across else axes
-
-
-def _all_layers(candidate: StepLayout, request: Request) -> tuple[int, ...]:
-    """Returns layers per stage with those that run beside the embedding and the head."""
-    first, *rest = candidate.counts
-    counts = [first + request.before, *rest]
-    counts[-1] += request.after
-    return tuple(counts)
 
 
 @lru_cache(maxsize=1_000_000)

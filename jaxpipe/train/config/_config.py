@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
 from pydantic import model_validator
@@ -14,21 +15,9 @@ from ..optim._factories import averages_weights, check_factory, unread_keys
 from ..optim._optimizer import DECAY_SHAPES
 from ._keys import GATHER_KEYS, OPTION_KEYS, ConfigKeys
 
-
-def _pipelines(engine: Engine) -> bool:
-    return engine.pipelines
-
-
-def _runs_schedules(engine: Engine) -> bool:
-    return engine.runs_schedules
-
-
-def _is_one_pipeline(engine: Engine) -> bool:
-    return engine.pipelines and not engine.program_per_rank
-
-
-def _has_programs(engine: Engine) -> bool:
-    return engine.program_per_rank
+_pipelines = attrgetter("pipelines")
+_runs_schedules = attrgetter("runs_schedules")
+_has_programs = attrgetter("program_per_rank")
 
 
 def _option(name: str) -> Callable[[Engine], bool]:
@@ -47,7 +36,7 @@ _IS_READ_BY: dict[str, Callable[[Engine], bool]] = {
     "pipeline_schedule": _runs_schedules,
     "pipeline_layout": _runs_schedules,
     "num_pipeline_slices": lambda engine: engine.sliced_stage is not None,
-    "shard_mode": _is_one_pipeline,
+    "shard_mode": lambda engine: engine.pipelines and not engine.program_per_rank,
     "mpmd_timeout_seconds": _has_programs,
     "mpmd_trace_step": _has_programs,
     **dict.fromkeys(GATHER_KEYS.values(), _option("gather")),

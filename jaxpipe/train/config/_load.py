@@ -60,7 +60,10 @@ def load_config(
         >>> load_config([], ["steps=3"], presets={"llama-tiny": {}}).steps
         3
     """
-    sources = [(fspath(file), _read_yaml(fspath(file))) for file in files]
+    sources = [
+        (file, parse_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), file))
+        for file in map(fspath, files)
+    ]
     sources += [("the command line", parse_override(text)) for text in overrides]
 
     name = _merged(sources).get("model_name", Config.model_fields["model_name"].default)
@@ -123,10 +126,6 @@ def parse_yaml(text: str, source: str) -> ConfigValues:
         raise ValueError(f"{source} holds a {type(values).__name__}. Write `key: value` lines.")
     named = {key if isinstance(key, str) else short_repr(key): x for key, x in values.items()}
     return {SAME_KEYS.get(key, key): value for key, value in named.items()}
-
-
-def _read_yaml(file: str) -> ConfigValues:
-    return parse_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), file)
 
 
 def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues:

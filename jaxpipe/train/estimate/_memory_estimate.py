@@ -1,7 +1,6 @@
 """Estimates the memory of a run from shapes, without compiling anything, as its engine says it."""
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from ...planner import StepLayout
 from ...planner.memory import step_counts, step_sizes
 from ...schedules import language
 from ...sharding import AXES
-from ..plan._model import RematPlan
 from ..plan._setup import StepPlan
 from ..step._state import of_gradients, state_shapes
 from ..step._step import stored_shardings
@@ -44,7 +42,7 @@ def estimate_memory(plan: StepPlan) -> tuple[PeakMemory, ...]:
 
 def _step_layout(plan: StepPlan) -> StepLayout:
     """Returns the layout of a run as planners write it."""
-    pipeline, batch, model = plan.pipeline, plan.batch, plan.model
+    pipeline, batch, model, remat = plan.pipeline, plan.batch, plan.model, plan.model.remat
     return StepLayout(
         mesh=tuple(plan.pipe.mesh.shape[axis] for axis in AXES),
         across="",
@@ -54,24 +52,14 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         counts=tuple(map(len, pipeline.layout.stage_layer_ids)),
         microbatches=batch.num_microbatches,
         accumulation=batch.gradient_accumulation_steps,
-        policy=_policy(model.remat),
-        scope=_scope(model.remat),
+        policy=remat.policy if remat.on_ticks or remat.on_layers else "none",
+        scope="layer" if not remat.on_ticks else "both" if remat.on_layers else "tick",
         gather=pipeline.gather,
         vocab_tiling=model.num_vocab_tiling,
         options=pipeline.options,
         copies=0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
         most_for_several=most_bytes_for_several_of(pipeline),
     )
-
-
-def _policy(remat: RematPlan) -> str:
-    return remat.policy if remat.on_ticks or remat.on_layers else "none"
-
-
-def _scope(remat: RematPlan) -> Literal["tick", "layer", "both"]:
-    if remat.on_ticks and remat.on_layers:
-        return "both"
-    return "tick" if remat.on_ticks else "layer"
 
 
 def _sizes(plan: StepPlan, layout: StepLayout) -> StepSizes:

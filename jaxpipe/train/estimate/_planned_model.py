@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...models import DeepseekConfig, LlamaConfig, ModelConfig
-from ...models.layers import MoeSettings, ragged_dot
+from ...models.layers import ragged_dot
 from ...models.weights import is_weight
 from ...planner import Axes, PlannedModel, RoutedExperts, Tensor, WeightBytes, WeightGroup
 from ...sharding import Rules, gathered_rules, partition_spec
@@ -47,7 +47,13 @@ def planned_model(
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
     stores_scores = model.attention.kernel == "dot_product"
     scores = SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
-    expands = platform == "gpu" and model.grouped_matmul is ragged_dot
+    moe, routed, expanded = sizes.moe, None, ()
+    if moe is not None:
+        chosen = moe.router.num_chosen
+        routed = RoutedExperts(moe.num_experts, chosen, moe.expert_dim, CHUNK_ROWS)
+        if platform == "gpu" and model.grouped_matmul is ragged_dot:
+            # XLA:GPU makes a row of each choice of a token for every expert.
+            expanded = (Tensor(moe.num_experts * chosen * moe.embed_dim),)
     return PlannedModel(
         name,
         _groups(weights["layer"], rules),
@@ -61,8 +67,8 @@ def planned_model(
         tuple(named.items()),
         unnamed,
         (Tensor(scores, _SPLIT),) if scores else (),
-        sizes.moe and _routed(sizes.moe),
-        _expanded(sizes.moe) if sizes.moe and expands else (),
+        routed,
+        expanded,
         weight_bytes,
         weight_bytes,
         *state_bytes(weights, optimizer),
@@ -80,18 +86,15 @@ def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
     """Returns the weights of a tree, those together that the same axes split."""
     sizes_by_axes: dict[tuple[Axes, Axes], list[int]] = {}
     for weight in jax.tree.leaves(tree, is_leaf=is_weight):
+        specs = (partition_spec(weight.axes, by) for by in (rules, gathered_rules(rules)))
         stored, gathered = (
-            _spec_axes(weight.axes, axis_rules) for axis_rules in (rules, gathered_rules(rules))
+            tuple(axis for dim in spec for axis in axes_of_dim(dim)) for spec in specs
         )
         sizes_by_axes.setdefault((stored, gathered), []).append(math.prod(weight.shape))
     return tuple(
         WeightGroup(sum(sizes), stored, gathered, max(sizes))
         for (stored, gathered), sizes in sizes_by_axes.items()
     )
-
-
-def _spec_axes(axes: Any, rules: Rules) -> Axes:
-    return tuple(axis for dim in partition_spec(axes, rules) for axis in axes_of_dim(dim))
 
 
 _SPLIT = ("tensor",)
@@ -146,15 +149,6 @@ def _tensors(
         named[name] = Tensor(k * F, _SPLIT, all_rows=True)
     named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
     return named, (*unnamed, Tensor(2 * k * D, all_rows=True))
-
-
-def _routed(moe: MoeSettings) -> RoutedExperts:
-    return RoutedExperts(moe.num_experts, moe.router.num_chosen, moe.expert_dim, CHUNK_ROWS)
-
-
-def _expanded(moe: MoeSettings) -> tuple[Tensor, ...]:
-    """Returns the rows that XLA:GPU makes of a token's: one of each choice for every expert."""
-    return (Tensor(moe.num_experts * moe.router.num_chosen * moe.embed_dim),)
 
 
 def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:

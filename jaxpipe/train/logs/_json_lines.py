@@ -42,13 +42,10 @@ def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is not UTF-8. Remove the line.") from None
     except ValueError as error:
         raise ValueError(f"{error} Remove the line.") from None
-    if not isinstance(entry, dict) or not _is_number(entry.get(key)):
+    number = entry.get(key) if isinstance(entry, dict) else None
+    if type(number) is not int or not 0 <= number < 2**62:
         raise ValueError(
             f"{where} is {short_repr(line.decode(), 80)}, not an object with a `{key}`. "
             "Remove the line."
         )
     return entry
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

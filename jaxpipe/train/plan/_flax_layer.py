@@ -5,7 +5,8 @@ Its call has MaxText's arguments. Everything else that the layer reads, and the 
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import jax
@@ -108,7 +109,8 @@ def _nnx_call(run: Callable, weights: PyTree) -> Callable:
 
     def call(weights: PyTree, *arguments: Any) -> Any:
         flat = [
-            (path, v.replace(_leaf_at(weights, path[1:]))) for path, v in nnx.to_flat_state(state)
+            (path, v.replace(reduce(getitem, path[1:], weights)))
+            for path, v in nnx.to_flat_state(state)
         ]
         with nnx.use_eager_sharding(False):
             module = nnx.merge(graph, nnx.from_flat_state(flat), copy=True)
@@ -117,9 +119,3 @@ def _nnx_call(run: Callable, weights: PyTree) -> Callable:
         return y, {str(path[-1]): values.get_value()[0] for path, values in flat_sown}
 
     return call
-
-
-def _leaf_at(tree: PyTree, path: tuple[Any, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree

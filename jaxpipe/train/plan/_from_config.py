@@ -128,7 +128,10 @@ def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
 
 def axis_rules(config: Config) -> sharding.Rules:
     """Returns the logical axis rules of a run."""
-    changes = tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
+    changes = tuple(
+        (name, (axes,) if isinstance(axes, str) else axes or ())
+        for name, axes in config.logical_axis_rules or ()
+    )
     if config.shard_exp_on_fsdp:
         if "exp" in dict(changes):
             raise ValueError(
@@ -144,10 +147,6 @@ def axis_rules(config: Config) -> sharding.Rules:
             )
         changes += (("activation_norm_length", ("context", "tensor")),)
     return sharding.override_rules(changes)
-
-
-def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def _divided_layers(

@@ -60,9 +60,13 @@ def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientT
     """
     # Weights are named by their groups: `stages.attention.query`.
     groups = {name: tree[name] for name in ("embed", "head")} | {"stages": layer_of(tree)}
+
+    def is_matrix(weight: Weight) -> bool:
+        own_axes = [axis for axis in weight.axes if axis not in STACK_AXES]
+        return not weight.is_bias and len(own_axes) >= 2
+
     decays = exclude_from_decay(
-        jax.tree.map(lambda w: not w.is_bias and len(_own_axes(w)) >= 2, groups, is_leaf=is_weight),
-        wanted.weight_decay_exclude,
+        jax.tree.map(is_matrix, groups, is_leaf=is_weight), wanted.weight_decay_exclude
     )
     of_layers = {"embed": groups["embed"].get("layers"), "head": groups["head"].get("layers")}
     dimensions = jax.tree.map(lambda _: False, groups, is_leaf=is_weight)
@@ -83,11 +87,6 @@ def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientT
     return build_optimizer(
         wanted.keys, schedule_of, WeightTraits(like_tree(decays), like_tree(dimensions))
     )
-
-
-def _own_axes(weight: Weight) -> tuple[Any, ...]:
-    """Returns the logical axes of a weight but for those that only stack layers."""
-    return tuple(axis for axis in weight.axes if axis not in STACK_AXES)
 
 
 def _matrices(layer: PyTree) -> PyTree:

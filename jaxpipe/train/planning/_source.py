@@ -1,6 +1,6 @@
 """The keys of a run that a layout stands for, and the run that they set up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -66,7 +66,9 @@ class TrainerSource:
 
 
 def _set_up(settings: Values, devices: Sequence[Any]) -> StepPlan:
-    return set_up(Config(**_base_values(settings)), devices).step
+    base = key_defaults()
+    preset = PRESETS[settings.get("model_name", base["model_name"])]
+    return set_up(Config(**{**base, **preset, **settings}), devices).step
 
 
 def _keys(candidate: StepLayout, num_slices: int) -> Values:
@@ -74,7 +76,9 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
     values = _mesh(candidate, num_slices)
     values["pipeline_engine"] = candidate.engine_name
     values["num_pipeline_microbatches"] = candidate.microbatches
-    values |= _remat(candidate.policy)
+    values["remat_policy"] = candidate.policy
+    if candidate.policy == OFFLOAD_INPUTS:
+        values |= {"remat_policy": "custom", "decoder_layer_input": "offload"}
     if candidate.accumulation > 1:
         values["gradient_accumulation_steps"] = candidate.accumulation
     if candidate.vocab_tiling > 1:
@@ -99,13 +103,6 @@ def _keys(candidate: StepLayout, num_slices: int) -> Values:
     return values
 
 
-def _remat(policy: str) -> Values:
-    """Returns the keys of a policy of rematerialization."""
-    if policy == OFFLOAD_INPUTS:
-        return {"remat_policy": "custom", "decoder_layer_input": "offload"}
-    return {"remat_policy": policy}
-
-
 def _mesh(candidate: StepLayout, num_slices: int) -> Values:
     """Returns the sizes of the mesh inside a slice and across slices."""
     axis_sizes: Values = {}
@@ -115,13 +112,6 @@ def _mesh(candidate: StepLayout, num_slices: int) -> Values:
         if across > 1:
             axis_sizes[f"dcn_{AXIS_KEYS[axis]}_parallelism"] = across
     return axis_sizes
-
-
-def _base_values(values: Mapping[str, Any]) -> Values:
-    """Returns the values of all keys: defaults, the model's preset, and those given."""
-    base = key_defaults()
-    preset = PRESETS[values.get("model_name", base["model_name"])]
-    return {**base, **preset, **values}
 
 
 def _layout_text(counts: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Int32, Integer, PyTree
+from jaxtyping import Int32, Integer, PyTree
 
 from ..._input import short_repr
 from ...data.sources import Tokenizer
@@ -82,12 +82,14 @@ def sampler(
     front = np.asarray([] if options.bos is None else [options.bos], np.int32)
     rows = [_encoded(tokenizer, prompt, front) for prompt in prompts]
     tokens, segment_ids = _padded(rows)
+    is_token = np.zeros(vocab_size, bool)  # other ids only fill the model's vocabulary
+    is_token[tokenizer.ids] = True
     run = partial(
         generate,
         plan.decoder,
         max_tokens=options.max_tokens,
         choose=choice(options.temperature, options.top_p),
-        is_token=_are_tokens(tokenizer, vocab_size),
+        is_token=is_token,
         end=tokenizer.eod,
     )
 
@@ -128,13 +130,6 @@ def _padded(
     for i, row in enumerate(rows):
         tokens[i, -len(row) :], segment_ids[i, -len(row) :] = row, 1
     return tokens, segment_ids
-
-
-def _are_tokens(tokenizer: Tokenizer, vocab_size: int) -> Bool[np.ndarray, " V"]:
-    """Returns which ids are of the tokenizer; the others only fill the model's vocabulary."""
-    are_tokens = np.zeros(vocab_size, bool)
-    are_tokens[tokenizer.ids] = True
-    return are_tokens
 
 
 def _sample(

@@ -34,15 +34,15 @@ def stack_stages(
     specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     shards: list[list[jax.Array]] = [[] for _ in specs]
     for rank in mesh.local_ranks:
-        shardings = [NamedSharding(mesh.unstack[rank], spec) for spec in specs]
-        shapes = map(_abstract_array, dims, dtypes, shardings)
+        shapes = tuple(
+            jax.ShapeDtypeStruct(dim, dtype, sharding=NamedSharding(mesh.unstack[rank], spec))
+            for dim, dtype, spec in zip(dims, dtypes, specs, strict=True)
+        )
         local = _stages_with_layers(weights, rank)
         parts = [
             [leaf_stages[stage].on_rank(rank) for stage in local] for leaf_stages in stages_by_leaf
         ]
-        for leaf_shards, stacked_leaf in zip(
-            shards, _concatenation(tuple(shapes))(parts), strict=True
-        ):
+        for leaf_shards, stacked_leaf in zip(shards, _concatenation(shapes)(parts), strict=True):
             leaf_shards += [shard.data[None] for shard in stacked_leaf.addressable_shards]
     stacked = [
         jax.make_array_from_single_device_arrays(
@@ -96,21 +96,11 @@ def _layer_counts(weights: WeightPlan) -> list[int]:
     return list(map(len, weights.layout.stage_layer_ids))
 
 
-def _stages_by_rank(weights: WeightPlan) -> tuple[tuple[int, ...], ...]:
-    assert weights.stages_by_rank is not None, "every stage has a tree of its own"
-    return weights.stages_by_rank
-
-
 def _stages_with_layers(weights: WeightPlan, rank: int) -> list[int]:
     """Returns the stages of a rank that have layers, in forward order."""
+    assert weights.stages_by_rank is not None, "every stage has a tree of its own"
     counts = _layer_counts(weights)
-    return [stage for stage in _stages_by_rank(weights)[rank] if counts[stage]]
-
-
-def _abstract_array(
-    dims: tuple[int, ...], dtype: Any, sharding: NamedSharding
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    return [stage for stage in weights.stages_by_rank[rank] if counts[stage]]
 
 
 def _stage_array(
@@ -136,10 +126,12 @@ def _concatenation(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], 
     """Compiles the concatenation of a rank's stages, padded with zeros, for every leaf."""
 
     def join(parts: list[list[jax.Array]]) -> list[jax.Array]:
-        return [
-            jnp.concatenate([*stages, jnp.zeros(_padding_shape(stages, shape), shape.dtype)])
-            for stages, shape in zip(parts, shapes, strict=True)
-        ]
+        joined = []
+        for stages, shape in zip(parts, shapes, strict=True):
+            num_padding = shape.shape[0] - sum(map(len, stages))
+            padding = jnp.zeros((num_padding, *shape.shape[1:]), shape.dtype)
+            joined.append(jnp.concatenate([*stages, padding]))
+        return joined
 
     return jax.jit(join, out_shardings=[shape.sharding for shape in shapes])
 
@@ -155,7 +147,3 @@ def _split(
         return [[leaf[a:b] for leaf in leaves] for a, b in pairwise(offsets)]
 
     return jax.jit(cut, out_shardings=[list(shardings)] * len(counts))
-
-
-def _padding_shape(parts: list[jax.Array], stacked: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return (stacked.shape[0] - sum(map(len, parts)), *stacked.shape[1:])

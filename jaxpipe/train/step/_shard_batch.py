@@ -23,7 +23,8 @@ def shard_batch(plan: BatchPlan, batch: Batch) -> dict[str, ArrayLike]:
     the loss, so that uneven masks need no care anywhere else. If the plan says so, arrays stay in
     host memory: the step transfers each to the ranks that read it.
     """
-    return _shard_rows(plan, batch, np.arange(plan.num_rows), total_target_weight(batch))
+    total = float(batch["target_weights"].sum(dtype=np.float64))
+    return _shard_rows(plan, batch, np.arange(plan.num_rows), total)
 
 
 def shard_batch_of_step(plan: BatchPlan, batches: RowsByStep, step: int) -> dict[str, ArrayLike]:
@@ -71,8 +72,3 @@ def _shard_rows(
         return jax.make_array_from_callback((*shape, rows.shape[1]), where, part)
 
     return jax.tree.map(to_global_array, batch, plan.shardings)
-
-
-def total_target_weight(batch: dict[str, np.ndarray]) -> float:
-    """Sums the target weights of a batch in host memory."""
-    return float(batch["target_weights"].sum(dtype=np.float64))
