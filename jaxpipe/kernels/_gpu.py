@@ -154,7 +154,9 @@ def pallas_kernel(
     if q.shape[3] > 128:  # two blocks of 128 tokens do not fit into a multiprocessor's memory
         sizes = replace(sizes, block_q=64, block_k=64)
     _check_blocks(q.shape[1])
-    keys, values = (_one_per_query_head(x, q) for x in (k, as_wide(v, q)))
+    # The kernel has no grouped queries.
+    repeats = q.shape[2] // k.shape[2]
+    keys, values = (jnp.repeat(x, repeats, axis=2) for x in (k, as_wide(v, q)))
     out = mha(
         *(q, keys, values, None if segments is None else segments[0]),
         sm_scale=scores.scale_of(q),
@@ -163,13 +165,6 @@ def pallas_kernel(
         interpret=interpret,
     )
     return checkpoint_name(cast(jax.Array, out)[..., : v.shape[3]], "context")
-
-
-def _one_per_query_head(
-    x: Float[Array, "b T K C"], q: Float[Array, "b T H C"]
-) -> Float[Array, "b T H C"]:
-    """Repeats heads of keys or values for a kernel without grouped queries."""
-    return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
 def _check_blocks(length: int) -> None:

@@ -71,16 +71,13 @@ def attention_on_mesh(
             return local(inputs, segment_ids)
         assert on is not None, "a mesh with automatic axes"
         of_rows = PartitionSpec(*tuple(on.queries)[:2])
-        of_inputs = on.queries, on.keys, on.keys, _of_sinks(sinks, on)
+        of_sinks = None if sinks is None else PartitionSpec(tuple(on.queries)[2])
+        of_inputs = on.queries, on.keys, on.keys, of_sinks
         of_segments = None if segment_ids is None else of_rows
         run = on_shards(local, axes, of_inputs, of_segments, on.queries)
         return run(inputs, segment_ids)
 
     return attention
-
-
-def _of_sinks(sinks: jax.Array | None, on: MeshSpecs) -> PartitionSpec | None:
-    return None if sinks is None else PartitionSpec(tuple(on.queries)[2])
 
 
 def by_rules(rules: Rules, name: str) -> SpecsOf:
@@ -114,7 +111,7 @@ _KV_HEAD_AXES: LogicalAxes = ("activation_batch", "activation_length", "activati
 
 def _check_splits(rules: Rules, sizes: dict[str, int], name: str) -> None:
     length, heads, kv_heads = (
-        _split_over(name, rules, sizes)
+        [axis for axis in dict(rules)[name] if sizes[axis] > 1]
         for name in ("activation_length", "activation_heads", "activation_kv_heads")
     )
     if len(length) > 1 or (length and name == "pallas"):
@@ -129,10 +126,6 @@ def _check_splits(rules: Rules, sizes: dict[str, int], name: str) -> None:
             f"rule of 'activation_heads' splits over {heads} and that of 'activation_kv_heads' "
             f"over {kv_heads}. Give both the same rule, or `attention=dot_product`."
         )
-
-
-def _split_over(name: str, rules: Rules, sizes: dict[str, int]) -> list[str]:
-    return [axis for axis in dict(rules)[name] if sizes[axis] > 1]
 
 
 GRANULARITY = {"splash": SPLASH_BLOCK, "cudnn": CUDNN_BLOCK, "pallas": 128, "dot_product": 1}

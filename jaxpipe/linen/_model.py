@@ -165,7 +165,10 @@ def _groups(
     flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
 ) -> tuple[Callable, Callable, Callable]:
     """Returns a function that divides variables into layers and others, and two inverses."""
-    owner_by_path = {path: _owner(path, paths) for path in flat}
+    owner_by_path: dict[Path, tuple[int | None, str]] = {}
+    for path in flat:
+        at = layer_of(path, paths)
+        owner_by_path[path] = at, "/".join(path if at is None else path[len(paths[at]) :])
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         new = _flat(params["params"] if is_variables else params)
@@ -191,12 +194,6 @@ def _groups(
         return freeze(whole) if isinstance(variables, FrozenDict) else whole
 
     return split, join, params_of
-
-
-def _owner(path: Path, paths: list[Path]) -> tuple[int | None, str]:
-    """Returns the layer that a parameter belongs to, or None, and the name of the parameter."""
-    at = layer_of(path, paths)
-    return at, "/".join(path if at is None else path[len(paths[at]) :])
 
 
 def _constants(variables: Mapping[str, Any], others: set[str]) -> dict[str, Any]:

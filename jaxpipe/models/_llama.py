@@ -228,17 +228,13 @@ def llama_weights(
         dtype=dtype,
         norm_offset=config.norm_offset,
     )
-    layer = _block_weights(config, dtype)
+    # If the model has experts, the last layer of a block has them.
+    count = config.layers_per_block
+    layers = [_layer_weights(config, dtype, has_experts=i == count - 1) for i in range(count)]
+    layer = {_name(i): layer for i, layer in enumerate(layers)} if count > 1 else layers[0]
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
-
-
-def _block_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
-    """Returns the weights of one block. If the model has experts, its last layer has them."""
-    count = config.layers_per_block
-    layers = [_layer_weights(config, dtype, has_experts=i == count - 1) for i in range(count)]
-    return {_name(i): layer for i, layer in enumerate(layers)} if count > 1 else layers[0]
 
 
 def _name(index: int) -> str:

@@ -50,6 +50,7 @@ def render(
     data = chart_data(run, run_findings)
     main, more = main_and_more(data["charts"])
     rows = settings(run.values)
+    origins = {"preset": "(of the preset) ", "unknown": "no key of this version of jaxpipe"}
     return (
         environment()
         .get_template("page.html")
@@ -71,7 +72,11 @@ def render(
             schedule_notes=_schedule_notes(plan, why_no_setup, bool(traced)),
             memory_notes=_memory.remarks(plan) if plan else [why_no_setup],
             compiled=compiled,
-            changed=[(s.key, s.value, s.default, _meaning(s)) for s in rows if s.source],
+            changed=[
+                (s.key, s.value, s.default, origins.get(s.source, "") + s.meaning)
+                for s in rows
+                if s.source
+            ],
             settings=[(s.key, s.value, s.meaning) for s in rows],
             made=f"{now:%Y-%m-%d %H:%M} UTC",
             version=__version__,
@@ -135,11 +140,6 @@ def _schedule_notes(plan: StepPlan | None, why_not: str, is_traced: bool) -> Ite
             "In the traced step a rank waited for each of its actions; ranks of one process take "
             "turns, so their pipeline shows only where each has a process of its own."
         )
-
-
-def _meaning(setting: Any) -> str:
-    origin = {"preset": "(of the preset) ", "unknown": "no key of this version of jaxpipe"}
-    return origin.get(setting.source, "") + setting.meaning
 
 
 def _tables(

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..._durable import failing_writes
 from .._options import (
@@ -96,16 +96,17 @@ def run(args: argparse.Namespace) -> int:
         what = f"`--write` is {args.write}, which cannot be written"
         with failing_writes(what, "Give another file."):
             args.write.write_text(plans.yaml(), encoding="utf-8")
+    verified = (_verified(plans, index) for index in range(min(args.verify, len(plans.plans))))
     if args.json:
-        count = min(args.verify, len(plans.plans))
-        verified = [_record(_verified(plans, index)) for index in range(count)]
-        print(json.dumps(plans.record() | ({"verified": verified} if verified else {}), indent=1))
+        records = [{"refused": v} if isinstance(v, str) else v.record() for v in verified]
+        print(json.dumps(plans.record() | ({"verified": records} if records else {}), indent=1))
         return 0
     print(plans)
     if args.write:
         print(f"{args.write} has the settings of plan 1: jaxpipe train {args.write}")
-    for index in range(min(args.verify, len(plans.plans))):
-        print(_line(index, _verified(plans, index)), flush=True)
+    for number, figures in enumerate(verified, start=1):
+        refused = f"refused. {figures}" if isinstance(figures, str) else figures
+        print(f"compiled {number}: {refused}", flush=True)
     return 0
 
 
@@ -118,13 +119,3 @@ def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
             return plans.verify(index)
     except (ValueError, RuntimeError) as error:  # the others are still to be compiled
         return str(error)
-
-
-def _record(verified: "VerifiedPlan | str") -> dict[str, Any]:
-    return {"refused": verified} if isinstance(verified, str) else verified.record()
-
-
-def _line(index: int, verified: "VerifiedPlan | str") -> str:
-    """Returns a line with the prediction of a plan beside the compiler's figures."""
-    refused = f"refused. {verified}" if isinstance(verified, str) else verified
-    return f"compiled {index + 1}: {refused}"

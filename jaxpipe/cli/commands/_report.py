@@ -13,7 +13,6 @@ from ._compile import leave_devices_alone
 if TYPE_CHECKING:
     from ...report import CompiledMemory
     from ...report.record import RunRecord
-    from ...train import Config
     from ...train.plan import Setup, StepPlan
 
 _HELP = "write a run, or several beside each other, as one page of HTML"
@@ -94,15 +93,11 @@ def _planned(record: "RunRecord") -> "tuple[Setup | None, str]":
 
     try:
         emulate_devices(count)
-        return set_up(_on_any_device(record), jax.devices()), ""
+        # The kernels of TPUs change no shape.
+        on_any = {"attention": "dot_product", "megablox": "auto"}
+        return set_up(record.config.model_copy(update=on_any), jax.devices()), ""
     except (ValueError, FileNotFoundError) as error:
         return None, f"The run cannot be planned here: {error}"
-
-
-def _on_any_device(record: "RunRecord") -> "Config":
-    """Returns the config without the kernels of TPUs, which change no shape."""
-    assert record.config is not None
-    return record.config.model_copy(update={"attention": "dot_product", "megablox": "auto"})
 
 
 def _compiled(

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Restores the weights of a checkpoint, and prints a sample for each prompt."""
     from ...hugging_face import carried_tokenizer
     from ...train.config import check_values, parse_override
-    from ...train.sampling import SamplingOptions, open_run, sampled_config, sampler
+    from ...train.sampling import SamplingOptions, open_run, printable, sampled_config, sampler
 
     options = SamplingOptions(args.max_tokens, args.temperature, args.top_p, args.seed, args.bos)
     settings = {key: value for text in args.settings for key, value in parse_override(text).items()}
@@ -117,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     samples = sample_weights(opened.weights)
     seconds = time.perf_counter() - started
     for sample in samples:
-        _print_sample(sample)
+        end = "the document ends" if sample.has_ended else f"{len(sample.token_ids)} tokens"
+        print(f"\n{printable(sample.text)}\n[{end}]")
     count = sum(len(sample.token_ids) for sample in samples)
     print(f"\n{count} tokens in {seconds:.1f} s, with compiling")
     _print_long(opened, samples)
@@ -132,13 +133,6 @@ def _what(opened: "OpenedRun") -> str:
         f"{plan.mesh.size} {plan.weights.devices.platform} device(s)"
         + (f" ({devices})" if devices else "")
     )
-
-
-def _print_sample(sample: "Sample") -> None:
-    from ...train.sampling import printable
-
-    end = "the document ends" if sample.has_ended else f"{len(sample.token_ids)} tokens"
-    print(f"\n{printable(sample.text)}\n[{end}]")
 
 
 def _print_long(opened: "OpenedRun", samples: "list[Sample]") -> None:

@@ -99,8 +99,12 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
         again = forward
     elif layout.remat == "selective" and not _fused(layer):
         again = {"products": attention, "attention_scores": moved_scores}
+    # A forward has two products of attention.
+    products_back = 4
+    if layer.attention is not None and layer.attention.fused:
+        products_back = layer.attention.backward_products
     back = {
-        "products": products + _backward_products(layer) / 2 * attention,
+        "products": products + products_back / 2 * attention,
         "other_compute": moved_back + kernels,
         "attention_scores": 2 * moved_scores,
         **communication,
@@ -120,11 +124,6 @@ def _cast_bytes(layer: LayerWork, layout: Layout) -> float:
 
 def _fused(layer: LayerWork) -> bool:
     return layer.attention is None or layer.attention.fused
-
-
-def _backward_products(layer: LayerWork) -> int:
-    """Returns the products of attention in a backward; a forward has two."""
-    return layer.attention.backward_products if layer.attention and _fused(layer) else 4
 
 
 def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[float]:

@@ -10,7 +10,6 @@ from ._layer_time import (
     ActionSeconds,
     Device,
     Layers,
-    Seconds,
     add,
     device_parameters,
     gather_seconds,
@@ -78,15 +77,19 @@ def predict(
             for stage, count in zip(stages, counts, strict=True)
         ]
         transfer = 0.0
-    forward, back, weight = _totals(stages)
-    costs = StageSeconds(forward, back, weight, transfer)
+    totals = (
+        tuple(sum(getattr(stage, name).values(), 0.0) for stage in stages)
+        for name in ("forward", "input", "weight")
+    )
+    costs = StageSeconds(*totals, transfer)
     time = costs.of(schedule, layout.microbatches)
     if fewer:
         time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)
     rank = max(range(len(time.busy)), key=time.busy.__getitem__)
     own = stage_shares(schedule, rank)
     held = tuple(layer for stage in own for layer in layers[stage])
-    parts = _busy_parts(stages, own, layout)
+    actions = (scaled(s, own[stage]) for stage in own for s in vars(stages[stage]).values())
+    parts = scaled(add(*actions), layout.microbatches)
     parts["bubble"] = time.seconds - time.busy[rank]
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
     # Where two ranks run a stage, one of them updates it: on average each updates half.
@@ -117,22 +120,10 @@ def predict(
     )
 
 
-def _totals(stages: list[ActionSeconds]) -> list[tuple[float, ...]]:
-    """Returns [stages] seconds of F, of I and of W."""
-    names = ("forward", "input", "weight")
-    return [tuple(sum(getattr(stage, name).values(), 0.0) for stage in stages) for name in names]
-
-
 def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
     """Returns the seconds of a stage whose device waits while it receives and sends."""
     waits = {"point_to_point": seconds}
     return ActionSeconds(add(stage.forward, waits), add(stage.input, waits), stage.weight)
-
-
-def _busy_parts(stages: list[ActionSeconds], own: dict[int, float], layout: Layout) -> Seconds:
-    """Returns the seconds that a rank works, by kind."""
-    actions = (scaled(s, own[stage]) for stage in own for s in vars(stages[stage]).values())
-    return scaled(add(*actions), layout.microbatches)
 
 
 def _gradients(

@@ -73,10 +73,13 @@ def transformer(
         >>> round(llama.parameters / 1e9, 1)
         70.6
     """
-    channels = head_channels or hidden // heads
     if latent is None:
-        attention, products = _grouped_attention(hidden, heads, kv_heads or heads, channels)
-        attention = replace(attention, window=window, windowed=windowed)
+        C, kv = head_channels or hidden // heads, kv_heads or heads
+        attention = Attention(heads, C, C, 2 * kv * C, window=window, windowed=windowed)
+        products = (
+            Product(hidden, (heads + 2 * kv) * C),
+            Product(heads * C, hidden, "row"),
+        )
     else:
         attention, products = _latent_attention(hidden, heads, latent)
     attention = replace(
@@ -120,11 +123,6 @@ def _block(first: LayerWork, second: LayerWork) -> LayerWork:
 
 
 _SUMS = ("dense_parameters", "elementwise_bytes", "between_bytes", "num_kernels")
-
-
-def _grouped_attention(D: int, H: int, K: int, C: int) -> tuple[Attention, tuple[Product, ...]]:
-    attention = Attention(H, C, C, 2 * K * C)
-    return attention, (Product(D, (H + 2 * K) * C), Product(H * C, D, "row"))
 
 
 def _latent_attention(

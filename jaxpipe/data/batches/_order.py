@@ -21,7 +21,10 @@ def row_order(
     A source has another order in each of its epochs, and begins its next one when it has ended,
     whatever the others do.
     """
-    epochs = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
+    epochs = []
+    for k, size in enumerate(sizes):
+        row_ids, seed = grain.MapDataset.range(size), _source_seed(shuffle_seed, k)
+        epochs.append((row_ids if seed is None else row_ids.shuffle(seed=seed)).repeat())
     turns = source_turns(weights)
     source, before = turns.T
     counts = np.bincount(source)
@@ -59,11 +62,6 @@ def source_turns(weights: Sequence[float]) -> np.ndarray:
         turns[n] = k, num_turns[k]
         num_turns[k] += 1
     return turns
-
-
-def _row_epochs(size: int, seed: int | None) -> grain.MapDataset:
-    row_ids = grain.MapDataset.range(size)
-    return (row_ids if seed is None else row_ids.shuffle(seed=seed)).repeat()
 
 
 def _source_seed(seed: int | None, source: int) -> int | None:

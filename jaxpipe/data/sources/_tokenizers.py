@@ -138,19 +138,16 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
         >>> load_tokenizer("", vocab_size=320).vocab_size
         257
     """
-    tokenizer = _load_tokenizer_file(path) if path else ByteTokenizer()
+    if path and not is_file(path):
+        raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
+    load = _load_sentencepiece if path.endswith(".model") else _load_hugging_face
+    tokenizer = load(path) if path else ByteTokenizer()
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"`vocab_size` is {vocab_size} and the tokenizer {path or 'of bytes'!r} has "
             f"{tokenizer.vocab_size} ids. Make `vocab_size` at least {tokenizer.vocab_size}."
         )
     return tokenizer
-
-
-def _load_tokenizer_file(path: str) -> Tokenizer:
-    if not is_file(path):
-        raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
-    return _load_sentencepiece(path) if path.endswith(".model") else _load_hugging_face(path)
 
 
 def _load_sentencepiece(path: str) -> SentencePieceTokenizer:

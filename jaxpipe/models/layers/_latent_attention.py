@@ -99,8 +99,13 @@ def latent_attention(
     frequencies, sharper = _positions(
         settings.qk_rope_head_dim, settings.max_timescale, settings.yarn
     )
-    queries = _compressed if settings.q_lora_rank else _direct
     epsilon, num_nope = settings.epsilon, settings.qk_nope_head_dim
+
+    def queries(w: PyTree, x: Float[Array, "b T D"]) -> Array:
+        if not settings.q_lora_rank:
+            return project(x, w["query"])
+        latent = rms_norm(project(x, w["query_down"]), w["query_norm"], epsilon)
+        return project(checkpoint_name(latent, "mla_q"), w["query_up"])
 
     def shared_key(w: PyTree, x: Float[Array, "b T D"], positions: Int[Array, "b T"]) -> Array:
         return rotate(project(x, w["rope_key"])[:, :, None], positions, frequencies)
@@ -109,7 +114,7 @@ def latent_attention(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, past: Past | None = None
     ) -> Any:
         positions: Int[Array, "b T"] = batch_inputs["positions"]
-        plain, turned = jnp.split(queries(w, x, epsilon, project), [num_nope], axis=-1)
+        plain, turned = jnp.split(queries(w, x), [num_nope], axis=-1)
         q = jnp.concatenate([plain, rotate(turned, positions, frequencies)], axis=-1) * sharper
 
         latent = rms_norm(project(x, w["kv_down"]), w["kv_norm"], epsilon)
@@ -160,13 +165,3 @@ def _positions(channels: int, max_timescale: float, yarn: Yarn | None) -> tuple[
         return rope_frequencies(channels, max_timescale), 1.0
     frequencies = yarn_frequencies(channels, max_timescale, yarn)
     return frequencies, yarn_score_scale(yarn.factor, yarn.mscale)
-
-
-def _direct(w: PyTree, x: Float[Array, "b T D"], epsilon: float, project: Projection) -> Array:
-    del epsilon
-    return project(x, w["query"])
-
-
-def _compressed(w: PyTree, x: Float[Array, "b T D"], epsilon: float, project: Projection) -> Array:
-    latent = rms_norm(project(x, w["query_down"]), w["query_norm"], epsilon)
-    return project(checkpoint_name(latent, "mla_q"), w["query_up"])

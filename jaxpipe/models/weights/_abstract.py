@@ -104,7 +104,9 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
     """
 
     def leaf(path, weight: Weight):
-        return weight.init(_path_key(key, path), weight.shape, weight.dtype)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        path_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return weight.init(path_key, weight.shape, weight.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_weight)
 
@@ -191,8 +193,3 @@ def num_parameters(tree: PyTree) -> int:
         32
     """
     return sum(math.prod(w.shape) for w in jax.tree.leaves(tree, is_leaf=is_weight))
-
-
-def _path_key(key: PRNGKeyArray, path: Any) -> PRNGKeyArray:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))

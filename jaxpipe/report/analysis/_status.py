@@ -30,8 +30,9 @@ def status(run: RunRecord, now: float) -> Status:
         return Status("bad", f"Step {done} of {num_steps} is bad: {problem}", done, num_steps)
     if done >= num_steps:
         return Status("finished", f"Finished: {done} steps", done, num_steps)
-    age = max(0.0, now - run.written)
-    if age < max(_FRESH_SECONDS, 10 * _step_seconds(run)):
+    age, times = max(0.0, now - run.written), run.series.get("step_time_seconds")
+    seconds = float(times.finite[-1]) if times is not None and len(times.finite) else 0.0
+    if age < max(_FRESH_SECONDS, 10 * seconds):
         return Status("running", f"At step {done} of {num_steps}", done, num_steps)
     saved = any(saved.step == done and saved.state == "complete" for saved in run.saved)
     how = "stopped with a checkpoint" if saved else "ended"
@@ -48,8 +49,3 @@ def _bad(run: RunRecord) -> str:
         if name in run.series and run.series[name].steps[-1] == run.steps[-1]
     }
     return bad_step_reason(last, run.values.get("max_gradient_norm") or 0.0)
-
-
-def _step_seconds(run: RunRecord) -> float:
-    times = run.series.get("step_time_seconds")
-    return float(times.finite[-1]) if times is not None and len(times.finite) else 0.0
