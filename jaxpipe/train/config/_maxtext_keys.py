@@ -5,11 +5,6 @@ Every key of MaxText 0.2.5 is listed, except those with the same name and meanin
 
 import re
 
-_NO_DROPPING = "Experts here drop no tokens, whatever their load: leave it out."
-_LEAVE_STACKED = (
-    "Layers are always stacked: leave it out. `scan_layers_per_stage`, `scan_pipeline_iterations` "
-    "and `scan_pipeline_repeats` say which loops are written out."
-)
 _LARGE_MOE = (
     "logical_axis_rules=[[embed,[fsdp,expert]],[embed_no_exp,[fsdp]],[q_lora,[fsdp]],"
     "[kv_lora,[fsdp]]]"
@@ -25,31 +20,19 @@ SAME_KEYS = {
 ADVICE: dict[str, str] = {
     # The run
     "hardware": "JAX finds the devices; `emulate_devices=N` emulates some on a CPU.",
-    "compile_topology": "Run `jaxpipe compile --devices v5p:2x2x1 KEY=...`.",
     "compile_topology_num_slices": "Run `jaxpipe compile --devices v5p:2x2x1 --num-slices N`.",
     "compiled_trainstep_file": "Write `jax_cache_dir=FOLDER`: compiled programs are kept there.",
     "num_slices": "Sizes across slices are the keys `dcn_*_parallelism`.",
     "reuse_example_batch": "Write `dataset_type=synthetic`.",
-    "skip_step_on_spikes": "Write `max_gradient_norm=X bad_step_policy=skip`.",
     "jax_distributed_initialization_timeout": "Processes are started by `jaxpipe launch`.",
     "skip_jax_distributed_system": "Write `distributed=false`, which is the default.",
     # The model
-    "scan_layers": _LEAVE_STACKED,
-    "param_scan_axis": _LEAVE_STACKED,
-    "force_unroll": _LEAVE_STACKED,
     "override_model_config": "Keys given after `model_name` always override its preset.",
     "override_logical_axis_rules": "`logical_axis_rules` replaces the rules of the names it has.",
-    "capacity_factor": _NO_DROPPING,
-    "ragged_buffer_factor": _NO_DROPPING,
     "sparse_matmul": "Experts are always a grouped matmul; `megablox` chooses the kernel.",
     "mlp_activations": "MLPs are `silu(gate) * linear`, which is [silu, linear]: leave it out.",
     "attention_type": "The attention follows from `decoder_block`: leave it out.",
-    "fused_qkv": "Projections are separate: leave it out.",
-    "fused_mlp": "Projections are separate: leave it out.",
-    "matmul_precision": "Write `dtype=float32` for products in float32.",
-    "float32_qk_product": "Write `dtype=float32` for products in float32.",
     "grad_dtype": "Gradients add up in float32 and have `weight_dtype`.",
-    "mtp_num_layers": "No model here predicts further tokens: leave it out.",
     "use_iota_embed": "The embedding is looked up by index, not multiplied: leave it out.",
     "use_qwix_quantization": "Write `quantization=fp8`.",
     "moe_expert_input_dim": "Experts are as wide as `base_emb_dim`: leave it out.",
@@ -59,13 +42,9 @@ ADVICE: dict[str, str] = {
     "wsd_decay_style": "`learning_rate_schedule=wsd` falls linearly: leave it out.",
     # The data
     "tokenizer_type": "It follows from the file that `tokenizer_path` names.",
-    "dataset_path": "Write `data_files=FILES` and a `dataset_type` that says what they hold.",
-    "dataset_name": "Write `data_files=FILES` and a `dataset_type` that says what they hold.",
     "train_split": "Write `data_files=FILES` for training and `eval_files=FILES` for evaluation.",
     "eval_split": "Write `eval_files=FILES`, or `eval_split_fraction=0.01`.",
     "eval_dataset_name": "Write `eval_files=FILES`.",
-    "train_data_columns": "Write `text_field=NAME`.",
-    "eval_data_columns": "Write `text_field=NAME`.",
     "eval_per_device_batch_size": (
         "A batch of evaluation has as many rows as a step of training: leave it out, and choose "
         "`eval_steps`."
@@ -102,13 +81,7 @@ ADVICE: dict[str, str] = {
         "With `enable_checkpointing` the last step is always saved: leave it out."
     ),
     "save_checkpoint_on_start": "Checkpoints begin with `checkpoint_period`: leave it out.",
-    "metrics_file": "Metrics are in `metrics.jsonl` of the run's folder: leave it out.",
-    "gcs_metrics": "Metrics are in `metrics.jsonl` of the run's folder: leave it out.",
-    "profiler": "Write `profile_steps=10:12`.",
-    "profiler_steps": "Write `profile_steps=10:12`.",
-    "skip_first_n_steps_for_profiler": "Write `profile_steps=10:12`.",
     "wandb_run_name": "It is `run_name`.",
-    "dump_hlo": "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.",
 }
 """For each key, what to write instead."""
 
@@ -132,7 +105,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "abort_on_nan_loss abort_on_inf_loss"
     ),
     "Write `max_gradient_norm=X bad_step_policy=skip`.": (
-        "skip_step_interval skip_step_scaling_factor"
+        "skip_step_on_spikes skip_step_interval skip_step_scaling_factor"
     ),
     "`jaxpipe compile KEY=...` says what a step needs: leave it out.": "write_estimator_result",
     "Set `JAX_DEBUG_LOG_MODULES` in the environment.": "jax_debug_log_modules",
@@ -142,7 +115,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
     "Metrics are in `metrics.jsonl` of the run's folder: leave it out.": (
         "enable_mllog mllog_file record_internal_nn_metrics log_step_diagnostics "
         "moe_log_max_load_ratio log_required_ragged_buffer_factor hide_profiler_step_metric "
-        "prometheus_port"
+        "prometheus_port metrics_file gcs_metrics"
     ),
     "The step is compiled before the first one runs: leave it out.": (
         "warmup_programs_in_init block_state_before_run_start warm_input_reshard_before_run_start "
@@ -156,11 +129,12 @@ _KEYS_BY_ADVICE: dict[str, str] = {
     "Write `profile_steps=10:12`.": (
         "profile_cleanly profile_periodically_period enable_jax_profiler jax_profiler_port "
         "enable_tpu_profiling_options tpu_num_chips_to_profile_per_task "
-        "tpu_num_sparse_core_tiles_to_trace tpu_num_sparse_cores_to_trace profile_power_events"
+        "tpu_num_sparse_core_tiles_to_trace tpu_num_sparse_cores_to_trace profile_power_events "
+        "profiler profiler_steps skip_first_n_steps_for_profiler"
     ),
-    "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.": "dump_step dump_jaxpr",
+    "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.": "dump_hlo dump_step dump_jaxpr",
     "Run `jaxpipe compile --devices v5p:2x2x1 KEY=...`.": (
-        "internal_compile internal_compile_num_devices"
+        "compile_topology internal_compile internal_compile_num_devices"
     ),
     # The model
     "Logits, the loss, softmax, norms and routers are float32 in any case: leave it out.": (
@@ -168,6 +142,12 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "float32_weight_sum"
     ),
     "Write `dtype=float32` for activations in float32.": "activations_in_float32",
+    "Write `dtype=float32` for products in float32.": "matmul_precision float32_qk_product",
+    "Projections are separate: leave it out.": "fused_qkv fused_mlp",
+    "Layers are always stacked: leave it out. `scan_layers_per_stage`, `scan_pipeline_iterations` "
+    "and `scan_pipeline_repeats` say which loops are written out.": (
+        "scan_layers param_scan_axis force_unroll"
+    ),
     "Every model of `decoder_block=gpt_oss` has it, and no other: leave it out.": (
         "attention_bias attention_sink mlp_bias mlp_activations_limit"
     ),
@@ -215,7 +195,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "mla_qk_head_chunk_size"
     ),
     "No model here predicts further tokens: leave it out.": (
-        "mtp_loss_scaling_factor mtp_eval_target_module mtp_reuse_input_embedding"
+        "mtp_num_layers mtp_loss_scaling_factor mtp_eval_target_module mtp_reuse_input_embedding"
     ),
     "`quantization=fp8` has scales of its own and no other option: leave it out.": (
         "constant_bound_config replicate_quant_scale quant_cfg_path quantize_mtp "
@@ -226,7 +206,8 @@ _KEYS_BY_ADVICE: dict[str, str] = {
     # Experts
     "Experts here drop no tokens, whatever their load: leave it out.": (
         "eval_ragged_buffer_factor moe_dropless_fallback retry_dropless_first_steps "
-        "first_phase_ragged_buffer_factor te_ep_overflow_check_every_n_steps"
+        "first_phase_ragged_buffer_factor te_ep_overflow_check_every_n_steps capacity_factor "
+        "ragged_buffer_factor"
     ),
     "Experts are a grouped matmul that `megablox` chooses; rows are exchanged as "
     "`ici_expert_parallelism` says: leave it out.": (
@@ -247,6 +228,10 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "moe_fsdp_use_two_stage_all_gather dense_fsdp_use_two_stage_all_gather vocab_tiling_ag_once"
     ),
     # The data
+    "Write `data_files=FILES` and a `dataset_type` that says what they hold.": (
+        "dataset_path dataset_name"
+    ),
+    "Write `text_field=NAME`.": "train_data_columns eval_data_columns",
     "Documents are read as they are, without a template: leave it out.": (
         "use_chat_template chat_template_path chat_template use_sft "
         "sft_train_on_completion_only default_prompt"
