@@ -1,8 +1,6 @@
 """DeepSeek-V2 and V3 as Hugging Face has them.
 
-There, rotary channels are in pairs that turn, 0 1, 2 3 and so on; here, all first channels of pairs
-precede all second ones. So `[pairs, 2]` there is `[2, pairs]` here, in queries and in the key that
-heads share.
+There, rotary channels turn in pairs, in queries and in the key that heads share.
 
 D embed, H heads, Q width of compressed queries, R of compressed keys and values, N channels of a
 head without position, P with it, C = N + P, V channels of a value head, E experts, F their width.
@@ -11,8 +9,6 @@ head without position, P with it, C = N + P, V channels of a value head, E exper
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from ... import models
 from ...models.layers import LatentAttentionSettings
@@ -30,6 +26,7 @@ from ._tensors import (
     LeafSlices,
     TensorSlice,
     expert_weights,
+    head_rows,
     linear_weight,
     same_tensor,
     swiglu_weights,
@@ -221,74 +218,31 @@ def _shared_slices(attention: LatentAttentionSettings) -> LeafSlices:
 
 def _attention(sizes: LatentAttentionSettings) -> LeafSlices:
     D, H, Q, R = sizes.embed_dim, sizes.num_heads, sizes.q_lora_rank, sizes.kv_lora_rank
-    V = sizes.v_head_dim
+    N, P, V = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
+    plain, turned = slice(N), slice(N, None)
+
+    def queries(tensor: str, num_ins: int) -> tuple[TensorSlice, ...]:
+        dims = (H, N + P, num_ins)
+        return (
+            head_rows(tensor, dims, plain, leaf_rows=plain),
+            head_rows(tensor, dims, turned, leaf_rows=turned, in_pairs=True),
+        )
+
     if Q:
-        queries = {
+        slices = {
             "query_down": linear_weight("self_attn.q_a_proj.weight", (D,), (Q,)),
             "query_norm": same_tensor("self_attn.q_a_layernorm.weight", (Q,)),
-            "query_up": _queries("self_attn.q_b_proj.weight", sizes, Q),
+            "query_up": queries("self_attn.q_b_proj.weight", Q),
         }
     else:
-        queries = {"query": _queries("self_attn.q_proj.weight", sizes, D)}
+        slices = {"query": queries("self_attn.q_proj.weight", D)}
+    compressed, up = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight"
     return {
-        **queries,
-        **_compressed(sizes),
+        **slices,
+        "kv_down": (head_rows(compressed, (1, R + P, D), slice(R)),),
+        "rope_key": (head_rows(compressed, (1, R + P, D), slice(R, None), in_pairs=True),),
         "kv_norm": same_tensor("self_attn.kv_a_layernorm.weight", (R,)),
-        **_heads(sizes),
+        "key_up": (head_rows(up, (H, N + V, R), plain),),
+        "value_up": (head_rows(up, (H, N + V, R), slice(N, None)),),
         "out": linear_weight("self_attn.o_proj.weight", (H, V), (D,)),
-    }
-
-
-def _queries(tensor: str, sizes: LatentAttentionSettings, num_ins: int) -> tuple[TensorSlice, ...]:
-    """Returns a leaf [ins, H, C] of a tensor [H C, ins]: plain channels, and rotary pairs."""
-    H, N, P = sizes.num_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
-    shape = (H * (N + P), num_ins)
-
-    def plain(x: np.ndarray) -> np.ndarray:
-        return x.reshape(H, N + P, num_ins)[:, :N].transpose(2, 0, 1)
-
-    def turned(x: np.ndarray) -> np.ndarray:
-        pairs = x.reshape(H, N + P, num_ins)[:, N:].reshape(H, P // 2, 2, num_ins)
-        return pairs.transpose(3, 0, 2, 1)
-
-    def halves(x: np.ndarray) -> np.ndarray:
-        return x[..., N:].reshape(num_ins, H, 2, P // 2)
-
-    return TensorSlice(tensor, shape, lambda x: x[..., :N], plain), TensorSlice(
-        tensor, shape, halves, turned
-    )
-
-
-def _compressed(sizes: LatentAttentionSettings) -> LeafSlices:
-    """Returns the slices of `kv_down` [D, R] and `rope_key` [D, P]: one tensor [R + P, D]."""
-    D, R, P = sizes.embed_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
-    tensor, shape = "self_attn.kv_a_proj_with_mqa.weight", (R + P, D)
-
-    def turned(x: np.ndarray) -> np.ndarray:
-        return x[R:].reshape(P // 2, 2, D).transpose(2, 1, 0)
-
-    def halves(x: np.ndarray) -> np.ndarray:
-        return x.reshape(D, 2, P // 2)
-
-    return {
-        "kv_down": (TensorSlice(tensor, shape, lambda x: x, lambda x: x[:R].T),),
-        "rope_key": (TensorSlice(tensor, shape, halves, turned),),
-    }
-
-
-def _heads(sizes: LatentAttentionSettings) -> LeafSlices:
-    """Returns the slices of `key_up` [R, H, N] and `value_up` [R, H, V]: one [H (N + V), R]."""
-    H, R = sizes.num_heads, sizes.kv_lora_rank
-    N, V = sizes.qk_nope_head_dim, sizes.v_head_dim
-    tensor, shape = "self_attn.kv_b_proj.weight", (H * (N + V), R)
-
-    def keys(x: np.ndarray) -> np.ndarray:
-        return x.reshape(H, N + V, R)[:, :N].transpose(2, 0, 1)
-
-    def values(x: np.ndarray) -> np.ndarray:
-        return x.reshape(H, N + V, R)[:, N:].transpose(2, 0, 1)
-
-    return {
-        "key_up": (TensorSlice(tensor, shape, lambda x: x, keys),),
-        "value_up": (TensorSlice(tensor, shape, lambda x: x, values),),
     }

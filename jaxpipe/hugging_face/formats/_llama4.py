@@ -1,8 +1,8 @@
 """Llama 4's language models as Hugging Face has them, in `model_type` llama4_text.
 
-There, rotary channels are in pairs that turn, 0 1, 2 3 and so on; here, all first channels of pairs
-precede all second ones. One tensor has the first two matrices of all experts beside each other. D
-embed, H query heads, K key and value heads, C channels of a head, E experts, F their width.
+There, rotary channels turn in pairs, and one tensor has the first two matrices of all experts side
+by side. D embed, H query heads, K key and value heads, C channels of a head, E experts, F their
+width.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from ._llama import ATTENTION_SIZES, attention_slices
 from ._tensors import (
     LeafSlices,
     TensorSlice,
+    head_rows,
     linear_weight,
     same_tensor,
     swiglu_weights,
@@ -120,8 +121,8 @@ def llama4_slices(sizes: models.Llama4Config, index: int = 0) -> LeafSlices:
     """Returns the slices of the leaves of one layer of a block; names are relative to it."""
     D, H, K, C = sizes.attention
     slices = attention_slices(sizes) | {
-        "attention/query": _turned("self_attn.q_proj.weight", D, H, C),
-        "attention/key": _turned("self_attn.k_proj.weight", D, K, C),
+        "attention/query": (head_rows("self_attn.q_proj.weight", (H, C, D), in_pairs=True),),
+        "attention/key": (head_rows("self_attn.k_proj.weight", (K, C, D), in_pairs=True),),
     }
     if index < sizes.layers_per_block - 1:
         mlp = swiglu_weights("feed_forward", D, sizes.base_mlp_dim)
@@ -139,16 +140,3 @@ def llama4_slices(sizes: models.Llama4Config, index: int = 0) -> LeafSlices:
         **with_prefix("moe/experts", experts),
         **with_prefix("moe/shared", swiglu_weights("feed_forward.shared_expert", D, F)),
     }
-
-
-def _turned(tensor: str, D: int, num_heads: int, C: int) -> tuple[TensorSlice, ...]:
-    """Returns a leaf [D, heads, C] of a tensor [heads C, D] with pairs of channels that turn."""
-    halves, pairs = (D, num_heads, 2, C // 2), (num_heads, C // 2, 2, D)
-    return (
-        TensorSlice(
-            tensor,
-            (num_heads * C, D),
-            lambda x: x.reshape(halves),
-            lambda x: x.reshape(pairs).transpose(3, 0, 2, 1),
-        ),
-    )

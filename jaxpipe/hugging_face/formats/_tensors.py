@@ -46,6 +46,36 @@ def linear_weight(
     return (TensorSlice(tensor, shape, _identity, tensor_view),)
 
 
+def head_rows(
+    tensor: str,
+    sizes: tuple[int, int, int],
+    rows: slice = slice(None),
+    *,
+    leaf_rows: slice = slice(None),
+    in_pairs: bool = False,
+) -> TensorSlice:
+    """Returns the slice of some rows of each head of a tensor [heads C, ins].
+
+    The leaf is [ins, heads, channels], of which `leaf_rows` are these channels. `in_pairs` says
+    that rotary channels turn in pairs 0 1, 2 3 and so on in the tensor. In the leaf, all first
+    channels of pairs precede all second ones: `[pairs, 2]` there is `[2, pairs]` here.
+    """
+    H, C, num_ins = sizes
+    pairs = len(range(C)[rows]) // 2
+
+    def leaf_view(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(num_ins, H, -1)[..., leaf_rows]
+        return x.reshape(num_ins, H, 2, pairs) if in_pairs else x
+
+    def tensor_view(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(H, C, num_ins)[:, rows]
+        if in_pairs:
+            return x.reshape(H, pairs, 2, num_ins).transpose(3, 0, 2, 1)
+        return x.transpose(2, 0, 1)
+
+    return TensorSlice(tensor, (H * C, num_ins), leaf_view, tensor_view)
+
+
 def swiglu_weights(
     prefix: str,
     embed_dim: int,
