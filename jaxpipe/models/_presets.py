@@ -93,6 +93,20 @@ _GPT_OSS = _LLAMA | {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "decoder_block": "deepseek",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_max_timescale": 10_000.0,
+    "rope_type": "yarn",
+    "rope_factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "normalization_layer_epsilon": 1e-6,
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-tiny": _TINY,
@@ -292,8 +306,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_type": "default",
         "normalization_layer_epsilon": 1e-6,
     },
-    "deepseek2-16b": {
-        "decoder_block": "deepseek",
+    "deepseek2-16b": _DEEPSEEK
+    | {
         "base_emb_dim": 2048,
         "base_num_decoder_layers": 27,
         "first_num_dense_layers": 1,
@@ -311,22 +325,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "topk_routing_group": 1,
         "load_balance_loss_weight": 1e-3,
         "q_lora_rank": 0,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "vocab_size": 102400,
-        "rope_max_timescale": 10_000.0,
-        "rope_type": "yarn",
-        "rope_factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
         "mscale": 0.707,
-        "normalization_layer_epsilon": 1e-6,
     },
-    "deepseek3-671b": {
-        "decoder_block": "deepseek",
+    "deepseek3-671b": _DEEPSEEK
+    | {
         "base_emb_dim": 7168,
         "base_num_decoder_layers": 61,
         "first_num_dense_layers": 3,
@@ -344,18 +347,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "topk_routing_group": 4,
         "load_balance_loss_weight": 1e-4,
         "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "vocab_size": 129280,
-        "rope_max_timescale": 10_000.0,
-        "rope_type": "yarn",
-        "rope_factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
         "mscale": 1.0,
-        "normalization_layer_epsilon": 1e-6,
     },
 }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .analysis import Finding
-from .record import MAX_POINTS, RunRecord, points
+from .record import MAX_POINTS, RunRecord, Series, points
 
 _MAX_MARKS = 200
 
@@ -59,9 +59,10 @@ def chart_data(run: RunRecord, findings: Sequence[Finding]) -> dict[str, Any]:
     charts = []
     for title, unit, names in groups:
         if recorded := [name for name in names if name in run.series]:
-            charts.append(
-                _chart(run, title, unit, recorded) | {"series": [curve(n) for n in recorded]}
-            )
+            label = " ".join([f"{title} over steps.", *(_in_words(run, name) for name in recorded)])
+            series = [run.series[name] for name in recorded]
+            charts.append(chart_of(title, unit, label, series, wide=title == "Loss"))
+            charts[-1]["series"] = [curve(name) for name in recorded]
             if recorded == [_SPEED]:
                 charts[-1]["also"] = [
                     {"unit": _SAME_AS_SPEED[name], "mean": rounded(points(run.series[name]).mean)}
@@ -98,18 +99,6 @@ def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int
     return main, [i for i in range(len(charts)) if i not in main]
 
 
-def _chart(run: RunRecord, title: str, unit: str, names: list[str]) -> dict[str, Any]:
-    finite = [run.series[name].finite for name in names]
-    return {
-        "title": title,
-        "unit": unit,
-        "wide": title == "Loss",
-        "from_zero": unit != "",
-        "may_log": all(len(values) and (values > 0).all() for values in finite),
-        "label": f"{title} over steps. " + " ".join(_in_words(run, name) for name in names),
-    }
-
-
 def _in_words(run: RunRecord, name: str) -> str:
     values = run.series[name].finite
     if not len(values):
@@ -129,6 +118,20 @@ def _marks(run: RunRecord, findings: Sequence[Finding]) -> dict[str, list[int]]:
         "bad": sorted(bad),
     }
     return {name: steps[:_MAX_MARKS] for name, steps in marks.items()}
+
+
+def chart_of(
+    title: str, unit: str, label: str, series: Sequence[Series], *, wide: bool
+) -> dict[str, Any]:
+    """Returns what a chart of some metrics is, but for its curves."""
+    return {
+        "title": title,
+        "unit": unit,
+        "wide": wide,
+        "from_zero": unit != "",
+        "may_log": all(len(one.finite) and (one.finite > 0).all() for one in series),
+        "label": label,
+    }
 
 
 def metric_title(name: str) -> str:

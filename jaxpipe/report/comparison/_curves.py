@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._charts import MAIN_CHARTS, metric_title, rounded
+from .._charts import MAIN_CHARTS, chart_of, metric_title, rounded
 from ..record import RunRecord, Series, points
 
 _SPEED = ("step_time_seconds", "tokens_per_second", "tflops_per_second_per_device", "mfu")
@@ -64,13 +64,16 @@ def comparison_data(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[st
 
     charts = []
     for metric, title, unit in _metrics(runs):
-        series = []
+        series = [run.series[metric] for run in runs if metric in run.series]
+        label = f"{title} of {len(series)} runs."
+        chart = chart_of(title, unit, label, series, wide=metric == "loss")
+        charts.append(chart | {"metric": metric, "series": []})
         for i, run in enumerate(runs):
             if metric in run.series:
                 drawn = points(_without_compilation(run, metric))
                 x = {a.name: index_of(np.interp(drawn.steps, run.steps, a.at[i])) for a in axes}
-                series.append({"run": i, "name": labels[i], "x": x, "mean": rounded(drawn.mean)})
-        charts.append(_chart(runs, metric, title, unit) | {"series": series})
+                curve = {"run": i, "name": labels[i], "x": x, "mean": rounded(drawn.mean)}
+                charts[-1]["series"].append(curve)
     return {
         "axes": [_axis_data(axis) for axis in axes],
         "steps": [list(values) for values in shared],
@@ -103,19 +106,6 @@ def _metrics(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
             yield name, f"Evaluation {title.lower()}" if is_evaluation else title, unit
     names = {name for name, _, _ in main}
     yield from ((name, metric_title(name), "") for name in recorded if name not in names)
-
-
-def _chart(runs: Sequence[RunRecord], metric: str, title: str, unit: str) -> dict[str, Any]:
-    finite = [run.series[metric].finite for run in runs if metric in run.series]
-    return {
-        "metric": metric,
-        "title": title,
-        "unit": unit,
-        "wide": metric == "loss",
-        "from_zero": unit != "",
-        "may_log": all(len(values) and (values > 0).all() for values in finite),
-        "label": f"{title} of {len(finite)} runs.",
-    }
 
 
 def _per_step(run: RunRecord, metric: str) -> np.ndarray:
