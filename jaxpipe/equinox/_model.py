@@ -118,14 +118,11 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         filled = with_values(module, dict(outer), dict(stack))
         return call(filled, batch, key) if takes_key else call(filled, batch)
 
-    def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
-        return with_values(params, outer, stack)
-
     outer = _shapes_of(_by_name(params, [where(params)]))
     return CutModule(
         run=run,
         split=split,
-        join=join,
+        join=partial(with_values, params),
         outer=outer,
         layers=_shapes_of(stack),
         names=names,
@@ -180,17 +177,19 @@ def _cut(
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         new, subtrees = iter(layers), [select(params) for select in selectors]
         whole = [
-            _like(target, [_with_values(old, next(new)) for old in _as_list(target)])
+            _as_target(target, [_with_values(old, next(new)) for old in _as_list(target)])
             for target in subtrees
         ]
-        return _replaced(params, subtrees, whole, outer)
+        return _with_values(params, outer, subtrees, whole)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         hooks = iter(
             [_EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(modules)]
         )
-        stand_ins = [_like(target, [next(hooks) for _ in _as_list(target)]) for target in targets]
-        with_hooks = _replaced(module, targets, stand_ins, outer)
+        stand_ins = [
+            _as_target(target, [next(hooks) for _ in _as_list(target)]) for target in targets
+        ]
+        with_hooks = _with_values(module, outer, targets, stand_ins)
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
     outer, layers = split(params)
@@ -219,12 +218,14 @@ def _as_list(target: Any) -> Sequence[Any]:
     return [target] if isinstance(target, eqx.Module) else target
 
 
-def _like(target: Any, layers: list[Any]) -> Any:
+def _as_target(target: Any, layers: list[Any]) -> Any:
     """Returns layers in place of those of a target: one module, or a list or tuple of them."""
     return layers[0] if isinstance(target, eqx.Module) else type(target)(layers)
 
 
-def _replaced(tree: Any, targets: list[Any], new: list[Any], values: dict[str, Any]) -> Any:
+def _with_values(
+    tree: Any, values: dict[str, Any], targets: Sequence[Any] = (), new: Sequence[Any] = ()
+) -> Any:
     """Returns a tree with other nodes in place of `targets`, and values by path elsewhere."""
 
     def replacement(path: Any, node: Any) -> Any:
@@ -285,12 +286,6 @@ def _by_name(tree: Any, skipped: Sequence[Any] = ()) -> dict[str, Any]:
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_skipped)
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat if not is_skipped(leaf)}
-
-
-def _with_values(tree: Any, values: dict[str, Any]) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: values.get(jax.tree_util.keystr(path), leaf), tree
-    )
 
 
 def _names(params: Any, selectors: list[Callable[[Any], Any]]) -> list[Any]:

@@ -107,10 +107,7 @@ def model(
 
     def of_stack() -> Model:
         assert stack is not None
-        split, join, params_of = _groups(flat, [stack], variables, is_variables)
-        outer, (of_stack,) = jax.tree.map(_shape_of, split(variables))
-        cut = _cut_at_scan(apply, split, join, params_of, of_stack, "/".join(stack))
-        cut = replace(cut, outer=outer, takes_key=bool(rngs))
+        cut = _cut_at_scan(flat, apply, stack, bool(rngs), variables, is_variables)
 
         def without_sown(returned: tuple[Any, Any], batch: PyTree) -> Any:
             return output(returned[0], batch) if output else returned[0]
@@ -311,37 +308,39 @@ def _run_with_hooks(
 
 
 def _cut_at_scan(
+    flat: dict[Path, Any],
     apply: Callable,
-    split: Callable,
-    join: Callable,
-    params_of: Callable,
-    stack: dict[str, Any],
-    name: str,
+    path: Path,
+    has_streams: bool,
+    variables: Any,
+    is_variables: bool,
 ) -> CutModule:
     """Returns the cut of a module that scans over the layers in a submodule."""
+    split, join, params_of = _groups(flat, [path], variables, is_variables)
+
+    def split_stack(params: Any) -> tuple[dict[str, Any], Any]:
+        outer, (stack,) = split(params)
+        return outer, stack
+
+    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
+        return apply(params_of(outer, {0: stack}), batch, key)
+
+    outer, stack = jax.tree.map(_shape_of, split_stack(variables))
+    name = "/".join(path)
     count = num_stacked(
         stack,
         f"{name!r}, which has the parameters",
         "The submodule of an `nn.scan` over layers has all of them as [layers, ...]: "
         "`variable_axes={'params': 0}`.",
     )
-
-    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
-        return apply(params_of(outer, {0: stack}), batch, key)
-
-    def split_stack(params: Any) -> tuple[dict[str, Any], Any]:
-        outer, (layer_params,) = split(params)
-        return outer, layer_params
-
-    names = [f"{name}[{i}]" for i in range(count)]
     return CutModule(
         run=run,
         split=split_stack,
         join=lambda outer, stack: join(outer, [stack]),
-        outer={},
+        outer=outer,
         layers=stack,
-        names=names,
-        takes_key=False,
+        names=[f"{name}[{i}]" for i in range(count)],
+        takes_key=has_streams,
     )
 
 

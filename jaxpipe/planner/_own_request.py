@@ -108,7 +108,6 @@ def own_request(
     engine_options = EngineOptions(**own_options)
     named = {"gather"} & chosen.keys() | engine_options.changed.keys()
     free = {"zero1"} if model.vocab_parallel_loss is None else {"zero1", "vocab_parallel"}
-    costs = model.layer_costs
     space = Space(
         devices=devices,
         batch=rows,
@@ -125,7 +124,7 @@ def own_request(
         },
         options=engine_options,
         free_options=frozenset(free - own_options.keys()),
-        costs=costs and tuple(float(costs[layer.name]) for layer in work.kinds()),
+        costs=model.layer_costs and tuple(float(model.layer_costs[k.name]) for k in work.kinds()),
         gathered_axes=("fsdp",),
         hidden=planned.hidden,
         scan_layers=lambda _: options.get("scan_layers"),
