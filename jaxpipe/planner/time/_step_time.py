@@ -164,17 +164,8 @@ class _WorkSeconds(NamedTuple):
 
 
 def _work_seconds(candidate: StepLayout, request: Request) -> _WorkSeconds:
-    whole, reduction, exposed = _unpipelined_seconds(
-        request,
-        candidate.mesh,
-        candidate.across,
-        candidate.microbatches,
-        candidate.accumulation,
-        _gather(candidate) in ("once", "repeat"),
-        candidate.policy == "none",
-        flags := compiler_flags(candidate, request),
-        _scattered_bytes(candidate, request, flags),
-    )
+    gather = "once" if _gather(candidate) in ("once", "repeat") else "layer"
+    whole, reduction, exposed = _unpipelined_seconds(_unpipelined(candidate, request, gather))
     ranks = candidate.num_ranks
     return _WorkSeconds(whole / ranks, reduction / ranks, exposed / ranks)
 
@@ -189,17 +180,8 @@ def _work_share(kept: MemoryPolicy, several_layers: bool, model: PlannedModel) -
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
     """Returns the time of a step."""
-    layout = _layout(
-        request,
-        candidate.mesh,
-        candidate.across,
-        candidate.microbatches,
-        candidate.accumulation,
-        _gather(candidate),
-        flags := compiler_flags(candidate, request),
-        _scattered_bytes(candidate, request, flags),
-        keeps_all=candidate.policy == "none",
-    )
+    flags = compiler_flags(candidate, request)
+    layout = _layout(_unpipelined(candidate, request, _gather(candidate)))
     if candidate.engine.pipelines:
         schedule = run.pipeline.schedule or candidate.family_name
         first, *rest = candidate.counts  # others run beside the embedding and the head
@@ -355,29 +337,51 @@ def _gather(candidate: StepLayout) -> GatherMode:
     return candidate.gather if is_chosen else "layer"
 
 
-def _layout(
-    request: Request,
-    mesh: tuple[int, ...],
-    across: str,
-    microbatches: int,
-    accumulation: int,
-    gather: GatherMode,
-    flags: frozenset[str],
-    scattered_bytes: float | None,
-    *,
-    keeps_all: bool,
-) -> Layout:
-    """Returns the layout of a step without a pipeline, as `jaxpipe.cost` has it.
+class _Unpipelined(NamedTuple):
+    """What the time of a step without a pipeline depends on.
 
-    Args:
+    Attributes:
+        gather: When weights are gathered.
         flags: Names of the compiler's flags.
         scattered_bytes: Bytes of a gradient that is scattered; None: those of a gathered weight.
         keeps_all: Whether a backward computes nothing again.
     """
-    rows = request.batch // row_shards(mesh_sizes(mesh)) // accumulation // microbatches
+
+    request: Request
+    mesh: tuple[int, ...]
+    across: str
+    microbatches: int
+    accumulation: int
+    gather: GatherMode
+    flags: frozenset[str]
+    scattered_bytes: float | None
+    keeps_all: bool
+
+
+def _unpipelined(candidate: StepLayout, request: Request, gather: GatherMode) -> _Unpipelined:
+    flags = compiler_flags(candidate, request)
+    return _Unpipelined(
+        request,
+        candidate.mesh,
+        candidate.across,
+        candidate.microbatches,
+        candidate.accumulation,
+        gather,
+        flags,
+        _scattered_bytes(candidate, request, flags),
+        keeps_all=candidate.policy == "none",
+    )
+
+
+def _layout(step: _Unpipelined) -> Layout:
+    """Returns the layout of a step without a pipeline, as `jaxpipe.cost` has it."""
+    request = step.request
+    rows = (
+        request.batch // row_shards(mesh_sizes(step.mesh)) // step.accumulation // step.microbatches
+    )
     slices = request.devices.num_slices
-    data, stage, fsdp, tensor, expert, context = mesh
-    on_sparse_cores = _GATHERS_ON_SPARSE_CORES in flags
+    data, stage, fsdp, tensor, expert, context = step.mesh
+    on_sparse_cores = _GATHERS_ON_SPARSE_CORES in step.flags
     exposes = device_hardware(request.devices).torus_axes and not on_sparse_cores
     return Layout(
         data=data,
@@ -386,15 +390,15 @@ def _layout(
         tensor=tensor,
         expert=expert,
         context=context,
-        microbatches=microbatches,
+        microbatches=step.microbatches,
         rows=rows,
         sequence=request.sequence,
-        remat="none" if keeps_all else "full",
-        gather=gather,
-        scattered_bytes=scattered_bytes,
+        remat="none" if step.keeps_all else "full",
+        gather=step.gather,
+        scattered_bytes=step.scattered_bytes,
         hosts=slices if slices > 1 else 0,
         # Slices are farthest apart.
-        order=tuple(sorted(Layout().order, key=lambda axis: axis != across)),
+        order=tuple(sorted(Layout().order, key=lambda axis: axis != step.across)),
         sequence_parallel=bool(request.model.between),
         experts_gather=True,
         context_gathers=True,
@@ -442,24 +446,10 @@ def _efficiency(request: Request, flags: frozenset[str]) -> Efficiency:
 
 
 @lru_cache(maxsize=1_000_000)
-def _unpipelined_seconds(
-    request: Request,
-    mesh: tuple[int, ...],
-    across: str,
-    microbatches: int,
-    accumulation: int,
-    gathers_once: bool,
-    keeps_all: bool,
-    flags: frozenset[str],
-    scattered_bytes: float | None,
-) -> _WorkSeconds:
+def _unpipelined_seconds(step: _Unpipelined) -> _WorkSeconds:
     """Returns the seconds of all microbatches on a rank that has all layers."""
-    gather = "once" if gathers_once else "layer"
-    layout = _layout(
-        *(request, mesh, across, microbatches, accumulation, gather, flags, scattered_bytes),
-        keeps_all=keeps_all,
-    )
+    request, layout = step.request, _layout(step)
     kind = device_hardware(request.devices)
-    step = predict(request.work, layout, kind, reached=_efficiency(request, flags))
-    reduction = step.parts["gradient_reduction"]
-    return _WorkSeconds(step.seconds - reduction, reduction, step.parts["fsdp"])
+    whole = predict(request.work, layout, kind, reached=_efficiency(request, step.flags))
+    reduction = whole.parts["gradient_reduction"]
+    return _WorkSeconds(whole.seconds - reduction, reduction, whole.parts["fsdp"])
