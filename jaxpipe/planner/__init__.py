@@ -5,6 +5,7 @@ keys of a run too, and `jaxpipe plan` is the command.
 """
 
 from ._answer import Plans as Plans
+from ._answer import VerifiedPlan as VerifiedPlan
 from ._candidates import POLICIES as POLICIES
 from ._candidates import Space as Space
 from ._candidates import StepLayout as StepLayout
@@ -29,4 +30,3 @@ from ._request import Values as Values
 from ._request import check_positive as check_positive
 from ._search import CLOSE as CLOSE
 from ._search import simplest_first as simplest_first
-from ._verify import VerifiedPlan as VerifiedPlan

@@ -6,7 +6,7 @@ from ... import _lazy
 
 if typing.TYPE_CHECKING:
     from ._memory_estimate import estimate_memory as estimate_memory
-    from ._state_bytes import state_bytes as state_bytes
+    from ._planned_model import state_bytes as state_bytes
     from ._step_metrics import memory_metrics as memory_metrics
     from ._step_metrics import peak_tflops as peak_tflops
     from ._step_metrics import speed_metrics as speed_metrics

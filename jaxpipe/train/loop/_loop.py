@@ -20,7 +20,7 @@ from ..checkpoint import _canonical, _store
 from ..checkpoint._checkpoint_timer import CheckpointTimer
 from ..checkpoint._init_from import check_same_sizes, first_state
 from ..config._config import Config, parse_profile_steps
-from ..estimate._fits import check_fits
+from ..estimate._memory_estimate import check_fits
 from ..estimate._step_metrics import step_work
 from ..logs._compiling import compiling
 from ..logs._describe import describe

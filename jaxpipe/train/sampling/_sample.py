@@ -24,7 +24,7 @@ from ..checkpoint._init_from import (
 )
 from ..config._config import Config
 from ..config._load import check_values, load_config
-from ..estimate._fits import device_bytes
+from ..estimate._memory_estimate import device_bytes
 from ._decoding_plan import DecodingPlan, decoding_plan
 from ._prompts import Sample, SamplingOptions, sampler
 
