@@ -9,9 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.planner import absent_devices
-from jaxpipe.train import Config
-from jaxpipe.train.plan._from_config import set_up
-from jaxpipe.train.planning._source import _base_values
+from jaxpipe.train.planning._source import _set_up
 from jaxpipe.train.step import state_shapes
 
 MU: dict[str, Any] = {"optimizer_arguments": {"mu_dtype": "bfloat16"}}
@@ -22,8 +20,8 @@ IN_16_BITS: dict[str, Any] = {"weight_dtype": "bfloat16"}
 def test_the_state_is_as_large_as_the_trainer_makes_it(keys: dict[str, Any]):
     given = {"ici_fsdp_parallelism": 8, "pipeline_engine": "none", "num_pipeline_microbatches": 4}
     plans = jp.plan("llama3-8b", "h200:8", 32, 4096, num_plans=1, **given, **keys)
-    config = Config(**_base_values(plans.best.settings))
-    state = state_shapes(set_up(config, absent_devices(plans.request.devices)).step.state)
+    step = _set_up(plans.best.settings, absent_devices(plans.request.devices))
+    state = state_shapes(step.state)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     memory = plans.best.memory
     assert 8 * (memory.weights + memory.optimizer) == pytest.approx(sum(sizes), rel=1e-3)
