@@ -11,7 +11,7 @@ are reordered one at a time, and each source is deleted.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,24 +19,28 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ... import sharding
+from ... import mpmd, sharding
 from ...engines.fsdp import spec_over_data
 from ...sharding import LogicalAxes
 from ...sharding.specs import axes_of_dim
 from ..plan._optimizer import make_optimizer
 from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import STACK_AXES
+from ..plan._weight_plan import STACK_AXES, WeightPlan
 from ..step._optimizer_state import init_optimizer_state, is_weight_tree
+from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
 from ..step._state import TrainState, state_logical_axes, state_shapes
-from ._conversions import (
-    FromCanonical,
-    StoredShardings,
-    ToCanonical,
-    is_stacked,
-    lay_out,
-    round_trip,
+from ._layer_reordering import (
+    LayerReordering,
+    delete,
+    is_in_layer_order,
+    jit_on_mesh,
+    layer_reordering,
+    move_and_delete,
 )
-from ._layer_reordering import delete, is_in_layer_order, jit_on_mesh
+
+ToCanonical = Callable[[TrainState], TrainState]
+FromCanonical = Callable[[TrainState, TrainState], TrainState]
+StoredShardings = PyTree[NamedSharding | mpmd.MpmdSharding]
 
 
 def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
@@ -56,14 +60,14 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
         is_divided = plan.zero1 and name == "optimizer"
 
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
-            stacked = len(STACK_AXES) if is_stacked(axes) else 0
+            stacked = len(STACK_AXES) if _is_stacked(axes) else 0
             shape, spec = leaf.shape[stacked:], sharding.partition_spec(axes[stacked:], rules)
             spec = spec_over_data(spec, shape, mesh) if is_divided else spec
             if stacked:
                 shape, spec = (num_layers, *shape), PartitionSpec(None, *spec)
             where = NamedSharding(mesh, spec)
-            if is_per_stage or is_stacked(axes):
-                where = shard_over_ranks(shape, where, in_order and is_stacked(axes))
+            if is_per_stage or _is_stacked(axes):
+                where = shard_over_ranks(shape, where, in_order and _is_stacked(axes))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(leaf_shape, shapes, axes[name])
@@ -81,7 +85,21 @@ def canonical_round_trip(
     Each deletes the stacks of its argument one by one as they are converted. Leaves that are in no
     stack may be shared by both states.
     """
-    return round_trip(plan, stored, _canonical_shardings(plan))
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    shardings = _canonical_shardings(plan)
+    if weights.per_stage:
+        return (
+            lambda state: _join_stages(weights, reordering, state, shardings, stored),
+            lambda state, canonical: _with_stages(
+                weights, reordering, state, canonical, shardings, stored
+            ),
+        )
+    to_layer_order = _of_stacks(plan, reordering.to_layer_order, lambda x, *_: x)
+    to_rank_order = _of_stacks(plan, reordering.to_rank_order, lambda x, *_: x)
+    return (
+        lambda state: to_layer_order(state, shardings),
+        lambda _, canonical: to_rank_order(canonical, shardings, stored),
+    )
 
 
 def state_from_canonical(
@@ -97,7 +115,16 @@ def state_from_canonical(
     canonical = {
         name: _regroup_layers(mesh, num_layers, x, shardings[name]) for name, x in canonical.items()
     }
-    return lay_out(plan, stored, shardings, canonical)
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    if weights.per_stage:
+        rest = _boundary_on_ranks(mpmd_mesh(weights), canonical, stored)
+        return _with_stages(weights, reordering, rest, canonical, shardings, stored)
+    copied = cache(partial(jit_on_mesh, mesh, jnp.copy))
+
+    def copy(x: jax.Array, _: NamedSharding, target: NamedSharding) -> jax.Array:
+        return move_and_delete(copied(target), x)
+
+    return _of_stacks(plan, reordering.to_rank_order, copy)(canonical, shardings, stored)
 
 
 def first_optimizer_state(plan: StatePlan, weights: PyTree) -> TrainState:
@@ -199,3 +226,113 @@ def shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool)
         if shape[i] % math.prod(sizes[axis] for axis in axes) == 0:
             return NamedSharding(where.mesh, PartitionSpec(*dims[:i], axes, *dims[i + 1 :]))
     return where
+
+
+def _of_stacks(plan: StatePlan, stacks: Callable, others: Callable) -> Callable[..., TrainState]:
+    """Returns a function of a state and its shardings that changes each stack, and other leaves."""
+    axes = state_logical_axes(plan)
+
+    def leaf(x: jax.Array, axes: LogicalAxes, *where: NamedSharding) -> jax.Array:
+        return (stacks if _is_stacked(axes) else others)(x, *where)
+
+    def change(state: TrainState, *shardings: PyTree) -> TrainState:
+        return {
+            name: jax.tree.map(leaf, x, axes[name], *(tree[name] for tree in shardings))
+            for name, x in state.items()
+        }
+
+    return change
+
+
+def _join_stages(
+    weights: WeightPlan,
+    reordering: LayerReordering,
+    state: TrainState,
+    shardings: PyTree[NamedSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
+) -> TrainState:
+    """Converts per-stage state to the canonical state. Deletes the stages."""
+    mesh = mpmd_mesh(weights)
+
+    def stack(where: NamedSharding, *stages_and_shardings: Any) -> jax.Array:
+        half = len(stages_and_shardings) // 2
+        stages, rank_shardings = stages_and_shardings[:half], stages_and_shardings[half:]
+        stacked = stack_stages(weights, stages, rank_shardings)
+        delete(stages, once=stacked)
+        return reordering.to_layer_order(stacked, where)
+
+    def join(x: PyTree, where: PyTree, rank_shardings: PyTree) -> PyTree:
+        if not is_weight_tree(x):
+            return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
+        stages = jax.tree.map(stack, where["stages"], *x["stages"], *rank_shardings["stages"])
+        return mpmd.mpmd_to_spmd_reshard(mesh, _boundary(x), _boundary(where), donate=False) | {
+            "stages": stages
+        }
+
+    return {
+        name: jax.tree.map(join, x, shardings[name], rank_shardings[name], is_leaf=is_weight_tree)
+        for name, x in state.items()
+    }
+
+
+def _boundary_on_ranks(
+    mesh: mpmd.MpmdMesh, canonical: TrainState, rank_shardings: PyTree[mpmd.MpmdSharding]
+) -> TrainState:
+    """Puts the leaves outside of stages on the ranks that use them."""
+
+    def move(x: PyTree, rank_shardings: PyTree) -> PyTree:
+        if is_weight_tree(x):
+            x, rank_shardings = _boundary(x), _boundary(rank_shardings)
+        return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
+
+    return {
+        name: jax.tree.map(move, x, rank_shardings[name], is_leaf=is_weight_tree)
+        for name, x in canonical.items()
+    }
+
+
+def _with_stages(
+    weights: WeightPlan,
+    reordering: LayerReordering,
+    rest: TrainState,
+    canonical: TrainState,
+    shardings: PyTree[NamedSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
+) -> TrainState:
+    """Returns `rest` with the stages of a canonical state, each on its rank."""
+
+    def cut(x: jax.Array, where: NamedSharding, *rank_shardings: mpmd.MpmdSharding) -> list[Any]:
+        stacked = reordering.to_rank_order(x, where, stack_shardings(weights, rank_shardings))
+        stages = unstack_stages(weights, stacked, rank_shardings)
+        delete(stacked, once=stages)
+        return stages
+
+    def with_stages(x: PyTree, where: PyTree, rank_shardings: PyTree, rest: PyTree) -> PyTree:
+        if not is_weight_tree(x):
+            return rest
+        trees = (x["stages"], where["stages"], *rank_shardings["stages"])
+        stages_by_leaf = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
+        tree = jax.tree.structure(x["stages"])
+        count = len(rank_shardings["stages"])
+        by_stage = zip(*stages_by_leaf, strict=True) if stages_by_leaf else [()] * count
+        return rest | {"stages": [tree.unflatten(leaves) for leaves in by_stage]}
+
+    return {
+        name: jax.tree.map(
+            with_stages,
+            x,
+            shardings[name],
+            rank_shardings[name],
+            rest[name],
+            is_leaf=is_weight_tree,
+        )
+        for name, x in canonical.items()
+    }
+
+
+def _boundary(w: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in w.items() if name != "stages"}
+
+
+def _is_stacked(axes: Any) -> bool:
+    return axes[: len(STACK_AXES)] == STACK_AXES
