@@ -72,7 +72,7 @@ def model(
     params = eqx.filter(module, _is_parameter)
     call = call or (lambda module, row: module(row))
     several = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else None
-    selectors = [
+    selectors: list[Any] = [
         attrgetter(name) if isinstance(name, str) else name
         for name in ([layers] if several is None else several)
     ]

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .. import sharding
 from ..api import Model, layer_flops
 from ..api.inspection import check_groups, param_specs
+from ..cost.work import ModelWork
 from ..engines import (
     CONFIG_ENGINES,
     EngineOptions,
@@ -124,7 +125,7 @@ def own_request(
         },
         options=engine_options,
         free_options=frozenset(free - own_options.keys()),
-        costs=model.layer_costs and tuple(float(model.layer_costs[k.name]) for k in work.kinds()),
+        costs=_costs(model, work),
         gathered_axes=("fsdp",),
         hidden=planned.hidden,
         scan_layers=lambda _: options.get("scan_layers"),
@@ -150,6 +151,12 @@ def own_request(
         before=0,
         after=0,
     )
+
+
+def _costs(model: Model, work: ModelWork) -> tuple[float, ...] | None:
+    """Returns the cost of each layer; None if all cost the same."""
+    costs = model.layer_costs
+    return None if costs is None else tuple(float(costs[layer.name]) for layer in work.kinds())
 
 
 def _made_for_trace(

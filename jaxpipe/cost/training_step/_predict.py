@@ -77,11 +77,11 @@ def predict(
             for stage, count in zip(stages, counts, strict=True)
         ]
         transfer = 0.0
-    totals = (
+    forward, back, weight = (
         tuple(sum(getattr(stage, name).values(), 0.0) for stage in stages)
         for name in ("forward", "input", "weight")
     )
-    costs = StageSeconds(*totals, transfer)
+    costs = StageSeconds(forward, back, weight, transfer)
     time = costs.of(schedule, layout.microbatches)
     if fewer:
         time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)

@@ -62,7 +62,7 @@ def load_config(
     """
     sources = [
         (file, parse_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), file))
-        for file in map(fspath, files)
+        for file in (fspath(each) for each in files)
     ]
     sources += [("the command line", parse_override(text)) for text in overrides]
 
