@@ -27,7 +27,7 @@ from ..plan._optimizer import make_optimizer
 from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import STACK_AXES, WeightPlan
 from ..step._optimizer_state import init_optimizer_state, is_weight_tree
-from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
+from ..step._per_stage_state import mpmd_mesh, stack_sharding, stack_stages, unstack_stages
 from ..step._state import TrainState, state_logical_axes, state_shapes
 from ._layer_reordering import (
     LayerReordering,
@@ -257,7 +257,7 @@ def _join_stages(
     def stack(where: NamedSharding, *stages_and_shardings: Any) -> jax.Array:
         half = len(stages_and_shardings) // 2
         stages, rank_shardings = stages_and_shardings[:half], stages_and_shardings[half:]
-        stacked = stack_stages(weights, stages, rank_shardings)
+        stacked = stack_stages(weights, stages, rank_shardings[0].spec)
         delete(stages, once=stacked)
         return reordering.to_layer_order(stacked, where)
 
@@ -302,7 +302,8 @@ def _with_stages(
     """Returns `rest` with the stages of a canonical state, each on its rank."""
 
     def cut(x: jax.Array, where: NamedSharding, *rank_shardings: mpmd.MpmdSharding) -> list[Any]:
-        stacked = reordering.to_rank_order(x, where, stack_shardings(weights, rank_shardings))
+        target = stack_sharding(weights, rank_shardings[0].spec)
+        stacked = reordering.to_rank_order(x, where, target)
         stages = unstack_stages(weights, stacked, rank_shardings)
         delete(stacked, once=stages)
         return stages
