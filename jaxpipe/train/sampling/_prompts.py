@@ -5,7 +5,6 @@ b rows, P tokens of the longest prompt, N new ones, V vocab.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
@@ -84,20 +83,21 @@ def sampler(
     tokens, segment_ids = _padded(rows)
     is_token = np.zeros(vocab_size, bool)  # other ids only fill the model's vocabulary
     is_token[tokenizer.ids] = True
-    run = partial(
-        generate,
-        plan.decoder,
-        max_tokens=options.max_tokens,
-        choose=choice(options.temperature, options.top_p),
-        is_token=is_token,
-        end=tokenizer.eod,
-    )
 
-    def from_key(weights: PyTree, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        # Inside of the program every process of a run has the key.
-        return run(weights, tokens, segment_ids, jax.random.key(options.seed))
+    def run(weights: PyTree, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return generate(
+            plan.decoder,
+            weights,
+            tokens,
+            segment_ids,
+            jax.random.key(options.seed),  # inside of the program every process of a run has it
+            max_tokens=options.max_tokens,
+            choose=choice(options.temperature, options.top_p),
+            is_token=is_token,
+            end=tokenizer.eod,
+        )
 
-    program = jit_on_mesh(plan.mesh, from_key, NamedSharding(plan.mesh, PartitionSpec()))
+    program = jit_on_mesh(plan.mesh, run, NamedSharding(plan.mesh, PartitionSpec()))
 
     def samples(weights: PyTree) -> list[Sample]:
         generated = np.asarray(program(weights, tokens, segment_ids))
