@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import schedules
 from ..autodiff import StagedModel
+from ..ir.transforms import LAST_PART
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules.analysis import TimedStep, duration
 from ..schedules.builders import circular_ticks
@@ -114,9 +115,14 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
     for rank, program in enumerate(programs):
         for i, step in enumerate(program):
             lengths[tick(rank, i)] = max(lengths[tick(rank, i)], duration(step, costs))
-    # A delayed hand-over runs beside the work of a whole tick.
+    # A delayed hand-over runs beside the work of a whole tick. Of the result of a layer, which is
+    # sent in parts, the next tick waits for the last part alone.
     delay, transfer = plan.options.forwarding_delay, costs.transfer
-    ticks = (max(x, transfer) if delay else x + transfer for x in lengths)
+    waits = [transfer * LAST_PART if plan.layout.layers_per_stage == 1 else transfer, transfer]
+    ticks = (
+        max(x, transfer) if delay else x + waits[i >= _num_ticks(plan)]
+        for i, x in enumerate(lengths)
+    )
     starts = list(accumulate(ticks, initial=0))
     rows = (
         tuple(

@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from ._accumulate import cast_of_gradient as cast_of_gradient
     from ._entries import Entry as Entry
     from ._entries import call_with_entries as call_with_entries
+    from ._in_parts import LAST_PART as LAST_PART
     from ._in_parts import join_parts as join_parts
     from ._in_parts import results_in_parts as results_in_parts
     from ._minimal_cut import minimal_cut as minimal_cut

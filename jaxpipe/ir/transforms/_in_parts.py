@@ -36,6 +36,9 @@ _LEAST_BYTES = 2**22
 _SHARES = (2, 4, 8, 8)
 """Parts are a half, a quarter and two eighths: each is sent during the next, which takes longer."""
 
+LAST_PART = 1 / _SHARES[-1]
+"""The share of a result that is sent when nothing is left to compute."""
+
 
 Dims = list[int | None]
 """The dim along which each input of an equation is cut; None for one that is read whole."""
