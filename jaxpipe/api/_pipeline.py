@@ -122,8 +122,8 @@ def pipeline(
             Default: F costs 1, and a whole backward 2.
         scan_layers: Whether the layers of a stage run in a `lax.scan`, which is compiled once; or
             the number of layers that each iteration runs, a divisor of the layers of a stage.
-            Transfers of one layer then run beside the work of another. Default: True if there are
-            several layers. True is one layer, or up to four where, without a pipeline, gathers of
+            Transfers of one layer then run beside the work of another. A single layer has no loop.
+            Default: True. True is one layer, or up to four where, without a pipeline, gathers of
             weights take two steps.
         scan_repeats: Whether the repeats of the engine "circular" run in a `lax.scan`.
         scan_ticks: Whether its ticks run in a `lax.scan`.

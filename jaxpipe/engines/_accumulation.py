@@ -22,7 +22,7 @@ Calls = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """`(weights, batch_inputs, keys) -> (sums over microbatches, arrays [M, ...])`."""
 
 
-def _in_a_scan(f: Calls, num_steps: int, reshard: Callable[[PyTree], PyTree]) -> Calls:
+def _gradient_accumulation(f: Calls, num_steps: int, reshard: Callable[[PyTree], PyTree]) -> Calls:
     """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results.
 
     Every call has its own dropout masks, and `reshard` shards the sums after it.
@@ -46,7 +46,7 @@ def _in_a_scan(f: Calls, num_steps: int, reshard: Callable[[PyTree], PyTree]) ->
     return run
 
 
-def _written_out(f: Calls, num_steps: int) -> Calls:
+def _unrolled_gradient_accumulation(f: Calls, num_steps: int) -> Calls:
     """Calls `f` A times, one call after the other without a loop, and sums its results.
 
     This is for MPMD, whose programs have no loops but those over microbatches.
@@ -96,9 +96,9 @@ def with_calls(engine: Engine) -> Engine:
                 return value, engine.storage.put_like(divided, grads, grads, model.tied)
 
             if engine.storage.per_stage:
-                calls = _written_out(call, plan.num_calls)
+                calls = _unrolled_gradient_accumulation(call, plan.num_calls)
             else:
-                calls = _in_a_scan(call, plan.num_calls, as_stored)
+                calls = _gradient_accumulation(call, plan.num_calls, as_stored)
             ((loss, scalars), grads), arrays = calls(weights, inputs, keys)
             value = loss, scalars | arrays
             return (value, grads) if has_grads else value

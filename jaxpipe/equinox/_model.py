@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import equinox as eqx
@@ -153,10 +153,11 @@ def _cut(
     is_module = [isinstance(target, eqx.Module) for target in targets]
     modules = [layer for target in targets for layer in _as_list(target)]
 
+    named = jax.tree_util.tree_leaves_with_path(
+        module, is_leaf=lambda node: any(node is target for target in targets)
+    )
     for target in targets:
-        is_target = partial(is_, target)
-        named = jax.tree_util.tree_leaves_with_path(module, is_leaf=is_target)
-        paths = [jax.tree_util.keystr(path) for path, leaf in named if is_target(leaf)]
+        paths = [jax.tree_util.keystr(path) for path, leaf in named if leaf is target]
         if len(paths) > 1:
             raise ValueError(
                 f"`layers` names what is in several places of the module, {', '.join(paths)}. "
@@ -180,6 +181,7 @@ def _cut(
             _as_target(target, [_with_values(old, next(new)) for old in _as_list(target)])
             for target in subtrees
         ]
+        outer = {name: outer[name] for name in _by_name(params, subtrees)}
         return _with_values(params, outer, subtrees, whole)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:

@@ -214,7 +214,7 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
 def _constants(state: Any, kept: dict[Path, Any], owners: dict[Path, Path]) -> dict[Path, Any]:
     """Returns the variables that are only read, such as caches for decoding and tables."""
     return {
-        path: kept[owners.get(path, path)]
+        path: kept[owners[path]]
         for path, variable in nnx.to_flat_state(state)
         if not isinstance(variable, nnx.Param | nnx.RngState)
     }
@@ -228,7 +228,7 @@ def _cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     state = jax.tree.map(shape_of, state)
     params = nnx.state(nnx.merge(graph, state), nnx.Param)
     _check_variables(dict(nnx.to_flat_state(state)), prefix)
-    constants = _constants(state, kept, {})
+    constants = _constants(state, kept, {path: path for path in kept})
     split_layers, join_layers = _groups(params, [prefix], set())
 
     def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The answer of a planner: the best plans as a table, as JSON and as the settings of a run.
 
-What a compiler says of the program of a plan stands beside what is predicted.
+A plan that was compiled has the compiler's figures beside those that are predicted.
 """
 
 import json
@@ -281,9 +281,6 @@ def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-_GB = 1e9
 
 
 def verify(plan: Plan, request: Request) -> VerifiedPlan:

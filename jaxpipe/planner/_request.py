@@ -37,7 +37,7 @@ class PreparedPipeline(NamedTuple):
 
 
 class ModelSource(Protocol):
-    """Where a model is from: functions of a user, or the keys of a run."""
+    """The origin of a model: a user (`OwnSource`), or the keys of a run (`TrainerSource`)."""
 
     @property
     def is_own(self) -> bool:

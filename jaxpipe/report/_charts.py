@@ -123,13 +123,13 @@ def _marks(run: RunRecord, findings: Sequence[Finding]) -> dict[str, list[int]]:
 def chart_of(
     title: str, unit: str, label: str, series: Sequence[Series], *, wide: bool
 ) -> dict[str, Any]:
-    """Returns what a chart of some metrics is, but for its curves."""
+    """Returns the attributes of a chart of some metrics, without its curves."""
     return {
         "title": title,
         "unit": unit,
         "wide": wide,
         "from_zero": unit != "",
-        "may_log": all(len(one.finite) and (one.finite > 0).all() for one in series),
+        "may_log": all(len(s.finite) and (s.finite > 0).all() for s in series),
         "label": label,
     }
 

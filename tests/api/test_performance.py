@@ -515,6 +515,15 @@ def test_without_a_pipeline_gradients_of_layers_are_added_to_their_sums_in_place
     assert temporary(4) - temporary(1) < of_layers / 2
 
 
+@pytest.mark.parametrize("options", [{"schedule": "circular"}, {"engine": "mpmd"}])
+def test_stages_of_one_layer_have_no_iterations_of_two(options: dict[str, Any]):
+    pipe = pipeline(
+        {"stage": 2}, **{"schedule": "interleaved_1f1b"} | options, chunks=L // 2, scan_layers=2
+    )
+    with pytest.raises(ValueError, match="a loop of a stage has 1. Give a divisor"):
+        pipe.check(params(), batch())
+
+
 @pytest.fixture
 def torus(monkeypatch):
     """Devices of which four or more in a line of the mesh lie along three dims of a v5p."""

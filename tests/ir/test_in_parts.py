@@ -124,6 +124,16 @@ def test_a_result_that_is_also_saved_is_whole():
     np.testing.assert_allclose(saved, expected[1], rtol=1e-6, atol=1e-6)
 
 
+def test_a_result_beside_an_array_that_is_no_input_is_whole():
+    table = np.ones((ROWS, TOKENS, DIM), np.float32)
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)  # tables are literals then
+    try:
+        y, _, (expected,) = run(lambda w, x: x @ w["out"] + table, *make())
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    np.testing.assert_allclose(join_parts(y), expected, rtol=0, atol=1e-5)
+
+
 def test_small_results_and_tokens_that_do_not_divide_are_whole():
     for tokens in (TOKENS // 2, TOKENS + 4):
         assert not isinstance(run(residual, *make(tokens))[0], InParts)

@@ -9,6 +9,7 @@ instead of storing it for each microbatch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -84,13 +85,17 @@ def pullback(
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, batch_inputs, rng)]
     sources = _sources(closed, num_out, sizes)
     saved = [i for i, source in enumerate(sources) if source == "saved"]
-    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(shape)
-    if in_parts:
-        run = results_in_parts(closed, len(jax.tree.leaves(shape[0])))
+    out_tree = jax.tree.structure(shape)
     recompute = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
+    @cache
+    def program() -> Callable[..., list[Any]]:
+        if not in_parts:
+            return jaxpr_as_fun(closed)
+        return results_in_parts(closed, len(jax.tree.leaves(shape[0])))
+
     def forward(weights, x, batch_inputs, rng):
-        values = run(*jax.tree.leaves((weights, x, batch_inputs, rng)))
+        values = program()(*jax.tree.leaves((weights, x, batch_inputs, rng)))
         return jax.tree.unflatten(out_tree, values[:num_out]), [values[num_out + i] for i in saved]
 
     def backward(weights, batch_inputs, rng, residuals, cotangent):

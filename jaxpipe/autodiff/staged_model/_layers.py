@@ -69,10 +69,10 @@ def _scan(
 ) -> tuple[PyTree, PyTree]:
     """Runs `step` on every layer of a stack, and stacks what it returns beside x."""
     num_layers = len(jax.tree.leaves(stacked)[0]) if num_layers is None else num_layers
+    per_iteration = layers_per_iteration(num_layers, scan)
     if num_layers == 1:  # split backwards keep less without a loop
         x, returned = step(x, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), stacked))
         return x, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), returned)
-    per_iteration = layers_per_iteration(num_layers, scan)
     if per_iteration == 1:
         return jax.lax.scan(step, x, stacked, length=num_layers, unroll=scan is False)
 

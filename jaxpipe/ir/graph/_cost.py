@@ -44,7 +44,7 @@ def is_cheap(eqn: Eqn) -> bool:
 
 
 def is_entrywise(eqn: Eqn) -> bool:
-    """Returns whether an equation computes each entry of entries at the same index."""
+    """Returns whether an entry of an equation's output depends on no input at another index."""
     return _is_one_of(_ELEMENTWISE + _CASTS + " name pcast pvary", eqn)
 
 

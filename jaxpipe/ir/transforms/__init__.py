@@ -12,8 +12,10 @@ if typing.TYPE_CHECKING:
     from ._entries import Entry as Entry
     from ._entries import call_with_entries as call_with_entries
     from ._in_parts import LAST_PART as LAST_PART
+    from ._in_parts import first_parts as first_parts
     from ._in_parts import join_parts as join_parts
     from ._in_parts import results_in_parts as results_in_parts
+    from ._in_parts import with_first_parts as with_first_parts
     from ._minimal_cut import minimal_cut as minimal_cut
     from ._partition import InputKind as InputKind
     from ._partition import Partition as Partition

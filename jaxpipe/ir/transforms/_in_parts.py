@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
@@ -53,13 +53,31 @@ class InParts:
     dim: int = field(metadata={"static": True})
 
 
+def _is_in_parts(x: Any) -> bool:
+    return isinstance(x, InParts)
+
+
 def join_parts(tree: PyTree) -> PyTree:
     """Returns `tree` with arrays in place of those that are `InParts`."""
 
     def join(x: Any) -> Any:
-        return jnp.concatenate(x.parts, x.dim) if isinstance(x, InParts) else x
+        return jnp.concatenate(x.parts, x.dim) if _is_in_parts(x) else x
 
-    return jax.tree.map(join, tree, is_leaf=lambda x: isinstance(x, InParts))
+    return jax.tree.map(join, tree, is_leaf=_is_in_parts)
+
+
+def first_parts(tree: PyTree) -> PyTree:
+    """Returns `tree` with the first part in place of each `InParts`."""
+    return jax.tree.map(lambda x: x.parts[0] if _is_in_parts(x) else x, tree, is_leaf=_is_in_parts)
+
+
+def with_first_parts(tree: PyTree, first: PyTree) -> PyTree:
+    """Returns `tree` with what `first_parts` returned, or arrays like them, in its place."""
+
+    def put(x: Any, new: jax.Array) -> Any:
+        return InParts((new, *x.parts[1:]), x.dim) if _is_in_parts(x) else new
+
+    return jax.tree.map(put, tree, first, is_leaf=_is_in_parts)
 
 
 def results_in_parts(closed: ClosedJaxpr, num_results: int) -> Callable[..., list[Any]]:
@@ -90,7 +108,10 @@ def _is_large(aval: Any) -> bool:
 
 
 def _cut(program: Graph, index: int) -> tuple[Graph, int] | None:
-    """Returns the program with parts in place of an output, and their dim; None if it has none."""
+    """Returns the program with parts in place of an output, and the dim they are cut along.
+
+    None if the output cannot be cut.
+    """
     result = program.outputs[index]
     if not isinstance(result, Var):
         return None
@@ -140,7 +161,7 @@ def _for_part(eqn: Eqn, dim: int, share: int) -> Any:
 def _tail(program: Graph, result: Var, dim: int) -> dict[Eqn, tuple[int, Dims]]:
     """Returns the equations that compute a result alone, the last first, up to products.
 
-    Beside each stand the dims along which its output and its inputs are cut.
+    Maps each to the dims along which its output and its inputs are cut.
     """
     uses = count_uses(program)
     read: defaultdict[Atom, list[int]] = defaultdict(list, {result: [dim]})
@@ -164,6 +185,8 @@ def _dims_of_inputs(eqn: Eqn, dim: int) -> Dims | None:
     """Returns the dims to cut the inputs by for a cut of the output; None if that is no cut."""
     if not isinstance(eqn.operation, PrimitiveCall) or eqn.operation.equation is None:
         return None
+    if any(isinstance(x, Literal) and x.aval.shape for x in eqn.operation.equation.invars):
+        return None  # an array that is no input of `eqn` and would stay whole
     params, shape = eqn.operation.params, eqn.outputs[0].aval.shape
     shapes = [aval_of(atom).shape for atom in eqn.inputs]
     if is_entrywise(eqn):  # of one entry, or of entries that stand for all of a dim of size 1

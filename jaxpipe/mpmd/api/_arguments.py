@@ -223,7 +223,7 @@ def assign_arguments(
             array: Any = leaf.on_rank(rank) if is_mpmd else leaf
             if array is None:
                 moving.append((leaf.first_local_array(), slot, sharding))
-            elif isinstance(array, jax.Array) and (
+            elif (is_mpmd or isinstance(array, jax.Array)) and (
                 array.sharding is sharding or array.sharding == sharding
             ):
                 slots[slot] = array

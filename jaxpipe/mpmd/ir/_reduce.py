@@ -4,7 +4,6 @@ Outside of `mpmd_jit_with_loop` the same loop is a plain scan, so a program can 
 without a pipeline.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -58,23 +57,31 @@ class ReduceOp(Protocol):
 
 
 @dataclass(frozen=True)
-class _Elementwise:
-    """A reduction of each entry by itself, from the entry that `start` returns for a dtype."""
-
-    name: str
-    start: Callable[[Any], Any]
-    join: Callable[[Any, Any], Any]
-
+class _Add:
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
         del n
-        return jnp.full(a.shape, self.start(a.dtype), a.dtype)
+        return jnp.zeros(a.shape, a.dtype)
 
     def update(self, state: Any, update: Any, index: Any) -> Any:
         del index
-        return self.join(state, update)
+        return state + update
 
     def __repr__(self) -> str:
-        return self.name
+        return "Add"
+
+
+@dataclass(frozen=True)
+class _Max:
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        del n
+        return jnp.full(a.shape, _lowest_value(a.dtype), a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        del index
+        return jnp.maximum(state, update)
+
+    def __repr__(self) -> str:
+        return "Max"
 
 
 @dataclass(frozen=True)
@@ -110,19 +117,26 @@ class Concat:
         return self.axis % (ndim + 1)
 
 
-def _lowest_value(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+@dataclass(frozen=True)
+class _Last:
+    """The reduction of a loop with one microbatch: the result of this microbatch."""
+
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        assert n == 1
+        return jnp.zeros(a.shape, a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        del state, index
+        return update
 
 
-Add = _Elementwise("Add", lambda dtype: 0, operator.add)
+Add = _Add()
 """The reduction that sums the results of the microbatches."""
 
-Max = _Elementwise("Max", _lowest_value, jnp.maximum)
+Max = _Max()
 """The reduction that takes the elementwise maximum over the microbatches."""
 
-Last = _Elementwise("Last", lambda dtype: 0, lambda state, update: update)
+Last = _Last()
 """The reduction that keeps the result of a single microbatch."""
 
 DEFAULT = (Concat(), Add)
@@ -309,7 +323,13 @@ class Reduction:
 
 def is_add(operation: ReduceOp) -> bool:
     """Returns whether an operation is `Add`."""
-    return isinstance(operation, _Elementwise) and operation == Add
+    return isinstance(operation, _Add)
+
+
+def _lowest_value(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
 def reductions(
@@ -366,7 +386,7 @@ def _with_type_of(aval: Any, reduction: Reduction) -> jax.Array:
         axis = operation.axis % (len(aval.shape) + 1)
         partitions = spec.partitions
         spec = spec.update(partitions=(*partitions[:axis], None, *partitions[axis:]))
-    elif not isinstance(operation, _Elementwise):
+    elif not isinstance(operation, _Add | _Max | _Last):
         return init
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return init

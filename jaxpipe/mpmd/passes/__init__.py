@@ -4,7 +4,7 @@ A pass is a function of one file, whose docstring says what it does, what is bef
 and why it stands where it stands. The passes over graphs take and return an `MpmdGraph`;
 `unroll_schedule` returns an `MpmdProgram`, which the passes after it take and return. What the
 caller asks (ranks, donation, specs) is in the graph and in the program, so a pass has no other
-argument. `lower` checks the result of every pass.
+argument. The result of every pass is checked.
 
 1. `unroll_scans` writes out scans around loops, so that all loops are at the top level.
 2. `extract_loops` makes a `PipelinedLoop` with a graph and a schedule of each loop.

@@ -239,11 +239,13 @@ def compile_graph(
 
 def _on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     """Replaces every mesh in a program by that of a group, whatever mesh it was traced with."""
-    eqns = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.eqns)
+    eqns = tuple(
+        replace(eqn, operation=_operation_on_submesh(eqn, mesh, mpmd_axis)) for eqn in graph.eqns
+    )
     return replace(graph, eqns=eqns)
 
 
-def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
+def _operation_on_submesh(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
     match eqn.operation:
         case Scan() as loop:
             return replace(loop, body=_on_submesh(loop.body, mesh, mpmd_axis))

@@ -184,7 +184,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     layout = _layout(_unpipelined(candidate, request, _gather(candidate)))
     if candidate.engine.pipelines:
         schedule = run.pipeline.schedule or candidate.family_name
-        first, *rest = candidate.counts  # others run beside the embedding and the head
+        first, *rest = candidate.counts  # layers outside of the pipeline run beside its ends
         counts = [first + request.before, *rest]
         counts[-1] += request.after
         layout = replace(
@@ -338,7 +338,7 @@ def _gather(candidate: StepLayout) -> GatherMode:
 
 
 class _Unpipelined(NamedTuple):
-    """What the time of a step without a pipeline depends on.
+    """The settings on which the time of a step without a pipeline depends.
 
     Attributes:
         gather: When weights are gathered.

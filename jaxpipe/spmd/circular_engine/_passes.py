@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
+from ...ir.transforms import first_parts, with_first_parts
 from .._buffers import cast_like
 from ..ranks import AXIS, update_if, zeros_like
 from ._backward import backward
@@ -130,10 +131,10 @@ def _forward_tick(
     if shape.num_repeats > 1:
         next_repeat = jnp.clip(work.repeat + 1, 0, shape.num_repeats - 1)
         part = work.microbatch, shape.num_microbatches
-        # Before the first part is sent: behind the others' products no work is left to hide it.
-        (first, *others), parts = jax.tree.flatten(y)
+        # It arrives before the first part of `y` is sent: later, no product is left to hide it.
+        first = first_parts(y)
         prefetched, first = gather.prefetch_part(prefetched, next_repeat, *part, (), first)
-        y = jax.tree.unflatten(parts, [first, *others])
+        y = with_first_parts(y, first)
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
     residuals = store(residuals, new, entry_of(t, shape, repeats))
     move = stream_move(t, shape, phase.program)

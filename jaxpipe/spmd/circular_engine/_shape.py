@@ -7,11 +7,11 @@ is that of microbatch k % M in repeat k // M. While the pipeline fills (k < 0) a
 (k >= R * M) a rank is in a bubble. In a bubble it runs its stage on a microbatch that is stored in
 its stream and drops the result. It uses real data because a norm's gradient at zero is NaN.
 
-Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
-others move one rank down; outputs are written on the last rank, into the slots that become free.
-This stream moves while microbatches enter that are not on rank 0 yet, and while results leave that
-another rank is to store (`stream_move`): in M - n ticks each. All ranks agree in which ticks that
-is, so the permute may be under a condition.
+Inputs are sharded over the ranks, n on each, and rank 0 takes one after the other. Outputs are
+written on the last rank, into the slots that become free. This stream moves one rank down while
+microbatches enter that are not on rank 0 yet, and while results leave that another rank is to store
+(`stream_move`): in M - n ticks each. All ranks agree in which ticks that is, so the permute may be
+under a condition.
 
 These functions are the only place of the schedule's arithmetic. The circular engine calls them on
 one rank after the other's tick, and `spmd.stepwise`, of which MaxText's documented methods are

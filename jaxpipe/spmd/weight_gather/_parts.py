@@ -159,7 +159,8 @@ def _only_after(dependency: PyTree, tree: PyTree) -> PyTree:
 def _known_after(dependency: PyTree, index: Any, x: jax.Array) -> Any:
     """Returns an index into `x` that XLA does not know before `dependency` is computed.
 
-    Where devices have the same `x` it is `index`: with another it would vary, and nobody sends it.
+    If `dependency` varies over axes over which `x` does not, it is `index` as it is: a slice would
+    vary over them, too.
     """
     axes = [varying_axes(leaf) for leaf in jax.tree.leaves(dependency)]
     if not axes or not frozenset().union(*axes) <= varying_axes(x):

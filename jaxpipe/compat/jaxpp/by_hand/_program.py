@@ -279,7 +279,7 @@ TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class _Connection:
-    """What the processes of a job share while they compile a program; nothing with one process."""
+    """The session that the processes of a job share while they compile, if there are several."""
 
     session: Session | None = None
     handshake: CompileHandshake | None = None
