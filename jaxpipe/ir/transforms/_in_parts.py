@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jaxtyping import PyTree
@@ -121,7 +122,7 @@ def _cut(program: Graph, index: int) -> tuple[Graph, int] | None:
     if dim is None or shape[dim] % max(_SHARES):
         return None
     tail = _tail(program, result, dim)
-    if not any(eqn.operation.name == "dot_general" for eqn in tail):
+    if not any(map(_is_product, tail)):
         return None
 
     eqns = [eqn for eqn in program.eqns if eqn not in tail]
@@ -136,7 +137,8 @@ def _cut(program: Graph, index: int) -> tuple[Graph, int] | None:
                     cut[atom, at] = atom if at is None else Var(aval_of(atom))
                     if at is not None:
                         eqns.append(Eqn(_slice(at, part), (atom,), (cut[atom, at],)))
-            cut[eqn.outputs[0], out] = new = Var(eqn.outputs[0].aval)
+            new = Var(eqn.outputs[0].aval)
+            cut[eqn.outputs[0], out] = new
             eqns.append(Eqn(_for_part(eqn, out, share), tuple(cut[x] for x in inputs), (new,)))
         parts.append(cut[result, dim])
         start = part.stop
@@ -150,10 +152,10 @@ def _slice(dim: int, part: slice) -> PrimitiveCall:
 
 def _for_part(eqn: Eqn, dim: int, share: int) -> Any:
     """Returns the operation of an equation for a share of the entries of a dim of its output."""
-    if eqn.operation.name != "broadcast_in_dim":
-        return eqn.operation
-    params = eqn.operation.params
-    to, shape = params["broadcast_dimensions"], list(params["shape"])
+    operation = eqn.operation
+    if not isinstance(operation, PrimitiveCall) or operation.name != "broadcast_in_dim":
+        return operation
+    to, shape = operation.params["broadcast_dimensions"], list(operation.params["shape"])
     shape[dim] //= share
     return PrimitiveCall("broadcast_in_dim", lambda x: [lax.broadcast_in_dim(x, shape, to)])
 
@@ -174,24 +176,29 @@ def _tail(program: Graph, result: Var, dim: int) -> dict[Eqn, tuple[int, Dims]]:
         if dims is None:
             continue
         tail[eqn] = reads[0], dims
-        if eqn.operation.name != "dot_general":
+        if not _is_product(eqn):
             for atom, at in zip(eqn.inputs, dims, strict=True):
                 if at is not None:
                     read[atom].append(at)
     return tail
 
 
+def _is_product(eqn: Eqn) -> bool:
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == "dot_general"
+
+
 def _dims_of_inputs(eqn: Eqn, dim: int) -> Dims | None:
     """Returns the dims to cut the inputs by for a cut of the output; None if that is no cut."""
-    if not isinstance(eqn.operation, PrimitiveCall) or eqn.operation.equation is None:
+    operation = eqn.operation
+    if not isinstance(operation, PrimitiveCall) or operation.equation is None:
         return None
-    if any(isinstance(x, Literal) and x.aval.shape for x in eqn.operation.equation.invars):
+    if any(isinstance(x, Literal) and np.shape(x.val) for x in operation.equation.invars):
         return None  # an array that is no input of `eqn` and would stay whole
-    params, shape = eqn.operation.params, eqn.outputs[0].aval.shape
+    params, shape = operation.params, eqn.outputs[0].aval.shape
     shapes = [aval_of(atom).shape for atom in eqn.inputs]
     if is_entrywise(eqn):  # of one entry, or of entries that stand for all of a dim of size 1
         return [dim if x and x[dim] == shape[dim] else None for x in shapes]
-    match eqn.operation.name, shapes:
+    match operation.name, shapes:
         case "dot_general", [left, right]:
             (*contracted,), (*batch,) = params["dimension_numbers"]
             free = [
