@@ -133,10 +133,12 @@ def _cut(program: Graph, index: int) -> tuple[Graph, int] | None:
         for eqn, (out, dims) in reversed(tail.items()):
             inputs = list(zip(eqn.inputs, dims, strict=True))
             for atom, at in inputs:
-                if (atom, at) not in cut:
-                    cut[atom, at] = atom if at is None else Var(aval_of(atom))
-                    if at is not None:
-                        eqns.append(Eqn(_slice(at, part), (atom,), (cut[atom, at],)))
+                if at is None:
+                    cut[atom, at] = atom
+                elif (atom, at) not in cut:
+                    new = Var(aval_of(atom))
+                    eqns.append(Eqn(_slice(at, part), (atom,), (new,)))
+                    cut[atom, at] = new
             new = Var(eqn.outputs[0].aval)
             cut[eqn.outputs[0], out] = new
             eqns.append(Eqn(_for_part(eqn, out, share), tuple(cut[x] for x in inputs), (new,)))
