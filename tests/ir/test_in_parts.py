@@ -143,5 +143,6 @@ def test_parts_are_computed_one_after_the_other_and_by_no_more_products():
     w, x = make()
     program = results_in_parts(jax.make_jaxpr(residual)(w, x), 1)
     jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves((w, x)))
-    products = [e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    results = [e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    products = [getattr(x.aval, "shape", None) for x in results]
     assert products == [x.shape, *((ROWS, TOKENS // share, DIM) for share in (2, 4, 8, 8))]
