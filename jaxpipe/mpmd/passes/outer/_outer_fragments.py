@@ -123,7 +123,7 @@ def _levels_of_eqns(
     earliest: dict[EqnOnRank, int] = {}
 
     def source(value: Var, rank: int) -> tuple[EqnOnRank, int] | None:
-        """Returns what computes a value; and 1 transfer if the value is sent, else 0."""
+        """Returns the equation that computes a value, and the transfers to the rank: 0 or 1."""
         maker = makers.get(value)
         if maker is None:
             return None
