@@ -233,7 +233,7 @@ COMPILED: dict[str, tuple[dict, float]] = {
     "C 4 layers": (_CIRCULAR | _BOTH | {"num_pipeline_repeats": 4}, 37_077),
     "C 4 layers, layers": (_CIRCULAR | _LAYERS | {"num_pipeline_repeats": 4}, 42_060),
     "C 2 layers, layers": (_CIRCULAR | _LAYERS | {"num_pipeline_repeats": 8}, 37_018),
-    "1F1B once": (_1F1B | _ONCE | _LAYERS, 45_904),
+    "1F1B once": (_1F1B | _ONCE | _LAYERS, 46_322),
     "1F1B once, both": (_1F1B | _ONCE | _BOTH, 44_526),
     "1F1B per layer": (_1F1B | _PER_LAYER | _LAYERS, 33_271),
     "1F1B per layer, both": (_1F1B | _PER_LAYER | _BOTH, 31_967),

@@ -31,13 +31,13 @@ class SplitBackward:
     Attributes:
         forward: `(weights, x, batch_inputs, rng, into) -> (out, residuals)`, where residuals is a
             list of arrays.
-        backward: `(weights, batch_inputs, rng, residuals, cotangent, gradient) -> (gradient, dx,
-            dbatch_inputs)`.
+        backward: `(weights, batch_inputs, rng, residuals, cotangent, gradient, finish) ->
+            (gradient, dx, dbatch_inputs)`. `finish` is that of `ir.transforms.accumulate`, or None.
         input: `(weights, batch_inputs, rng, residuals, cotangent, into) -> (dx, dbatch_inputs,
             wgrad_residuals)`, the half without the gradients of weights. `wgrad_residuals` is a
             list of arrays for the other half.
-        weight: `(weights, batch_inputs, rng, residuals for it, wgrad_residuals, gradient) ->
-            gradient`.
+        weight: `(weights, batch_inputs, rng, residuals for it, wgrad_residuals, gradient, finish)
+            -> gradient`.
         for_weight: [num_residuals] whether `weight` reads each residual. All others can be freed
             after `input`.
         on_host: [num_residuals] whether rematerialization offloads each residual. The functions
@@ -76,7 +76,6 @@ def split_backward(
     kinds: list[InputKind] = [kind for kind, n in zip(_KINDS, sizes, strict=True) for _ in range(n)]
     halves = partition(graph, [not w for w in is_weight], kinds)
     gradient_tree, inputs_tree = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1:])
-    both, second = accumulate(graph, is_weight), accumulate(halves.second, [True] * num_weights)
     start = sum(sizes[:3])
     always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
 
@@ -85,8 +84,9 @@ def split_backward(
         leaves = _run(computed, weights, x, batch_inputs, rng, into=enumerate(into, size))
         return jax.tree.unflatten(out_tree, leaves[:size]), leaves[size:]
 
-    def backward(weights, batch_inputs, rng, residuals, cotangent, gradient):
+    def backward(weights, batch_inputs, rng, residuals, cotangent, gradient, finish=None):
         inputs = weights, batch_inputs, rng, residuals, cotangent, gradient
+        both = accumulate(graph, is_weight, finish)
         leaves = _run(both, *inputs, into=enumerate(_leaves(gradient)))
         new = jax.tree.unflatten(gradient_tree, leaves[:num_weights])
         return new, *jax.tree.unflatten(inputs_tree, leaves[num_weights:])
@@ -96,8 +96,9 @@ def split_backward(
         leaves = _run(halves.first, *inputs, into=enumerate(into, size))
         return *jax.tree.unflatten(inputs_tree, leaves[:size]), leaves[size:]
 
-    def weight(weights, batch_inputs, rng, residuals, wgrad_residuals, gradient):
+    def weight(weights, batch_inputs, rng, residuals, wgrad_residuals, gradient, finish=None):
         inputs = select(_leaves((weights, batch_inputs, rng)), always)
+        second = accumulate(halves.second, [True] * num_weights, finish)
         into = enumerate(_leaves(gradient))
         leaves = _run(second, inputs, residuals, wgrad_residuals, gradient, into=into)
         return jax.tree.unflatten(gradient_tree, leaves)

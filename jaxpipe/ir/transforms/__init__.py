@@ -5,6 +5,7 @@ import typing
 from ... import _lazy
 
 if typing.TYPE_CHECKING:
+    from ._accumulate import Finish as Finish
     from ._accumulate import accumulate as accumulate
     from ._accumulate import add_gradients as add_gradients
     from ._accumulate import additions_in_products as additions_in_products

@@ -45,6 +45,9 @@ from ..graph import (
     variables,
 )
 
+Finish = Callable[[jax.Array, int], jax.Array]
+"""From a complete sum, or a slice that lacks so many dims in front, to what stays in its place."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -54,14 +57,23 @@ class Gradient:
     way: tuple[Eqn, ...]
     start: Var
     total: Var
+    finish: Finish | None = None
 
 
-def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
+def accumulate(
+    program: Graph,
+    gradients: Sequence[bool],
+    finish: Sequence[Finish | None] | None = None,
+    *,
+    num_dims: int = 0,
+) -> Graph:
     """Returns `(inputs, sums so far) -> outputs`, which has the new sum in place of each gradient.
 
     `gradients` is [num_outputs]: whether each output is a gradient, which then has a sum of its
-    shape.
+    shape. `finish` has for each gradient what is done with its new sum, or with each slice of it in
+    the iteration that computes the slice. Sums lack the first `num_dims` dims of those it knows.
     """
+    finishing = iter(finish or [None] * sum(gradients))
     sums: list[Var] = []
     before: list[Eqn] = []
     added: list[Eqn] = []
@@ -72,14 +84,16 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     uses = count_uses(program)
     for i in (i for i, is_gradient in enumerate(gradients) if is_gradient):
         aval = getattr(outputs[i], "aval", None)
-        start, total = Var(aval), Var(aval)
+        start, total, finish_sum = Var(aval), Var(aval), next(finishing)
         sums.append(start)
         eqn, produced, way = origin(outputs[i], makers, uses, is_invertible_move)
         if eqn is not None and _is_zero(eqn, makers):
             total = start
         elif eqn is not None and _can_add(eqn, produced, way, makers):
-            within[eqn].append(Gradient(produced, way, start, total))
+            within[eqn].append(Gradient(produced, way, start, total, finish_sum))
             passed.update(way)
+            if not isinstance(eqn.operation, PrimitiveCall):
+                finish_sum = None  # a body does
         elif eqn is not None and _can_add_reshaped(eqn, produced, way):
             # Moved in front, as a sum, and back behind the loop.
             start_in_loop, total_in_loop = Var(produced.aval), Var(produced.aval)
@@ -89,10 +103,15 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
             passed.update(way)
         else:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
+        if finish_sum is not None:
+            total, done = Var(aval), total
+            added.append(Eqn(_finishing(finish_sum, num_dims), (done,), (total,)))
         outputs[i] = total
 
     eqns = [eqn for eqn in program.eqns if eqn not in passed]
-    eqns = [s for eqn in eqns for s in (_adding(eqn, within[eqn]) if eqn in within else [eqn])]
+    eqns = [
+        s for eqn in eqns for s in (_adding(eqn, within[eqn], num_dims) if eqn in within else [eqn])
+    ]
     return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
 
 
@@ -170,6 +189,10 @@ def _is_stacked(loop: Eqn, made: Var) -> bool:
     return loop.outputs.index(made) >= loop.operation.num_carry
 
 
+def _finishing(finish: Finish, num_dims: int) -> PrimitiveCall:
+    return PrimitiveCall("finish_sum", lambda x: [finish(x, num_dims)])
+
+
 def _reshape(shape: tuple[int, ...]) -> PrimitiveCall:
     return PrimitiveCall("reshape", lambda x: [jnp.reshape(x, shape)])
 
@@ -181,7 +204,7 @@ def _keeps_first_dim(eqn: Eqn) -> bool:
     return permutation[0] == 0 if permutation else shape_in(eqn)[:1] == shape_out(eqn)[:1]
 
 
-def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
+def _adding(eqn: Eqn, gradients: Sequence[Gradient], num_dims: int) -> list[Eqn]:
     """Returns an equation that adds some outputs to sums, cast to their manual axes first."""
     starts = [Var(gradient.produced.aval) for gradient in gradients]
     varied = [
@@ -197,11 +220,13 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     outputs = (*select(eqn.outputs, others), *(gradient.total for gradient in gradients))
     match eqn.operation:
         case Scan() as loop:
-            body = _body_adding(loop.body, eqn, others, gradients, num_dims=1)
+            body = _body_adding(loop.body, eqn, others, gradients, num_dims, is_loop=True)
             count = loop.num_accumulators + len(gradients)
             operation = replace(loop, body=body, num_accumulators=count)
         case Cond(branches, count):
-            bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
+            bodies = (
+                _body_adding(b, eqn, others, gradients, num_dims, is_loop=False) for b in branches
+            )
             operation = Cond(tuple(bodies), count + len(gradients))
         case PrimitiveCall(params=params):
             operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
@@ -216,21 +241,30 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 
 def _body_adding(
-    body: Graph, eqn: Eqn, others: Sequence[bool], gradients: Sequence[Gradient], *, num_dims: int
+    body: Graph,
+    eqn: Eqn,
+    others: Sequence[bool],
+    gradients: Sequence[Gradient],
+    num_dims: int,
+    *,
+    is_loop: bool,
 ) -> Graph:
     """Returns a body whose last inputs are the sums, and whose last outputs are the new sums.
 
-    It also moves the data of gradients: its arrays lack the first `num_dims` dims of those outside.
+    It also moves the data of gradients: arrays of a loop's body lack the first dim of those
+    outside, which lack `num_dims` dims themselves.
     """
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
     for gradient in gradients:
-        moves = list(_moves_inside(inside[gradient.produced], gradient.way, num_dims))
+        moves = list(_moves_inside(inside[gradient.produced], gradient.way, is_loop))
         eqns += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.produced])
     outputs = (*select(body.outputs, others), *ends)
     is_gradient = [False] * sum(others) + [True] * len(ends)
-    return accumulate(Graph(body.inputs, tuple(eqns), outputs), is_gradient)
+    adding = Graph(body.inputs, tuple(eqns), outputs)
+    finish = [gradient.finish for gradient in gradients]
+    return accumulate(adding, is_gradient, finish, num_dims=num_dims + is_loop)
 
 
 def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eqn]:

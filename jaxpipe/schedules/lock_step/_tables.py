@@ -29,6 +29,8 @@ class PhaseTable(NamedTuple):
         weight_source: Where the weights are: a constant of `_weight_prefetch`.
         prefetch_chunk: The rank's chunk whose weights to prefetch, or -1.
         ends_residency: 1 in the last backward of a residency.
+        completes_chunk: 1 in the B or W after which no other adds to the gradients of the chunk, 0
+            in other actions.
         past_slot: Slot of the state that slices of the microbatch carry; -1 without slices.
     """
 
@@ -43,6 +45,7 @@ class PhaseTable(NamedTuple):
     weight_source: Table
     prefetch_chunk: Table
     ends_residency: Table
+    completes_chunk: Table
     past_slot: Table
     past_cotangent_slot: Table
 
@@ -175,6 +178,7 @@ def _phases(
     }
     size = num_ticks(ticks), num_ranks(schedule)
     phases = [{name: _empty(*size) for name in PhaseTable._fields} for _ in range(HAND_OVER)]
+    last_additions: dict[tuple[int, int], list[int]] = {}
     for rank, tick, action in enumerate_ticks(ticks):
         stage, op, microbatch = action.stage, action.op, action.microbatch
         phase = phases[PHASE[op]]
@@ -191,6 +195,11 @@ def _phases(
             phase["weight_source"][tick][rank] = source
             phase["prefetch_chunk"][tick][rank] = chunks[rank][following] if following >= 0 else -1
             phase["ends_residency"][tick][rank] = int(ends_residency)
+        phase["completes_chunk"][tick][rank] = 0
+        if op in (Op.B, Op.W):
+            last_additions[rank, stage] = phase["completes_chunk"][tick]
+    for (rank, _), row in last_additions.items():
+        row[rank] = 1
     # Each draft is freed for its table: keeping all of both would take twice the memory.
     return (
         PhaseTable(*(_frozen(phase.pop(name)) for name in PhaseTable._fields)) for phase in phases

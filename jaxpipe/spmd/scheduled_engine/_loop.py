@@ -11,6 +11,7 @@ S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stag
 the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from ...autodiff.staged_model import (
     split_metrics,
     sum_scalars,
 )
-from ...schedules.lock_step import TickTables, tick_loops
+from ...schedules.lock_step import PhaseTable, TickTables, tick_loops
 from .._boundary import sum_over_devices
 from .._buffers import (
     allocate_buffer,
@@ -69,7 +70,7 @@ from ._residuals import (
     split_residuals,
     with_memories,
 )
-from ._rows import FIRST_CHUNK, Index, TickRow, rows_of_rank
+from ._rows import FIRST_CHUNK, Index, PhaseRow, TickRow, rows_of_rank
 from ._weights import scheduled_weights
 
 
@@ -440,11 +441,14 @@ def _tick_backward(
         for_backward=fetch(buffers.for_backward, work.residuals_for_backward_slot),
         for_weight=fetch(buffers.for_weight, work.residuals_for_weight_slot),
     )
-    (totals, wgrad_residuals), outputs = update_if(
-        work.microbatch >= 0,
-        lambda state: backward(tables)(invariants, work, fetched, state[0], zero_backward),
-        (changed, zero_backward),
-        hint=execution_count_hint(tables.backward.microbatch),
+
+    def run_backward(state: tuple, *, completes_chunk: bool) -> tuple:
+        run = backward(tables, completes_chunk=completes_chunk)
+        return run(invariants, work, fetched, state[0], zero_backward)
+
+    apart = gather.scatters_last
+    (totals, wgrad_residuals), outputs = _run_adding(
+        tables.backward, work, run_backward, (changed, zero_backward), apart=apart
     )
     weight_state = gather.reduce_scatter(totals.weight_state, tables, work)
     totals = totals._replace(weight_state=weight_state)
@@ -458,13 +462,29 @@ def _tick_backward(
     if tables.num_slots["wgrad_residuals"]:
         slot = row.weight.residuals_for_weight_slot
         fetched = buffers._replace(for_weight=fetch(buffers.for_weight, slot))
-        totals = update_if(
-            row.weight.microbatch >= 0,
-            lambda totals: weight(invariants, row.weight, fetched, totals),
-            totals,
-            hint=execution_count_hint(tables.weight.microbatch),
-        )
+        run_weight = partial(weight, invariants, row.weight, fetched)
+        totals = _run_adding(tables.weight, row.weight, run_weight, totals, apart=apart)
     return TickCarry(buffers, totals)
+
+
+def _run_adding(
+    table: PhaseTable, work: PhaseRow, run: Callable, state: PyTree, *, apart: bool
+) -> PyTree:
+    """Runs B, I or W where its rank has one: `run(state, completes_chunk=...)`.
+
+    `apart`: what completes the gradients of a chunk has a branch of its own.
+    """
+    kinds = {entry for ranks in table.completes_chunk for entry in ranks if entry >= 0}
+    if not apart or kinds == {0}:
+        hint = execution_count_hint(table.microbatch)
+        return update_if(
+            work.microbatch >= 0, partial(run, completes_chunk=False), state, hint=hint
+        )
+    for kind in sorted(kinds):
+        hint = execution_count_hint(table.completes_chunk, lambda entry, kind=kind: entry == kind)
+        run_kind = partial(run, completes_chunk=kind == 1)
+        state = update_if(work.completes_chunk == kind, run_kind, state, hint=hint)
+    return state
 
 
 def _hand_over(buffers: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:

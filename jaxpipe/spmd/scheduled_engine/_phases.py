@@ -273,11 +273,13 @@ BackwardResults = tuple[BackwardTotals, BackwardOutputs]
 """What is changed in place, and what is stored or sent."""
 
 
-def backward(tables: TickTables) -> Callable:
+def backward(tables: TickTables, *, completes_chunk: bool) -> Callable:
     """Returns `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
 
-    It runs B, or I, or in a schedule with both the one of the table.
+    It runs B, or I, or in a schedule with both the one of the table. A B alone completes a chunk.
     """
+    if completes_chunk:
+        return partial(_whole_backward, completes_chunk=True)
     kinds = {
         slot >= 0
         for microbatches, slots in zip(
@@ -311,6 +313,8 @@ def _whole_backward(
     buffers: ActivationBuffers,
     changed: BackwardTotals,
     zero_outputs: BackwardOutputs,
+    *,
+    completes_chunk: bool = False,
 ) -> BackwardResults:
     """Runs B: gradients of the input and of the weights."""
     del zero_outputs
@@ -319,11 +323,14 @@ def _whole_backward(
     w = invariants.gather.entries(totals.weight_state, work, False)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
 
-    def add(gradient):
-        gradient, dx, dinputs = stage.backward(w, inputs, keys, residuals, cotangent, gradient)
+    def add(gradient, finish):
+        arguments = w, inputs, keys, residuals, cotangent, gradient, finish
+        gradient, dx, dinputs = stage.backward(*arguments)
         return gradient, (dx, dinputs.earlier)
 
-    weight_state, (dx, dpast) = invariants.gather.accumulate(totals.weight_state, work, add)
+    weight_state, (dx, dpast) = invariants.gather.accumulate(
+        totals.weight_state, work, add, completes_chunk
+    )
     totals = totals._replace(weight_state=weight_state)
     totals = _with_embed_gradient(invariants, work, inputs.batch, dx, totals)
     return changed._replace(totals=totals), BackwardOutputs(
@@ -353,7 +360,12 @@ def _input_backward(
 
 
 def weight(
-    invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers, totals: Totals
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    buffers: ActivationBuffers,
+    totals: Totals,
+    *,
+    completes_chunk: bool,
 ) -> Totals:
     """Runs W: adds the gradient of the weights."""
     stage = _split_stage(invariants)
@@ -362,10 +374,10 @@ def weight(
     residuals = entries_to_read(buffers.for_weight, work.residuals_for_weight_slot)
     wgrad_residuals = entries_to_read(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 
-    def add(gradient):
-        return stage.weight(w, inputs, keys, residuals, wgrad_residuals, gradient), ()
+    def add(gradient, finish):
+        return stage.weight(w, inputs, keys, residuals, wgrad_residuals, gradient, finish), ()
 
-    weight_state, _ = invariants.gather.accumulate(totals.weight_state, work, add)
+    weight_state, _ = invariants.gather.accumulate(totals.weight_state, work, add, completes_chunk)
     return totals._replace(weight_state=weight_state)
 
 

@@ -32,6 +32,7 @@ class PhaseRow(NamedTuple):
     weight_source: Index
     prefetch_chunk: Index
     ends_residency: Index
+    completes_chunk: Index
     past_slot: Index
     past_cotangent_slot: Index
 

@@ -6,7 +6,9 @@ chunk of a row: in every tick, or, with a prefetch plan, whenever the rank chang
 |        | state              | prefetch       | unshard  | accumulate      | reduce_scatter      |
 |--------|--------------------|----------------|----------|-----------------|---------------------|
 | tick   | stored gradients   |                | gathers  | reduce-scatters |                     |
-| once   | whole gradients    |                | a copy   |                 |                     |
+| once   | whole gradients    |                | a copy   | the last one of |                     |
+|        |                    |                |          | a chunk reduce- |                     |
+|        |                    |                |          | scatters        |                     |
 | repeat | windows, one whole | gathers,       | a window |                 | reduce-scatters     |
 |        | gradient, others   | moves a window |          |                 | after a residency   |
 |        | stored             |                |          |                 |                     |
@@ -48,9 +50,12 @@ class ScheduledWeights(NamedTuple):
         prefetch: `(state, tables, work, is_forward) -> state`, before an F, B or I.
         unshard: `(state, work, is_forward) -> weights` of its stage.
         entries: The same, or in place of weights the entries of the buffers that hold them.
-        accumulate: `(state, work, f) -> (state, result)`, where `f` maps the gradient of a stage
-            to this gradient with more added, and a result. `f` may be given entries of buffers; it
-            then returns their buffers.
+        scatters_last: Whether the addition that completes the gradients of a chunk scatters them,
+            and so is another program than the others.
+        accumulate: `(state, work, f, completes_chunk) -> (state, result)`, where `f` maps the
+            gradient of a stage, and the `finish` of `ir.transforms.accumulate` or None, to this
+            gradient with more added, and a result. `f` may be given entries of buffers; it then
+            returns their buffers.
         reduce_scatter: `(state, tables, work) -> state`, after a B.
         finish: `sums -> gradients`, of all chunks after the last tick, sharded as they are stored.
     """
@@ -61,7 +66,8 @@ class ScheduledWeights(NamedTuple):
     prefetch: Callable[[PyTree, TickTables, PhaseRow, bool], PyTree]
     unshard: Callable[[PyTree, PhaseRow, bool], PyTree]
     entries: Callable[[PyTree, PhaseRow, bool], PyTree]
-    accumulate: Callable[[PyTree, PhaseRow, Callable], tuple[PyTree, PyTree]]
+    scatters_last: bool
+    accumulate: Callable[[PyTree, PhaseRow, Callable, bool], tuple[PyTree, PyTree]]
     reduce_scatter: Callable[[PyTree, TickTables, PhaseRow], PyTree]
     finish: Callable[[PyTree], PyTree]
 
@@ -101,8 +107,13 @@ def _per_action(gather: WeightGather) -> ScheduledWeights:
     def entries(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
         return gather.entries(work.chunk) if gather.entries else unshard(state, work, is_forward)
 
-    def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
-        return gather.accumulate_in_place(state, work.chunk, f)
+    scatters = gather.scatter_slices
+
+    def accumulate(
+        state: PyTree, work: PhaseRow, f: Callable, completes_chunk: bool
+    ) -> tuple[PyTree, PyTree]:
+        add = partial(f, finish=scatters if completes_chunk else None)
+        return gather.accumulate_in_place(state, work.chunk, add)
 
     return ScheduledWeights(
         init=tuple,
@@ -111,9 +122,10 @@ def _per_action(gather: WeightGather) -> ScheduledWeights:
         prefetch=_unchanged,
         unshard=unshard,
         entries=entries,
+        scatters_last=any(scatters),
         accumulate=accumulate,
         reduce_scatter=_unchanged,
-        finish=partial(over_leading, lambda sums: gather.finish(gather.reduce_scatter(sums))),
+        finish=partial(over_leading, lambda sums: gather.finish(gather.scattered(sums))),
     )
 
 
@@ -197,10 +209,10 @@ def _by_residency(
         return "backward" if separate and not is_forward else "forward"
 
     def accumulate(
-        state: _WeightWindows, work: PhaseRow, f: Callable
+        state: _WeightWindows, work: PhaseRow, f: Callable, completes_chunk: bool
     ) -> tuple[_WeightWindows, PyTree]:
-        del work
-        gradient, result = f(state.gradient)
+        del work, completes_chunk
+        gradient, result = f(state.gradient, None)
         return state._replace(gradient=gradient), result
 
     def reduce_scatter(state: _WeightWindows, tables: TickTables, work: PhaseRow) -> _WeightWindows:
@@ -231,6 +243,7 @@ def _by_residency(
         prefetch=prefetch,
         unshard=unshard,
         entries=unshard,
+        scatters_last=False,
         accumulate=accumulate,
         reduce_scatter=reduce_scatter,
         finish=partial(over_leading, gather.finish),

@@ -60,6 +60,8 @@ class Gather:
             of `unshard` and `reduce_scatter`; without them XLA's partitioner decides.
         weight_specs: How stored weights of one stage are sharded over `batch_axes`.
         gradient_specs: How their stored gradients are sharded over `batch_axes`.
+        sum_specs: How sums of gradients over ticks are sharded over them, before `scatter`.
+        reduce_dtype: The dtype in which gradients are summed over `batch_axes`. None: their own.
         key_specs: How the keys of one stage are sharded over `batch_axes`. None: not at all.
         divided_over: Mesh axes over which weights or gradients are divided where they are stored,
             but not where a stage reads them. None if only XLA's partitioner knows.
@@ -80,6 +82,8 @@ class Gather:
     batch_axes: tuple[str, ...] = ()
     weight_specs: PyTree = REPLICATED
     gradient_specs: PyTree = REPLICATED
+    sum_specs: PyTree = REPLICATED
+    reduce_dtype: Any = None
     key_specs: PyTree = None
     divided_over: frozenset[str] | None = None
     by_specs: "BySpecs | None" = None
@@ -125,7 +129,7 @@ def join_gathers(gathers: Mapping[str, Gather]) -> Gather:
         *("cast", "unshard", "constrain_unsharded", "reduce_scatter"),
         *("scatter", "scatter_products", "sum_whole"),
     )
-    specs = ("weight_specs", "gradient_specs")
+    specs = ("weight_specs", "gradient_specs", "sum_specs")
     by_specs = {key: g.by_specs for key, g in gathers.items() if g.by_specs is not None}
     assert len(by_specs) == len(gathers), "only gathers by specs are joined"
     stored, unsharded, gradients = (
@@ -230,6 +234,8 @@ def gather_by_specs(
         batch_axes=batch_axes,
         weight_specs=manual_stored if batch_axes else no_entries,
         gradient_specs=manual_gradients if batch_axes else no_entries,
+        sum_specs=manual_unsharded if batch_axes else no_entries,
+        reduce_dtype=reduce_dtype,
         divided_over=_divided_over(stored, unsharded) | _divided_over(gradients, unsharded),
         by_specs=BySpecs(
             partial(

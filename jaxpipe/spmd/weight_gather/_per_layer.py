@@ -79,6 +79,8 @@ def gather_in_layers(
         batch_axes=batch_axes,
         weight_specs=weight_specs,
         gradient_specs=gradient_specs,
+        sum_specs=weight_specs,
+        reduce_dtype=reduce_dtype,
         by_specs=BySpecs(
             partial(gather_in_layers, batch_axes=batch_axes, reduce_dtype=reduce_dtype),
             (stored, unsharded, gradients),

@@ -13,14 +13,14 @@ transfers can be spread over the ticks of a chunk, as the circular engine does: 
 |--------|----------|----------------------|---------|-----------------|-----------------|
 | tick   |          | cast                 | gathers | reduce-scatters |                 |
 | repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
-| once   |          | of a gathered copy   |         |                 | reduce-scatters |
+| once   |          | of a gathered copy   |         | or in the last  | reduce-scatters |
 
 In `tick` on a mesh that divides no weights or rows, sums are whole as in the other ways. In the
 fourth way, per layer, the stage gathers by itself (`_per_layer`): to the engines its weights are
 gathered once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,10 +29,11 @@ from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
-from ...ir.transforms import Entry, add_gradients
+from ...ir.transforms import Entry, Finish, add_gradients
 from .._buffers import add_trees, over_leading, put, to_accum_dtype
 from ..ranks import zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity, only_after
+from ._in_place import scatter_slices, scattered
 from ._parts import communicates, gather_part, reduce_scatter_part
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
@@ -64,6 +65,10 @@ class WeightGather(NamedTuple):
         reduce_scatter_part: Maps `(gradients, chunk, sum, part, num_parts, after, before)` to
             gradients as stored, [chunks, ...], with one part of the chunk's sum scattered into
             them; the sum, which may be overwritten then; and `before`.
+        scatter_slices: For each weight what scatters its complete sum, or a slice of it, in place,
+            or None (`_in_place`); () if sums are scattered after the last tick alone.
+        scattered: Maps a chunk's sum, of which that has been done, to what `reduce_scatter`
+            returns.
         finish: Maps gradients of a chunk that `reduce_scatter` returned, after all ticks, to those
             that are summed over devices.
         zeros: Maps a window to the initial sum, zeros.
@@ -83,6 +88,8 @@ class WeightGather(NamedTuple):
     reduce_scatter_part: Callable[
         [PyTree, Any, PyTree, Any, int, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]
     ]
+    scatter_slices: Sequence[Finish | None]
+    scattered: TreeFunction
     finish: TreeFunction
     zeros: TreeFunction
     zero_unsharded: TreeFunction
@@ -194,6 +201,7 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
         window=window,
         unshard=identity,
         entries=partial(_entries, copy),
+        scatter_slices=scatter_slices(gather, floating(weights)),
         zero_sums=zero_sums,
     )
 
@@ -235,6 +243,7 @@ def _with_zeros(
         [PyTree, Any, Any, int, PyTree, PyTree], tuple[PyTree, PyTree]
     ] = _no_part,
     is_scattered: bool = False,
+    scatter_slices: Sequence[Finish | None] = (),
 ) -> WeightGather:
     """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
 
@@ -271,6 +280,8 @@ def _with_zeros(
         entries=entries,
         reduce_scatter=reduction(gather),
         reduce_scatter_part=partial(reduce_scatter_part, gather, reduction),
+        scatter_slices=scatter_slices,
+        scattered=partial(scattered, gather) if any(scatter_slices) else reduction(gather),
         finish=gather.sum_whole,
         zeros=zero_sum,
         zero_unsharded=lambda w: _zero_unsharded(gather, w),
