@@ -111,13 +111,13 @@ def _bare_steps(config: Config) -> Callable[[], Time]:
     import jax
 
     from jaxpipe.train import set_up
-    from jaxpipe.train.loop import data_plan, make_data
+    from jaxpipe.train.loop import make_data
     from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
     setup = set_up(config, jax.devices())
     with jax.set_mesh(setup.mesh):
         step, state = make_train_step(setup.step), init_state(setup.step)
-        batch_at = make_data(data_plan(config), setup.batch).training
+        batch_at = make_data(config, setup.batch).training
         batch = shard_batch(setup.batch, batch_at(0))
 
     def bare() -> Time:

@@ -20,7 +20,7 @@ from jaxpipe.train.checkpoint import (
     state_from_canonical,
     with_layers_after,
 )
-from jaxpipe.train.loop import RunData, data_plan, make_data
+from jaxpipe.train.loop import RunData, make_data
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import (
     TrainState,
@@ -137,7 +137,7 @@ def setup_with_file(num_devices: int, settings: Settings) -> Setup:
 
 
 def data_of(setup: Setup) -> RunData:
-    return make_data(data_plan(setup.config), setup.batch)
+    return make_data(setup.config, setup.batch)
 
 
 def flat(setup: Setup, state: TrainState) -> TrainState:

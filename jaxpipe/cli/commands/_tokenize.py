@@ -20,10 +20,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the file, and prints the settings with which a run reads it."""
-    from ...train.loop import data_plan, write_corpus
+    from ...train.loop import write_corpus
 
     with unwinding():
-        done = write_corpus(data_plan(read_settings(args.settings)), args.file)
+        done = write_corpus(read_settings(args.settings), args.file)
     print(f"{args.file}: {done.num_tokens} tokens of {done.num_documents} documents. Train with")
     print(
         f"dataset_type=tokens data_files={args.file} token_dtype={done.token_dtype} "

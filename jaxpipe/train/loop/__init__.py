@@ -1,7 +1,6 @@
 """The training loop, and where a run resumes."""
 
 from ._batches import RunData as RunData
-from ._batches import data_plan as data_plan
 from ._batches import make_data as make_data
 from ._batches import tokenizer_checksum as tokenizer_checksum
 from ._batches import write_corpus as write_corpus

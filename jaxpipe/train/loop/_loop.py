@@ -41,7 +41,7 @@ from ..step._mpmd import check_mpmd_threads
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
 from . import _resume
-from ._batches import RunData, data_plan, make_data
+from ._batches import RunData, make_data
 from ._run_history import archive_history, read_saved, record_saved, record_start
 from ._steps import LoopPlan, Metrics, Save, ShowSample, run_steps
 
@@ -79,7 +79,7 @@ def train(
     setup = set_up(config, jax.devices())
     check_fits(setup.step)
     check_mpmd_threads(setup.step)
-    data = make_data(data_plan(config), setup.batch)
+    data = make_data(config, setup.batch)
     watch = StepWatch(config.step_timeout_minutes)
     evaluate = make_evaluate(
         setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
