@@ -15,7 +15,6 @@ from jaxpipe.train import Config, read_metrics, set_up, train
 from jaxpipe.train.checkpoint import best_step, open_checkpoints
 from jaxpipe.train.loop import _loop
 from jaxpipe.train.step import (
-    EvaluationPlan,
     init_state,
     make_eval_step,
     make_evaluate,
@@ -70,9 +69,9 @@ class Given(FiniteBatches):
 def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) -> Any:
     """Metrics of the first weights."""
     found = Given(given or batches())
-    setup = setup_of(devices, *settings)
+    setup = setup_of(devices, *settings, {"eval_interval": 1, "eval_steps": len(found)})
     with mesh_context(setup.step):
-        evaluate = make_evaluate(setup.step, EvaluationPlan(1, len(found)), found)
+        evaluate = make_evaluate(setup.step, setup.config, found)
         assert evaluate is not None
         return evaluate(init_state(setup.step))
 
@@ -270,6 +269,6 @@ def test_synthetic_rows_of_evaluation_are_none_of_training():
     ],
 )
 def test_too_little_to_evaluate_on_is_refused(found, message):
-    setup = set_up(Config.model_validate(SETTINGS), jax.devices())
+    setup = set_up(Config.model_validate(SETTINGS | {"eval_steps": 4}), jax.devices())
     with pytest.raises(ValueError, match=message):
-        make_evaluate(setup.step, EvaluationPlan(1, 4), found)
+        make_evaluate(setup.step, setup.config, found)

@@ -36,14 +36,14 @@ from ..runtime._step_watch import StepWatch
 from ..runtime._stop import StopRequests, TerminatedError, check_step
 from ..sampling._in_training import SampleState, make_sample_state
 from ..sampling._prompts import printable
-from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
+from ..step._evaluate import Evaluate, make_evaluate
 from ..step._mpmd import check_mpmd_threads
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
 from . import _resume
 from ._batches import RunData, make_data
 from ._run_history import archive_history, read_saved, record_saved, record_start
-from ._steps import LoopPlan, Metrics, Save, ShowSample, run_steps
+from ._steps import Metrics, Save, ShowSample, run_steps
 
 
 def train(
@@ -81,17 +81,8 @@ def train(
     check_mpmd_threads(setup.step)
     data = make_data(config, setup.batch)
     watch = StepWatch(config.step_timeout_minutes)
-    evaluate = make_evaluate(
-        setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
-    )
+    evaluate = make_evaluate(setup.step, config, data.evaluation, watch.record_progress)
     sample_state = make_sample_state(setup)
-    policy = _resume.ResumePolicy(
-        enable_checkpointing=config.enable_checkpointing,
-        begin_anew=config.begin_anew,
-        allow_unverified=config.allow_unverified,
-        allow_data_change=config.allow_data_change,
-        allow_learning_rate_change=config.allow_learning_rate_change,
-    )
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
@@ -99,12 +90,10 @@ def train(
         stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
         resume_point = on_first_process(
-            lambda: _resume.find_resume_point(folder, policy), f"cannot go on in {str(folder)!r}"
+            lambda: _resume.find_resume_point(folder, config), f"cannot go on in {str(folder)!r}"
         )
         done = broadcast_from_first(resume_point.step if resume_point else 0)
-        warnings = _check_resume_on_first(
-            resume_point, policy, setup, data.training.decided_by, done
-        )
+        warnings = _check_resume_on_first(resume_point, setup, data.training.decided_by, done)
         said = on_first_process(
             lambda: _resume.clean_up(resume_point) if resume_point else [],
             f"cannot tidy {str(folder)!r}",
@@ -135,17 +124,6 @@ def train(
             watch=watch,
         )
         return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
-
-
-def _evaluation_plan(config: Config) -> EvaluationPlan:
-    data_key = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
-    return EvaluationPlan(config.eval_interval, config.eval_steps, data_key)
-
-
-def _loop_plan(config: Config) -> LoopPlan:
-    return LoopPlan(
-        config.steps, config.checkpoint_period, config.eval_interval, config.mpmd_trace_step
-    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +157,7 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
         )
         steps = run_steps(
             setup.step,
-            _loop_plan(config),
+            config,
             state,
             done,
             run.data.training,
@@ -324,7 +302,6 @@ def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int)
 
 def _check_resume_on_first(
     resume_point: _resume.ResumePoint | None,
-    policy: _resume.ResumePolicy,
     setup: Setup,
     decided_by: Mapping[str, Any],
     done: int,
@@ -336,7 +313,7 @@ def _check_resume_on_first(
             return []
         return _resume.check_resume(
             resume_point,
-            policy,
+            setup.config,
             sizes=setup.state.weights.sizes,
             rate=setup.state.optimizer.learning_rate,
             optimizer=setup.state.optimizer.keys.named(),

@@ -31,6 +31,7 @@ from ..checkpoint._digests import (
 )
 from ..checkpoint._init_from import CHECKPOINTS_FOLDER, check_same_sizes
 from ..checkpoint._sealing import REMOVED_FOLDER, leftovers
+from ..config._config import Config
 from ..logs._metrics import METRICS_FILE, read_metrics
 from ..plan._state_plan import LearningRate
 from ..runtime._reading import is_folder, list_names, read_file
@@ -73,18 +74,7 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ResumePolicy:
-    """What a run may resume from, by the names of keys."""
-
-    enable_checkpointing: bool = True
-    begin_anew: bool = False
-    allow_unverified: bool = False
-    allow_data_change: bool = False
-    allow_learning_rate_change: bool = False
-
-
-def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
+def find_resume_point(folder: Path, config: Config) -> ResumePoint:
     """Finds where a run resumes. Writes nothing."""
     checkpoints = folder / CHECKPOINTS_FOLDER
     if list_names(folder).count(CHECKPOINTS_FOLDER) and not is_folder(checkpoints):
@@ -93,19 +83,19 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
             "back, mount its disk, or choose another `run_name`."
         )
     read_starts(folder)  # a broken line is named before anything changes
-    if not policy.enable_checkpointing:
+    if not config.enable_checkpointing:
         _check_nothing_saved(folder, checkpoints)
         return ResumePoint(folder)
     newest_sound, corrupt = None, []
     for step in steps_in(checkpoints):
-        problems = _problems(step, policy.allow_unverified, quick=newest_sound is not None)
+        problems = _problems(step, config.allow_unverified, quick=newest_sound is not None)
         if problems:
             corrupt.append((step, problems))
         elif newest_sound is None:
             newest_sound = step
     if newest_sound is None:
         lost = _evidence_of_checkpoints(folder, [step for step, _ in corrupt if has_digests(step)])
-        if lost and not policy.begin_anew:
+        if lost and not config.begin_anew:
             problems = " ".join(describe_corruption(*each) for each in corrupt[:1])
             raise ValueError(
                 f"{checkpoints} has no checkpoint to go on from, but {lost}. {problems}".rstrip()
@@ -134,7 +124,7 @@ def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
 
 def check_resume(
     point: ResumePoint,
-    policy: ResumePolicy,
+    config: Config,
     *,
     sizes: ModelConfig,
     rate: LearningRate,
@@ -147,7 +137,7 @@ def check_resume(
     check_same_sizes(saved["model"], sizes, where)
     for name, (num_bytes, digest) in saved.get("files", {}).items():
         data = (read_file(point.folder / name) or b"")[:num_bytes]
-        if sha256_of(data) != digest and not policy.allow_unverified:
+        if sha256_of(data) != digest and not config.allow_unverified:
             raise ValueError(
                 f"{point.folder / name} is not what it was when step {point.step} was saved: "
                 "lines up to there are missing or have changed. Put the file back, or give "
@@ -158,9 +148,9 @@ def check_resume(
         read_metrics(point.folder / METRICS_FILE)  # raises if a line is broken
     warnings = [check_optimizer(saved.get("optimizer", ADAMW), optimizer, where)]
     if "data" in saved:
-        warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
+        warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
     if "schedule_steps" in saved:
-        allowed = policy.allow_learning_rate_change
+        allowed = config.allow_learning_rate_change
         lines = map(json.loads, history.splitlines())
         skipped = sum(int(metrics.get("skipped", 0)) for metrics in lines)
         before = saved["schedule_steps"]

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from ...data.batches import Batches
+from ..config._config import Config
 from ..estimate._step_metrics import StepWork, memory_metrics, speed_metrics
 from ..logs._profile import BeforeStep
 from ..plan._setup import StepPlan
@@ -33,23 +33,9 @@ ShowSample = Callable[[int, TrainState], TrainState]
 Compiling = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True)
-class LoopPlan:
-    """The steps of a run, and periods, in steps, of checkpoints and evaluations (0 for none).
-
-    Attributes:
-        traced_step: The step that is traced by ranks that run programs of their own; 0 for none.
-    """
-
-    num_steps: int
-    checkpoint_period: int
-    eval_interval: int = 0
-    traced_step: int = 0
-
-
 def run_steps(
     plan: StepPlan,
-    loop: LoopPlan,
+    config: Config,
     state: TrainState,
     done: int,
     batch_at: Batches,
@@ -75,23 +61,24 @@ def run_steps(
     train_step = make_train_step(plan)
     ended = time.perf_counter()
     previous: tuple[int, StepMetrics] | None = None
-    for step in range(done + 1, loop.num_steps + 1):
+    for step in range(done + 1, config.steps + 1):
         enter(step, "data")
         before(step, previous and previous[1])
         batch = shard_batch_of_step(plan.batch, batch_at, step - 1)
-        enter(step, "traced step" if step == loop.traced_step else "step")
+        is_traced = step == config.mpmd_trace_step
+        enter(step, "traced step" if is_traced else "step")
         if step == done + 1:
             ended += _compile_everywhere(compiling, plan, train_step, state, batch)
         traced = partial(_trace_step, plan, partial(write_trace, step))
-        state, metrics = (traced if step == loop.traced_step else train_step)(state, batch)
+        state, metrics = (traced if is_traced else train_step)(state, batch)
         if previous is not None:
             ended, values = _wait_for_metrics(plan, work, previous[1], ended)
             yield previous[0], values
         previous = step, metrics
-        is_stopped, is_last = should_stop(step), step == loop.num_steps
-        saves = is_stopped or is_last or step % loop.checkpoint_period == 0 or is_due(step)
+        is_stopped, is_last = should_stop(step), step == config.steps
+        saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
         # Who is stopped has little time, and needs it for the checkpoint.
-        evaluates = evaluate and not is_stopped and (is_last or step % loop.eval_interval == 0)
+        evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
         if saves or evaluates:
             ended, values = _wait_for_metrics(plan, work, metrics, ended)
             if evaluate and evaluates:

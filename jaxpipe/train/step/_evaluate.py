@@ -6,11 +6,11 @@ Nothing is differentiated, no residuals are kept, and there is no dropout.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 
 from ...data.batches import FiniteBatches
+from ..config._config import Config
 from ..plan._setup import StepPlan
 from ._shard_batch import shard_batch_of_step
 from ._state import TrainState
@@ -24,24 +24,9 @@ AUXILIARY_LOSSES = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """When a run is evaluated, and on what.
-
-    Attributes:
-        interval: Steps from one evaluation to the next; 0 for none.
-        num_batches: Number of batches; -1 for all of them.
-        data_key: The key of the config that names the data, for errors.
-    """
-
-    interval: int
-    num_batches: int
-    data_key: str = "eval_files"
-
-
 def make_evaluate(
     plan: StepPlan,
-    evaluation: EvaluationPlan,
+    config: Config,
     batches: FiniteBatches | None,
     on_batch_done: Callable[[], None] = lambda: None,
 ) -> Evaluate | None:
@@ -51,13 +36,14 @@ def make_evaluate(
     weight, however they are divided into batches; its `eval_perplexity`; the other metrics of a
     batch, weighted alike, among them the auxiliary losses that training adds; and `eval_seconds`.
     """
-    if not evaluation.interval:
+    if not config.eval_interval:
         return None
-    count = evaluation.num_batches
+    count = config.eval_steps
     if not batches:
+        data_key = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
         raise ValueError(
-            f"`eval_interval` is {evaluation.interval}, and there is nothing to evaluate on. Give "
-            f"`{evaluation.data_key}` or `eval_split_fraction`, or leave it at 0."
+            f"`eval_interval` is {config.eval_interval}, and there is nothing to evaluate on. Give "
+            f"`{data_key}` or `eval_split_fraction`, or leave it at 0."
         )
     if count > len(batches):
         raise ValueError(
