@@ -14,7 +14,7 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
-from jaxpipe.train.plan import schedule_request, select_schedule
+from jaxpipe.train.plan import select_schedule
 from jaxpipe.train.step import init_state, stored_shardings
 
 from .runs import (
@@ -239,7 +239,7 @@ def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
     ranks, microbatches, layers, settings, words
 ):
     config = Config.model_validate(settings | {"pipeline_engine": "mpmd"})
-    found = select_schedule(schedule_request(config, ranks, microbatches), layers)
+    found = select_schedule(config, ranks, microbatches, layers)
     assert found.reason.startswith(words)
 
 

@@ -16,7 +16,7 @@ from jaxpipe.data import synthetic_batches
 from jaxpipe.schedules import builders
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
-from jaxpipe.train.plan import schedule_request, select_schedule
+from jaxpipe.train.plan import select_schedule
 from jaxpipe.train.step import init_state, shard_batch, state_shapes
 
 from .runs import (
@@ -261,7 +261,7 @@ def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
     ranks, microbatches, layers, settings, words
 ):
     config = Config.model_validate(settings | {"pipeline_engine": "scheduled"})
-    found = select_schedule(schedule_request(config, ranks, microbatches), layers)
+    found = select_schedule(config, ranks, microbatches, layers)
     assert found.reason.startswith(words)
     assert schedules.num_ranks(found.schedule) == ranks
 

@@ -5,7 +5,6 @@ from ._devices import DeviceLayout as DeviceLayout
 from ._family import model_config as model_config
 from ._from_config import compiler_options as compiler_options
 from ._from_config import learning_rate as learning_rate
-from ._from_config import schedule_request as schedule_request
 from ._from_config import set_up as set_up
 from ._from_config import step_traits as step_traits
 from ._model import CHUNK_ROWS as CHUNK_ROWS

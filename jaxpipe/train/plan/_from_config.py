@@ -29,10 +29,10 @@ from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
 from ._family import layer_bytes, model_config
-from ._layout import LayerSettings, circular_layout, scheduled_layout
+from ._layout import circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
 from ._optimizer import check_optimizer
-from ._schedule_selection import ScheduleRequest, ScheduleSelection
+from ._schedule_selection import ScheduleSelection
 from ._setup import Setup, StepPlan
 from ._state_plan import LearningRate, OptimizerPlan, StatePlan
 from ._weight_plan import WeightPlan
@@ -153,19 +153,11 @@ def _divided_layers(
     config: Config, sizes: ModelConfig, num_ranks: int, num_microbatches: int
 ) -> tuple[ScheduleSelection | None, LayerLayout, int]:
     """Returns the schedule, the layers of every stage, and the number of layers after them."""
-    settings = LayerSettings(
-        sizes,
-        config.pipeline_parallel_layers,
-        config.num_layers_per_pipeline_stage,
-        config.num_pipeline_repeats,
-        config.pipeline_layout,
-    )
     engine, selection = config.engine, None
     if engine.runs_schedules:
-        request = schedule_request(config, num_ranks, num_microbatches)
-        selection, layout = scheduled_layout(settings, request)
+        selection, layout = scheduled_layout(config, sizes, num_ranks, num_microbatches)
     elif engine.pipelines:
-        layout = circular_layout(settings, num_ranks)
+        layout = circular_layout(config, sizes, num_ranks)
         check_circular(
             num_ranks,
             layout.num_repeats,
@@ -176,48 +168,6 @@ def _divided_layers(
     else:
         layout = LayerLayout(1, 1, sizes.num_pipeline_layers)
     return selection, layout, sizes.num_pipeline_layers - layout.num_layers
-
-
-def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
-    """Returns the schedule that a config asks for, as `select_schedule` takes it."""
-    return ScheduleRequest(
-        engine=config.engine,
-        name=config.pipeline_schedule,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_pipeline_repeats=config.num_pipeline_repeats,
-        num_layers_per_pipeline_stage=config.num_layers_per_pipeline_stage,
-        recomputes=config.remat_policy != "none",
-        gathers_per_repeat=config.pipeline_fsdp_ag_per_repeat,
-        num_pipeline_slices=config.num_pipeline_slices,
-        length=config.max_target_length,
-        slice_problems=_slice_problems(config),
-    )
-
-
-def _slice_problems(config: Config) -> tuple[str, ...]:
-    """Returns the reasons for which a run cannot cut sequences into slices at all."""
-    family = MODEL_FAMILIES[config.decoder_block]
-    problems = {
-        f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
-        "sequences": config.enable_dropout and config.dropout_rate > 0,
-        f"`decoder_block` is {config.decoder_block!r}, whose experts are balanced over whole "
-        "sequences": not family.has_slices,
-        f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
-        "pipeline need whole sequences": (
-            config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
-        ),
-        f"`attention` is {config.attention!r}, which needs whole sequences": (
-            config.attention not in ("auto", "dot_product")
-        ),
-        f"`enable_nnx` is {config.enable_nnx}, and modules run whole sequences": (
-            config.enable_nnx is not None
-        ),
-        "sequences are split over the axis 'context'": (
-            max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
-        ),
-    }
-    return tuple(problem for problem, applies in problems.items() if applies)
 
 
 def _step_plan(

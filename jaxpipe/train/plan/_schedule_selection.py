@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ... import schedules
 from ...engines import Engine
+from ...models import MODEL_FAMILIES
 from ...schedules import Costs, Schedule, Timeline, builders, language, lock_step
+from ..config._config import Config
 
 _MAX_TIME_RATIO = 0.98
 """More chunks per rank are taken only if they cut a step's time to this share or less."""
@@ -32,65 +34,40 @@ class ScheduleSelection:
     costs: Costs
 
 
-@dataclass(frozen=True)
-class ScheduleRequest:
-    """The schedule that a run asks for.
-
-    Attributes:
-        engine: The engine that runs it.
-        name: The value of `pipeline_schedule`.
-        num_ranks: S, the ranks of the pipeline.
-        num_microbatches: M, those of one call of the engine.
-        num_pipeline_repeats: Stages per rank; -1 leaves it open.
-        num_layers_per_pipeline_stage: Layers of a stage; 1 leaves it open.
-        recomputes: Whether backwards compute the forward again, or a part of it.
-        gathers_per_repeat: Whether the weights of a stage are gathered ahead of each repeat.
-        num_pipeline_slices: Slices of each sequence; -1 leaves it open.
-        length: T, the number of tokens of a sequence.
-        slice_problems: Why sequences cannot be cut into slices, whatever their number.
-    """
-
-    engine: Engine
-    name: str
-    num_ranks: int
-    num_microbatches: int
-    num_pipeline_repeats: int = -1
-    num_layers_per_pipeline_stage: int = 1
-    recomputes: bool = True
-    gathers_per_repeat: bool = False
-    num_pipeline_slices: int = -1
-    length: int = 1
-    slice_problems: tuple[str, ...] = ()
-
-
 def select_schedule(
-    request: ScheduleRequest, num_layers: int, counts: tuple[int, ...] | None = None
+    config: Config,
+    num_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    counts: tuple[int, ...] | None = None,
 ) -> ScheduleSelection:
-    """Selects the schedule that has the name, or for `auto` 1F1B or interleaved 1F1B."""
-    name, num_ranks, num_microbatches = request.name, request.num_ranks, request.num_microbatches
-    chunks = len(counts) // num_ranks if counts else _configured_chunks(request, num_layers)
+    """Selects the schedule that a config names, or for `auto` 1F1B or interleaved 1F1B."""
+    name = config.pipeline_schedule
+    chunks = (
+        len(counts) // num_ranks if counts else _configured_chunks(config, num_ranks, num_layers)
+    )
     if name == "auto":
         fitting = (
             (chunks,) if chunks else _candidate_chunks(num_ranks, num_microbatches, num_layers)
         )
-        return _select_auto(request, fitting, counts)
+        return _select_auto(config, num_ranks, num_microbatches, fitting, counts)
     if is_schedule_file(name):
         schedule = schedules.read_csv(name)
         _check_shape(name, schedule, num_ranks, num_microbatches)
     else:
         num_chunks = chunks or num_layers // num_ranks
-        slices = request.num_pipeline_slices
+        slices = config.num_pipeline_slices
         schedule = _build_schedule(name, num_ranks, num_microbatches, num_chunks, slices)
-    _check_slices(request, schedule)
+    _check_slices(config, schedule)
     if counts and len(counts) != schedule.num_stages:
         raise ValueError(
             f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
             f"{schedule.num_stages}. They must be equal."
         )
-    _check_weight_gather(request, schedule)
-    costs = stage_costs(counts, recomputes=request.recomputes)
+    _check_weight_gather(config, schedule)
+    costs = stage_costs(counts, recomputes=config.remat_policy != "none")
     with _errors_name_schedule(name):
-        return _select_and_time(request.engine, name, schedule, costs)[0]
+        return _select_and_time(config.engine, name, schedule, costs)[0]
 
 
 def is_schedule_file(name: str) -> bool:
@@ -110,12 +87,12 @@ def stage_costs(counts: tuple[int, ...] | None = None, *, recomputes: bool) -> C
     return Costs(forward=unit, input=inputs, weight=unit)
 
 
-def _configured_chunks(request: ScheduleRequest, num_layers: int) -> int | None:
-    """Returns the number of stages per rank, or None if the request leaves it open."""
-    if request.num_pipeline_repeats != -1:
-        return request.num_pipeline_repeats
-    per_stage = request.num_layers_per_pipeline_stage
-    return None if per_stage == 1 else max(1, num_layers // (request.num_ranks * per_stage))
+def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int | None:
+    """Returns the number of stages per rank, or None if the config leaves it open."""
+    if config.num_pipeline_repeats != -1:
+        return config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
+    return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
 
 
 def _build_schedule(
@@ -132,25 +109,53 @@ def _build_schedule(
         )
 
 
-def _check_slices(request: ScheduleRequest, schedule: Schedule) -> None:
+def _check_slices(config: Config, schedule: Schedule) -> None:
     """Checks that a run can have the slices of a schedule, if it has any."""
-    slices, num_requested = language.num_slices(schedule), request.num_pipeline_slices
+    slices, num_requested = language.num_slices(schedule), config.num_pipeline_slices
+    name = config.pipeline_schedule
     if num_requested not in (-1, slices):
         raise ValueError(
-            f"`num_pipeline_slices` is {num_requested}, but `pipeline_schedule` {request.name} has "
+            f"`num_pipeline_slices` is {num_requested}, but `pipeline_schedule` {name} has "
             f"{slices} slice(s) of each sequence. Give {slices} or -1."
         )
     if slices == 1:
         return
-    problems = list(request.slice_problems)
-    if request.length % slices:
-        problems.append(f"`max_target_length` is {request.length}, which they do not divide")
+    problems = _slice_problems(config)
+    if config.max_target_length % slices:
+        problems.append(
+            f"`max_target_length` is {config.max_target_length}, which they do not divide"
+        )
     if problems:
         raise ValueError(
-            f"`pipeline_schedule` {request.name} cuts sequences into {slices} slices, but "
+            f"`pipeline_schedule` {name} cuts sequences into {slices} slices, but "
             f"{'; '.join(problems)}. Change that, or give a schedule of whole microbatches, such "
             "as 1f1b."
         )
+
+
+def _slice_problems(config: Config) -> list[str]:
+    """Returns the reasons for which a run cannot cut sequences into slices at all."""
+    family = MODEL_FAMILIES[config.decoder_block]
+    problems = {
+        f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
+        "sequences": config.enable_dropout and config.dropout_rate > 0,
+        f"`decoder_block` is {config.decoder_block!r}, whose experts are balanced over whole "
+        "sequences": not family.has_slices,
+        f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
+        "pipeline need whole sequences": (
+            config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
+        ),
+        f"`attention` is {config.attention!r}, which needs whole sequences": (
+            config.attention not in ("auto", "dot_product")
+        ),
+        f"`enable_nnx` is {config.enable_nnx}, and modules run whole sequences": (
+            config.enable_nnx is not None
+        ),
+        "sequences are split over the axis 'context'": (
+            max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
+        ),
+    }
+    return [problem for problem, applies in problems.items() if applies]
 
 
 def _select_and_time(
@@ -201,27 +206,30 @@ def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches
         )
 
 
-def _check_weight_gather(request: ScheduleRequest, schedule: Schedule) -> None:
+def _check_weight_gather(config: Config, schedule: Schedule) -> None:
     """Refuses split backwards with gathers per repeat, which hold weights for F and B alone."""
-    if language.splits_backwards(schedule) and request.gathers_per_repeat:
+    if language.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
         raise ValueError(
-            f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is {request.name!r}, "
-            "which splits backwards: when W comes, the weights of its "
-            "stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
+            "`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
+            f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "
+            "its stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
             "instead, or a schedule of whole backwards."
         )
 
 
 def _select_auto(
-    request: ScheduleRequest, fitting: tuple[int, ...], counts: tuple[int, ...] | None
+    config: Config,
+    num_ranks: int,
+    num_microbatches: int,
+    fitting: tuple[int, ...],
+    counts: tuple[int, ...] | None,
 ) -> ScheduleSelection:
     """Selects 1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
 
     Schedules that split the backward are left out: residuals from I to W are many times as large as
     the input of a stage. `fitting` are the stages per rank to try, in ascending order.
     """
-    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
-    costs = stage_costs(counts, recomputes=request.recomputes)
+    costs = stage_costs(counts, recomputes=config.remat_policy != "none")
     best, least = None, 0.0
     if min(fitting) > 1 and not _has_equal_groups(num_ranks, num_microbatches):
         raise ValueError(
@@ -233,7 +241,7 @@ def _select_auto(
         name = builders.family_of_1f1b(chunks)
         description = name if chunks == 1 else f"{name} with {chunks} stages per rank"
         schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
-        selection, time = _select_and_time(request.engine, description, schedule, costs)
+        selection, time = _select_and_time(config.engine, description, schedule, costs)
         if best is None or time / chunks < least * _MAX_TIME_RATIO:
             best, least = selection, time / chunks
     assert best is not None
