@@ -5,8 +5,6 @@ import optax
 import pytest
 
 from jaxpipe.train.optim import (
-    OptimizerKeys,
-    WeightTraits,
     build_optimizer,
     clip_by_norm,
     gradient_norm,
@@ -72,9 +70,15 @@ def test_a_schedule_of_no_steps_or_of_warmup_alone_is_refused():
 def test_a_step_is_the_formula_of_adamw():
     weights = {"kernel": jnp.full((2, 2), 0.5), "scale": jnp.full(2, 0.5)}
     gradients = {"kernel": jnp.full((2, 2), 0.3), "scale": jnp.full(2, -0.3)}
-    traits = WeightTraits({"kernel": True, "scale": False}, {"kernel": False, "scale": False})
-    keys = OptimizerKeys("adamw", (), 0.9, 0.95, 1e-8, 0.2)
-    optimizer = build_optimizer(keys, lambda peak: lambda count: 0.1, traits)
+    optimizer = build_optimizer(
+        "adamw",
+        {},
+        lambda peak: lambda count: 0.1,
+        adam={"b1": 0.9, "b2": 0.95, "eps": 1e-8},
+        weight_decay=0.2,
+        decays={"kernel": True, "scale": False},
+        dimensions={"kernel": False, "scale": False},
+    )
     updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(weights), weights)
     new = optax.apply_updates(weights, updates)
     # The first step of Adam is the sign of the gradient.

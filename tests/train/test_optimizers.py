@@ -508,8 +508,7 @@ BYTES = {  # for a parameter of a matrix of layers in float32, and of the table
 @pytest.mark.parametrize("name", BYTES)
 def test_the_bytes_of_a_state_are_those_of_its_moments(name: str):
     setup = setup_of(1, NONE, NO_DECAY, {"base_mlp_dim": 4096, "optimizer": name})
-    weights, plan = setup.state.weights.abstract_unstacked, setup.state.optimizer
-    layer, ends = state_bytes(weights, plan)
+    layer, ends = state_bytes(setup.state.weights.abstract_unstacked, setup.config)
     assert layer.per_parameter == pytest.approx(BYTES[name][0], rel=2e-3)  # norms have two moments
     assert ends.per_parameter == pytest.approx(BYTES[name][1], rel=2e-3)
     assert layer.whole < 64 and ends.whole < 64
@@ -518,7 +517,7 @@ def test_the_bytes_of_a_state_are_those_of_its_moments(name: str):
 def test_the_dtype_of_means_is_also_that_of_what_muon_leaves_to_adamw():
     muon = {"optimizer": "muon", "optimizer_arguments": {"mu_dtype": "bfloat16"}}
     plan = setup_of(1, NONE, NO_DECAY, {"base_mlp_dim": 4096}, muon).state
-    layer, ends = state_bytes(plan.weights.abstract_unstacked, plan.optimizer)
+    layer, ends = state_bytes(plan.weights.abstract_unstacked, plan.config)
     assert layer.per_parameter == pytest.approx(2, rel=2e-3)
     assert ends.per_parameter == 2 + 4
 
@@ -526,7 +525,7 @@ def test_the_dtype_of_means_is_also_that_of_what_muon_leaves_to_adamw():
 def test_a_factored_state_is_counted_whole():
     arguments = {"optimizer": "adafactor", "optimizer_arguments": {"min_dim_size_to_factor": 8}}
     setup = setup_of(1, NONE, NO_DECAY, arguments)
-    layer, _ = state_bytes(setup.state.weights.abstract_unstacked, setup.state.optimizer)
+    layer, _ = state_bytes(setup.state.weights.abstract_unstacked, setup.config)
     (D, H, C), F = (16, 2, 8), 32
     # Of [D, H, C] the two largest dims are factored; a placeholder of one number is left of `v`.
     of_attention = 4 * (D * H + H * C + 1)

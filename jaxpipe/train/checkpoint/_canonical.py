@@ -57,7 +57,7 @@ def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
     num_layers, mesh = plan.weights.layout.num_layers, plan.weights.devices.mesh
 
     def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-        is_divided = plan.zero1 and name == "optimizer"
+        is_divided = plan.config.shard_optimizer_over_data and name == "optimizer"
 
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
             stacked = len(STACK_AXES) if _is_stacked(axes) else 0

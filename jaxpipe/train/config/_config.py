@@ -1,5 +1,6 @@
 """The config of a training run: its keys, and the checks across keys."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -207,6 +208,18 @@ class Config(ConfigKeys):
         return (
             1 if is_free and self.sequence_parallel and tensor > 1 else self.scan_layers_per_stage
         )
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """Returns the number of steps of the learning rate's schedule, warmup included."""
+        follows_run = self.learning_rate_schedule_steps == -1
+        return self.steps if follows_run else self.learning_rate_schedule_steps
+
+    @property
+    def named_optimizer(self) -> dict[str, Any]:
+        """Returns the optimizer's name and arguments, as a checkpoint has them in JSON."""
+        named = {"name": self.optimizer, "arguments": dict(self.optimizer_arguments)}
+        return json.loads(json.dumps(named))
 
     @property
     def tracker_names(self) -> tuple[str, ...]:

@@ -81,8 +81,7 @@ def _sizes(plan: StepPlan, layout: StepLayout) -> StepSizes:
         weights.layout.num_layers,
         weights.abstract_unstacked,
         plan.model,
-        plan.state.optimizer,
-        weight_dtype=weights.dtype,
+        plan.state.config,
         rules=weights.devices.rules,
     )
     tokens = batch.microbatch_size * batch.length / shards / layout.sizes["context"]

@@ -25,10 +25,10 @@ from ...planner import (
 )
 from ...sharding import Rules, gathered_rules, partition_spec
 from ...sharding.specs import axes_of_dim
+from ..config._config import Config
 from ..optim._router_bias import drop_router_biases
 from ..plan._model import CHUNK_ROWS, ModelPlan
 from ..plan._optimizer import optimizer_of, user_tree_of
-from ..plan._state_plan import OptimizerPlan
 from ..step._optimizer_state import in_groups, is_weight_tree
 
 _FLOAT32 = 4
@@ -43,9 +43,8 @@ def planned_model(
     num_pipelined: int,
     weights: dict[str, Any],
     model: ModelPlan,
-    optimizer: OptimizerPlan,
+    config: Config,
     *,
-    weight_dtype: str,
     rules: Rules,
 ) -> PlannedModel:
     """Returns a model of the trainer, with its abstract weights, as a planner sees it."""
@@ -54,7 +53,7 @@ def planned_model(
     between = tuple(axis for axis in axes_of_dim(of_tokens) if axis != "context")
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1, between)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
-    stored, read = (jnp.dtype(dtype).itemsize for dtype in (weight_dtype, model.dtype))
+    stored, read = (jnp.dtype(dtype).itemsize for dtype in (config.weight_dtype, model.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
     stores_scores = model.attention.kernel == "dot_product"
     scores = SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
@@ -82,7 +81,7 @@ def planned_model(
         expanded,
         weight_bytes,
         weight_bytes,
-        *state_bytes(weights, optimizer),
+        *state_bytes(weights, config),
         read,
         read,
         on_cpu=platform == "cpu",
@@ -168,10 +167,10 @@ def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tens
     return {name: Tensor(size, _SPLIT) for name, size in zip(names, sizes, strict=True)}
 
 
-def state_bytes(weights: dict[str, Any], plan: OptimizerPlan) -> tuple[StateBytes, StateBytes]:
+def state_bytes(weights: dict[str, Any], config: Config) -> tuple[StateBytes, StateBytes]:
     """Returns the bytes of the state for a layer, and for embedding and head."""
-    tree = user_tree_of(weights, 1, plan)
-    state = jax.eval_shape(optimizer_of(plan, tree).init, weight_shapes(tree))
+    tree = user_tree_of(weights, 1, config.optimizer)
+    state = jax.eval_shape(optimizer_of(config, tree).init, weight_shapes(tree))
 
     def one(x: Any, _: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

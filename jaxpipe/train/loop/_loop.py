@@ -201,15 +201,14 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
 def _make_save(
     run: _RunContext, checkpoints: ocp.CheckpointManager, by_time: CheckpointTimer
 ) -> Save:
-    state_plan = run.setup.state
+    config, state_plan = run.setup.config, run.setup.state
     stored = stored_shardings(run.setup.step)
     to_canonical, from_canonical = _canonical.canonical_round_trip(state_plan, stored)
-    schedule_steps = state_plan.optimizer.learning_rate.num_steps
     decided = {
-        "decoder_block": run.setup.config.decoder_block,
+        "decoder_block": config.decoder_block,
         "model": dataclasses.asdict(state_plan.weights.sizes),
         "layers_after": state_plan.weights.num_layers_after,
-        "optimizer": state_plan.optimizer.keys.named(),
+        "optimizer": config.named_optimizer,
         "data": run.data.training.decided_by,
     }
 
@@ -218,7 +217,7 @@ def _make_save(
         canonical, loss = to_canonical(state), metrics.get("eval_loss")
         metadata = {"step": step, **decided}
         if is_first_process():
-            metadata |= _resume.history_metadata(run.folder, schedule_steps)
+            metadata |= _resume.history_metadata(run.folder, config.num_schedule_steps)
         _store.save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
         return lambda: from_canonical(state, canonical)
@@ -315,8 +314,6 @@ def _check_resume_on_first(
             resume_point,
             setup.config,
             sizes=setup.state.weights.sizes,
-            rate=setup.state.optimizer.learning_rate,
-            optimizer=setup.state.optimizer.keys.named(),
             decided_by=decided_by,
         )
 

@@ -33,7 +33,7 @@ from ..checkpoint._init_from import CHECKPOINTS_FOLDER, check_same_sizes
 from ..checkpoint._sealing import REMOVED_FOLDER, leftovers
 from ..config._config import Config
 from ..logs._metrics import METRICS_FILE, read_metrics
-from ..plan._state_plan import LearningRate
+from ..plan._optimizer import learning_rate
 from ..runtime._reading import is_folder, list_names, read_file
 from ._run_history import fsync_history, read_saved, read_starts
 
@@ -127,8 +127,6 @@ def check_resume(
     config: Config,
     *,
     sizes: ModelConfig,
-    rate: LearningRate,
-    optimizer: Mapping[str, Any],
     decided_by: Mapping[str, Any],
 ) -> list[str]:
     """Checks that a run resumes with its checkpoint's model, optimizer, data and learning rate."""
@@ -146,17 +144,14 @@ def check_resume(
     history = _metrics_up_to_checkpoint(point)
     if not history:
         read_metrics(point.folder / METRICS_FILE)  # raises if a line is broken
-    warnings = [check_optimizer(saved.get("optimizer", ADAMW), optimizer, where)]
+    warnings = [check_optimizer(saved.get("optimizer", ADAMW), config.named_optimizer, where)]
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
     if "schedule_steps" in saved:
-        allowed = config.allow_learning_rate_change
         lines = map(json.loads, history.splitlines())
         skipped = sum(int(metrics.get("skipped", 0)) for metrics in lines)
         before = saved["schedule_steps"]
-        warnings += [
-            check_learning_rate(before, rate, point.step, skipped=skipped, allowed=allowed)
-        ]
+        warnings += [check_learning_rate(before, config, point.step, skipped=skipped)]
     return [warning for warning in warnings if warning]
 
 
@@ -303,27 +298,25 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], where: st
     )
 
 
-def check_learning_rate(
-    before: int, rate: LearningRate, done: int, *, skipped: int = 0, allowed: bool
-) -> str:
+def check_learning_rate(before: int, config: Config, done: int, *, skipped: int = 0) -> str:
     """Checks that the learning rate does not jump because `steps` has changed.
 
     Of the steps that are done, those that were skipped have not moved the schedule.
     """
-    if not rate.follows_run:  # changed by hand, if at all
+    if config.learning_rate_schedule_steps != -1:  # changed by hand, if at all
         return ""
     old, new = (
-        np.asarray(rate.schedule(num_steps)(done - skipped)).item()
-        for num_steps in (before, rate.num_steps)
+        np.asarray(learning_rate(config, num_steps=num_steps)(done - skipped)).item()
+        for num_steps in (before, config.steps)
     )
     if abs(old - new) <= 1e-6 * max(old, new):
         return ""
     what = (
         f"The learning rate of step {done + 1} was to be {old:.6g} and would be {new:.6g}: the "
-        f"schedule {rate.shape!r} had {before} steps and has as many as "
-        f"`steps`, {rate.num_steps}."
+        f"schedule {config.learning_rate_schedule!r} had {before} steps and has as many as "
+        f"`steps`, {config.steps}."
     )
-    if not allowed:
+    if not config.allow_learning_rate_change:
         raise ValueError(
             f"{what} Give `learning_rate_schedule_steps={before}` to go on without a jump, or "
             "`allow_learning_rate_change=true` to go on with it."

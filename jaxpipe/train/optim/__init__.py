@@ -1,8 +1,6 @@
 """The optimizer, the learning rate, and which weights decay."""
 
 from ._decay import weight_name as weight_name
-from ._factories import OptimizerKeys as OptimizerKeys
-from ._factories import WeightTraits as WeightTraits
 from ._factories import build_optimizer as build_optimizer
 from ._factories import factories as factories
 from ._optimizer import clip_by_norm as clip_by_norm

@@ -5,13 +5,12 @@ is given those of the run too. All other arguments are the user's.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -51,43 +50,6 @@ _MuonDimensions = optax.contrib.MuonDimensionNumbers
 
 _INTERNAL = ("muon_weight_dimension_numbers", "adam_eps_root")
 """Arguments of muon that are no one's to give: dims are known, and its Adam is not used."""
-
-
-class OptimizerKeys(NamedTuple):
-    """What the keys of a run say of its optimizer.
-
-    Attributes:
-        name: A factory of optax, or `module:function`.
-        arguments: Arguments of the factory.
-        b1: Decay of Adam's first moment.
-        b2: Decay of its second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Factor of the decay of weights.
-    """
-
-    name: str
-    arguments: tuple[tuple[str, Any], ...]
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-
-    def named(self) -> dict[str, Any]:
-        """Returns the name and the arguments, as a checkpoint has them in JSON."""
-        return json.loads(json.dumps({"name": self.name, "arguments": dict(self.arguments)}))
-
-
-class WeightTraits(NamedTuple):
-    """What an optimizer is told about weights, in trees like them.
-
-    Attributes:
-        decays: Whether the weight decay of the run applies.
-        dimensions: The dims of a matrix of a layer, `optax.contrib.MuonDimensionNumbers`; False for
-            other weights.
-    """
-
-    decays: PyTree[bool]
-    dimensions: PyTree
 
 
 @cache
@@ -149,48 +111,63 @@ def treats_arrays_as_wholes(name: str) -> bool:
 
 
 def build_optimizer(
-    keys: OptimizerKeys,
+    name: str,
+    arguments: Mapping[str, Any],
     schedule_of: Callable[[float | None], optax.Schedule],
-    traits: WeightTraits,
+    *,
+    adam: Mapping[str, float],
+    weight_decay: float,
+    decays: PyTree[bool],
+    dimensions: PyTree,
 ) -> optax.GradientTransformation:
-    """Builds the optimizer of a run for the tree of weights that `traits` are of.
+    """Builds the optimizer of a run.
 
-    `schedule_of` returns the learning rate of every step from a peak; None is the peak of the run.
+    Args:
+        name: A factory of optax, or `module:function`.
+        arguments: Arguments of the factory.
+        schedule_of: Returns the learning rate of every step from a peak; None is the run's peak.
+        adam: `b1`, `b2` and `eps` of Adam.
+        weight_decay: Factor of the decay of weights.
+        decays: Whether a weight decays, in a tree like the weights.
+        dimensions: The dims of a matrix of a layer, `optax.contrib.MuonDimensionNumbers`, in such a
+            tree; False for other weights.
+
+    Returns:
+        The optimizer, for the tree of weights that `decays` is of.
     """
-    factory = _named(keys.name)
-    arguments = dict(keys.arguments)
-    _check_arguments(keys.name, factory, arguments)
-    adam: dict[str, Any] = {"b1": keys.b1, "b2": keys.b2, "eps": keys.eps}
+    factory = _named(name)
+    _check_arguments(name, factory, arguments)
     keywords: dict[str, Any] = {"learning_rate": schedule_of(None)}
-    if keys.name == "adamw":
+    if name == "adamw":
         keywords |= adam
     if _takes_weight_decay(factory):
-        keywords["weight_decay"] = keys.weight_decay
-    keywords |= {name: traits.decays for name in _MASKS if name in _parameters(factory)}
-    if keys.name == "muon":
-        rate = schedule_of(arguments.pop("adam_learning_rate", None))
-        adam |= {"weight_decay": keys.weight_decay, "mask": traits.decays}
-        adam |= {"mu_dtype": arguments.get("mu_dtype")}
-        factory = partial(_muon, partial(optax.adamw, rate, **adam), traits.dimensions)
-    with refused_by_name(keys, "built"):
-        tx = factory(**keywords, **arguments)
+        keywords["weight_decay"] = weight_decay
+    keywords |= {mask: decays for mask in _MASKS if mask in _parameters(factory)}
+    own = dict(arguments)
+    if name == "muon":
+        rate = schedule_of(own.pop("adam_learning_rate", None))
+        rest = {**adam, "weight_decay": weight_decay, "mask": decays}
+        rest["mu_dtype"] = own.get("mu_dtype")
+        factory = partial(_muon, partial(optax.adamw, rate, **rest), dimensions)
+    with refused_by_name(name, arguments, "built"):
+        tx = factory(**keywords, **own)
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
-            f"`optimizer` is {keys.name!r}, which returned {type(tx).__name__} in place of an "
+            f"`optimizer` is {name!r}, which returned {type(tx).__name__} in place of an "
             "optimizer. Return one of optax, or what has its `init` and `update`."
         )
     return _with_standard_promotion(tx)
 
 
 @contextmanager
-def refused_by_name(keys: OptimizerKeys, done: str) -> Iterator[None]:
+def refused_by_name(name: str, arguments: Mapping[str, Any], done: str) -> Iterator[None]:
     """Names the optimizer and its arguments in errors of what is done with it."""
     try:
         yield
     except Exception as error:  # of the user's arguments, or of the user's function
         raise ValueError(
-            f"`optimizer` {keys.name!r} cannot be {done} with `optimizer_arguments` "
-            f"{dict(keys.arguments)}: {type(error).__name__}: {clause(error)}. Change the "
+            f"`optimizer` {name!r} cannot be {done} with `optimizer_arguments` "
+            f"{dict(arguments)}: {type(error).__name__}: {clause(error)}. Change the "
             "arguments."
         ) from error
 

@@ -25,7 +25,7 @@ from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, check_optimizer_reads_keys, parse_xla_flags
 from ..config._keys import GATHER_KEYS
 from ..optim._decay import check_weight_decay_exclude
-from ..optim._factories import OptimizerKeys, treats_arrays_as_wholes
+from ..optim._factories import treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
 from ._family import layer_bytes, model_config
@@ -34,7 +34,7 @@ from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
 from ._optimizer import check_optimizer
 from ._schedule_selection import ScheduleSelection
 from ._setup import Setup, StepPlan
-from ._state_plan import LearningRate, OptimizerPlan, StatePlan
+from ._state_plan import StatePlan
 from ._weight_plan import WeightPlan
 
 
@@ -205,15 +205,8 @@ def _step_plan(
     return StepPlan(
         pipe=pipe,
         model=model,
-        state=StatePlan(
-            weights,
-            optimizer_plan(config),
-            config.init_weights_seed,
-            config.shard_optimizer_over_data,
-        ),
+        state=StatePlan(weights, config),
         batch=batch,
-        dropout_seed=config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
-        timeout_seconds=config.mpmd_timeout_seconds,
     )
 
 
@@ -279,39 +272,6 @@ def model_plan(
             on_ticks=config.engine.pipelines and config.set_remat_policy_on_pipeline_iterations,
             on_layers=config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines,
         ),
-    )
-
-
-def optimizer_plan(config: Config) -> OptimizerPlan:
-    """Returns the optimizer that a config asks for."""
-    return OptimizerPlan(
-        learning_rate=learning_rate(config),
-        keys=OptimizerKeys(
-            name=config.optimizer,
-            arguments=config.optimizer_arguments,
-            b1=config.adam_b1,
-            b2=config.adam_b2,
-            eps=config.adam_eps,
-            weight_decay=config.adam_weight_decay,
-        ),
-        weight_decay_exclude=config.weight_decay_exclude,
-        gradient_clipping_threshold=config.gradient_clipping_threshold,
-        routed_bias_update_rate=config.routed_bias_update_rate,
-        skip_bad_steps=config.bad_step_policy == "skip",
-        max_gradient_norm=config.max_gradient_norm,
-    )
-
-
-def learning_rate(config: Config) -> LearningRate:
-    """Returns the learning rate that a config asks for."""
-    follows_run = config.learning_rate_schedule_steps == -1
-    return LearningRate(
-        config.learning_rate,
-        config.learning_rate_schedule,
-        config.warmup_steps_fraction,
-        config.learning_rate_final_fraction,
-        num_steps=config.steps if follows_run else config.learning_rate_schedule_steps,
-        follows_run=follows_run,
     )
 
 

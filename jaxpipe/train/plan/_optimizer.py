@@ -5,7 +5,7 @@ an array of its own, for optimizers that compute with whole arrays. For all othe
 [L, ...], and the time of tracing does not grow with L.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,15 +13,12 @@ import optax
 from jaxtyping import PyTree
 
 from ...models.weights import Weight, is_weight, stack_weights, weight_shapes
+from ..config._config import Config
 from ..optim._decay import exclude_from_decay
-from ..optim._factories import (
-    WeightTraits,
-    build_optimizer,
-    refused_by_name,
-    treats_arrays_as_wholes,
-)
+from ..optim._factories import build_optimizer, refused_by_name, treats_arrays_as_wholes
+from ..optim._optimizer import learning_rate_schedule
 from ..optim._router_bias import drop_router_biases
-from ._state_plan import OptimizerPlan, StatePlan
+from ._state_plan import StatePlan
 from ._weight_plan import STACK_AXES
 
 Groups = dict[str, Any]
@@ -30,13 +27,14 @@ Groups = dict[str, Any]
 def user_tree(plan: StatePlan) -> Groups:
     """Returns the abstract weights that the optimizer of a run sees, without router biases."""
     weights = plan.weights
-    return user_tree_of(weights.abstract_unstacked, weights.layout.num_layers, plan.optimizer)
+    num_layers = weights.layout.num_layers
+    return user_tree_of(weights.abstract_unstacked, num_layers, plan.config.optimizer)
 
 
-def user_tree_of(tree: Groups, num_layers: int, optimizer: OptimizerPlan) -> Groups:
+def user_tree_of(tree: Groups, num_layers: int, optimizer: str) -> Groups:
     """Returns the tree that an optimizer sees of abstract weights of embed, a `layer` and head."""
     tree = drop_router_biases(tree)
-    if treats_arrays_as_wholes(optimizer.keys.name):
+    if treats_arrays_as_wholes(optimizer):
         layers: Any = [tree["layer"]] * num_layers
     else:
         layers = stack_weights(tree["layer"], (num_layers,), ("layers",))
@@ -50,13 +48,13 @@ def layer_of(tree: Groups) -> PyTree:
 
 def make_optimizer(plan: StatePlan) -> optax.GradientTransformation:
     """Builds the optimizer of a run, for the tree of `user_tree`."""
-    return optimizer_of(plan.optimizer, user_tree(plan))
+    return optimizer_of(plan.config, user_tree(plan))
 
 
-def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientTransformation:
+def optimizer_of(config: Config, tree: dict[str, Any]) -> optax.GradientTransformation:
     """Builds an optimizer for the abstract weights that it sees.
 
-    Biases and scales of norms do not decay, nor do weights that the plan excludes.
+    Biases and scales of norms do not decay, nor do weights that the config excludes.
     """
     # Weights are named by their groups: `stages.attention.query`.
     groups = {name: tree[name] for name in ("embed", "head")} | {"stages": layer_of(tree)}
@@ -66,7 +64,7 @@ def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientT
         return not weight.is_bias and len(own_axes) >= 2
 
     decays = exclude_from_decay(
-        jax.tree.map(is_matrix, groups, is_leaf=is_weight), wanted.weight_decay_exclude
+        jax.tree.map(is_matrix, groups, is_leaf=is_weight), config.weight_decay_exclude
     )
     of_layers = {"embed": groups["embed"].get("layers"), "head": groups["head"].get("layers")}
     dimensions = jax.tree.map(lambda _: False, groups, is_leaf=is_weight)
@@ -80,12 +78,27 @@ def optimizer_of(wanted: OptimizerPlan, tree: dict[str, Any]) -> optax.GradientT
         layers = [layers] * len(tree["layers"]) if in_list else layers
         return {"embed": groups["embed"], "layers": layers, "head": groups["head"]}
 
-    def schedule_of(peak: float | None) -> optax.Schedule:
-        rate = wanted.learning_rate
-        return (rate if peak is None else replace(rate, peak=peak)).schedule()
-
     return build_optimizer(
-        wanted.keys, schedule_of, WeightTraits(like_tree(decays), like_tree(dimensions))
+        config.optimizer,
+        dict(config.optimizer_arguments),
+        partial(learning_rate, config),
+        adam={"b1": config.adam_b1, "b2": config.adam_b2, "eps": config.adam_eps},
+        weight_decay=config.adam_weight_decay,
+        decays=like_tree(decays),
+        dimensions=like_tree(dimensions),
+    )
+
+
+def learning_rate(
+    config: Config, peak: float | None = None, num_steps: int | None = None
+) -> optax.Schedule:
+    """Returns the learning rate of every step of a run, or of one with this peak or number."""
+    return learning_rate_schedule(
+        config.learning_rate if peak is None else peak,
+        num_steps=config.num_schedule_steps if num_steps is None else num_steps,
+        warmup_fraction=config.warmup_steps_fraction,
+        final_fraction=config.learning_rate_final_fraction,
+        shape=config.learning_rate_schedule,
     )
 
 
@@ -110,6 +123,7 @@ def _matrices(layer: PyTree) -> PyTree:
 def check_optimizer(plan: StatePlan) -> None:
     """Checks that the optimizer of a run can be built, and has updates for its weights."""
     optimizer, shapes = make_optimizer(plan), weight_shapes(user_tree(plan))
-    with refused_by_name(plan.optimizer.keys, "run"):
+    config = plan.config
+    with refused_by_name(config.optimizer, dict(config.optimizer_arguments), "run"):
         state = jax.eval_shape(optimizer.init, shapes)
         jax.eval_shape(optimizer.update, shapes, state, shapes)

@@ -25,16 +25,12 @@ class StepPlan:
         model: How the model's functions compute.
         state: The state that the step updates.
         batch: The batch that it reads.
-        dropout_seed: The seed of dropout keys; None without dropout.
-        timeout_seconds: Seconds without progress after which ranks of several programs give up.
     """
 
     pipe: PipelinedModel
     model: ModelPlan
     state: StatePlan
     batch: BatchPlan
-    dropout_seed: int | None
-    timeout_seconds: float
 
     @property
     def engine(self) -> Engine:

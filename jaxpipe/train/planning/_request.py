@@ -52,7 +52,7 @@ from ..config._load import load_config
 from ..config._yaml import to_yaml
 from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import model_config
-from ..plan._from_config import axis_rules, model_plan, optimizer_plan
+from ..plan._from_config import axis_rules, model_plan
 from ..plan._model import ModelPlan
 from ..plan._schedule_selection import is_schedule_file
 from ._source import AXIS_KEYS, TrainerSource
@@ -152,8 +152,7 @@ def make_request(
             pipelined,
             family.weights(sizes, jnp.dtype(config.weight_dtype), layers_after=uniform - pipelined),
             model,
-            optimizer_plan(config),
-            weight_dtype=config.weight_dtype,
+            config,
             rules=axis_rules(config),
         )
 

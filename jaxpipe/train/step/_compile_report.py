@@ -26,7 +26,7 @@ def report_train_step(plan: StepPlan) -> tuple[CompileReport, str]:
             raise ValueError(does_not_fit(f"XLA says: {first}\n")) from error
         raise
     except ValueError as error:
-        if treats_arrays_as_wholes(plan.state.optimizer.keys.name):
+        if treats_arrays_as_wholes(plan.state.config.optimizer):
             raise  # what is done to layers is known when an update is traced
         # `set_up` has checked everything else that a user can get wrong.
         raise RuntimeError("The train step cannot be compiled.") from error

@@ -55,7 +55,7 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
             in_shardings=(state_shardings(plan)["weights"], plan.batch.shardings),
             out_shardings=_replicated_sharding(weights_plan),
             compiler_options=dict(plan.pipeline.compiler_options or ()),
-            timeout=plan.timeout_seconds,
+            timeout=plan.state.config.mpmd_timeout_seconds,
         ).compile(weight_shapes(weights_plan.abstract), plan.batch.shapes)
 
     return lambda weights, batch: compiled()(weights, batch)
@@ -84,7 +84,7 @@ def init_mpmd_state(plan: StepPlan) -> TrainState:
 
 def _init_state_of_rank(plan: StatePlan, shardings: list[PyTree], rank: int) -> TrainState:
     """Initializes a state; stages on other ranks alone, which take long to trace, are shapes."""
-    weights, seed, optimizer = plan.weights, plan.init_seed, make_optimizer(plan)
+    weights, seed, optimizer = plan.weights, plan.config.init_weights_seed, make_optimizer(plan)
     stages = list(state_shapes(plan)["weights"]["stages"])
     needs_all = reads_weights(plan, optimizer)
     for i, layer_ids in enumerate(weights.layout.stage_layer_ids):
@@ -129,7 +129,7 @@ def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
         out_shardings=(shardings, _replicated_sharding(weights)),
         donate_argnums=0,
         compiler_options=dict(plan.pipeline.compiler_options or ()),
-        timeout=plan.timeout_seconds,
+        timeout=plan.state.config.mpmd_timeout_seconds,
     )
     return step.lower(state_shapes(plan.state), plan.batch.shapes)
 

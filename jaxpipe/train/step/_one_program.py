@@ -27,7 +27,7 @@ def init_stacked_state(plan: StepPlan) -> TrainState:
     optimizer = make_optimizer(plan.state)
 
     def make() -> TrainState:
-        weights = _init_weights(plan.state.weights, plan.state.init_seed)
+        weights = _init_weights(plan.state.weights, plan.state.config.init_weights_seed)
         state = init_optimizer_state(plan.state, optimizer, weights)
         return {"weights": weights, "optimizer": state, "step": jnp.int32(0)}
 
@@ -77,11 +77,12 @@ def make_eval(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Array]]:
 
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
     """Returns `(weights, batch, step) -> ((loss, metrics), gradients)` of a run's pipeline."""
+    config = plan.state.config
+    has_dropout = config.enable_dropout and config.dropout_rate
 
     def value_and_grad(weights: PyTree, batch: PyTree, step: Any = 0) -> Any:
-        params, seed = as_stored(plan, weights), plan.dropout_seed
-        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), step)
-        value, grads = plan.pipe.value_and_grad(params, batch, key)
+        key = jax.random.fold_in(jax.random.key(config.dropout_seed), step) if has_dropout else None
+        value, grads = plan.pipe.value_and_grad(as_stored(plan, weights), batch, key)
         return value, jax.tree.unflatten(jax.tree.structure(weights), jax.tree.leaves(grads))
 
     return value_and_grad

@@ -27,7 +27,7 @@ Update = Callable[[Groups, PyTree, Groups], tuple[Groups, PyTree]]
 
 def make_update(plan: StepPlan) -> Update:
     """Returns `(gradients, state, weights) -> (updates, state)`, all in groups and trained."""
-    if plan.state.optimizer.keys.name == "adamw":
+    if plan.state.config.optimizer == "adamw":
         return _direct_update(plan)
     update = _lifted_update(plan)
     shardings = state_shardings(plan)
@@ -41,11 +41,12 @@ def _direct_update(plan: StepPlan) -> Update:
     It is traced faster than `_lifted_update`. For AdamW both give the same bits, but for ZeRO-1,
     where norms of gradients differ in the last one.
     """
-    tree = user_tree_of(plan.state.weights.abstract_unstacked, 1, plan.state.optimizer)
+    config = plan.state.config
+    tree = user_tree_of(plan.state.weights.abstract_unstacked, 1, config.optimizer)
     if plan.state.weights.per_stage:
         stages = [tree["layers"]] * len(plan.state.weights.layout.stage_layer_ids)
         tree = tree | {"layers": stages}
-    optimizer = optimizer_of(plan.state.optimizer, tree)
+    optimizer = optimizer_of(config, tree)
 
     def renamed(tree: PyTree, old: str, new: str) -> PyTree:
         def groups(node: Any) -> Any:
