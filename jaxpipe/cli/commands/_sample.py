@@ -129,7 +129,7 @@ def _what(opened: "OpenedRun") -> str:
     plan = opened.plan
     devices = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1)
     return (
-        f"{plan.weights.num_parameters / 1e6:.2f}M parameters in {plan.model.dtype} on "
+        f"{plan.weights.num_parameters / 1e6:.2f}M parameters in {plan.model.config.dtype} on "
         f"{plan.mesh.size} {plan.weights.devices.platform} device(s)"
         + (f" ({devices})" if devices else "")
     )

@@ -123,7 +123,7 @@ _UNREAD: tuple[_Unread, ...] = (
     _Unread(
         ("dropout_seed",),
         "there is no dropout",
-        lambda config: not (config.enable_dropout and config.dropout_rate),
+        lambda config: not config.active_dropout_rate,
     ),
     _Unread(
         ("init_weights_seed",),
@@ -208,6 +208,11 @@ class Config(ConfigKeys):
         return (
             1 if is_free and self.sequence_parallel and tensor > 1 else self.scan_layers_per_stage
         )
+
+    @property
+    def active_dropout_rate(self) -> float:
+        """Returns the share of activations that dropout sets to 0; 0 if it is not enabled."""
+        return self.dropout_rate if self.enable_dropout else 0.0
 
     @property
     def num_schedule_steps(self) -> int:

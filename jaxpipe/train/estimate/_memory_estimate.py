@@ -53,7 +53,7 @@ def estimate_memory(plan: StepPlan) -> tuple[PeakMemory, ...]:
 
 def _step_layout(plan: StepPlan) -> StepLayout:
     """Returns the layout of a run as planners write it."""
-    pipeline, batch, model, remat = plan.pipeline, plan.batch, plan.model, plan.model.remat
+    pipeline, batch, remat = plan.pipeline, plan.batch, plan.model.remat
     return StepLayout(
         mesh=tuple(plan.pipe.mesh.shape[axis] for axis in AXES),
         across="",
@@ -66,7 +66,7 @@ def _step_layout(plan: StepPlan) -> StepLayout:
         policy=remat.policy if remat.on_ticks or remat.on_layers else "none",
         scope="layer" if not remat.on_ticks else "both" if remat.on_layers else "tick",
         gather=pipeline.gather,
-        vocab_tiling=model.num_vocab_tiling,
+        vocab_tiling=plan.state.config.num_vocab_tiling,
         options=pipeline.options,
         copies=0 if pipeline.schedule is None else language.num_copies(pipeline.schedule),
         most_for_several=most_bytes_for_several_of(pipeline),

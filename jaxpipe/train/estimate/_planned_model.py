@@ -53,7 +53,7 @@ def planned_model(
     between = tuple(axis for axis in axes_of_dim(of_tokens) if axis != "context")
     named, unnamed = _tensors(sizes, _LANES if platform == "tpu" else 1, between)
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
-    stored, read = (jnp.dtype(dtype).itemsize for dtype in (config.weight_dtype, model.dtype))
+    stored, read = (jnp.dtype(dtype).itemsize for dtype in (config.weight_dtype, config.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
     stores_scores = model.attention.kernel == "dot_product"
     scores = SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from ... import sharding
 from ...api import pipeline
-from ...autodiff.backward import TENSORS, check_offload
+from ...autodiff.backward import check_offload
 from ...data.batches import global_batch_size
 from ...engines import Engine
-from ...kernels import AttentionPlan, check_stored_scores, traced_widest_head
+from ...kernels import check_stored_scores
 from ...models import MODEL_FAMILIES, ModelConfig, logical_axes
 from ...models.weights import weight_shapes
 from ...schedules import language
@@ -30,7 +30,7 @@ from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
 from ._family import layer_bytes, model_config
 from ._layout import circular_layout, scheduled_layout
-from ._model import ModelPlan, RematPlan, build_model, select_grouped_matmul
+from ._model import ModelPlan, build_model, model_plan
 from ._optimizer import check_optimizer
 from ._schedule_selection import ScheduleSelection
 from ._setup import Setup, StepPlan
@@ -180,7 +180,7 @@ def _step_plan(
     model = model_plan(config, weights.sizes, devices.platform, mesh.shape["context"])
     dtype, exact = jnp.dtype(config.dtype), weights.exact
     pipe = pipeline(
-        build_model(model, weights, config.enable_nnx),
+        build_model(model, weights),
         schedule=config.engine.own_schedule.family
         if config.engine.own_schedule
         else selection and selection.schedule,
@@ -234,47 +234,6 @@ def _check_stored_scores(model: ModelPlan, weights: WeightPlan, batch: BatchPlan
     check_stored_scores(model.attention, max(batch.microbatch_size // rows, 1), num_heads)
 
 
-def model_plan(
-    config: Config,
-    sizes: ModelConfig,
-    platform: str,
-    context_size: int = 1,
-) -> ModelPlan:
-    """Returns the choices by which a run's model computes on a platform such as "tpu"."""
-    return ModelPlan(
-        dtype=config.dtype,
-        attentions=tuple(
-            AttentionPlan(
-                config.attention,
-                platform,
-                config.max_target_length,
-                # Chunks are told apart as documents are.
-                packed=(config.packing and config.dataset_type != "synthetic")
-                or 0 < sizes.chunk < config.max_target_length,
-                dtype=config.dtype,
-                head_dim=sizes.attention.head_dim,
-                context_size=context_size,
-                scores=scores,
-                has_sinks=sizes.has_biases_and_sinks,
-                widest_head=traced_widest_head(),
-            )
-            for scores in sizes.attention_scores
-        ),
-        grouped_matmul=select_grouped_matmul(config.megablox, platform),
-        quantization=config.quantization,
-        dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
-        num_vocab_tiling=config.num_vocab_tiling,
-        z_loss_multiplier=config.z_loss_multiplier,
-        remat=RematPlan(
-            config.remat_policy,
-            {tensor: getattr(config, tensor) for tensor in TENSORS},
-            # Without a pipeline there is no tick.
-            on_ticks=config.engine.pipelines and config.set_remat_policy_on_pipeline_iterations,
-            on_layers=config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines,
-        ),
-    )
-
-
 def compiler_options(config: Config, device: Any) -> dict[str, str]:
     """Returns XLA's options for every program of a run, whose own flags win over the defaults."""
     defaults = default_options(FLAGS, step_traits(config, device), device)
@@ -298,7 +257,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
 
 def _check_sizes(step: StepPlan) -> None:
     """Checks that devices can run the model's kernels, and that sequences and vocabulary divide."""
-    mesh, remat, tiles = step.pipeline.mesh, step.model.remat, step.model.num_vocab_tiling
+    mesh, remat, tiles = step.pipeline.mesh, step.model.remat, step.state.config.num_vocab_tiling
     check_offload(remat.policy, remat.locations, mesh.devices.flat)
     divide_exactly(
         step.batch.length,

@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 from ... import autodiff, models, sharding
 from ...api import Model
 from ...api.cut import ModelFunction
-from ...autodiff.backward import saved_names
+from ...autodiff.backward import TENSORS, saved_names
 from ...autodiff.staged_model import Past
-from ...kernels import AttentionPlan
+from ...kernels import AttentionPlan, traced_widest_head
+from ...models import ModelConfig
 from ...models.layers import (
     PROJECTIONS,
     GroupedMatmul,
@@ -23,6 +24,7 @@ from ...models.layers import (
     rope_by_product,
     routed_experts,
 )
+from ..config._config import Config
 from ._weight_plan import WeightPlan
 
 
@@ -76,23 +78,15 @@ class ModelPlan:
     """How the functions of a model compute, whatever its weights.
 
     Attributes:
-        dtype: The dtype of activations.
+        config: The keys of the run.
         attentions: The facts by which the kernel of each kind of layers is selected.
         grouped_matmul: Multiplies rows with the weights of their experts.
-        quantization: The name of the projections, a key of `PROJECTIONS`.
-        dropout_rate: The share of activations that dropout sets to 0.
-        num_vocab_tiling: Number of parts in which logits are computed.
-        z_loss_multiplier: Factor of the z-loss.
         remat: The residuals that forwards store.
     """
 
-    dtype: str
+    config: Config
     attentions: tuple[AttentionPlan, ...]
     grouped_matmul: GroupedMatmul
-    quantization: str
-    dropout_rate: float
-    num_vocab_tiling: int
-    z_loss_multiplier: float
     remat: RematPlan
 
     @property
@@ -101,16 +95,50 @@ class ModelPlan:
         return max(self.attentions, key=lambda plan: plan.kernel == "dot_product")
 
 
-def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -> Model:
-    """Builds the model of a run for the front door, of functions that return contributions.
+def model_plan(
+    config: Config,
+    sizes: ModelConfig,
+    platform: str,
+    context_size: int = 1,
+) -> ModelPlan:
+    """Returns the choices by which a run's model computes on a platform such as "tpu"."""
+    return ModelPlan(
+        config=config,
+        attentions=tuple(
+            AttentionPlan(
+                config.attention,
+                platform,
+                config.max_target_length,
+                # Chunks are told apart as documents are.
+                packed=(config.packing and config.dataset_type != "synthetic")
+                or 0 < sizes.chunk < config.max_target_length,
+                dtype=config.dtype,
+                head_dim=sizes.attention.head_dim,
+                context_size=context_size,
+                scores=scores,
+                has_sinks=sizes.has_biases_and_sinks,
+                widest_head=traced_widest_head(),
+            )
+            for scores in sizes.attention_scores
+        ),
+        grouped_matmul=select_grouped_matmul(config.megablox, platform),
+        remat=RematPlan(
+            config.remat_policy,
+            {tensor: getattr(config, tensor) for tensor in TENSORS},
+            # Without a pipeline there is no tick.
+            on_ticks=config.engine.pipelines and config.set_remat_policy_on_pipeline_iterations,
+            on_layers=config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines,
+        ),
+    )
 
-    By `enable_nnx` a layer is a module of NNX, or of Linen; None is for a plain function.
-    """
+
+def build_model(plan: ModelPlan, weights: WeightPlan) -> Model:
+    """Builds the model of a run for the front door, of functions that return contributions."""
     embed, layer, loss = build_functions(plan, weights)
-    if enable_nnx is not None:
-        layer = import_flax_layer().flax_layer(
-            layer, weights.abstract_unstacked["layer"], is_nnx=enable_nnx
-        )
+    is_nnx = plan.config.enable_nnx  # None: a plain function
+    if is_nnx is not None:
+        module = import_flax_layer()
+        layer = module.flax_layer(layer, weights.abstract_unstacked["layer"], is_nnx=is_nnx)
 
     def run(weights: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
         if past is None:
@@ -121,12 +149,12 @@ def build_model(plan: ModelPlan, weights: WeightPlan, enable_nnx: bool | None) -
     return Model(
         embed=embed,
         # By its signature a whole sequence would be a slice, without a kernel.
-        layer=ModelFunction(run, bool(plan.dropout_rate), weights.family.has_slices),
+        layer=ModelFunction(run, bool(plan.config.active_dropout_rate), weights.family.has_slices),
         loss=loss if weights.tied else lambda head, x, batch: loss({"head": head}, x, batch),
         tied=weights.tied,
         vocab_parallel_loss=models.vocab_parallel_next_token_loss(
             weights.sizes.normalization_layer_epsilon,
-            plan.z_loss_multiplier,
+            plan.config.z_loss_multiplier,
             norm_offset=weights.sizes.norm_offset,
         ),
         contributions=True,
@@ -161,13 +189,13 @@ def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Cal
             chunk_rows=CHUNK_ROWS if plan.remat.recomputes_experts else None,
         ),
         constrain=sharding.Constrain(rules),
-        dtype=jnp.dtype(plan.dtype),
-        dropout_rate=plan.dropout_rate,
-        project=PROJECTIONS[plan.quantization],
+        dtype=jnp.dtype(plan.config.dtype),
+        dropout_rate=plan.config.active_dropout_rate,
+        project=PROJECTIONS[plan.config.quantization],
         rotate=rope_by_product if plan.attention.platform == "tpu" else rope,
-        num_vocab_tiling=plan.num_vocab_tiling,
+        num_vocab_tiling=plan.config.num_vocab_tiling,
         outside_remat=plan.remat.outer_layer,
-        z_loss_multiplier=plan.z_loss_multiplier,
+        z_loss_multiplier=plan.config.z_loss_multiplier,
     )
 
 

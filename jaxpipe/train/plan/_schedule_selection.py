@@ -138,7 +138,7 @@ def _slice_problems(config: Config) -> list[str]:
     family = MODEL_FAMILIES[config.decoder_block]
     problems = {
         f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
-        "sequences": config.enable_dropout and config.dropout_rate > 0,
+        "sequences": config.active_dropout_rate > 0,
         f"`decoder_block` is {config.decoder_block!r}, whose experts are balanced over whole "
         "sequences": not family.has_slices,
         f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "

@@ -52,8 +52,8 @@ from ..config._load import load_config
 from ..config._yaml import to_yaml
 from ..estimate._planned_model import SCORES, planned_model
 from ..plan._family import model_config
-from ..plan._from_config import axis_rules, model_plan
-from ..plan._model import ModelPlan
+from ..plan._from_config import axis_rules
+from ..plan._model import ModelPlan, model_plan
 from ..plan._schedule_selection import is_schedule_file
 from ._source import AXIS_KEYS, TrainerSource
 
@@ -385,7 +385,7 @@ def _work(sizes: ModelConfig, weights: dict[str, Any], model: ModelPlan) -> Mode
         experts=experts,
     )
     _check_work(work, sizes, weights)
-    itemsize = float(jnp.dtype(model.dtype).itemsize)
+    itemsize = float(jnp.dtype(model.config.dtype).itemsize)
     layers = (
         replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * work.hidden)
         for layer in work.layers

@@ -23,8 +23,8 @@ from ..checkpoint._layer_reordering import jit_on_mesh
 from ..config._config import Config
 from ..plan._devices import DeviceLayout
 from ..plan._family import model_config
-from ..plan._from_config import axis_rules, model_plan
-from ..plan._model import ModelPlan, build_functions
+from ..plan._from_config import axis_rules
+from ..plan._model import ModelPlan, build_functions, model_plan
 from ..plan._weight_plan import WeightPlan
 from ._generate import Decoder
 
@@ -74,7 +74,7 @@ class DecodingPlan:
         shardings = self.weights.devices.shardings(weight_shapes(tree), logical_axes(tree))
 
         def shape(weight: Weight, where: NamedSharding) -> jax.ShapeDtypeStruct:
-            dtype = weight.dtype if weight.exact else jnp.dtype(self.model.dtype)
+            dtype = weight.dtype if weight.exact else jnp.dtype(self.model.config.dtype)
             if self.mesh.shape["stage"] > 1:
                 where = shard_over_ranks(weight.shape, where, False)
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=where)

@@ -78,10 +78,11 @@ def make_eval(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Array]]:
 def make_value_and_grad(plan: StepPlan) -> Callable[..., Any]:
     """Returns `(weights, batch, step) -> ((loss, metrics), gradients)` of a run's pipeline."""
     config = plan.state.config
-    has_dropout = config.enable_dropout and config.dropout_rate
 
     def value_and_grad(weights: PyTree, batch: PyTree, step: Any = 0) -> Any:
-        key = jax.random.fold_in(jax.random.key(config.dropout_seed), step) if has_dropout else None
+        key = None
+        if config.active_dropout_rate:
+            key = jax.random.fold_in(jax.random.key(config.dropout_seed), step)
         value, grads = plan.pipe.value_and_grad(as_stored(plan, weights), batch, key)
         return value, jax.tree.unflatten(jax.tree.structure(weights), jax.tree.leaves(grads))
 
