@@ -55,6 +55,9 @@ NAMES = {"float32": "F32", "bfloat16": "BF16"}
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors that old versions of transformers saved, although they are computed anew."""
 
+_NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
+"""Fields that no weight depends on, written so that transformers assumes no other values."""
+
 
 @dataclass(frozen=True)
 class ConversionSummary:
@@ -197,10 +200,6 @@ def to_hugging_face(
             for name, content in carried.items():
                 write_file(new / name, content)
     return _summarize(block, parts, tensors, stored, carried)
-
-
-_NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
-"""Fields that no weight depends on, written so that transformers assumes no other values."""
 
 
 def _read_json_object(file: Path) -> ConfigValues:

@@ -23,6 +23,9 @@ Kernel = Callable[..., jax.Array]
 """`(scores, q [b, t, H, C], k [b, u, K, C], v [b, u, K, V], sinks [H] or None, segments or None,
 placement) -> out [b, t, H, V]`, attention on one device."""
 
+_QUARTERS = [0, 3, 1, 2]
+"""The order of quarters of a slice: those of the first of a pair, then those of the second."""
+
 
 def on_slices(
     kernel: Kernel, scores: Scores, axis: str | None, size: int, granularity: int
@@ -96,10 +99,6 @@ def balanced(length: int, size: int, device: Array | int) -> Placement:
 
 def _pairs(size: int) -> list[list[int]]:
     return [[d, size - 1 - d] for d in range(size // 2)]
-
-
-_QUARTERS = [0, 3, 1, 2]
-"""The order of quarters of a slice: those of the first of a pair, then those of the second."""
 
 
 def _swap_queries(x: jax.Array, axis: str, size: int) -> jax.Array:

@@ -29,6 +29,12 @@ Attention = Callable[..., jax.Array]
 """`(q, k, v, segment_ids) -> out`, or with sinks [H] behind them; V is at most C. What a backward
 needs of `out` has the name "context" for policies of rematerialization."""
 
+_HEAD_AXES: LogicalAxes = ("activation_batch", "activation_length", "activation_heads", None)
+_KV_HEAD_AXES: LogicalAxes = ("activation_batch", "activation_length", "activation_kv_heads", None)
+
+GRANULARITY = {"splash": SPLASH_BLOCK, "cudnn": CUDNN_BLOCK, "pallas": 128, "dot_product": 1}
+"""Tokens in blocks of which kernels work; parts of a slice are multiples of them."""
+
 
 class MeshSpecs(NamedTuple):
     """How arguments of attention are divided over the axes of a mesh that are not manual.
@@ -105,10 +111,6 @@ def by_rules(rules: Rules, name: str) -> SpecsOf:
     return specs
 
 
-_HEAD_AXES: LogicalAxes = ("activation_batch", "activation_length", "activation_heads", None)
-_KV_HEAD_AXES: LogicalAxes = ("activation_batch", "activation_length", "activation_kv_heads", None)
-
-
 def _check_splits(rules: Rules, sizes: dict[str, int], name: str) -> None:
     length, heads, kv_heads = (
         [axis for axis in dict(rules)[name] if sizes[axis] > 1]
@@ -126,10 +128,6 @@ def _check_splits(rules: Rules, sizes: dict[str, int], name: str) -> None:
             f"rule of 'activation_heads' splits over {heads} and that of 'activation_kv_heads' "
             f"over {kv_heads}. Give both the same rule, or `attention=dot_product`."
         )
-
-
-GRANULARITY = {"splash": SPLASH_BLOCK, "cudnn": CUDNN_BLOCK, "pallas": 128, "dot_product": 1}
-"""Tokens in blocks of which kernels work; parts of a slice are multiples of them."""
 
 
 def splash_attention(

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+Segments = tuple[Int[Array, "b t"], Int[Array, "b u"]]
+"""The documents of queries and of keys. A query sees keys of its own document alone."""
+
 
 @dataclass(frozen=True)
 class Visible:
@@ -133,10 +136,6 @@ class Placement(NamedTuple):
 def same_tokens(length: int) -> Placement:
     """Returns the placement where queries and keys are the same tokens."""
     return Placement(np.zeros((1, 1), np.int32), length, length)
-
-
-Segments = tuple[Int[Array, "b t"], Int[Array, "b u"]]
-"""The documents of queries and of keys. A query sees keys of its own document alone."""
 
 
 def dense_mask(

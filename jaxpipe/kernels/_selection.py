@@ -15,6 +15,12 @@ from ._on_mesh import (
 )
 from ._scores import CAUSAL, Scores
 
+LARGEST_STORED = 2**32
+"""Bytes of scores of one layer on a device above which they are stored only if that is asked for:
+float32 scores of a sequence of 32,768 tokens and one head."""
+
+_HALF = ("bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -140,11 +146,6 @@ class AttentionPlan:
         return sliced_dot_product_attention(rules, self.scores)
 
 
-LARGEST_STORED = 2**32
-"""Bytes of scores of one layer on a device above which they are stored only if that is asked for:
-float32 scores of a sequence of 32,768 tokens and one head."""
-
-
 def check_stored_scores(plan: AttentionPlan, rows: int, heads: int) -> None:
     """Checks that scores which no one asked to store are not too large.
 
@@ -204,6 +205,5 @@ def _pallas_problems(plan: AttentionPlan) -> dict[str, bool]:
     }
 
 
-_HALF = ("bfloat16", "float16")
 _PROBLEMS = {"splash": _splash_problems, "cudnn": _cudnn_problems, "pallas": _pallas_problems}
 _PLATFORMS = {"splash": "tpu", "cudnn": "gpu", "pallas": "gpu"}

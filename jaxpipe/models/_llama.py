@@ -45,6 +45,9 @@ from .weights._abstract import Weight, matrix, scale, stack_weights, zero_bias
 Kinds = tuple[Any, ...]
 """The index of the kind of each layer of a block: a Python integer, or a traced scalar."""
 
+_MOST_CHUNKS = 2**15  # of a document, of which a row has less than 2**16
+_KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+
 
 class AttentionSizes(NamedTuple):
     """Sizes of grouped-query attention."""
@@ -434,9 +437,6 @@ def _in_chunks(
     return segment_ids * _MOST_CHUNKS + positions // chunk
 
 
-_MOST_CHUNKS = 2**15  # of a document, of which a row has less than 2**16
-
-
 def _feed_forward(
     config: LlamaConfig, experts: Experts | None, constrain: Constrain, project: Projection
 ) -> Callable:
@@ -509,6 +509,3 @@ def _run_kind(kind: Any, functions: Sequence[Callable], *arguments: Any) -> Any:
     if isinstance(kind, int):
         return functions[kind](*arguments)
     return jax.lax.switch(kind, functions, *arguments)
-
-
-_KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")

@@ -19,6 +19,8 @@ from ._llama import MixtureConfig
 from .layers._common import rms_norm
 from .layers._moe import MoeSettings
 
+_GROWTH, _TOKENS_OF_A_STEP = 0.1, 8192.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Config(MixtureConfig):
@@ -109,6 +111,3 @@ class Llama4Config(MixtureConfig):
         settings = super().moe
         router = replace(settings.router, score_func="sigmoid")
         return replace(settings, router=router, shared_experts=1, scales_inputs=True)
-
-
-_GROWTH, _TOKENS_OF_A_STEP = 0.1, 8192.0

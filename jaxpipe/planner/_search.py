@@ -36,6 +36,9 @@ CLOSE = 0.05
 """The share of a step within which predictions do not tell which of two layouts is faster: of
 published pairs that are predicted closer, half are in the right order (docs/predictions.md)."""
 
+_Index = tuple[int, int]
+"""The indices of a group and of a policy in it."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -117,10 +120,6 @@ def search(request: Request, num_plans: int) -> BestPlans:
         plain=plain,
         leanest_plain=None if plain else plains.leanest(),
     )
-
-
-_Index = tuple[int, int]
-"""The indices of a group and of a policy in it."""
 
 
 class Candidates:

@@ -23,6 +23,8 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _MAX_NAME = 63 - len("-workers-000-0000")
 """Pods are called `NAME-workers-SLICE-HOST`, and have at most 63 characters."""
 
+_CLAIM = "the claim of a volume that all hosts can write, mounted at `output_dir`"
+
 
 def kubernetes_name(job: ClusterJob) -> str:
     """Returns the name of a job, after checking that Kubernetes takes it."""
@@ -92,9 +94,6 @@ def jobset_file(job: ClusterJob) -> str:
         },
     }
     return yaml.safe_dump(manifest, sort_keys=False, width=120)
-
-
-_CLAIM = "the claim of a volume that all hosts can write, mounted at `output_dir`"
 
 
 def _environment(name: str, num_hosts: int) -> list[dict[str, Any]]:

@@ -22,7 +22,12 @@ Seconds = dict[str, float]
 _BACKWARD_ELEMENTWISE = 1.5
 _TILE = 128  # rows and columns of the tiles that matrix units compute
 _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradient
+_HIDDEN = 0.7  # of a collective that runs beside products which depend on its parts
+
 Size = int | float
+
+Layers = tuple[tuple[LayerWork, Size], ...]
+"""The layers of a stage in forward order: runs of one kind, each as (kind, number of layers)."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +243,6 @@ def _domains(chosen: int, group: Group) -> float:
     return domains * (1 - (1 - 1 / domains) ** chosen)
 
 
-_HIDDEN = 0.7  # of a collective that runs beside products which depend on its parts
-
-
 def product_seconds(
     m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
 ) -> float:
@@ -255,10 +257,6 @@ def product_seconds(
 
 def _padded(size: Size) -> int:
     return ceil(size / _TILE) * _TILE
-
-
-Layers = tuple[tuple[LayerWork, Size], ...]
-"""The layers of a stage in forward order: runs of one kind, each as (kind, number of layers)."""
 
 
 def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[Layers]:

@@ -15,6 +15,8 @@ from ._layer_work import (
     Product,
 )
 
+_SUMS = ("dense_parameters", "elementwise_bytes", "between_bytes", "num_kernels")
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -120,9 +122,6 @@ def _block(first: LayerWork, second: LayerWork) -> LayerWork:
         activations=replace(ActivationBytes(*map(sum, kept)), full=first.activations.full),
         **{name: getattr(first, name) + getattr(second, name) for name in _SUMS},
     )
-
-
-_SUMS = ("dense_parameters", "elementwise_bytes", "between_bytes", "num_kernels")
 
 
 def _latent_attention(

@@ -13,6 +13,10 @@ from ..._durable import PATH_ERRORS, failed_write, fsync_tree, rename
 from ..._input import clause
 from ...train import RunError
 
+_WRITERS_END_SECONDS = 10.0
+_QUIET_CHECKS = 5
+_SECONDS_BETWEEN_CHECKS = 0.05
+
 
 @contextmanager
 def atomic_folder(destination: Path) -> Iterator[Path]:
@@ -41,11 +45,6 @@ def atomic_folder(destination: Path) -> Iterator[Path]:
         _remove_while_writers_end(hidden)
         raise
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-_WRITERS_END_SECONDS = 10.0
-_QUIET_CHECKS = 5
-_SECONDS_BETWEEN_CHECKS = 0.05
 
 
 def _remove_while_writers_end(folder: Path) -> None:

@@ -46,6 +46,9 @@ _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
 over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
 
+OfRank = tuple[PlannedModel, StepLayout]
+"""The model and the layout as a rank has them."""
+
 
 class _OnMesh(NamedTuple):
     """Parameters of a device on a mesh: of one layer and of embedding and head.
@@ -277,10 +280,6 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
         return work + n * activation
     tokens_of_all = gathered_token_bytes(model, candidate.sizes, tokens, itemsize)
     return work + (n - 1) * (live + tokens_of_all)
-
-
-OfRank = tuple[PlannedModel, StepLayout]
-"""The model and the layout as a rank has them."""
 
 
 def ranks(model: PlannedModel, candidate: StepLayout) -> tuple[OfRank, ...]:

@@ -10,6 +10,14 @@ from ...train.runtime import bad_step_reason
 from ..record import RunRecord, Series
 
 _FRESH_SECONDS = 60.0
+_MAX_LISTED = 8
+_WINDOW = 32  # steps before one, which its loss is compared with
+_SPIKE = 8.0  # deviations above their median, each of them 1.48 median absolute deviations
+_LEAST_SPIKE = 1.1  # times that median
+_SLOW = 2.0  # times the median step time
+_FALL = 0.9  # of the fastest tenth of a run
+_RISE = 1.05  # times the least evaluation loss
+_LARGE_BUBBLE = 0.25
 
 
 @dataclass(frozen=True)
@@ -53,16 +61,6 @@ def _bad(run: RunRecord) -> str:
         if name in run.series and run.series[name].steps[-1] == run.steps[-1]
     }
     return bad_step_reason(last, run.values.get("max_gradient_norm") or 0.0)
-
-
-_MAX_LISTED = 8
-_WINDOW = 32  # steps before one, which its loss is compared with
-_SPIKE = 8.0  # deviations above their median, each of them 1.48 median absolute deviations
-_LEAST_SPIKE = 1.1  # times that median
-_SLOW = 2.0  # times the median step time
-_FALL = 0.9  # of the fastest tenth of a run
-_RISE = 1.05  # times the least evaluation loss
-_LARGE_BUBBLE = 0.25
 
 
 @dataclass(frozen=True)

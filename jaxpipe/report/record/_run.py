@@ -20,6 +20,7 @@ from ...train.runtime import is_folder, list_names
 from ._series import Series, to_series
 
 _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
+Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,6 @@ def _state(step: Path, suffix: str) -> str:
         return "complete" if has_digests(step) else "complete, without digests"
     except RunError:
         return "cannot be read"
-
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)

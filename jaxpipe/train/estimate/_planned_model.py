@@ -36,6 +36,12 @@ _FLOAT32 = 4
 SCORES = 2
 """Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
 
+_SPLIT = ("tensor",)
+
+_LANES = 128
+"""Elements of the last dim of an array that a TPU stores together: dims are padded to a multiple.
+Kernels of attention want the channels of a head there."""
+
 
 def planned_model(
     name: str,
@@ -105,13 +111,6 @@ def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
         WeightGroup(sum(sizes), stored, gathered, max(sizes))
         for (stored, gathered), sizes in sizes_by_axes.items()
     )
-
-
-_SPLIT = ("tensor",)
-
-_LANES = 128
-"""Elements of the last dim of an array that a TPU stores together: dims are padded to a multiple.
-Kernels of attention want the channels of a head there."""
 
 
 def _tensors(

@@ -27,6 +27,9 @@ from ...models.layers import (
 from ..config._config import Config
 from ._weight_plan import WeightPlan
 
+CHUNK_ROWS = 512
+"""Rows of an expert in a chunk of tokens, on average: those of a tile of Megablox's kernel."""
+
 
 @dataclass(frozen=True)
 class RematPlan:
@@ -197,10 +200,6 @@ def build_functions(plan: ModelPlan, weights: WeightPlan) -> tuple[Callable, Cal
         outside_remat=plan.remat.outer_layer,
         z_loss_multiplier=plan.config.z_loss_multiplier,
     )
-
-
-CHUNK_ROWS = 512
-"""Rows of an expert in a chunk of tokens, on average: those of a tile of Megablox's kernel."""
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:

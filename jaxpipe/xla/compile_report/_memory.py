@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+_HOST_PARTS = "argument", "output", "temp"
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -56,6 +58,3 @@ def memory(compiled: Any, platform: str) -> Memory:
         peak_bytes=peak,
         host_bytes=host,
     )
-
-
-_HOST_PARTS = "argument", "output", "temp"

@@ -26,6 +26,12 @@ from ..step_time import KERNEL_EFFICIENCY, InstructionCost, StepTime, device_rat
 from ._columns import align, shorten
 from ._memory import Memory, memory
 
+_RATES = {
+    "tokens_per_second": "{:,.0f} tokens a second over all devices",
+    "tflops_per_device": "{:.1f} TFLOP/s of the model per device",
+    "mfu": "MFU {:.1%}",
+}
+
 
 @dataclass(frozen=True)
 class CompileReport:
@@ -223,13 +229,6 @@ def _time_rows(time: StepTime, rates: dict[str, float], *, is_gpu: bool) -> list
     rows.append(("  all", f"{time.seconds:.4f}", ""))
     speed = [_RATES[name].format(rate) for name, rate in rates.items()]
     return [*align(rows), *(["; ".join(speed)] if speed else []), *_remarks(time, is_gpu=is_gpu)]
-
-
-_RATES = {
-    "tokens_per_second": "{:,.0f} tokens a second over all devices",
-    "tflops_per_device": "{:.1f} TFLOP/s of the model per device",
-    "mfu": "MFU {:.1%}",
-}
 
 
 def _remarks(time: StepTime, *, is_gpu: bool) -> Iterator[str]:

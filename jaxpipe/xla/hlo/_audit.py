@@ -15,6 +15,12 @@ from ._parse import Instruction, Module, called_computations, callee, op_name, p
 from ._trips import Scope, trip_count
 from ._walk import CallContext, is_conditional, walk
 
+_PRODUCTS = re.compile(
+    # Of kernels in Triton, those of Pallas: its attention, and products of experts.
+    r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm|xla\.gpu\.triton)|__triton_gemm'
+)
+_CALLED = ("calls", "to_apply", "body", "branch_computations")
+
 
 @dataclass(frozen=True)
 class CollectiveSite:
@@ -219,13 +225,6 @@ def _ends_chain(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion":
         return False
     return bool(ended_chain(module.computations[callee(instruction)]))
-
-
-_PRODUCTS = re.compile(
-    # Of kernels in Triton, those of Pallas: its attention, and products of experts.
-    r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm|xla\.gpu\.triton)|__triton_gemm'
-)
-_CALLED = ("calls", "to_apply", "body", "branch_computations")
 
 
 def multiplies_matrices(module: Module, instruction: Instruction) -> bool:
