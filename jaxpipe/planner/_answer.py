@@ -13,6 +13,7 @@ import jax
 from ..api import PipelinedModel
 from ..engines import PeakMemory
 from ..xla import compile_only_devices
+from ..xla.compile_report import align
 from ._devices import device_hardware
 from ._reasons import (
     attention_words,
@@ -239,7 +240,7 @@ def _time_table(plans: tuple[Plan, ...]) -> list[str]:
         )
         for index, plan in enumerate(plans)
     ]
-    return _aligned(rows, left=(1, 6))
+    return align(rows, left=(1, 6))
 
 
 def _largest_first(parts: dict[str, float], unit: float) -> list[tuple[str, float]]:
@@ -260,7 +261,7 @@ def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
         )
         for index, plan in enumerate(plans)
     ]
-    return _aligned(rows, left=())
+    return align(rows, left=())
 
 
 def unit_of_bytes(largest: float) -> tuple[str, float]:
@@ -270,17 +271,6 @@ def unit_of_bytes(largest: float) -> tuple[str, float]:
         "MB" if that is less than a tenth of a GB, else "GB".
     """
     return ("MB", 1e6) if largest < 0.1 * _GB else ("GB", _GB)
-
-
-def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def verify(plan: Plan, request: Request) -> VerifiedPlan:

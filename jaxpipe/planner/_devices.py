@@ -220,25 +220,22 @@ def device_hardware(devices: Devices) -> Hardware:
     """
     if devices.generation != "cpu":
         return HARDWARE[devices.generation]
-    count = devices.num_devices
     # A core, and copies in memory: they rank plans, and are no measurement.
     return Hardware(
-        *(
-            "cpu",
-            ("cpu",),
-            0.05,
-            devices.memory_bytes,
-            1e10,
-            2e9,
-            2e9,
-            count,
-            count,
-            1e-4,
-            1e-4,
-            0,
-            (),
-        ),
-        "ours",
+        kind="cpu",
+        device_kinds=("cpu",),
+        peak_tflops=0.05,
+        memory_bytes=devices.memory_bytes,
+        memory_bandwidth=1e10,
+        link_bandwidth=2e9,
+        network_bandwidth=2e9,
+        devices_per_host=devices.num_devices,
+        link_domain=devices.num_devices,
+        link_latency=1e-4,
+        network_latency=1e-4,
+        torus_axes=0,
+        peak_factors=(),
+        source="ours",
     )
 
 

@@ -1,5 +1,6 @@
 """Describes a compiled step: its memory on each device, and a report about it as text and JSON."""
 
+from ._columns import align as align
 from ._memory import Memory as Memory
 from ._memory import memory as memory
 from ._report import CompileReport as CompileReport

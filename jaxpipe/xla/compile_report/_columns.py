@@ -11,7 +11,15 @@ def shorten(text: str, width: int) -> str:
 
 
 def align(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligns columns."""
+    """Returns rows of text in columns.
+
+    Args:
+        rows: The cells of each row.
+        left: The columns whose cells are on the left; those of the others are on the right.
+
+    Returns:
+        The lines, with two spaces between columns.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
