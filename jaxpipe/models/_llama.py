@@ -189,16 +189,11 @@ class MixtureConfig(LlamaConfig):
             embed_dim=self.base_emb_dim,
             num_experts=self.num_experts,
             expert_dim=self.base_moe_mlp_dim,
-            shared_experts=0,
-            has_choice_bias=False,
             load_balance_loss_weight=self.load_balance_loss_weight,
             router=RouterSettings(
                 score_func="softmax",
                 num_chosen=self.num_experts_per_tok,
                 normalized=self.norm_topk_prob,
-                scaling_factor=1.0,
-                num_groups=1,
-                num_kept_groups=1,
             ),
         )
 

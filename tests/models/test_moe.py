@@ -416,14 +416,7 @@ def test_no_token_is_dropped_when_all_choose_one_expert():
 
 
 def routed(logits, bias=None, real=None, **changes):
-    options = {
-        "score_func": "sigmoid",
-        "num_chosen": 2,
-        "normalized": True,
-        "scaling_factor": 1.0,
-        "num_groups": 1,
-        "num_kept_groups": 1,
-    }
+    options = {"score_func": "sigmoid", "num_chosen": 2, "normalized": True}
     real = jnp.ones(logits.shape[:2], bool) if real is None else real
     return route(logits, bias, real, jnp.float32(1), RouterSettings(**(options | changes)))
 

@@ -27,10 +27,10 @@ class MoeSettings:
     embed_dim: int  # D
     num_experts: int  # E, the number of routed experts
     expert_dim: int  # F
-    shared_experts: int  # the number of shared experts. They are one wide MLP.
-    has_choice_bias: bool  # whether a bias per expert affects the choice
     load_balance_loss_weight: float  # factor of the load-balance loss
     router: RouterSettings
+    shared_experts: int = 0  # the number of shared experts. They are one wide MLP.
+    has_choice_bias: bool = False  # whether a bias per expert affects the choice
     has_product_biases: bool = False  # whether router and experts add biases to their products
     scales_inputs: bool = False  # whether experts are given inputs times shares, as in Llama 4
     gated: Gated = gated_silu  # the activation between the first two products and the last

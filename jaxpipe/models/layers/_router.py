@@ -39,11 +39,11 @@ class RouterSettings:
     num_chosen: int  # k
     # Whether the shares of a token are normalized to sum to 1 before they are scaled.
     normalized: bool
-    scaling_factor: float
-    num_groups: int  # G; 1 for no groups
+    scaling_factor: float = 1.0
+    num_groups: int = 1  # G; 1 for no groups
     # The number of groups from which a token may choose: those with the largest sums of their best
     # experts.
-    num_kept_groups: int
+    num_kept_groups: int = 1
     num_ranking: int = 2  # the number of best experts in these sums: 1 in V2, 2 in V3
 
 
