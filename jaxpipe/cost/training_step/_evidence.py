@@ -45,7 +45,6 @@ EVIDENCE = {
     ("v6e", False): Evidence(4, 0, 0.94, 1.41, ""),
 }
 
-
 OWN_PROGRAMS = Evidence(26, 5, 0.84, 1.26, "2026-11")
 """Programs of models of functions, NNX and Equinox, most of them of others, as XLA:TPU compiled
 them for v5p: GPTs, encoders, scans, convolutions, local attention, experts (docs/plan.md). What

@@ -19,7 +19,6 @@ from ._source_config import Source
 CHUNK_TOKENS = 1 << 24
 """The number of tokens that are checked at a time."""
 
-
 Version = tuple[int, ...]
 """What a file system says of a file that it has written to: equal if it has not."""
 

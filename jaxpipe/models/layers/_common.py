@@ -16,7 +16,6 @@ from ...sharding import local_draws
 ACTIVATION = ("activation_batch", "activation_norm_length", "activation_embed")
 HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
-
 Frequencies = Float[np.ndarray, " half"] | Float[Array, " half"]
 """[C / 2] rotary angles per position of each pair of channels, in radians, float32."""
 Rope = Callable[[Array, Array, Any], Array]

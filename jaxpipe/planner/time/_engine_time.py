@@ -27,10 +27,8 @@ _STACK_BYTES = 8.0
 stack, or to a buffer of the engine, and read it there. As XLA:TPU compiles it; what a step took on
 an H200 that kept 12 GB more says the same (docs/benchmarks.md, "1B, minimal_with_context")."""
 
-
 _OWN_STACK_BYTES = 4.0
 """The same of layers of own models, of which nothing but what they keep is counted as kept."""
-
 
 _COPY_BYTES_MOVED = 5.5
 """Bytes that XLA:TPU reads and writes to bring a byte of gathered experts into tiles, by the cycles

@@ -52,7 +52,6 @@ _COMMUNICATION = (
     "host",
 )
 
-
 _GATHERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 _SCATTERS_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
@@ -64,20 +63,16 @@ _WITH_LARGE_VMEM = 0.9
 """What products take with larger tiles of what they take without, by cycles of seven programs of
 llama2-7b on v5p (tests/planner/test_plan_time.py). Results are then written beside the work."""
 
-
 _HALF, _TF32 = 2, 0.5
 """Bytes of bfloat16, and the rate of TF32, in which GPUs multiply float32, as a share of its rate:
 156 of 312 TFLOP/s on A100, 495 of 989 on H100, by NVIDIA's data sheets."""
-
 
 _WITHOUT_NAMES = 0.14
 """The share of a forward that no policy but `none` keeps: norms, rotary positions, activation
 functions, and the kernel of attention, which also returns what its backward reads."""
 
-
 _PASSES = 3
 """A gather of weights for the forward, another for the backward, and a scatter of gradients."""
-
 
 _GATHERED_BYTES = 2
 """Bytes of a weight that is gathered for products."""

@@ -23,10 +23,8 @@ class Report(NamedTuple):
 
 SILENT = Report(lambda step, metrics: None, lambda text: None)
 
-
 _WIDTH = len("-1.234e-05")
 """The width of a metric's value: that of the longest one with four digits."""
-
 
 _BAR_WIDTH = 20
 _IMPORTANT = ("loss", "eval_loss", "step_time_seconds", "tokens_per_second", "peak_memory_gb")

@@ -29,7 +29,6 @@ LARGE_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 
 _DEFAULT_VMEM_KIB = 16_384
 
-
 ADDS_IN_PRODUCTS = ("v5p",)
 """Kinds of TPUs on which, with large tiles, XLA adds a product to a sum in the time of the product.
 

@@ -34,7 +34,6 @@ KINDS = (
     "collective-broadcast",
 )
 
-
 _CHAINED = "async_collective_fusion_config"
 
 
