@@ -188,12 +188,12 @@ class Space:
         batch: B, sequences of a step.
         sequence: Tokens of a sequence.
         num_layers: L, those of the pipeline.
-        num_experts: Experts of a layer; 0 if there are none.
-        num_kv_heads: Heads that `tensor` divides.
         vocab: The size of the vocabulary.
         max_stages: The most ranks of a pipeline.
         scan_layers: `(tensor) -> ` whether layers run in a loop, or how many in each iteration,
             beside an axis `tensor` of this size; None or True if the engine may choose.
+        num_experts: Experts of a layer; 0 if there are none.
+        num_kv_heads: Heads that `tensor` divides.
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
         policies: Policies of rematerialization to choose from.
         without: Ways to gather weights that are ruled out.
@@ -210,11 +210,11 @@ class Space:
     batch: int
     sequence: int
     num_layers: int
-    num_experts: int
-    num_kv_heads: int
     vocab: int
     max_stages: int
     scan_layers: Callable[[int], bool | int | None]
+    num_experts: int = 0
+    num_kv_heads: int = 1
     fixed: dict[str, Any] = field(default_factory=dict)
     policies: tuple[str, ...] = POLICIES
     without: tuple[str, ...] = ()

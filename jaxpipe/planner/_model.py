@@ -139,15 +139,8 @@ class PlannedModel:
         embed: The weights before the pipeline.
         head: The weights of the head.
         num_layers: L, the layers that a pipeline may have.
-        outer: The weights of layers among `embed` and `head`, all of them.
-        num_outer: The number of these layers.
         hidden: D, the channels between layers.
         vocab: V; 0 if the loss makes no logits.
-        tensors: Tensors that a layer makes for every token, by name.
-        unnamed: Other tensors that it makes, which only the policy `none` keeps.
-        scores: Scores of attention in float32, if it stores them; only `none` keeps them.
-        routed: The routed experts of a layer, if it has any.
-        expanded: Rows of a token for every expert, where grouped products have no kernel.
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
         state_of_layer: Bytes of the optimizer's state for a layer.
@@ -157,6 +150,13 @@ class PlannedModel:
         on_cpu: Whether XLA:CPU compiles it.
         on_tpu: Whether XLA:TPU compiles it: it moves gathers out of the loop over microbatches.
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
+        outer: The weights of layers among `embed` and `head`, all of them.
+        num_outer: The number of these layers.
+        tensors: Tensors that a layer makes for every token, by name.
+        unnamed: Other tensors that it makes, which only the policy `none` keeps.
+        scores: Scores of attention in float32, if it stores them; only `none` keeps them.
+        routed: The routed experts of a layer, if it has any.
+        expanded: Rows of a token for every expert, where grouped products have no kernel.
         locations: The location of each tensor, for the policy `custom`.
         wgrad: The tensor that I leaves for W; None: the named tensors, and half of the others.
         live: The tensor that exists at a time in the backward of a layer; None: a part of those
@@ -173,16 +173,9 @@ class PlannedModel:
     layer: tuple[WeightGroup, ...]
     embed: tuple[WeightGroup, ...]
     head: tuple[WeightGroup, ...]
-    outer: tuple[WeightGroup, ...]
-    num_outer: int
     num_layers: int
     hidden: int
     vocab: int
-    tensors: tuple[tuple[str, Tensor], ...]
-    unnamed: tuple[Tensor, ...]
-    scores: tuple[Tensor, ...]
-    routed: RoutedExperts | None
-    expanded: tuple[Tensor, ...]
     of_layers: WeightBytes
     of_boundary: WeightBytes
     state_of_layer: StateBytes
@@ -192,6 +185,13 @@ class PlannedModel:
     on_cpu: bool
     on_tpu: bool
     hoists_casts: bool
+    outer: tuple[WeightGroup, ...] = ()
+    num_outer: int = 0
+    tensors: tuple[tuple[str, Tensor], ...] = ()
+    unnamed: tuple[Tensor, ...] = ()
+    scores: tuple[Tensor, ...] = ()
+    routed: RoutedExperts | None = None
+    expanded: tuple[Tensor, ...] = ()
     locations: tuple[tuple[str, str], ...] = ()
     wgrad: Tensor | None = None
     live: Tensor | None = None

@@ -33,12 +33,7 @@ from ._request import Request, Values, check_positive
 
 _AXES = ("data", "stage", "fsdp", "tensor", "expert")
 
-NOT_CHOSEN: Values = {
-    "tensor": 1,
-    "expert": 1,
-    "context": 1,
-    "vocab_tiling": 1,
-}
+NOT_CHOSEN: Values = {"tensor": 1, "expert": 1, "context": 1, "vocab_tiling": 1}
 """Choices that are the same in every plan of an own model; errors leave them out."""
 
 _POLICIES = ("full", "none")
@@ -114,8 +109,6 @@ def own_request(
         batch=rows,
         sequence=tokens,
         num_layers=planned.num_layers,
-        num_experts=0,
-        num_kv_heads=1,
         vocab=planned.vocab,
         max_stages=max_stages or devices.num_devices,
         fixed=NOT_CHOSEN | chosen | axes,
@@ -148,8 +141,6 @@ def own_request(
         work=work,
         source=source,
         space=space,
-        before=0,
-        after=0,
     )
 
 

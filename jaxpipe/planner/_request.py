@@ -90,8 +90,8 @@ class Request:
     work: ModelWork
     source: ModelSource
     space: Space
-    before: int
-    after: int
+    before: int = 0
+    after: int = 0
     default_flags: Literal["all", "quick", "none"] = "all"
     most_scores: float = math.inf
     leaner: Callable[[], Sequence[tuple[str, PlannedModel]]] = tuple

@@ -81,9 +81,6 @@ class LayerWork:
     products: tuple[Product, ...]  # its matrix products with weights
     attention: Attention | None  # its attention, or None
     dense_parameters: int  # weights outside of experts
-    expert_parameters: int  # weights of all its experts
-    num_experts: int  # its experts that tokens choose from; 0 if it has none
-    active_experts: int  # the number of experts that a token chooses
     activations: ActivationBytes  # bytes kept per token on a device that holds the whole layer
     # Bytes that operations other than products read and write in a forward, of those that tensor
     # parallelism divides.
@@ -92,6 +89,9 @@ class LayerWork:
     between_bytes: int | float
     num_kernels: int  # operations that a device starts in a forward
     boundary_bytes: int | float  # bytes of a token between layers
+    expert_parameters: int = 0  # weights of all its experts
+    num_experts: int = 0  # its experts that tokens choose from; 0 if it has none
+    active_experts: int = 0  # the number of experts that a token chooses
     expert_boundary_bytes: int | float = 0  # bytes of a token on its way to one expert
     weight_bytes: float = 2.0  # bytes of a weight while it is gathered
     # The part of `elementwise_bytes` that copies, sorts and sums a token's rows for experts.

@@ -61,6 +61,7 @@ def planned_model(
     outer = [weights[name].get("layers", {}) for name in ("embed", "head")]
     stored, read = (jnp.dtype(dtype).itemsize for dtype in (config.weight_dtype, config.dtype))
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
+    state_of_layer, state_of_boundary = state_bytes(weights, config)
     stores_scores = model.attention.kernel == "dot_product"
     scores = SCORES * stores_scores * model.attention.length * sizes.base_num_query_heads
     moe, routed, expanded = sizes.moe, None, ()
@@ -71,28 +72,29 @@ def planned_model(
             # XLA:GPU makes a row of each choice of a token for every expert.
             expanded = (Tensor(moe.num_experts * chosen * moe.embed_dim),)
     return PlannedModel(
-        name,
-        _groups(weights["layer"], rules),
-        _groups(weights["embed"], rules),
-        _groups(weights["head"], rules),
-        _groups(outer, rules),
-        sizes.num_blocks - num_pipelined,
-        num_pipelined,
-        sizes.base_emb_dim,
-        sizes.vocab_size,
-        tuple(named.items()),
-        unnamed,
-        (Tensor(scores, _SPLIT),) if scores else (),
-        routed,
-        expanded,
-        weight_bytes,
-        weight_bytes,
-        *state_bytes(weights, config),
-        read,
-        read,
+        name=name,
+        layer=_groups(weights["layer"], rules),
+        embed=_groups(weights["embed"], rules),
+        head=_groups(weights["head"], rules),
+        num_layers=num_pipelined,
+        hidden=sizes.base_emb_dim,
+        vocab=sizes.vocab_size,
+        of_layers=weight_bytes,
+        of_boundary=weight_bytes,
+        state_of_layer=state_of_layer,
+        state_of_boundary=state_of_boundary,
+        gathered_bytes=read,
+        activation_bytes=read,
         on_cpu=platform == "cpu",
         on_tpu=platform == "tpu",
         hoists_casts=platform != "gpu",
+        outer=_groups(outer, rules),
+        num_outer=sizes.num_blocks - num_pipelined,
+        tensors=tuple(named.items()),
+        unnamed=unnamed,
+        scores=(Tensor(scores, _SPLIT),) if scores else (),
+        routed=routed,
+        expanded=expanded,
         locations=tuple(model.remat.locations.items()),
         between=between,
     )
@@ -176,10 +178,8 @@ def state_bytes(weights: dict[str, Any], config: Config) -> tuple[StateBytes, St
 
     groups = in_groups(tree, np.zeros(1, int), state, one)
     nodes = [x for x in jax.tree.leaves(groups, is_leaf=is_weight_tree) if is_weight_tree(x)]
-    layer, ends = (
-        drop_router_biases(weights["layer"]),
-        {name: tree[name] for name in ("embed", "head")},
-    )
+    layer = drop_router_biases(weights["layer"])
+    ends = {name: tree[name] for name in ("embed", "head")}
     return (
         _sum(layer, [node["stages"] for node in nodes]),
         _sum(ends, [{name: node[name] for name in ends} for node in nodes]),
