@@ -53,46 +53,31 @@ _OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "megablox", "shard_exp
 """Keys of families with MLPs, and of those with experts; tensors are among `autodiff.TENSORS`."""
 
 
-def _dense(**fixed: Any) -> ModelFamily:
-    """Returns a family of llamas with an MLP in every layer."""
+def _llama(sizes: type[LlamaConfig], extra_keys: tuple[str, ...], **fixed: Any) -> ModelFamily:
+    """Returns a family of llamas."""
     return ModelFamily(
-        LlamaConfig,
+        sizes,
         llama_weights,
         llama,
-        extra_keys=_OF_MLPS,
+        extra_keys=extra_keys,
         tied=attrgetter("logits_via_embedding"),
-        has_slices=True,
-        fixed=fixed,
-    )
-
-
-def _mixture(**fixed: Any) -> ModelFamily:
-    """Returns a family of llamas with experts in every layer."""
-    return ModelFamily(
-        MixtureConfig,
-        llama_weights,
-        llama,
-        extra_keys=_OF_EXPERTS,
-        tied=attrgetter("logits_via_embedding"),
+        has_slices=not issubclass(sizes, MixtureConfig),
         fixed=fixed,
     )
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
-    "llama": _dense(use_qk_norm=False),
-    "mistral": _dense(use_qk_norm=False),
-    "qwen3": _dense(use_qk_norm=True),
-    "gemma3": dataclasses.replace(_dense(use_qk_norm=True, rope_type="default"), sizes=GemmaConfig),
-    "mixtral": _mixture(use_qk_norm=False, norm_topk_prob=True),
-    "qwen3_moe": _mixture(use_qk_norm=True),
-    "gpt_oss": dataclasses.replace(
-        _mixture(use_qk_norm=False, norm_topk_prob=True, rope_type="yarn"),
-        sizes=GptOssConfig,
+    "llama": _llama(LlamaConfig, _OF_MLPS, use_qk_norm=False),
+    "mistral": _llama(LlamaConfig, _OF_MLPS, use_qk_norm=False),
+    "qwen3": _llama(LlamaConfig, _OF_MLPS, use_qk_norm=True),
+    "gemma3": _llama(GemmaConfig, _OF_MLPS, use_qk_norm=True, rope_type="default"),
+    "mixtral": _llama(MixtureConfig, _OF_EXPERTS, use_qk_norm=False, norm_topk_prob=True),
+    "qwen3_moe": _llama(MixtureConfig, _OF_EXPERTS, use_qk_norm=True),
+    "gpt_oss": _llama(
+        GptOssConfig, _OF_EXPERTS, use_qk_norm=False, norm_topk_prob=True, rope_type="yarn"
     ),
-    "llama4": dataclasses.replace(
-        _mixture(norm_topk_prob=False, rope_type="default"),
-        sizes=Llama4Config,
-        extra_keys=(*_OF_MLPS, *_OF_EXPERTS),
+    "llama4": _llama(
+        Llama4Config, (*_OF_MLPS, *_OF_EXPERTS), norm_topk_prob=False, rope_type="default"
     ),
     "deepseek": ModelFamily(
         DeepseekConfig,
