@@ -14,7 +14,7 @@ from ..work import LayerWork, ModelWork, Product
 from ..work._layer_work import Attention, attention_flops
 from ._efficiency import Efficiency
 from ._layout import Layout
-from ._network import Group, Network, all_gather_seconds, all_to_all_seconds, make_group
+from ._network import Device, Group, all_gather_seconds, all_to_all_seconds, make_group
 
 Seconds = dict[str, float]
 """Seconds by kind of work: the names of `Prediction.parts`."""
@@ -37,20 +37,6 @@ class ActionSeconds:
     forward: Seconds = field(default_factory=dict)
     input: Seconds = field(default_factory=dict)
     weight: Seconds = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Device:
-    """A kind of device, and what it and its network reach in a layout."""
-
-    hardware: Hardware
-    reached: Efficiency
-    network: Network
-
-    @property
-    def memory_rate(self) -> float:
-        """Bytes a second of elementwise operations."""
-        return self.hardware.memory_bandwidth * self.reached.memory
 
 
 def add(*terms: Seconds) -> Seconds:
@@ -184,26 +170,26 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
     by_kind: Seconds = {}
     sent = layer.boundary_bytes * layout.tokens
     if layout.tensor > 1:
-        group = make_group(layout, device.network, "tensor")
+        group = make_group(layout, device, "tensor")
         shares_experts = layer.num_experts and layout.experts_over_tensor
         pairs = 1 if shares_experts else layer.tensor_sums
-        each = 2 * all_gather_seconds(sent, group, device.network)
+        each = 2 * all_gather_seconds(sent, group, device)
         hidden = _HIDDEN if "tensor" in layout.overlap else 0.0
         by_kind["tensor"] = pairs * each * (1 - hidden)
     if layer.num_experts and (layout.expert > 1 or layout.experts_over_tensor):
         axes = ("expert", "tensor") if layout.experts_over_tensor else ("expert",)
-        group = make_group(layout, device.network, *axes)
+        group = make_group(layout, device, *axes)
         own = layout.tokens / layout.tensor
         chosen = layer.active_experts
         hidden = _HIDDEN if "experts" in layout.overlap else 0.0
         if layout.experts_gather:
             all_tokens = layout.tokens * layout.expert * layer.expert_boundary_bytes
-            gathered = 2 * all_gather_seconds(all_tokens, group, device.network)
+            gathered = 2 * all_gather_seconds(all_tokens, group, device)
             return by_kind | {"experts": gathered * (1 - hidden)}
         exchanged = 2 * all_to_all_seconds(
             own * chosen * layer.expert_boundary_bytes,
             group,
-            device.network,
+            device,
             _domains(chosen, group) / chosen if layout.deduplicate_experts else 1.0,
         )
         by_kind["experts"] = exchanged * (1 - hidden)
@@ -216,16 +202,16 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
 
 def _context_seconds(attention: Attention, layout: Layout, device: Device) -> float:
     """Returns the seconds in which keys and values are gathered over `context`."""
-    group = make_group(layout, device.network, "context")
+    group = make_group(layout, device, "context")
     keys = 2.0 * attention.kv_channels * layout.tokens * layout.context / layout.tensor
-    seconds = all_gather_seconds(keys, group, device.network)
+    seconds = all_gather_seconds(keys, group, device)
     exchanging = 1 - attention.windowed if attention.window else 1.0
     if layout.context_gathers and exchanging:
         # Half of the queries, and then of what they read, is exchanged within pairs of devices.
         channels = exchanging * attention.heads * (attention.qk_channels + attention.v_channels)
         pair = Group(2, min(2, group.linked))
         moved = 2.0 * channels * layout.tokens / layout.tensor
-        seconds += all_to_all_seconds(moved, pair, device.network)
+        seconds += all_to_all_seconds(moved, pair, device)
     return seconds
 
 
@@ -364,14 +350,12 @@ def gather_seconds(
     A weight has `itemsize` bytes. None: its own.
     """
     counts = [(la, n * (la.weight_bytes if itemsize is None else itemsize)) for la, n in layers]
-    group = make_group(layout, device.network, *layout.weight_axes)
-    seconds = partial(
-        all_gather_seconds, network=device.network, in_one_ring=layout.gathers_in_one_ring
-    )
+    group = make_group(layout, device, *layout.weight_axes)
+    seconds = partial(all_gather_seconds, device=device, in_one_ring=layout.gathers_in_one_ring)
     if not layout.experts_gather:
         read = (n * device_parameters(layer, layout) for layer, n in counts)
         return seconds(sum(read, 0.0), group)
-    every = make_group(layout, device.network, *layout.weight_axes, "expert")
+    every = make_group(layout, device, *layout.weight_axes, "expert")
     dense = sum((n * la.dense_parameters / layout.tensor for la, n in counts), 0.0)
     experts = sum((n * expert_parameters(la, layout) for la, n in counts), 0.0)
     return seconds(dense, every) + seconds(experts, group)

@@ -11,15 +11,27 @@ _TORUS_SIDE = 16
 
 
 @dataclass(frozen=True)
-class Network:
-    """The links and the network as programs reach them."""
+class Device:
+    """A kind of device in a layout, and what programs reach of it, its links and its network."""
 
-    link: float  # bytes a second of a device over links
-    network: float  # bytes a second of a device over the network
-    link_latency: float  # seconds of a message over links
-    network_latency: float  # seconds of a message over the network
-    torus_axes: int  # axes of the torus that links make; 0 where links join all with all
+    hardware: Hardware
+    reached: Efficiency
     domain: int  # devices that links join
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second of elementwise operations."""
+        return self.hardware.memory_bandwidth * self.reached.memory
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes a second over links."""
+        return self.hardware.link_bandwidth * self.reached.links
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes a second over the network."""
+        return self.hardware.network_bandwidth * self.reached.network
 
 
 @dataclass(frozen=True)
@@ -30,45 +42,38 @@ class Group:
     linked: int
 
 
-def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Network:
-    """Returns the network of a layout."""
+def make_device(layout: Layout, hardware: Hardware, reached: Efficiency) -> Device:
+    """Returns a device of a layout."""
     domain = min(hardware.link_domain, layout.devices)
     if layout.hosts:
         domain = max(1, min(domain, layout.devices // layout.hosts))
-    return Network(
-        link=hardware.link_bandwidth * reached.links,
-        network=hardware.network_bandwidth * reached.network,
-        link_latency=hardware.link_latency,
-        network_latency=hardware.network_latency,
-        torus_axes=hardware.torus_axes,
-        domain=domain,
-    )
+    return Device(hardware, reached, domain)
 
 
-def make_group(layout: Layout, network: Network, *axes: str) -> Group:
+def make_group(layout: Layout, device: Device, *axes: str) -> Group:
     """Returns the devices along mesh axes."""
     size = linked = 1
     for axis in axes:
         along = layout.size(axis)
         size *= along
-        linked *= max(1, min(along, network.domain // layout.stride(axis)))
+        linked *= max(1, min(along, device.domain // layout.stride(axis)))
     return Group(size, linked)
 
 
 def all_gather_seconds(
-    total_bytes: float, group: Group, network: Network, *, in_one_ring: bool = False
+    total_bytes: float, group: Group, device: Device, *, in_one_ring: bool = False
 ) -> float:
     """Returns the seconds of an all-gather to, or a reduce-scatter of, `total_bytes`."""
     if group.size == 1:
         return 0.0
-    axes = 1 if in_one_ring else _axes(group, network)
-    inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, network, axes)
-    outside = total_bytes * (1 - group.linked / group.size) / (group.linked * network.network)
-    return max(inside, outside) + _latency(group, network)
+    axes = 1 if in_one_ring else _axes(group, device)
+    inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, device, axes)
+    outside = total_bytes * (1 - group.linked / group.size) / (group.linked * device.network_rate)
+    return max(inside, outside) + _latency(group, device)
 
 
 def all_to_all_seconds(
-    sent_bytes: float, group: Group, network: Network, outside_share: float = 1.0
+    sent_bytes: float, group: Group, device: Device, outside_share: float = 1.0
 ) -> float:
     """Returns the seconds of an all-to-all.
 
@@ -78,37 +83,37 @@ def all_to_all_seconds(
     if group.size == 1:
         return 0.0
     share = (group.linked - 1) / group.size
-    if network.torus_axes:  # a message crosses a quarter of each ring on its way
-        side = group.linked ** (1 / _axes(group, network))
+    if device.hardware.torus_axes:  # a message crosses a quarter of each ring on its way
+        side = group.linked ** (1 / _axes(group, device))
         share = max(share, side / 4)
-    inside = sent_bytes * share / _ring_rate(group, network, _axes(group, network))
-    outside = outside_share * sent_bytes * (1 - group.linked / group.size) / network.network
-    return max(inside, outside) + _latency(group, network)
+    inside = sent_bytes * share / _ring_rate(group, device, _axes(group, device))
+    outside = outside_share * sent_bytes * (1 - group.linked / group.size) / device.network_rate
+    return max(inside, outside) + _latency(group, device)
 
 
-def send_seconds(sent_bytes: float, layout: Layout, network: Network) -> float:
+def send_seconds(sent_bytes: float, layout: Layout, device: Device) -> float:
     """Returns the seconds to the next rank, over the network if any hand-over crosses it."""
     if layout.stage == 1:
         return 0.0
-    if layout.stride("stage") * layout.stage <= network.domain:
-        rate = network.link / 2 if network.torus_axes else network.link
-        return sent_bytes / rate + network.link_latency
-    return sent_bytes / network.network + network.network_latency
+    if layout.stride("stage") * layout.stage <= device.domain:
+        rate = device.link_rate / 2 if device.hardware.torus_axes else device.link_rate
+        return sent_bytes / rate + device.hardware.link_latency
+    return sent_bytes / device.network_rate + device.hardware.network_latency
 
 
-def _axes(group: Group, network: Network) -> int:
+def _axes(group: Group, device: Device) -> int:
     """Returns the axes of a torus that a group of devices spans, of 16 devices at most each."""
-    return min(network.torus_axes, max(1, ceil(log(group.linked, _TORUS_SIDE))))
+    return min(device.hardware.torus_axes, max(1, ceil(log(group.linked, _TORUS_SIDE))))
 
 
-def _ring_rate(group: Group, network: Network, axes: int) -> float:
-    if not network.torus_axes:
-        return network.link
-    rate = network.link * axes
+def _ring_rate(group: Group, device: Device, axes: int) -> float:
+    if not device.hardware.torus_axes:
+        return device.link_rate
+    rate = device.link_rate * axes
     return rate / 2 if group.linked == 2 else rate  # two neighbours have one link
 
 
-def _latency(group: Group, network: Network) -> float:
-    inside = log2(group.linked) * network.link_latency
-    outside = log2(group.size / group.linked) * network.network_latency
+def _latency(group: Group, device: Device) -> float:
+    inside = log2(group.linked) * device.hardware.link_latency
+    outside = log2(group.size / group.linked) * device.hardware.network_latency
     return inside + max(0.0, outside)

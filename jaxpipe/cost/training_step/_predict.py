@@ -8,7 +8,6 @@ from ..work import ModelWork, flops_per_token
 from ._efficiency import Efficiency, efficiency
 from ._layer_time import (
     ActionSeconds,
-    Device,
     Layers,
     add,
     device_parameters,
@@ -19,7 +18,7 @@ from ._layer_time import (
     stage_seconds,
 )
 from ._layout import Layout
-from ._network import all_gather_seconds, make_group, make_network, send_seconds
+from ._network import Device, all_gather_seconds, make_device, make_group, send_seconds
 from ._schedule_time import (
     StageSeconds,
     build_schedule,
@@ -62,14 +61,14 @@ def predict(
 ) -> Prediction:
     """Predicts the time of a training step, by default with the fitted fractions of peaks."""
     reached = reached or efficiency(hardware, layout.dtype)
-    device = Device(hardware, reached, make_network(layout, hardware, reached))
+    device = make_device(layout, hardware, reached)
     fewer = None if isinstance(layout.schedule, Schedule) else shorter(layout)
     schedule = build_schedule(fewer[0] if fewer else layout)
     num_stages = schedule.num_stages if schedule else 1
     layers = split_layers(work, num_stages, layout)
     stages = stage_seconds(work, layers, layout, device)
     sent = work.layers[-1].boundary_bytes * layout.tokens / layout.tensor
-    transfer = send_seconds(sent, layout, device.network)
+    transfer = send_seconds(sent, layout, device)
     if schedule and "point_to_point" not in layout.overlap:
         counts = num_transfers(schedule)
         stages = [
@@ -136,16 +135,16 @@ def _gradients(
     experts = sum(n * layer.expert_parameters for layer, n in layers)
     experts /= layout.tensor * layout.expert * own
     copies = ("data",) if layout.context_gathers else ("data", "context")
-    all_axes = make_group(layout, device.network, *copies, "expert")
-    replicas = make_group(layout, device.network, *copies)
+    all_axes = make_group(layout, device, *copies, "expert")
+    replicas = make_group(layout, device, *copies)
     # Gradients in float32 are scattered, and weights in bfloat16 gathered; or they are all-reduced.
     itemsize = layout.summed_bytes
     passes = 1 + 2.0 / itemsize if layout.shared_optimizer else 2.0
-    seconds = passes * all_gather_seconds(itemsize * dense, all_axes, device.network)
-    seconds += passes * all_gather_seconds(itemsize * experts, replicas, device.network)
+    seconds = passes * all_gather_seconds(itemsize * dense, all_axes, device)
+    seconds += passes * all_gather_seconds(itemsize * experts, replicas, device)
     if not work.head_parameters:  # the first and the last stage sum the gradients of their copies
         shared = 4.0 * work.embedding_parameters / layout.tensor / own
-        seconds += send_seconds(shared, layout, device.network)
+        seconds += send_seconds(shared, layout, device)
     hidden = backward if "gradient_reduction" in layout.overlap else 0.0
     return max(0.0, seconds - hidden)
 
