@@ -91,8 +91,7 @@ def environment() -> jinja2.Environment:
     templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    for name in ("style", "script"):
-        file = {"style": "page.css", "script": "page.js"}[name]
+    for name, file in (("style", "page.css"), ("script", "page.js")):
         templates.globals[name] = Markup(_file(file))
     templates.filters |= {"size": in_bytes, "code": with_code}
     return templates

@@ -36,13 +36,10 @@ class StepWork:
 def step_work(weights: WeightPlan, batch: BatchPlan, given_tflops: float = 0.0) -> StepWork:
     """Counts what a step computes."""
     mesh = batch.devices.mesh
-    flops = (
-        batch.num_rows
-        * batch.length
-        * models.matmul_flops_per_token(weights.sizes, weights.abstract_unstacked, batch.length)
-    )
+    tree = weights.abstract_unstacked
+    per_token = models.matmul_flops_per_token(weights.sizes, tree, batch.length)
     peak = peak_tflops(mesh.devices.flat[0], given_tflops)
-    return StepWork(flops, batch.num_tokens, mesh.size, peak)
+    return StepWork(batch.num_tokens * per_token, batch.num_tokens, mesh.size, peak)
 
 
 def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:

@@ -66,11 +66,10 @@ def optimizer_of(config: Config, tree: dict[str, Any]) -> optax.GradientTransfor
     decays = exclude_from_decay(
         jax.tree.map(is_matrix, groups, is_leaf=is_weight), config.weight_decay_exclude
     )
-    of_layers = {"embed": groups["embed"].get("layers"), "head": groups["head"].get("layers")}
     dimensions = jax.tree.map(lambda _: False, groups, is_leaf=is_weight)
-    for name, layers in of_layers.items():
-        if layers is not None:
-            dimensions[name]["layers"] = _matrices(layers)
+    for name in ("embed", "head"):
+        if "layers" in groups[name]:
+            dimensions[name]["layers"] = _matrices(groups[name]["layers"])
     dimensions["stages"] = _matrices(groups["stages"])
 
     def like_tree(groups: PyTree) -> PyTree:
