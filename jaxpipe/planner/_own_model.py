@@ -335,7 +335,6 @@ def _trace_layer(
     kept, wgrad = (fused.kept_share * (two - one) / tokens for one, two in zip(*sizes, strict=True))
     work = LayerWork(
         name=kind,
-        count=1,
         products=traced.products,
         attention=traced.attention,
         dense_parameters=_size(own),

@@ -20,7 +20,7 @@ from ..._exit import exit_immediately
 
 LIFELINE = "JAXPIPE_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of the pipe that a process inherits."""
-GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
 """How long a process runs after that message: its main thread may still report an error."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -57,7 +57,7 @@ class Lifelines:
         self._writers.clear()
 
 
-def follow_launcher(name: str, grace_seconds: float = GRACE_SECONDS) -> None:
+def follow_launcher(name: str) -> None:
     """Ends this process when its launcher, if it has one, or another process has ended."""
     reader = os.environ.pop(LIFELINE, None)  # not for the children of this process
     if reader is None:
@@ -65,13 +65,13 @@ def follow_launcher(name: str, grace_seconds: float = GRACE_SECONDS) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The pipe is read after that call: a launcher that ended before it has closed the pipe.
-    arguments = (int(reader), name, grace_seconds)
+    arguments = (int(reader), name)
     threading.Thread(target=_listen, args=arguments, daemon=True, name="launcher").start()
 
 
-def _listen(reader: int, name: str, grace_seconds: float) -> None:
+def _listen(reader: int, name: str) -> None:
     with os.fdopen(reader) as lines:
         news = lines.readline().strip() or "the launcher has ended"
     print(f"jaxpipe: {name}: {news}, so this process ends", file=sys.stderr, flush=True)
-    time.sleep(grace_seconds)
+    time.sleep(_GRACE_SECONDS)
     exit_immediately()

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 
-from ...devices import Hardware, cudnn_attention
+from ...devices import cudnn_attention
 from ..work import LayerWork, ModelWork, Product
 from ..work._layer_work import Attention, attention_flops
-from ._efficiency import Efficiency
 from ._layout import Layout
 from ._network import Device, Group, all_gather_seconds, all_to_all_seconds, make_group
 
@@ -125,7 +124,7 @@ def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[floa
         if product.taps > 1 and device.hardware.torus_axes:
             # A depthwise convolution takes as long as one with a tile of channels in each group.
             k = product.taps * _padded(k / product.taps)
-        yield count * product_seconds(tokens, k, n, peak, device.hardware, device.reached)
+        yield count * _product_seconds(tokens, k, n, peak, device)
 
 
 def _on_one_device(
@@ -229,16 +228,13 @@ def _domains(chosen: int, group: Group) -> float:
     return domains * (1 - (1 - 1 / domains) ** chosen)
 
 
-def product_seconds(
-    m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
-) -> float:
+def _product_seconds(m: Size, k: Size, n: Size, peak_flops: float, device: Device) -> float:
     """Returns the seconds of a product of [m, k] by [k, n]: a roofline, and then the writing."""
     # The result is written after it is computed, or a share of it, which makes products with a
     # short contracted dim inefficient.
     operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
-    memory_rate = hardware.memory_bandwidth * reached.memory
-    read, written = 2.0 * (m * k + k * n) / memory_rate, 2.0 * m * n / memory_rate
-    return max(operations, read) + reached.writing * written
+    read, written = 2.0 * (m * k + k * n) / device.memory_rate, 2.0 * m * n / device.memory_rate
+    return max(operations, read) + device.reached.writing * written
 
 
 def _padded(size: Size) -> int:
@@ -318,7 +314,7 @@ def _embedding_and_head(
     if last:
         columns = work.vocab / t * share
         peak = device.hardware.peak_flops("bf16") * device.reached.head
-        product = product_seconds(T, work.hidden, columns, peak, device.hardware, device.reached)
+        product = _product_seconds(T, work.hidden, columns, peak, device)
         loss = _LOSS_BYTES * T * columns / device.memory_rate
         forward = {"head_and_embedding": product + loss}
         back = {"head_and_embedding": product + loss / 2}

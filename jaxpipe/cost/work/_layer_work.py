@@ -77,7 +77,6 @@ class LayerWork:
     """The work of one kind of layer per token."""
 
     name: str  # a name of the kind
-    count: int  # how many layers of this kind follow each other
     products: tuple[Product, ...]  # its matrix products with weights
     attention: Attention | None  # its attention, or None
     dense_parameters: int  # weights outside of experts
@@ -89,6 +88,7 @@ class LayerWork:
     between_bytes: int | float
     num_kernels: int  # operations that a device starts in a forward
     boundary_bytes: int | float  # bytes of a token between layers
+    count: int = 1  # how many layers of this kind follow each other
     expert_parameters: int = 0  # weights of all its experts
     num_experts: int = 0  # its experts that tokens choose from; 0 if it has none
     active_experts: int = 0  # the number of experts that a token chooses

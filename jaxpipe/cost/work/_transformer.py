@@ -172,7 +172,6 @@ def _layer(
     cheap = 2.0 * (mlp[0].n + F + 2 * D)
     return LayerWork(
         name=name,
-        count=1,
         products=products,
         attention=attention,
         dense_parameters=parameters,
@@ -203,7 +202,6 @@ def _expert_layer(
     moved = 2.0 * (sum(p.n for p in projections[:-1]) + passed * (7 * D + 3 * F))
     return LayerWork(
         name="experts",
-        count=1,
         products=products,
         attention=attention,
         dense_parameters=sum(p.k * p.n for p in dense) + 2 * D,

@@ -6,7 +6,6 @@ D embed, H heads, Q width of compressed queries, R of compressed keys and values
 head without position, P with it, C = N + P, V channels of a value head, E experts, F their width.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,7 +138,7 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Conf
     values = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        **write_fields(dataclasses.asdict(sizes), _V3 if is_v3 else _V2),
+        **write_fields(sizes, _V3 if is_v3 else _V2),
         "num_key_value_heads": sizes.base_num_query_heads,
         "q_lora_rank": sizes.q_lora_rank or None,
         "rope_theta": sizes.rope_max_timescale,

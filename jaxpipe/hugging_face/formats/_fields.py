@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._input import short_repr, shorten
+from ...models import ModelConfig
 
 ConfigValues = dict[str, Any]
 """Fields of a config.json, or keys of a config of jaxpipe, and their values."""
@@ -123,7 +124,7 @@ def _is_positive(value: Any) -> bool:
     return is_number and 0 < value < 1e18
 
 
-def write_fields(values: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
-    """Returns the fields of a config.json for config keys, and the fixed fields."""
-    sizes = {name: values[key] for name, key in fields.sizes.items()}
-    return sizes | {name: fixed[0] for name, fixed in fields.fixed.items()}
+def write_fields(sizes: ModelConfig, fields: ConfigFields) -> ConfigValues:
+    """Returns the fields of a config.json for the sizes of a model, and the fixed fields."""
+    written = {name: getattr(sizes, key) for name, key in fields.sizes.items()}
+    return written | {name: fixed[0] for name, fixed in fields.fixed.items()}

@@ -3,7 +3,6 @@
 Scales of norms are stored as what they add to 1 on both sides. D embed, C channels of a head.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +95,7 @@ def write_gemma(sizes: models.GemmaConfig, max_length: int | None) -> ConfigValu
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        **write_fields(dataclasses.asdict(sizes), _FIELDS),
+        **write_fields(sizes, _FIELDS),
         "layer_types": [(_LOCAL, _GLOBAL)[kind] for kind in sizes.layer_kinds],
         "sliding_window_pattern": sizes.sliding_window_pattern,
         "rope_theta": sizes.rope_max_timescale,

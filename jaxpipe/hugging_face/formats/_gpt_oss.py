@@ -4,7 +4,6 @@ There, one tensor has the columns of the first two matrices of all experts in tu
 up. D embed, H query heads, K key and value heads, C channels of a head, E experts, F their width.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +99,7 @@ def write_gpt_oss(sizes: models.GptOssConfig, max_length: int | None) -> ConfigV
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        **write_fields(dataclasses.asdict(sizes), _FIELDS),
+        **write_fields(sizes, _FIELDS),
         "layer_types": [_TYPES[kind] for kind in sizes.layer_kinds],
         "rope_theta": sizes.rope_max_timescale,
         "rope_scaling": {

@@ -4,7 +4,6 @@ Both sides turn the first half of a head's channels against the second, so rotar
 other order. D embed, H query heads, K key and value heads, C channels of a head, E experts.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -152,7 +151,7 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None, block: str) -
     values = {
         "architectures": [f"{block.title().replace('_', '')}ForCausalLM"],
         "model_type": block,
-        **write_fields(dataclasses.asdict(sizes), LLAMA_FIELDS[block]),
+        **write_fields(sizes, LLAMA_FIELDS[block]),
         "rope_theta": sizes.rope_max_timescale,
         "rope_scaling": None,
         "max_position_embeddings": max_length or 4096,

@@ -5,7 +5,6 @@ by side. D embed, H query heads, K key and value heads, C channels of a head, E 
 width.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,7 +104,7 @@ def _check_lists(config: Mapping[str, Any], values: ConfigValues) -> None:
 
 def write_llama4(sizes: models.Llama4Config, max_length: int | None) -> ConfigValues:
     """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
-    fields = write_fields(dataclasses.asdict(sizes), _FIELDS)
+    fields = write_fields(sizes, _FIELDS)
     del fields["for_llm_compression"]  # only files before transformers 5 have it
     return {
         "architectures": ["Llama4ForCausalLM"],
