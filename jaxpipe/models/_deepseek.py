@@ -232,7 +232,11 @@ def deepseek_weights(
     D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
     branches = 2 * config.base_num_decoder_layers
     boundary = boundary_weights(D, config.vocab_size, tied=False, dtype=dtype)
-    layer = _half_weights(D, config.attention, branches, dtype)
+    layer: dict[str, Any] = {
+        "attention_norm": scale(D, dtype),
+        "attention": latent_attention_weights(config.attention, branches=branches, dtype=dtype),
+        "mlp_norm": scale(D, dtype),
+    }
     if dense_layers:
         mlp = config.mlp.weights(branches=branches, dtype=dtype)
         boundary["embed"]["layers"] = stack_weights(
@@ -242,17 +246,6 @@ def deepseek_weights(
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
-
-
-def _half_weights(
-    D: int, attention: LatentAttentionSettings, branches: int, dtype: Any
-) -> dict[str, Any]:
-    """Returns the weights that dense layers and layers with experts have in common."""
-    return {
-        "attention_norm": scale(D, dtype),
-        "attention": latent_attention_weights(attention, branches=branches, dtype=dtype),
-        "mlp_norm": scale(D, dtype),
-    }
 
 
 def deepseek(

@@ -87,11 +87,11 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
             )
     elif layout.remat == "full":
         again = forward
-    elif layout.remat == "selective" and not _fused(layer):
+    elif layout.remat == "selective" and layer.attention and not layer.attention.fused:
         again = {"products": attention, "attention_scores": moved_scores}
     # A forward has two products of attention.
     products_back = 4
-    if layer.attention is not None and layer.attention.fused:
+    if layer.attention and layer.attention.fused:
         products_back = layer.attention.backward_products
     back = {
         "products": products + products_back / 2 * attention,
@@ -110,10 +110,6 @@ def _cast_bytes(layer: LayerWork, layout: Layout) -> float:
         return 0.0
     sizes = (_on_one_device(product, layer, layout) for product in layer.products)
     return sum(4.0 * count * tokens * k for count, tokens, k, _ in sizes)
-
-
-def _fused(layer: LayerWork) -> bool:
-    return layer.attention is None or layer.attention.fused
 
 
 def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[float]:

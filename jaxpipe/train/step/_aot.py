@@ -3,12 +3,10 @@
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from ...engines import Engine
-from ..plan._devices import BatchPlan
 from ..plan._setup import StepPlan
-from ._state import TrainState, state_shapes, state_shardings
+from ._state import state_shapes, state_shardings
 from ._step import make_train_step
 
 
@@ -27,7 +25,10 @@ def compile_train_step(plan: StepPlan) -> jax.stages.Compiled:
     check_single_program(plan.engine)
     # Built outside of the mesh's context: constants computed on the way need a device that exists.
     step: Any = make_train_step(plan)
-    arguments = abstract_state(plan), abstract_batch(plan.batch)
+    arguments = (
+        jax.tree.map(_with_sharding, state_shapes(plan.state), state_shardings(plan)),
+        jax.tree.map(_with_sharding, plan.batch.shapes, plan.batch.shardings),
+    )
     with jax.set_mesh(plan.pipeline.mesh):
         return step.lower(*arguments).compile()
 
@@ -40,16 +41,6 @@ def check_single_program(engine: Engine) -> None:
             "is compiled ahead is one. Give `pipeline_engine=scheduled`, which runs the same "
             "schedules."
         )
-
-
-def abstract_state(plan: StepPlan) -> TrainState:
-    """Returns the train state as `jax.ShapeDtypeStruct` with a sharding for every leaf."""
-    return jax.tree.map(_with_sharding, state_shapes(plan.state), state_shardings(plan))
-
-
-def abstract_batch(plan: BatchPlan) -> PyTree:
-    """Returns a batch as `jax.ShapeDtypeStruct` [A * M, b, T], each with a sharding."""
-    return jax.tree.map(_with_sharding, plan.shapes, plan.shardings)
 
 
 def _with_sharding(

@@ -16,16 +16,11 @@ from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import STACK_AXES, WeightPlan
+from ..plan._weight_plan import STACK_AXES
 from ._optimizer_state import of_weights, optimizer_state_shapes
 
 TrainState = dict[str, Any]
 """`weights`, `optimizer` (its state) and `step`, the number of steps done."""
-
-
-def abstract_trained_weights(weights: WeightPlan) -> PyTree:
-    """Returns the abstract weights that the optimizer updates: all but router biases."""
-    return drop_router_biases(weights.abstract)
 
 
 def state_shapes(plan: StatePlan) -> TrainState:
@@ -38,7 +33,7 @@ def state_shapes(plan: StatePlan) -> TrainState:
 
 def state_logical_axes(plan: StatePlan) -> TrainState:
     """Returns the logical axes of every leaf; moments have those of their weights."""
-    trained = abstract_trained_weights(plan.weights)
+    trained = drop_router_biases(plan.weights.abstract)
     stack = ("layers",) if plan.weights.per_stage else STACK_AXES
 
     def others(leaf: Any, group: str | None) -> LogicalAxes:
@@ -60,7 +55,7 @@ def state_shardings(plan: StepPlan) -> TrainState:
     def others(leaf: Any, group: str | None) -> NamedSharding:
         return NamedSharding(mesh, in_ranks) if group == "stages" else replicated
 
-    trained = abstract_trained_weights(plan.state.weights)
+    trained = drop_router_biases(plan.state.weights.abstract)
     moments = drop_router_biases(gradient_shardings(plan))
     shapes = state_shapes(plan.state)["optimizer"]
     optimizer = of_weights(trained, moments, shapes, others)
