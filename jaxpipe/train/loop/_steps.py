@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -69,8 +67,11 @@ def run_steps(
         enter(step, "traced step" if is_traced else "step")
         if step == done + 1:
             ended += _compile_everywhere(compiling, plan, train_step, state, batch)
-        traced = partial(_trace_step, plan, partial(write_trace, step))
-        state, metrics = (traced if is_traced else train_step)(state, batch)
+        if is_traced:
+            state, metrics, trace = trace_mpmd_train_step(plan, state, batch)
+            write_trace(step, trace)
+        else:
+            state, metrics = train_step(state, batch)
         if previous is not None:
             ended, values = _wait_for_metrics(plan, work, previous[1], ended)
             yield previous[0], values
@@ -109,14 +110,6 @@ def _compile_everywhere(
         compile_ahead(plan, train_step, state, batch)
         barrier("compiled")
     return time.perf_counter() - started
-
-
-def _trace_step(
-    plan: StepPlan, write_trace: Callable[[str], None], state: TrainState, batch: PyTree
-) -> tuple[TrainState, dict[str, Any]]:
-    done, trace = trace_mpmd_train_step(plan, state, batch)
-    write_trace(trace)
-    return done
 
 
 def _wait_for_metrics(

@@ -63,7 +63,7 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
 
 def trace_mpmd_train_step(
     plan: StepPlan, state: TrainState, batch: PyTree
-) -> tuple[tuple[TrainState, dict[str, Any]], str]:
+) -> tuple[TrainState, dict[str, Any], str]:
     """Runs a step, and returns its trace, beside what its schedule predicts, as Perfetto's JSON.
 
     The metrics also have the bubbles of both timelines as shares of the loop.
@@ -72,7 +72,7 @@ def trace_mpmd_train_step(
     bubbles = {
         f"bubble_{name}": schedules.bubble_fraction(line) for name, line in timelines.items()
     }
-    return (state, metrics | bubbles), schedules.to_perfetto(timelines, microseconds=1e6)
+    return state, metrics | bubbles, schedules.to_perfetto(timelines, microseconds=1e6)
 
 
 def init_mpmd_state(plan: StepPlan) -> TrainState:

@@ -15,7 +15,6 @@ from ...engines import adding_in_products
 from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
-from ..plan._weight_plan import WeightPlan
 from ._init import init_boundary, init_layers
 from ._optimizer_state import init_optimizer_state
 from ._optimizer_step import make_optimizer_step
@@ -24,21 +23,16 @@ from ._state import TrainState, gradient_shardings, state_shardings
 
 def init_stacked_state(plan: StepPlan) -> TrainState:
     """Initializes weights, optimizer state and step 0, each on the devices that hold it."""
-    optimizer = make_optimizer(plan.state)
+    weights, seed = plan.state.weights, plan.state.config.init_weights_seed
+    layout, optimizer = weights.layout, make_optimizer(plan.state)
 
     def make() -> TrainState:
-        weights = _init_weights(plan.state.weights, plan.state.config.init_weights_seed)
-        state = init_optimizer_state(plan.state, optimizer, weights)
-        return {"weights": weights, "optimizer": state, "step": jnp.int32(0)}
+        stages = init_layers(weights, seed, layout.dims, layer_ids=layout.layer_ids)
+        groups = init_boundary(weights, seed) | {"stages": stages}
+        state = init_optimizer_state(plan.state, optimizer, groups)
+        return {"weights": groups, "optimizer": state, "step": jnp.int32(0)}
 
     return jax.jit(make, out_shardings=state_shardings(plan))()
-
-
-def _init_weights(weights: WeightPlan, seed: int) -> PyTree:
-    """Initializes weights; every layer starts equal in every layout, also after the pipeline."""
-    layout = weights.layout
-    stages = init_layers(weights, seed, layout.dims, layer_ids=layout.layer_ids)
-    return init_boundary(weights, seed) | {"stages": stages}
 
 
 def make_stacked_train_step(
