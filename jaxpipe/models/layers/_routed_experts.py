@@ -39,6 +39,15 @@ Experts = Callable[..., Array]
 `down_bias` [E, D]. Options are `gated`, and `scales_inputs`: whether shares are factors of what
 experts are given, and not of their results."""
 
+EXPERT_AXES = {
+    **dict.fromkeys(("gate", "up"), ("exp", "embed_no_exp", "mlp")),
+    **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
+    "down": ("exp", "mlp", "embed_no_exp"),
+}
+"""The logical axes of the weights that devices multiply by."""
+
+_CLAMP, _SLOPE = 7.0, 1.702
+
 
 def gated_silu(gate: Float[Array, "m F"], up: Float[Array, "m F"]) -> Float[Array, "m F"]:
     """Returns SwiGLU before its last product (Shazeer, 2020, arXiv 2002.05202)."""
@@ -49,9 +58,6 @@ def clamped_swiglu(gate: Float[Array, "m F"], up: Float[Array, "m F"]) -> Float[
     """Returns the SwiGLU of gpt-oss before its last product (OpenAI, 2025, arXiv 2508.10925)."""
     gate, up = jnp.minimum(gate, _CLAMP), jnp.clip(up, -_CLAMP, _CLAMP)
     return gate * jax.nn.sigmoid(_SLOPE * gate) * (up + 1)
-
-
-_CLAMP, _SLOPE = 7.0, 1.702
 
 
 def routed_experts(
@@ -244,11 +250,3 @@ def _on_all_shards(local: Callable, rules: Rules, weights: dict[str, Array]) -> 
         PartitionSpec(parts or None, *tokens),
         (stored, tokens, tokens),
     )
-
-
-EXPERT_AXES = {
-    **dict.fromkeys(("gate", "up"), ("exp", "embed_no_exp", "mlp")),
-    **dict.fromkeys(("gate_bias", "up_bias"), ("exp", "mlp")),
-    "down": ("exp", "mlp", "embed_no_exp"),
-}
-"""The logical axes of the weights that devices multiply by."""

@@ -44,9 +44,8 @@ class RunData:
 
     training: Batches
     evaluation: FiniteBatches | None
-    check_files: Callable[
-        [], None
-    ]  # raises LostFileError if files have changed since they were read
+    # Raises LostFileError if files have changed since they were read.
+    check_files: Callable[[], None]
 
 
 def make_data(config: Config, batch: BatchPlan) -> RunData:
