@@ -152,7 +152,22 @@ class Plans:
             ValueError: If the compiler of the devices is not installed, or refuses the step.
             RuntimeError: If the step cannot be compiled.
         """
-        return verify(self.plans[index], self.request)
+        started, request, plan = time.perf_counter(), self.request, self.plans[index]
+        target, devices = request.devices, jax.devices()
+        if not target.are_here:
+            devices = compile_only_devices(target.topology, target.num_slices)
+        report = request.source.compile(plan.settings, request.batch, devices)
+        timed = report.step_time
+        return VerifiedPlan(
+            plan=plan,
+            peak_bytes=report.memory.peak_bytes,
+            step_seconds=None if timed is None else timed.seconds,
+            busy_seconds=None if timed is None else sum(timed.busy_seconds.values()),
+            compile_seconds=time.perf_counter() - started,
+            judge="a roofline of its program"
+            if device_hardware(target).is_gpu
+            else VerifiedPlan.judge,
+        )
 
     def record(self) -> dict[str, Any]:
         """Returns the plans as plain data, for JSON."""
@@ -271,26 +286,3 @@ def unit_of_bytes(largest: float) -> tuple[str, float]:
         "MB" if that is less than a tenth of a GB, else "GB".
     """
     return ("MB", 1e6) if largest < 0.1 * _GB else ("GB", _GB)
-
-
-def verify(plan: Plan, request: Request) -> VerifiedPlan:
-    """Compiles the train step of a plan for its devices, which need not be there.
-
-    Raises:
-        ValueError: If the compiler is not installed, or the step is refused.
-        RuntimeError: If the step cannot be compiled.
-    """
-    started, target = time.perf_counter(), request.devices
-    devices = jax.devices()
-    if not target.are_here:
-        devices = compile_only_devices(target.topology, target.num_slices)
-    report = request.source.compile(plan.settings, request.batch, devices)
-    compiled_time = report.step_time
-    return VerifiedPlan(
-        plan=plan,
-        peak_bytes=report.memory.peak_bytes,
-        step_seconds=None if compiled_time is None else compiled_time.seconds,
-        busy_seconds=None if compiled_time is None else sum(compiled_time.busy_seconds.values()),
-        compile_seconds=time.perf_counter() - started,
-        judge="a roofline of its program" if device_hardware(target).is_gpu else VerifiedPlan.judge,
-    )

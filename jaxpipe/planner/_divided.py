@@ -6,7 +6,7 @@ devices. What is computed from divided arrays is divided.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..cost.work import Split
@@ -124,12 +124,7 @@ def _moved(eqn: Eqn, dim: int | None) -> int | None:
         case "squeeze":
             return dim - sum(each < dim for each in params["dimensions"])
         case "reshape":
-            return next((i for i in _starts(result, math.prod(shape[:dim]))), None)
+            before = math.prod(shape[:dim])
+            starts = (i for i in range(len(result)) if math.prod(result[:i]) == before)
+            return next((i for i in starts if result[i] > 1), None)
     return dim if len(result) == len(shape) else None
-
-
-def _starts(shape: Sequence[int], before: int) -> Iterator[int]:
-    """Yields the dims larger than 1 before which a shape has so many numbers."""
-    for i, size in enumerate(shape):
-        if size > 1 and math.prod(shape[:i]) == before:
-            yield i
