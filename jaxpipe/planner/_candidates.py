@@ -225,13 +225,10 @@ class Space:
     gathered_axes: tuple[str, ...] = GATHERED_AXES
     hidden: int = 0
 
-    def imbalance(self, counts: tuple[int, ...]) -> float:
-        """Returns the cost of the dearest stage over the mean of all stages."""
-        return _imbalance(self.costs, counts)
-
 
 @lru_cache(maxsize=10_000)
-def _imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> float:
+def imbalance(costs: tuple[float, ...] | None, counts: tuple[int, ...]) -> float:
+    """Returns the cost of the dearest stage over the mean of all stages."""
     layers = iter(costs or (1.0,) * sum(counts))
     stages = [sum(itertools.islice(layers, count)) for count in counts]
     return max(stages) * len(stages) / sum(stages)

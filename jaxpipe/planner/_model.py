@@ -228,10 +228,6 @@ class PlannedModel:
         )
         return replace(self, layer=(group,), unnamed=(kept,), wgrad=wgrad, live=live)
 
-    def own_rows(self, policy: str) -> tuple[Tensor, ...]:
-        """Returns those of `saved` that a device has of its own tokens alone."""
-        return tuple(tensor for tensor in self.saved(policy) if not tensor.all_rows)
-
     def saved_names(self, policy: str) -> tuple[str, ...]:
         """Returns the names of tensors that a policy saves on the device; () for `none`."""
         return () if policy == OFFLOAD_INPUTS else saved_names(policy, dict(self.locations))[0]

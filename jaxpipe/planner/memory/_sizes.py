@@ -126,7 +126,8 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     if model.live is not None and not model.on_cpu:
         return token_bytes((model.live,), sizes, model.activation_bytes)
     itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
-    every = token_bytes(model.own_rows("none"), sizes, itemsize)
+    of_own_tokens = [tensor for tensor in model.saved("none") if not tensor.all_rows]
+    every = token_bytes(of_own_tokens, sizes, itemsize)
     share = _LIVE_ON_CPU if model.on_cpu else LIVE
     expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
     return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))

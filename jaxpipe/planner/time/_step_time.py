@@ -27,6 +27,7 @@ from .._candidates import (
     MemoryPolicy,
     StepLayout,
     engine_named,
+    imbalance,
     row_shards,
     splits_backward,
 )
@@ -125,7 +126,7 @@ def _step_factor(candidate: StepLayout, request: Request) -> float:
     waiting = (1 + candidate.options.forwarding_delay) * (S - 1) / (M * v)
     if splits_backward(candidate):
         waiting *= 0.6
-    return candidate.accumulation * (1 + waiting) * request.space.imbalance(candidate.counts)
+    return candidate.accumulation * (1 + waiting) * imbalance(request.space.costs, candidate.counts)
 
 
 def rough_seconds(candidate: StepLayout, request: Request) -> float:
