@@ -147,8 +147,7 @@ class PlannedModel:
         state_of_boundary: The same bytes for the embedding and the head.
         gathered_bytes: Bytes of a parameter of the layers as it is gathered.
         activation_bytes: Bytes of an element of activations.
-        on_cpu: Whether XLA:CPU compiles it.
-        on_tpu: Whether XLA:TPU compiles it: it moves gathers out of the loop over microbatches.
+        platform: The platform whose compiler compiles it, "tpu", "gpu" or "cpu".
         hoists_casts: Whether it casts the weights of all layers before the loop over layers.
         outer: The weights of layers among `embed` and `head`, all of them.
         num_outer: The number of these layers.
@@ -182,8 +181,7 @@ class PlannedModel:
     state_of_boundary: StateBytes
     gathered_bytes: float
     activation_bytes: int
-    on_cpu: bool
-    on_tpu: bool
+    platform: str
     hoists_casts: bool
     outer: tuple[WeightGroup, ...] = ()
     num_outer: int = 0

@@ -61,7 +61,7 @@ def routed_bytes(
         return tokens_of_all + max(early, late + gradients)
     if pipelines:
         return gradients + tokens_of_all + max(early, late)
-    copies = _bytes_of_copies(model, sizes) if model.on_tpu else 0.0
+    copies = _bytes_of_copies(model, sizes) if model.platform == "tpu" else 0.0
     return gradients + tokens_of_all + chunk + copies
 
 

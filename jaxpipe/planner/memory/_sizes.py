@@ -123,12 +123,13 @@ def _past_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
 def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
     sizes = mesh_sizes(mesh)
-    if model.live is not None and not model.on_cpu:
+    on_cpu = model.platform == "cpu"
+    if model.live is not None and not on_cpu:
         return token_bytes((model.live,), sizes, model.activation_bytes)
-    itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
+    itemsize = max(_FLOAT32, model.activation_bytes) if on_cpu else model.activation_bytes
     of_own_tokens = [tensor for tensor in model.saved("none") if not tensor.all_rows]
     every = token_bytes(of_own_tokens, sizes, itemsize)
-    share = _LIVE_ON_CPU if model.on_cpu else LIVE
+    share = _LIVE_ON_CPU if on_cpu else LIVE
     expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
     return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
 
@@ -188,7 +189,7 @@ def step_sizes(model: PlannedModel, candidate: StepLayout, tokens: float) -> Ste
         logits /= candidate.num_ranks
     is_cast = pipelines or model.hoists_casts
     # XLA:TPU gathers all weights of embedding and head once for all microbatches.
-    for_all = model.on_tpu and candidate.microbatches > 1
+    for_all = model.platform == "tpu" and candidate.microbatches > 1
     outer = on_mesh.boundary if for_all else on_mesh.outer
     reads_head = 0.0 if for_all or not candidate.gathers else on_mesh.head or on_mesh.boundary
     keeps_gathered = policy == "none" and not pipelines
@@ -259,7 +260,7 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     The mask of a layer returns the weights that its backward reads.
     """
     mesh, n, policy = candidate.mesh, candidate.layers_per_stage, candidate.policy
-    itemsize = max(_FLOAT32 if model.on_cpu else 0, model.activation_bytes)
+    itemsize = max(_FLOAT32 if model.platform == "cpu" else 0, model.activation_bytes)
     live = tokens * _live_bytes(model, mesh)
     pipelines = candidate.engine.pipelines
     routed = routed_bytes(model, candidate.sizes, policy, tokens, itemsize, pipelines=pipelines)
