@@ -88,4 +88,4 @@ def sharded(outputs: PyTree, spec: PyTree, mesh: Mesh, *, has_stages: bool) -> P
             )
         return jax.tree.map(lambda leaf: reshard(leaf, NamedSharding(mesh, spec)), tree)
 
-    return jax.tree.map(shard, spec, outputs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(shard, spec, outputs)

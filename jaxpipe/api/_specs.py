@@ -71,16 +71,16 @@ def _of_leaves(rule: Any, params: PyTree) -> list[PartitionSpec | None]:
             )
         return leaf_specs
 
-    def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, PartitionSpec)
+    def is_none(x: Any) -> bool:
+        return x is None
 
-    specs, structure = jax.tree.flatten(rule, is_leaf=is_spec)
+    specs, structure = jax.tree.flatten(rule, is_leaf=is_none)
     ids = structure.unflatten(range(len(specs)))  # None is no leaf in errors of JAX
     try:
         spread = jax.tree.map(lambda i, tree: [specs[i]] * len(jax.tree.leaves(tree)), ids, params)
     except ValueError as error:
         raise ValueError(f"`param_specs` is no tree prefix of `params`: {error}") from error
-    return jax.tree.leaves(spread, is_leaf=is_spec)
+    return jax.tree.leaves(spread, is_leaf=is_none)
 
 
 def _check(name: str, shape: Sequence[int], spec: Any, mesh: Mesh) -> None:

@@ -94,9 +94,7 @@ def rows_of(gather: Gather, lead: P) -> P:
 
 def stacked_specs(specs: PyTree) -> PyTree:
     """Returns the specs of [R, S, ...] leaves, given those of the weights of one stage."""
-    return jax.tree.map(
-        lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
-    )
+    return jax.tree.map(lambda spec: P(None, AXIS, *spec), specs)
 
 
 def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:

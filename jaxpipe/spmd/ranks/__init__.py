@@ -2,7 +2,6 @@
 
 from ._on_ranks import AXIS as AXIS
 from ._on_ranks import empty as empty
-from ._on_ranks import is_spec as is_spec
 from ._on_ranks import on_ranks as on_ranks
 from ._on_ranks import poison as poison
 from ._stage_order import stages_on_ranks as stages_on_ranks

@@ -40,17 +40,17 @@ def on_ranks(
     Returns:
         `(*arguments) -> result`, where arguments and result are those of all ranks.
     """
-    in_specs, out_specs = (jax.tree.map(_spec, d, is_leaf=_is_dim) for d in (in_dims, out_dims))
+    dims = in_dims, out_dims
+    in_specs, out_specs = jax.tree.map(_spec, dims, is_leaf=lambda dim: dim is None)
     if mesh is None:
-        ins, outs = (jax.tree.map(_dim, d, is_leaf=_is_dim) for d in (in_specs, out_specs))
+        ins, outs = jax.tree.map(_dim, (in_specs, out_specs))
         return jax.vmap(f, axis_name=AXIS, axis_size=num_ranks, in_axes=ins, out_axes=outs)
 
     def local(*arguments):
         seen = [_each(_drop, x, spec) for x, spec in zip(arguments, in_specs, strict=True)]
         return _each(_add, f(*jax.tree.map(pvary, seen)), out_specs)
 
-    leaves = jax.tree.leaves((in_specs, out_specs), is_leaf=_is_dim)
-    manual = {AXIS}.union(*map(axes_of, leaves))
+    manual = {AXIS}.union(*map(axes_of, jax.tree.leaves((in_specs, out_specs))))
     mapped = jax.shard_map(
         in_stage(local), mesh=mesh, axis_names=manual, in_specs=in_specs, out_specs=out_specs
     )
@@ -85,10 +85,6 @@ def _axes_of_dims(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     return dims + [()] * (ndim - len(dims))
 
 
-def _is_dim(x: Any) -> bool:
-    return x is None or isinstance(x, int | PartitionSpec)
-
-
 def _spec(dim: int | PartitionSpec | None) -> PartitionSpec:
     if isinstance(dim, PartitionSpec):
         return dim
@@ -100,18 +96,13 @@ def _dim(spec: PartitionSpec) -> int | None:
     return next((i for i, axes in enumerate(spec) if AXIS in axes_of_dim(axes)), None)
 
 
-def is_spec(x: Any) -> bool:
-    """Returns whether `x` is a `PartitionSpec`. Serves as `is_leaf` for trees of specs."""
-    return isinstance(x, PartitionSpec)
-
-
 def _each_leaf(change: Callable, tree: Any, specs: Any) -> Any:
     """Applies `change(leaf, spec)` to all leaves; `specs` is a prefix of the tree."""
 
     def below(spec, subtree):
         return jax.tree.map(lambda x: change(x, spec), subtree)
 
-    return jax.tree.map(below, specs, tree, is_leaf=_is_dim)
+    return jax.tree.map(below, specs, tree)
 
 
 def _each(change: Callable, tree: Any, specs: Any) -> Any:

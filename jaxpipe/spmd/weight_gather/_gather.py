@@ -28,7 +28,6 @@ from ...sharding.specs import (
     with_axis_type,
     without_axes,
 )
-from ..ranks import is_spec
 from ._collectives import all_gather_leaf, reduce_scatter_leaf
 
 TreeFunction = Callable[[PyTree], PyTree]
@@ -224,7 +223,7 @@ def gather_by_specs(
         return sum_whole(scatter(tree))
 
     # Explicit axes keep their type only where a spec has no entries, not even of None.
-    no_entries = jax.tree.map(lambda _: REPLICATED, stored, is_leaf=is_spec)
+    no_entries = jax.tree.map(lambda _: REPLICATED, stored)
     return Gather(
         when=when,
         cast=cast,
@@ -262,7 +261,7 @@ def scatter_and_sum_whole(
     `gradients` are the manual specs of stored gradients, and `reduce(tree, dtype=)` sums and shards
     the leaves that are not None.
     """
-    are_sharded = any(axes_of(spec) for spec in jax.tree.leaves(gradients, is_leaf=is_spec))
+    are_sharded = any(axes_of(spec) for spec in jax.tree.leaves(gradients))
 
     def select(tree: PyTree, *, sharded: bool) -> PyTree:
         def keep(x: jax.Array, spec: PartitionSpec) -> jax.Array | None:
@@ -300,9 +299,7 @@ def without_done(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
 
 def _divided_over(stored: PyTree, unsharded: PyTree) -> frozenset[str]:
     """Returns the axes of specs that those of gathered weights do not have in the same dim."""
-    pairs = zip(
-        *(jax.tree.leaves(specs, is_leaf=is_spec) for specs in (stored, unsharded)), strict=True
-    )
+    pairs = zip(*map(jax.tree.leaves, (stored, unsharded)), strict=True)
     dims = (dim for pair in pairs for dim in zip(*pair, strict=True))
     return frozenset(axis for a, b in dims for axis in axes_of_dim(a) if axis not in axes_of_dim(b))
 
@@ -395,7 +392,7 @@ def axis_in_two_steps(stored: PyTree, mesh: Mesh) -> str | None:
     planes, gathers and scatters are hidden.
     """
     kind = find_hardware(mesh.devices.flat[0].device_kind)
-    named = frozenset().union(*map(axes_of, jax.tree.leaves(stored, is_leaf=is_spec)))
+    named = frozenset().union(*map(axes_of, jax.tree.leaves(stored)))
     if kind is None or kind.kind not in _IN_TWO_STEPS or not named:
         return None
     axis = max(sorted(named), key=lambda name: mesh.shape[name])
@@ -449,12 +446,12 @@ def _constrain(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> 
 
 def manual_specs(specs: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns every spec restricted to `axes`."""
-    return jax.tree.map(lambda spec: only_axes(spec, axes), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: only_axes(spec, axes), specs)
 
 
 def unsharded_specs(specs: PyTree, axes: Sequence[str] = GATHERED_AXES) -> PyTree:
     """Returns the specs of weights that are gathered over `axes`."""
-    return jax.tree.map(lambda spec: without_axes(spec, axes), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: without_axes(spec, axes), specs)
 
 
 def specs_of(logical: PyTree, rules: Rules) -> PyTree:

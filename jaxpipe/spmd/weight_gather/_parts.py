@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from ...sharding.specs import axes_of_dim
 from .._buffers import put
-from ..ranks import AXIS, execution_count_hint, is_spec, update_if, varying_axes
+from ..ranks import AXIS, execution_count_hint, update_if, varying_axes
 from ._gather import (
     REPLICATED,
     Gather,
@@ -189,7 +189,7 @@ def _of_parts(gather: Gather, parts: PyTree) -> Gather:
         return spec if cutting is None else cutting.split_spec(spec)
 
     make, specs = gather.by_specs
-    return make(*(jax.tree.map(split, tree, parts, is_leaf=is_spec) for tree in specs))
+    return make(*(jax.tree.map(split, tree, parts) for tree in specs))
 
 
 def _parts_of(shape: tuple[int, ...], spec: PartitionSpec, num_parts: int) -> _Parts:

@@ -16,7 +16,6 @@ from ... import models
 from ...models import ModelConfig, ModelFamily
 from ...models.weights import is_weight, stack_weights, weight_shapes
 from ...sharding.layout import LayerLayout
-from ...spmd.ranks import is_spec
 from ...spmd.weight_gather import specs_of
 from ._devices import DeviceLayout
 
@@ -145,7 +144,6 @@ class WeightPlan:
         specs["layers"] = jax.tree.map(
             lambda spec: PartitionSpec(None, *spec[len(STACK_AXES) :]),
             specs["layers"],
-            is_leaf=is_spec,
         )
         return specs
 
