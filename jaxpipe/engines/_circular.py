@@ -224,10 +224,6 @@ CIRCULAR = Engine(
         }
     ),
     storage=_stacked.STORAGE,
-    program_per_rank=False,
-    shares_loss=True,
-    stage_by_stage=True,
-    check_call=lambda name: None,
     prepare=_prepare,
     layout=_stacked.round_robin_layout,
     stage=_stacked.stage,
@@ -241,5 +237,7 @@ CIRCULAR = Engine(
     memory=_memory,
     may_divide=lambda plan: not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh),
     has_branches=_has_branches,
+    shares_loss=True,
+    stage_by_stage=True,
     own_schedule=_OWN_SCHEDULE,
 )

@@ -179,14 +179,6 @@ class Engine:
         runs_schedules: Whether it runs any schedule that it is given.
         options: The arguments of `pipeline` that this engine has, of those that not all have.
         storage: How it stores weights.
-        program_per_rank: Whether ranks run programs of their own: each needs memory of its own, and
-            none runs functions of the model for a bubble. False if all devices run one program.
-        shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
-            the rank of the last stage computes all, unless `vocab_parallel` divides each.
-        stage_by_stage: Whether a rank runs all microbatches of a stage before those of its next: it
-            adds up gradients of that stage alone, while it moves weights and gradients of others.
-        check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
-            may not be called here.
         prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
             -> (schedule, ticks)`: the schedule as the engine runs it, in the ticks that take least
             by these costs, with at most `memory_cap` microbatches stored on a rank. It raises a
@@ -221,6 +213,14 @@ class Engine:
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
             inputs_m, key, past) -> (x, (aux, past))`. Leaves of `batch_inputs` are then [M * s, D,
             ...] for s slices. None: the engine runs no schedule with slices.
+        program_per_rank: Whether ranks run programs of their own: each needs memory of its own, and
+            none runs functions of the model for a bubble. False if all devices run one program.
+        shares_loss: Whether every rank computes the loss of a share of the microbatches. False if
+            the rank of the last stage computes all, unless `vocab_parallel` divides each.
+        stage_by_stage: Whether a rank runs all microbatches of a stage before those of its next: it
+            adds up gradients of that stage alone, while it moves weights and gradients of others.
+        check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
+            may not be called here.
         own_schedule: The schedule that it runs, if it runs one and no other.
     """
 
@@ -230,10 +230,6 @@ class Engine:
     runs_schedules: bool
     options: frozenset[str]
     storage: Storage
-    program_per_rank: bool
-    shares_loss: bool
-    stage_by_stage: bool
-    check_call: Callable[[str], None]
     prepare: Callable[
         [Schedule | None, int, int, Costs | None, float | None],
         tuple[Schedule | None, Ticks | None],
@@ -251,6 +247,10 @@ class Engine:
     may_divide: Callable[[PipelineSpec], bool]
     has_branches: Callable[[PipelineSpec], bool]
     sliced_stage: Callable[[PipelineSpec, Any], Callable] | None = None
+    program_per_rank: bool = False
+    shares_loss: bool = False
+    stage_by_stage: bool = False
+    check_call: Callable[[str], None] = lambda name: None
     own_schedule: OwnSchedule | None = None
 
     def usual_gather(self, layers_per_stage: int) -> When:

@@ -279,10 +279,6 @@ MPMD = Engine(
         put_like=_put_like,
         gather=_gather,
     ),
-    program_per_rank=True,
-    shares_loss=False,
-    stage_by_stage=False,
-    check_call=_check_call,
     prepare=_prepare,
     layout=_layout,
     stage=_stage,
@@ -297,4 +293,6 @@ MPMD = Engine(
     may_divide=lambda plan: True,
     has_branches=lambda plan: False,
     sliced_stage=partial(_stage, run=run_sliced_layers),
+    program_per_rank=True,
+    check_call=_check_call,
 )

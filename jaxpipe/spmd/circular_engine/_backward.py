@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import add_trees, over_leading, put
 from ..ranks import update_if, zeros_like
+from ..weight_gather import only_after
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
 from ._loop_phases import LoopPhase
 from ._residuals import Buffers, entry_of, halves_of_repeats
@@ -74,7 +75,8 @@ def backward(
     cotangents = Cotangents(
         last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
     )
-    last = _after(shape.num_repeats - 1, cotangents.state)
+    first_cotangent = jax.tree.leaves(cotangents.state)[0]
+    last = only_after(first_cotangent, jnp.int32(shape.num_repeats - 1))
     prefetched = gather.prefetch(last)
     window = gather.window(prefetched, last)
     zero_sum = gather.zeros(window)
@@ -173,8 +175,3 @@ def _next_weights(
     held = state.window, state.gradient, scattered
     window, gradient, done = update_if(begins_repeat(work), begin, held, hint=hint)
     return WeightState(window, prefetched, gradient, done, gradients), dx
-
-
-def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
-    """Returns `index`, which XLA cannot use before `tree` is computed."""
-    return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]

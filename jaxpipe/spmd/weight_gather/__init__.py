@@ -14,6 +14,7 @@ if typing.TYPE_CHECKING:
     from ._gather import gather_by_specs as gather_by_specs
     from ._gather import gather_weights as gather_weights
     from ._gather import join_gathers as join_gathers
+    from ._gather import only_after as only_after
     from ._gather import specs_of as specs_of
     from ._gather import unsharded_specs as unsharded_specs
     from ._per_layer import as_stored_on_gpus as as_stored_on_gpus
