@@ -271,7 +271,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose calls of compiled functions that have a scan are written out."""
 
     def inner(eqn: Any) -> Callable | None:
-        is_call = eqn.primitive.name in ("jit", "pjit") and "scan[" in str(eqn.params["jaxpr"])
+        is_call = eqn.primitive.name == "jit" and "scan[" in str(eqn.params["jaxpr"])
         return jaxpr_as_fun(_inlined(eqn.params["jaxpr"])) if is_call else None
 
     return rewritten(closed, inner)

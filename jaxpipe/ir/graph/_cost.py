@@ -8,7 +8,7 @@ import math
 from ._graph import Eqn, PrimitiveCall, variables
 
 _MOVES = """
-broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather iota
+broadcast_in_dim concatenate convert_element_type copy dynamic_slice expand_dims gather iota
 name optimization_barrier pad pcast pvary reshape reshard rev sharding_constraint slice split
 squeeze stop_gradient transpose axis_index bitcast_convert_type random_wrap random_unwrap
 """

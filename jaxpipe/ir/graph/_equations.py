@@ -77,7 +77,6 @@ def scoped(equation: JaxprEqn, names: Any) -> JaxprEqn:
 _CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
     "call": "call_jaxpr",
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",

@@ -33,7 +33,7 @@ shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh threefry2
 """
 
 _LINEAR = """
-conj copy copy_p device_put layout_constraint mesh_cast name neg optimization_barrier pcast pvary
+conj copy device_put layout_constraint name neg optimization_barrier pcast pvary
 reduce_precision reshard sharding_constraint stop_gradient
 """
 

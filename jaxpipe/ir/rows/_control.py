@@ -305,7 +305,7 @@ def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-_CALLS = "jit pjit closed_call core_call call eval_jaxpr remat2 remat checkpoint"
+_CALLS = "jit closed_call call eval_jaxpr remat2"
 
 CONTROL: dict[str, ControlRule] = {
     **dict.fromkeys(_CALLS.split(), _call),

@@ -19,15 +19,14 @@ Draws = Mapping[tuple[int, ...], int]
 OwnRows = Callable[[Callable[[Any, tuple[int, ...]], Any], Any, tuple[int, ...], int], Any]
 """`(draw, key, shape, dim) -> bits`, where `draw(key, shape)` returns bits."""
 
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_REMATERIALIZATIONS = {"remat2", "checkpoint", "remat"}
+_CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 def can_draw_own(closed: ClosedJaxpr, draws: Draws) -> bool:
     """Returns whether all draws with rows are where `with_own_draws` can replace them."""
 
     def is_replaceable(equation: JaxprEqn) -> bool:
-        if equation.primitive.name in (*_CALLS, *_REMATERIALIZATIONS):
+        if equation.primitive.name in _CALLS:
             return all(map(is_replaceable, _inner(equation).jaxpr.eqns))
         return _is_draw(equation, draws) or not _has_draws(equation, draws)
 
@@ -95,7 +94,7 @@ def _apply(
         def run(*arguments: Any) -> list[Any]:
             return _evaluate(inner, arguments, draws, own)
 
-        if equation.primitive.name in _REMATERIALIZATIONS:
+        if equation.primitive.name == "remat2":
             options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
             run = jax.checkpoint(run, **options)
         return run(*inputs)
@@ -112,7 +111,7 @@ def _is_draw(equation: JaxprEqn, draws: Draws) -> bool:
 
 
 def _inner(equation: JaxprEqn) -> ClosedJaxpr:
-    inner = equation.params[_CALLS.get(equation.primitive.name, "jaxpr")]
+    inner = equation.params[_CALLS[equation.primitive.name]]
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
