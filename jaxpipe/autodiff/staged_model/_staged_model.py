@@ -103,7 +103,7 @@ class StagedModel:
             must be given whole sequences.
         mark_idle: `(inputs_m, busy) -> inputs_m`: tells a stage whether its results are used, so
             that a `jax.custom_vjp` that maps zeros to other numbers adds nothing in idle ticks.
-            None: the stage has no use for it.
+            By default the inputs stay as they are.
 
     Example:
         >>> model = StagedModel(
@@ -124,7 +124,7 @@ class StagedModel:
     sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
     hand_overs: Sequence[HandOver] | None = None
     of_slices: BoundaryOfSlices | None = None
-    mark_idle: Callable[[Any, Any], Any] | None = None
+    mark_idle: Callable[[Any, Any], Any] = lambda inputs_m, busy: inputs_m
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

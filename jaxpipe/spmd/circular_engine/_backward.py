@@ -20,7 +20,7 @@ from .._buffers import add_trees, over_leading, put
 from ..ranks import update_if, zeros_like
 from ..weight_gather import only_after
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
-from ._loop_phases import LoopPhase
+from ._loop_phases import LoopPhase, run_all_ticks
 from ._residuals import Buffers, entry_of, halves_of_repeats
 from ._shape import (
     State,
@@ -91,7 +91,8 @@ def backward(
             waiting = half_gradients[-1], carry.cotangents
             carry = carry._replace(cotangents=lax.optimization_barrier(waiting)[1])
         tick = partial(_backward_tick, invariants, half_residuals, daux, repeats)
-        carry = invariants.run_all_ticks(tick, carry, shape, repeats, reverse=True)
+        options = invariants.options.engine
+        carry = run_all_ticks(tick, carry, shape, repeats, options=options, reverse=True)
         carry = _scatter_last(invariants, carry)
         half_gradients.append(carry.weight_state.gradients)
     gradients = jax.tree.map(lambda *g: jnp.concatenate(g), *half_gradients[::-1])

@@ -1,7 +1,6 @@
 """Values that all ticks of a circular pipeline read: its shape, the traced stage, its inputs."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from .._options import EngineOptions
 from ..ranks import AXIS, pvary
 from ..weight_gather import Gather, WeightGather, read_after, weight_gather
-from ._loop_phases import run_all_ticks
 from ._shape import PipelineShape, TickWork, check_circular
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
@@ -32,7 +30,7 @@ class CircularOptions(NamedTuple):
     engine: EngineOptions
     remat: Callable[[Callable], Callable]
     gather: Gather
-    mark_idle: Callable[[PyTree, Array], PyTree] | None = None
+    mark_idle: Callable[[PyTree, Array], PyTree] = lambda inputs, busy: inputs
 
 
 class CircularInvariants(NamedTuple):
@@ -40,8 +38,6 @@ class CircularInvariants(NamedTuple):
 
     Attributes:
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
-        run_all_ticks: Runs the ticks of some repeats, in loops as the options say.
-        mark_idle: From the inputs of a microbatch and whether the rank is busy to those of a stage.
     """
 
     shape: PipelineShape
@@ -49,8 +45,7 @@ class CircularInvariants(NamedTuple):
     gather: WeightGather
     batch_inputs: PyTree[Shaped[Array, "M ..."]]
     keys: PyTree[Shaped[Array, "R ..."]]
-    run_all_ticks: Callable
-    mark_idle: Callable[[PyTree, Array], PyTree]
+    options: CircularOptions
 
 
 def prepare(
@@ -68,9 +63,8 @@ def prepare(
 
     gather = weight_gather(options.gather, weights, read=read_after)
     # Only the types of these arguments are used, to trace the stage.
-    mark_idle = options.mark_idle or (lambda inputs, _: inputs)
     x, first, key = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
-    first = mark_idle(first, pvary(jnp.asarray(True)))
+    first = options.mark_idle(first, pvary(jnp.asarray(True)))
     examples = gather.unshard(gather.window(gather.prefetch(0), 0)), x, first, key
     _, aux_shapes = jax.eval_shape(stage, *examples)
     shape = PipelineShape(S, R, S * n, 1 + options.engine.forwarding_delay)
@@ -82,15 +76,13 @@ def prepare(
     # A result that is handed over late has a tick of its own to arrive.
     in_parts = not options.engine.forwarding_delay
     traced = pullback(options.remat(varying), *examples, in_parts=in_parts)
-    run = partial(run_all_ticks, options=options.engine)
     invariants = CircularInvariants(
         shape=shape,
         stage=traced,
         gather=gather,
         batch_inputs=batch_inputs,
         keys=keys,
-        run_all_ticks=run,
-        mark_idle=mark_idle,
+        options=options,
     )
     return invariants, aux_shapes
 
@@ -104,4 +96,4 @@ def batch_inputs_and_keys(invariants: CircularInvariants, work: TickWork) -> tup
     """Returns batch_inputs and keys of the microbatch that a rank works on."""
     keys = fold_in_microbatch(index_leading(invariants.keys, work.repeat), work.microbatch)
     inputs = index_leading(invariants.batch_inputs, work.microbatch)
-    return invariants.mark_idle(inputs, pvary(jnp.asarray(work.busy))), keys
+    return invariants.options.mark_idle(inputs, pvary(jnp.asarray(work.busy))), keys

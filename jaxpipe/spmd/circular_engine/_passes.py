@@ -22,7 +22,7 @@ from ._invariants import (
     begins_repeat,
     prepare,
 )
-from ._loop_phases import LoopPhase
+from ._loop_phases import LoopPhase, run_all_ticks
 from ._residuals import Buffers, allocate, entry_of, halves_of_repeats, store
 from ._shape import (
     State,
@@ -106,7 +106,7 @@ def forward(
     for repeats in halves_of_repeats(shape) if save_residuals else [range(shape.num_repeats)]:
         carry = carry._replace(residuals=allocate(avals, shape, repeats))
         tick = partial(_forward_tick, invariants, repeats)
-        carry = invariants.run_all_ticks(tick, carry, shape, repeats)
+        carry = run_all_ticks(tick, carry, shape, repeats, options=invariants.options.engine)
         stored.append(carry.residuals)
     return (realign(carry.state.stream, shape), carry.aux), stored
 
