@@ -7,6 +7,7 @@ which is computed before the pipeline begins.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import PyTree, Scalar
 
 from ..autodiff.staged_model import accum_dtype
 from ._dependence import dependent_inputs, restricted
+from ._pieces import shape_of
 
 
 @jax.tree_util.register_dataclass
@@ -146,7 +148,7 @@ def batch_divisor(
 
     It is the sum of weights, or M if the loss is a mean; its dtype is the loss's, at least float32.
     """
-    shapes = _shapes_of_microbatch(batch_inputs)
+    shapes = jax.tree.map(partial(shape_of, skipped=1), batch_inputs)
     parts = jax.eval_shape(loss, boundary, x, shapes)
     dtype = accum_dtype(parts.total)
     if parts.weight is None:
@@ -169,7 +171,3 @@ def batch_divisor(
         return value if jnp.issubdtype(value.dtype, jnp.integer) else value.astype(dtype)
 
     return jnp.sum(jax.lax.map(one, batch_inputs)).astype(dtype)
-
-
-def _shapes_of_microbatch(batch_inputs: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch_inputs)

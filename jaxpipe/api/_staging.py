@@ -118,7 +118,7 @@ def piece_shapes(
         return to_slices(pieces, num_slices, model.sliced_leaves)
 
     pieces = jax.eval_shape(cut, batch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), pieces)
+    return jax.tree.map(partial(shape_of, skipped=2), pieces)
 
 
 def loss_arguments(
@@ -139,7 +139,7 @@ def _loss_scale(
 ) -> Array:
     """Returns [M, D] factors that turn losses of pieces into shares of the batch's loss."""
     shapes = jax.tree.map(shape_of, weights)
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs)
+    first = jax.tree.map(partial(shape_of, skipped=2), inputs)
     x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
     flat = jax.tree.map(lambda x: x.reshape(shape[0] * shape[1], *x.shape[2:]), inputs)
     boundary = boundary_model(model, 1).boundary(shapes)

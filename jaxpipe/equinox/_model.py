@@ -22,6 +22,7 @@ from ..api.cut import (
     num_stacked,
     read_setting,
     refuse_state,
+    shape_of,
 )
 
 
@@ -118,13 +119,13 @@ def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: 
         filled = with_values(module, dict(outer), dict(stack))
         return call(filled, batch, key) if takes_key else call(filled, batch)
 
-    outer = _shapes_of(_by_name(params, [where(params)]))
+    outer = jax.tree.map(shape_of, _by_name(params, [where(params)]))
     return CutModule(
         run=run,
         split=split,
         join=partial(with_values, params),
         outer=outer,
-        layers=_shapes_of(stack),
+        layers=jax.tree.map(shape_of, stack),
         names=names,
         takes_key=takes_key,
         by_row=vmap,
@@ -164,16 +165,22 @@ def _cut(
                 "Equinox makes them copies, with parameters of their own: store it in one "
                 "attribute, and call that several times."
             )
-    names = _names(params, selectors)
 
-    def split(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if _names(tree, selectors) != names:
-            raise ValueError(
-                "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
-            )
+    def groups(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         subtrees = [select(tree) for select in selectors]
         layers = [_by_name(layer) for target in subtrees for layer in _as_list(target)]
         return _by_name(tree, subtrees), layers
+
+    outer, layers = groups(params)
+    names = [list(outer), *map(list, layers)]
+
+    def split(tree: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        outer, layers = groups(tree)
+        if [list(outer), *map(list, layers)] != names:
+            raise ValueError(
+                "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
+            )
+        return outer, layers
 
     def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
         new, subtrees = iter(layers), [select(params) for select in selectors]
@@ -194,7 +201,6 @@ def _cut(
         with_hooks = _with_values(module, outer, targets, stand_ins)
         return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
 
-    outer, layers = split(params)
     layer_names: list[str] = []
     for n, target in enumerate(targets):
         name = "layers" if len(targets) == 1 else f"layers[{n}]"
@@ -203,17 +209,13 @@ def _cut(
         run=run,
         split=split,
         join=join,
-        outer=_shapes_of(outer),
-        layers=_shapes_of(layers),
+        outer=jax.tree.map(shape_of, outer),
+        layers=jax.tree.map(shape_of, layers),
         names=layer_names,
         takes_key=takes_key,
         by_row=vmap,
         by_calls=by_calls or any(is_module),
     )
-
-
-def _shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _as_list(target: Any) -> Sequence[Any]:
@@ -288,12 +290,6 @@ def _by_name(tree: Any, skipped: Sequence[Any] = ()) -> dict[str, Any]:
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_skipped)
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat if not is_skipped(leaf)}
-
-
-def _names(params: Any, selectors: list[Callable[[Any], Any]]) -> list[Any]:
-    subtrees = [select(params) for select in selectors]
-    layers = [list(_by_name(layer)) for target in subtrees for layer in _as_list(target)]
-    return [list(_by_name(params, subtrees)), *layers]
 
 
 def _check_no_state(module: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import DenyList, FrozenDict, freeze
 from flax.errors import FlaxError
 from flax.linen import fp8_ops
@@ -25,6 +24,7 @@ from ..api.cut import (
     layer_of,
     named_value,
     num_stacked,
+    shape_of,
     sown_losses,
     with_sown_losses,
 )
@@ -135,16 +135,29 @@ def _cut(
 ) -> CutModule:
     """Returns the cut of a module whose layers are the submodules at these paths."""
     split, join, params_of = _groups(flat, paths, variables, is_variables)
-    outer, layer_params = jax.tree.map(_shape_of, split(variables))
-    run = _run_with_hooks(apply, params_of, paths, factors, constants, has_streams)
-    names = ["/".join(path) for path in paths]
+    ids = {path: i for i, path in enumerate(paths)}
+
+    def run(
+        outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable
+    ) -> Any:
+        with nn.intercept_methods(_interceptor(ids, factors, set(constants), hook, has_streams)):
+            output, sown = apply(params_of(outer, layer_params), batch, key)
+        names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
+        if names:
+            raise ValueError(
+                f"The module sows {', '.join(names[:8])} outside of its layers. Return what the "
+                "embedding and the head add to the loss."
+            )
+        return output
+
+    outer, layer_params = jax.tree.map(shape_of, split(variables))
     return CutModule(
         run=run,
         split=split,
         join=join,
         outer=outer,
         layers=layer_params,
-        names=names,
+        names=["/".join(path) for path in paths],
         takes_key=has_streams,
     )
 
@@ -280,33 +293,6 @@ def _check_sown(changed: Mapping[str, Any], sown: Mapping[str, Any]) -> None:
         )
 
 
-def _run_with_hooks(
-    apply: Callable,
-    params_of: Callable,
-    paths: list[Path],
-    factors: dict[str, float | None],
-    constants: dict[str, Any],
-    has_streams: bool,
-) -> Callable:
-    """Returns the call of a module, with hooks in place of layers at these paths."""
-    ids = {path: i for i, path in enumerate(paths)}
-
-    def run(
-        outer: Any, layer_params: dict[int, Any], batch: PyTree, key: Any, hook: Callable
-    ) -> Any:
-        with nn.intercept_methods(_interceptor(ids, factors, set(constants), hook, has_streams)):
-            output, sown = apply(params_of(outer, layer_params), batch, key)
-        names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
-        if names:
-            raise ValueError(
-                f"The module sows {', '.join(names[:8])} outside of its layers. Return what the "
-                "embedding and the head add to the loss."
-            )
-        return output
-
-    return run
-
-
 def _cut_at_scan(
     flat: dict[Path, Any],
     apply: Callable,
@@ -325,7 +311,7 @@ def _cut_at_scan(
     def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
         return apply(params_of(outer, {0: stack}), batch, key)
 
-    outer, stack = jax.tree.map(_shape_of, split_stack(variables))
+    outer, stack = jax.tree.map(shape_of, split_stack(variables))
     name = "/".join(path)
     count = num_stacked(
         stack,
@@ -444,7 +430,3 @@ def _by_name(layers: str) -> Callable[[Path], int | None]:
         return int(match[1])
 
     return index_of
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

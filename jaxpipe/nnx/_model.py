@@ -19,13 +19,13 @@ from ..api.cut import (
     num_stacked,
     read_setting,
     refuse_state,
+    shape_of,
 )
 from ..compat.maxtext.nnx import check_unchanged, overwritten_in
 from ._variables import (
     Path,
     flat_params,
     name_of,
-    shape_of,
     submodule,
     values_by_name,
     with_values,

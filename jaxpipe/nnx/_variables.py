@@ -58,8 +58,3 @@ def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
 def name_of(path: Path) -> str:
     """Returns the path of a variable as text."""
     return ".".join(map(str, path))
-
-
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

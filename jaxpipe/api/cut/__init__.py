@@ -1,6 +1,7 @@
 """Models of libraries: the call of a module, cut at its layers."""
 
 from .._model import ModelFunction as ModelFunction
+from .._pieces import shape_of as shape_of
 from ._cut import cut_model as cut_model
 from ._cut import cut_stack_or_calls as cut_stack_or_calls
 from ._layer_calls import LayerCall as LayerCall

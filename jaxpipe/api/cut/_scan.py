@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr, scan_sizes
 from .._dependence import dependent_inputs, pruned, rewritten
+from .._pieces import shape_of
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
 
 
@@ -102,7 +103,7 @@ class ScanParts(Parts):
 
     def layer_shapes(self, kind: int) -> PyTree:
         del kind  # there is one
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), self.cut.layers)
+        return jax.tree.map(partial(shape_of, skipped=1), self.cut.layers)
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
         def one(outer: Outer, stack: PyTree, batch: PyTree, key: Any) -> Any:
