@@ -1,7 +1,6 @@
 """Runs a batch through a pipeline module, for both Flax frontends (Linen and NNX)."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxtyping import PyTree
 from ...sharding.specs import typed_by_specs
 from ...spmd.circular_engine import circular
 from ._method_loop import check_methods_can_run, loop_of_methods, overridden_methods
-from ._methods import PipelineMethods
+from ._methods import PipelineMethods, to_batch_inputs
 from ._overwritten_weights import (
     MICROBATCH,
     broadcast_to_slots,
@@ -23,7 +22,6 @@ from ._overwritten_weights import (
 )
 from ._settings import PipelineSettings
 from ._stages import (
-    Stage,
     check_microbatches,
     from_microbatches,
     from_stored,
@@ -39,43 +37,44 @@ from ._weight_sharding import (
     reshard_microbatches,
 )
 
+Arrays = tuple[Any, Any, Any]
+"""Inputs, segment ids and positions of a call."""
+
 
 def split_batch(
-    settings: PipelineSettings, inputs: PyTree, batch_inputs: PyTree, microbatched: bool
-) -> tuple[PyTree, PyTree]:
+    settings: PipelineSettings, arrays: Arrays, microbatched: bool
+) -> tuple[PyTree, dict[str, Any]]:
     """Returns inputs and batch inputs as [M, rows, ...] leaves; `microbatched` ones are already."""
+    inputs, segment_ids, positions = arrays
     split = check_microbatches if microbatched else to_microbatches
-    leaves = {"inputs": inputs} | batch_inputs
+    leaves = {"inputs": inputs} | to_batch_inputs(segment_ids, positions)
     parts = split(leaves, settings.pipeline_shape.num_microbatches, settings.batch_size)
-    return parts["inputs"], {name: parts[name] for name in batch_inputs}
+    return parts.pop("inputs"), parts
 
 
 def run_batch(
-    stage: Stage,
-    weights: Any,
-    names: dict[str, Any],
-    inputs: PyTree,
-    batch_inputs: dict[str, Any],
-    draw_keys: Callable[[], PyTree],
     pipeline: PipelineMethods,
-    overwritten: tuple[str, ...] = (),
-    *,
+    arrays: Arrays,
     options: tuple[Any, Any],
-    microbatched: bool = False,
+    names: Any,
+    overwritten: tuple[str, ...],
+    microbatched: bool,
 ) -> tuple[PyTree, PyTree]:
     """Runs a batch through all stages; returns outputs and records, with M behind the stage.
 
     If a documented method of the module is overridden, the methods run the iterations, and are
-    given the options (deterministic, model_mode). A step overwrites the weights of the names
-    `overwritten` with their gradient, as of FP8. If `microbatched`, leaves are [M, rows, ...]
-    already.
+    given the options (deterministic, model_mode). `names` are the logical specs of weights; None
+    for the module's. A step overwrites the weights of the names `overwritten` with their gradient,
+    as of FP8. If `microbatched`, leaves are [M, rows, ...] already.
     """
+    stage, weights = pipeline.stage_function(*options, records=True), pipeline.stage_variables()
+    names = pipeline.get_weight_sharding() if names is None else names
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_shardings(weights, names, specs))
-    microbatches, batch_inputs = split_batch(settings, inputs, batch_inputs, microbatched)
+    microbatches, batch_inputs = split_batch(settings, arrays, microbatched)
     microbatches = reshard_microbatches(
         microbatches, pipeline.axis_rules, mesh, settings.batch_axes
     )
@@ -89,7 +88,7 @@ def run_batch(
         engine, keys = loop_of_methods(pipeline, state, names, options), state["keys"]
     else:
         names, specs = (_with_repeats(tree, settings) for tree in (names, specs))
-        keys = draw_keys()
+        keys = pipeline.draw_keys()
         _check_keys(keys, settings)
         if slots:
             M = settings.pipeline_shape.num_microbatches
@@ -134,14 +133,3 @@ def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
             "device would draw, for its own rows, other numbers than one with all rows. Leave "
             "`pipeline_batch_axes` at (), or the streams out."
         )
-
-
-def first_microbatch(
-    settings: PipelineSettings,
-    inputs: PyTree,
-    batch_inputs: dict[str, Any],
-    microbatched: bool = False,
-) -> tuple[PyTree, PyTree]:
-    """Returns (inputs, batch_inputs) of microbatch 0, by which stages are initialized."""
-    split = split_batch(settings, inputs, batch_inputs, microbatched)
-    return jax.tree.map(lambda leaf: leaf[0], split)

@@ -170,6 +170,8 @@ class PipelineMethods(PipelineAttributes):
     """Function that returns new [R, S] dropout keys, or () if stages draw none."""
     stage_variables: Callable[[], Any]
     """Function that returns the arrays of all stages."""
+    get_weight_sharding: Callable[..., Any]
+    """Function that returns the logical specs of these arrays."""
 
     def need_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""

@@ -20,8 +20,7 @@ from flax.linen import fp8_ops
 
 from ...._input import clause
 from ....spmd.ranks import at_init
-from .._frontend import first_microbatch, run_batch
-from .._methods import to_batch_inputs
+from .._frontend import Arrays, run_batch, split_batch
 from .._settings import REPEATS, AxisRules
 from .._stages import Stage, outputs_of, stage_keys
 from .._weight_sharding import reshard_weight
@@ -104,10 +103,6 @@ def init_all(pipeline: Any) -> Callable:
     return init
 
 
-Arrays = tuple[Any, Any, Any]
-"""Inputs, segment ids and positions of a call."""
-
-
 def initialize(pipeline: Any, arrays: Arrays, options: Any, microbatched: bool) -> Any:
     """Creates the variables of all stages and returns the inputs unchanged."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
@@ -128,12 +123,10 @@ def init_batch(
     return init_all(pipeline)(keys, *first, *options)
 
 
-def _first_arrays(
-    pipeline: Any, microbatched: bool, inputs: Any, segment_ids: Any, positions: Any
-) -> Arrays:
-    """Returns the arrays of microbatch 0."""
-    batch_inputs = to_batch_inputs(segment_ids, positions)
-    x, batch_inputs = first_microbatch(pipeline.settings, inputs, batch_inputs, microbatched)
+def _first_arrays(pipeline: Any, microbatched: bool, *arrays: Any) -> Arrays:
+    """Returns the arrays of microbatch 0, by which stages are initialized."""
+    split = split_batch(pipeline.settings, arrays, microbatched)
+    x, batch_inputs = jax.tree.map(lambda leaf: leaf[0], split)
     return x, batch_inputs["segment_ids"], batch_inputs["positions"]
 
 
@@ -169,22 +162,10 @@ def mutable_in_stage(pipeline: Any) -> Any:
 
 def run(pipeline: Any, arrays: Arrays, names: Any, options: Any, microbatched: bool) -> Any:
     """Runs inputs through all stages and stores the values that they sow."""
-    inputs, segment_ids, positions = arrays
     if not isinstance(pipeline.layers, nn.Module):
         shapes = jax.eval_shape(partial(_first_arrays, pipeline, microbatched), *arrays)
         check_call(pipeline.layers, [*pipeline.scope.rngs], shapes, *options)
-    ys, sown = run_batch(
-        pipeline.stage_function(*options, records=True),
-        pipeline.stage_variables(),
-        pipeline.get_weight_sharding() if names is None else names,
-        inputs,
-        to_batch_inputs(segment_ids, positions),
-        pipeline.draw_keys,
-        pipeline,
-        overwritten=OVERWRITTEN,
-        options=options,
-        microbatched=microbatched,
-    )
+    ys, sown = run_batch(pipeline, arrays, options, names, OVERWRITTEN, microbatched)
     for name, collection in sown.items():
         pipeline.put_variable(name, NAME, collection)
     return ys

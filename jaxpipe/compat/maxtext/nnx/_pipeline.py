@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .._frontend import run_batch
 from .._method_loop import record_originals
-from .._methods import LoopMethods, MethodBatch, PipelineMethods, WindowMethods, to_batch_inputs
+from .._methods import LoopMethods, MethodBatch, PipelineMethods, WindowMethods
 from .._settings import AxisRules, pipeline_settings
 from .._stages import Stage, from_stored
 from .._weight_sharding import reshard_weight, rules_in_stage
@@ -175,19 +175,9 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         """Runs a batch through all stages, and stores the values that they sow in `layers`."""
         layers, options = self.layers, (deterministic, model_mode)
         counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
-        names = logical_partition_spec
-        ys, sown = run_batch(
-            self.stage_function(*options, records=True),
-            self.stage_variables(),
-            self.get_weight_sharding() if names is None else names,
-            inputs,
-            to_batch_inputs(segment_ids, positions),
-            self.draw_keys,
-            self,
-            overwritten=stage.overwritten_in(_weight_state(layers)),
-            options=options,
-            microbatched=microbatched,
-        )
+        arrays, names = (inputs, segment_ids, positions), logical_partition_spec
+        overwritten = stage.overwritten_in(_weight_state(layers))
+        ys, sown = run_batch(self, arrays, options, names, overwritten, microbatched)
         if deterministic:  # its keys are of no use
             nnx.update(layers, counts)
         if jax.tree.leaves(sown):
