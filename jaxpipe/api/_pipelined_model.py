@@ -565,7 +565,7 @@ class PipelinedModel(InspectedModel):
             of_rows, grows = partial(of_slices, num_rows(batch), 1), self.engine.program_per_rank
             tokens.check_slices(of_user, shapes_of(), of_rows, self.num_slices, past_grows=grows)
             rows = of_slices(self.num_pieces, num_row_shards(self.mesh), 1)
-        check_effects(of_user, self.engine, self.mesh, all_weights, rows, key_or_none)
+        check_effects(of_user, self.engine, self.mesh, shapes_of(), rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         by_tokens = by_tokens and not jax.tree.leaves(frozen["embed"])  # which it closes over

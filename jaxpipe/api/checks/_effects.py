@@ -3,7 +3,7 @@
 Prints, callbacks, and gradients with respect to arrays that functions close over.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ...engines import ENGINES, Engine
 from ...ir.graph import any_equation, effects_of
 from .._losses import loss_parts
 from .._model import Model
-from .._pieces import shape_of
+from .._rows import layers_with_weights, weights_of_loss
 
 
 def check_effects(
@@ -23,13 +23,15 @@ def check_effects(
 ) -> None:
     """Checks that the functions of a model do nothing that the engine cannot do.
 
+    `weights` are shapes of the groups, of layers those of one of each kind.
+
     In one program, ticks of the bubble run on data that is dropped, and what they print would be
     noise; JAX runs no callback where some axes of the mesh are automatic. A program for each rank
     prints.
     """
     if not engine.pipelines:
         return
-    for name, function, arguments in _functions(model, engine, weights, batch, key):
+    for name, function, arguments in _functions(model, weights, batch, key):
         closed = jax.make_jaxpr(function)(*arguments)
         if any(map(_is_differentiated, closed.consts)):
             raise ValueError(
@@ -70,28 +72,19 @@ _PROGRAM_PER_RANK = (
 
 
 def _functions(
-    model: Model, engine: Engine, weights: dict[str, Any], batch: PyTree, key: Any
+    model: Model, weights: dict[str, Any], batch: PyTree, key: Any
 ) -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
     """Yields the name of every function of a model, the function, and shapes of its arguments."""
-    shapes = jax.tree.map(shape_of, weights)
-    x = jax.eval_shape(model.embed, shapes["embed"], batch, key)
-    yield "embed", model.embed, (shapes["embed"], batch, key)
-    for kind, function in _by_kind(model.layer).items():
-        layer = engine.storage.layer_shapes(shapes["stages"], kind)
-        layer = {"layer": layer, "shared": shapes["shared"]} if model.shared else layer
-        name = "layer" if kind is None else f"layer[{kind!r}]"
-        yield name, function, (layer, x, batch, key)
-    head = shapes["head"]
-    boundary = {"head": head, "embed": shapes["embed"]} if model.tied else head
+    x = jax.eval_shape(model.embed, weights["embed"], batch, key)
+    yield "embed", model.embed, (weights["embed"], batch, key)
+    for kind, function, params in layers_with_weights(model, weights):
+        name = f"layer[{kind!r}]" if model.has_kinds else kind
+        yield name, function, (params, x, batch, key)
 
     def loss(*arguments: Any) -> Any:
         return loss_parts(model.loss(*arguments))
 
-    yield model.loss_name, loss, (boundary, x, batch, key)
-
-
-def _by_kind(layer: Any) -> dict[str | None, Callable]:
-    return dict(layer) if isinstance(layer, Mapping) else {None: layer}
+    yield model.loss_name, loss, (weights_of_loss(model, weights), x, batch, key)
 
 
 def _is_differentiated(x: Any) -> bool:
