@@ -314,7 +314,8 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, eqns: list[Eqn]) ->
         equation = scoped(equation, names)
         eqn_inputs = [look_up(x) for x in equation.invars]
         inner = called_jaxpr(equation)
-        if _is_barrier(equation) and not recomputing.isdisjoint(equation.outvars):
+        is_barrier = equation.primitive.name == "optimization_barrier"
+        if is_barrier and not recomputing.isdisjoint(equation.outvars):
             outputs = [_behind_own(atom, eqns) for atom in eqn_inputs]
         elif inner is not None:
             eqn_inputs = _behind_barrier(equation, eqn_inputs, eqns)
@@ -338,10 +339,6 @@ def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], eqns: list[Eqn]) -> 
 
     pairs = zip(inputs, barred, strict=True)
     return [_behind_own(atom, eqns) if is_barred else atom for atom, is_barred in pairs]
-
-
-def _is_barrier(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "optimization_barrier"
 
 
 def _behind_own(atom: Atom, eqns: list[Eqn]) -> Atom:

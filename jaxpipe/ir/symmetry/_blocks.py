@@ -46,6 +46,14 @@ class Blocks:
     kind: str = field(metadata={"static": True})
 
 
+def _least(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
 _REDUCERS: dict[str, Callable[..., Any]] = {
     "reduce_sum": jnp.sum,
     "reduce_max": jnp.max,
@@ -56,20 +64,12 @@ _REDUCERS: dict[str, Callable[..., Any]] = {
 }
 _NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
-    "reduce_max": lambda dtype: _least(dtype),
-    "reduce_min": lambda dtype: _greatest(dtype),
+    "reduce_max": _least,
+    "reduce_min": _greatest,
     "reduce_prod": lambda dtype: 1,
     "reduce_and": lambda dtype: True,
     "reduce_or": lambda dtype: False,
 }
-
-
-def _least(dtype: Any) -> Any:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
-
-
-def _greatest(dtype: Any) -> Any:
-    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 
 
 def run_blocks(

@@ -100,7 +100,8 @@ def circular(
     check_rows(microbatches, gather.batch_axes, mesh)
     engine = EngineOptions(forwarding_delay=delay, scan_repeats=scan_repeats, scan_ticks=scan_ticks)
     options = CircularOptions(engine, remat, gather)
-    shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
+    shares = jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), inputs)
+    shares = typed_by_specs(shares, rows_of(gather, P(AXIS, None)), mesh)
     row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, stacked_weight_specs, mesh)
     keys = typed_by_specs(keys, P(None, AXIS), mesh)
@@ -270,7 +271,3 @@ def _stacked_hint(shape: tuple[int, ...], ranks: int) -> str:
             f"`w.reshape({stacked[0]}, {ranks}, *w.shape[1:])`, of shape {stacked}."
         )
     return "They must be equal."
-
-
-def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:
-    return jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), tree)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ... import _compat
@@ -47,8 +48,10 @@ def on_ranks(
         return jax.vmap(f, axis_name=AXIS, axis_size=num_ranks, in_axes=ins, out_axes=outs)
 
     def local(*arguments):
-        seen = [_each(_drop, x, spec) for x, spec in zip(arguments, in_specs, strict=True)]
-        return _each(_add, f(*jax.tree.map(pvary, seen)), out_specs)
+        pairs = zip(arguments, in_specs, strict=True)
+        seen = [_each(lambda x, dim: lax.squeeze(x, [dim]), x, spec) for x, spec in pairs]
+        results = f(*jax.tree.map(pvary, seen))
+        return _each(lambda x, dim: lax.expand_dims(x, [dim]), results, out_specs)
 
     manual = {AXIS}.union(*map(axes_of, jax.tree.leaves((in_specs, out_specs))))
     mapped = jax.shard_map(
@@ -123,7 +126,7 @@ def empty(x: Any, length: int) -> jax.Array:
     """
     axes = x.manual_axis_type.varying | (set(jax.sharding.get_abstract_mesh().manual_axes) & {AXIS})
     array = split_like(x, _compat.empty((length, *x.shape), x.dtype))
-    return jax.lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
+    return lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
 
 
 def poison(x: jax.Array) -> jax.Array:
@@ -137,12 +140,4 @@ def poison(x: jax.Array) -> jax.Array:
         worst = jnp.iinfo(x.dtype).max
     else:
         return x  # booleans and random keys have no value that would show
-    return jnp.where(jax.lax.axis_index(AXIS) < 0, x, jnp.full_like(x, worst))
-
-
-def _drop(x: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.squeeze(x, [dim])
-
-
-def _add(x: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.expand_dims(x, [dim])
+    return jnp.where(lax.axis_index(AXIS) < 0, x, jnp.full_like(x, worst))
