@@ -21,11 +21,10 @@ from ..api.cut import (
     refuse_state,
     shape_of,
 )
-from ..compat.maxtext.nnx import check_unchanged, overwritten_in
+from ..compat.maxtext.nnx import check_unchanged, name_of, overwritten_in
 from ._variables import (
     Path,
     flat_params,
-    name_of,
     submodule,
     values_by_name,
     with_values,

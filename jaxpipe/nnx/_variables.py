@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..compat.maxtext.nnx import name_of, weights_of
+
 Path = tuple[Any, ...]
 
 
@@ -40,8 +42,7 @@ def with_values(state: Any, values: Any, key: Any, constants: dict[Path, Any]) -
 
 def values_by_name(state: Any) -> dict[str, Any]:
     """Returns the arrays of a state by name, without those of random streams."""
-    flat = nnx.to_flat_state(nnx.filter_state(state, nnx.Not(nnx.RngState)))
-    return {name_of(path): variable.get_value() for path, variable in flat}
+    return weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState)))
 
 
 def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
@@ -53,8 +54,3 @@ def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
             "`jaxpipe.nnx.model` returned."
         )
     return flat
-
-
-def name_of(path: Path) -> str:
-    """Returns the path of a variable as text."""
-    return ".".join(map(str, path))

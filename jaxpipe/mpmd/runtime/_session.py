@@ -38,6 +38,9 @@ from ._watchdog import POLL_SECONDS, Watchdog, has_pending_items, start_watchdog
 START_SECONDS = 3600.0
 """Time to wait for other processes that compile, or that end their last step, in seconds."""
 
+LAST_WORDS_SECONDS = 5.0
+"""Time for all processes to fail if one has, in seconds."""
+
 
 @dataclass(frozen=True)
 class Session:
@@ -99,10 +102,6 @@ class CompileHandshake:
         check_agreement(f"{self.name}/compiled", fact, everyone, timeout=START_SECONDS)
         if problem:  # all say the same
             raise ValueError(problem)
-
-
-LAST_WORDS_SECONDS = 5.0
-"""Time for all processes to fail if one has, in seconds."""
 
 
 def _wait_at_exit(watchdog: Watchdog, timeout: float) -> None:

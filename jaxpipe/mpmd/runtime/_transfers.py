@@ -26,6 +26,9 @@ Spec = jax.ShapeDtypeStruct
 """Shape, dtype and sharding of an array on the submesh of one rank."""
 Arrays = Sequence[jax.Array]
 
+MAX_LAYOUT_LENGTH = 200
+"""Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
+
 
 def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays], Arrays]:
     """Returns a function that copies arrays to other devices of this process, asynchronously."""
@@ -159,10 +162,6 @@ def _key_impl(spec: Spec) -> Any:
 
     jax.eval_shape(look, spec)
     return impls[0]
-
-
-MAX_LAYOUT_LENGTH = 200
-"""Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
 
 
 def channel_layouts(
