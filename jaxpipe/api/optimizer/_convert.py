@@ -10,8 +10,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ...engines import Engine, PipelineSpec
-from .._params import NumLayers
-from ._slots import Slot
+from ._slots import Slot, layer_counts
 from ._state import StoredState, from_stored, is_tree_of_state
 
 
@@ -61,26 +60,18 @@ def _stored_node(
     engine: Engine, plan: PipelineSpec, node: StoredState, leaves: list[Any], tied: bool
 ) -> StoredState:
     groups: dict[str, Any] = {name: {} for name in node.groups}
-    layers: dict[str, dict[str, list[Any]]] = {}
+    layers: dict[str, dict[str, list[Any]]] = {kind: {} for kind in layer_counts(node.num_layers)}
     for slot, leaf in zip(node.slots, map(jnp.asarray, leaves), strict=True):
         if slot.group != "stages":
             groups[slot.group][slot.name] = leaf
         else:  # one layer, or all layers in front
             some = leaf[None] if slot.dim is None else jnp.moveaxis(leaf, slot.dim, 0)
-            layers.setdefault(slot.kind, {}).setdefault(slot.name, []).append(some)
+            layers[slot.kind].setdefault(slot.name, []).append(some)
     stacks = {
         kind: {name: jnp.concatenate(arrays) for name, arrays in by_name.items()}
         for kind, by_name in layers.items()
     }
-    groups["stages"] = _stages(engine, plan, node.num_layers, stacks)
+    stages = stacks[""] if isinstance(node.num_layers, int) else stacks
+    groups["stages"] = engine.storage.stack(plan, stages)
     plan = replace(plan, param_specs=node.specs)
     return replace(node, groups=engine.storage.put(plan, groups, tied))
-
-
-def _stages(
-    engine: Engine, plan: PipelineSpec, num_layers: NumLayers, stacks: dict[str, dict[str, Any]]
-) -> Any:
-    """Returns leaves [L, ...] of dicts by name, by kind, as the engine stores them."""
-    if isinstance(num_layers, int):
-        return engine.storage.stack(plan, stacks.get("", {}))
-    return engine.storage.stack(plan, {kind: stacks.get(kind, {}) for kind, _ in num_layers})

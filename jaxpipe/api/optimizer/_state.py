@@ -72,11 +72,6 @@ class StateForm:
     outer: Any
     nodes: tuple[StateNode, ...]
 
-    @property
-    def slots(self) -> list[Slot | None]:
-        """Returns the slot of every leaf of the user's form, None for arrays like no parameter."""
-        return [slot for node in self.nodes for slot in node.slots]
-
 
 def state_form(state: PyTree, of_one_layer: PyTree, tree: UserTree) -> StateForm:
     """Returns the form of a state, given its shapes for L layers and for one layer of a stack."""

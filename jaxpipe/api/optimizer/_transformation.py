@@ -42,11 +42,7 @@ def transformation(
 ) -> Any:
     """Returns an optimizer for stored parameters, of the class of the user's optimizer."""
     lifted = LiftedOptimizer(tx, model, engine, plan_of)
-
-    def update_all(grads: Any, state: PyTree, params: Any, extra: dict[str, Any]) -> Any:
-        return lifted.update(grads, state, params, extra)
-
-    run_init, run_update = traced(jit, lifted.init), traced(jit, update_all)
+    run_init, run_update = traced(jit, lifted.init), traced(jit, lifted.update)
 
     def init(params: PyTree) -> PyTree:
         leaves = jax.tree.leaves(params)
