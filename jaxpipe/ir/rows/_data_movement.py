@@ -284,15 +284,11 @@ def _gather(step: EquationPair) -> list[Relation]:
             if at < len(step.shape_in(1)) - 1 and at not in inner:
                 return [Rows(batch_out[at], scale, uniform)]
         case Rows(dim, scale, uniform, is_squeezed=False), Whole(0):
-            kept = [
-                d
-                for d in range(len(sizes))
-                if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-            ]
+            offsets = dict(_offsets(numbers, len(sizes)))
             full = sizes[dim] == step.shape_in(0)[dim]
             same = all(sizes[i] == other_sizes[i] for i in range(len(sizes)) if i != dim)
-            if dim in kept and full and same and dim not in numbers.start_index_map:
-                return [Rows(int(numbers.offset_dims[kept.index(dim)]), scale, uniform)]
+            if dim in offsets and full and same and dim not in numbers.start_index_map:
+                return [Rows(int(offsets[dim]), scale, uniform)]
         case Rows(dim, scale, is_squeezed=False), Rows(at, 0, is_squeezed=False):
             step.require_same()
             if (dim, at) in pairs:
