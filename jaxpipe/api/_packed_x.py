@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..autodiff.staged_model import HandOver
-from ..engines import Engine, PipelineSpec
+from ..engines import PipelineSpec
 from ..schedules import language
 from ._layer_results import x_and_aux
 from ._model import Model, ModelFunction
@@ -103,22 +103,16 @@ def _filled(parts: list[Any], rows: int, width: int, dtype: str) -> Any:
 
 
 def packed_x(
-    model: Model,
-    engine: Engine,
-    plan: PipelineSpec,
-    weights: dict[str, Any],
-    rows: PyTree,
-    key: Any,
+    model: Model, plan: PipelineSpec, groups: dict[str, Any], rows: PyTree, key: Any
 ) -> PackedX | None:
     """Returns the types of x if layers of several kinds change it; None if they do not.
 
-    `rows` are shapes of a piece of the batch; weights and keys may be shapes too.
+    `groups` are shapes, of layers those of one of each kind; `rows` are shapes of a piece of the
+    batch, and `key` may be one too.
     """
     if not plan.kinds:
         return None
-    shapes, key = jax.tree.map(shape_of, (weights, key))
-    groups = {name: shapes[name] for name in shapes if name != "stages"}
-    groups["layers"] = engine.storage.layers_by_kind(plan, shapes["stages"])
+    key = jax.tree.map(shape_of, key)
     x_shapes: list[PyTree] = []
     makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(plan.kinds_of_layers))
     between = x_of_layers(model, plan.kinds_of_layers, groups, rows, key)

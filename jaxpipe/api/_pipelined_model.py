@@ -642,10 +642,10 @@ class PipelinedModel(InspectedModel):
         self, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> tuple[Model, PackedX | None]:
         """Returns the model whose layers all return one x, and what takes its place, if needed."""
-        shards = num_row_shards(self.mesh)
+        groups, shards = self._shapes_by_kind(plan, weights), num_row_shards(self.mesh)
         for count in sorted({1, shards}):  # a leaf has rows if it has those of both
             rows = piece_shapes(self.model, batch, self.num_pieces, count, self.num_slices)
-            packed = packed_x(self.model, self.engine, plan, weights, rows, key)
+            packed = packed_x(self.model, plan, groups, rows, key)
         return (self.model if packed is None else on_packed(self.model, packed)), packed
 
     def _shapes_by_kind(self, plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
