@@ -75,21 +75,18 @@ def largest_error(errors: dict[str, float]) -> str:
 
 def compare(got: Result, wanted: Result) -> dict[str, float]:
     """Compares two results of a program."""
-    errors = {"loss": _relative_error("loss", got.loss, wanted.loss)}
-    for start, ours, theirs in (
+    for what, ours, theirs in (
         ("metrics", got.metrics, wanted.metrics),
         ("gradients", got.grads, wanted.grads),
     ):
         if set(ours) != set(theirs):
             only = sorted(set(ours) ^ set(theirs))
             raise AssertionError(
-                f"The pipeline returns the {start} {sorted(ours)[:8]} and the user's program "
+                f"The pipeline returns the {what} {sorted(ours)[:8]} and the user's program "
                 f"{sorted(theirs)[:8]}: only one of them has {', '.join(only[:8])}."
             )
-        for name, value in ours.items():
-            full = f"{start}{name}" if start == "gradients" else f"{start}[{name!r}]"
-            errors[full] = _relative_error(full, value, theirs[name])
-    return errors
+    expected = _by_name(wanted)
+    return {name: _relative_error(name, x, expected[name]) for name, x in _by_name(got).items()}
 
 
 def noise(got: Result, wanted: Result, exact: Result, tolerance: float) -> frozenset[str]:
