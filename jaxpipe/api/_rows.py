@@ -7,7 +7,7 @@ b / D rows of each device. All others, and all functions beside them, are given 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -220,9 +220,21 @@ class Activations:
     relations: tuple[Relation, ...]
 
 
-def no_activations() -> Activations:
-    """Returns the inputs of the embedding."""
-    return Activations(((), ()), ())
+NO_ACTIVATIONS = Activations(((), ()), ())
+"""The inputs of the embedding."""
+
+
+class BatchBlocks(NamedTuple):
+    """A microbatch that is cut into equal blocks, of rows or of tokens.
+
+    Attributes:
+        batches: The shapes of the whole microbatch, and those of a block.
+        key: The shape of the dropout key, or ().
+    """
+
+    batches: tuple[PyTree, PyTree]
+    key: Any
+    num_blocks: int
 
 
 def layers_with_weights(
@@ -266,19 +278,19 @@ def row_report(
     if num_blocks == 1:
         one = (FunctionRows(name, True, None, "there is one row") for name in names)
         return RowReport(tuple(one), whole_rows, num_shards)
-    no_x = no_activations()
+    blocks = BatchBlocks(batches, key, num_blocks)
 
     def judged(name: str, judge: Callable[..., Any], weights: PyTree, x: Activations) -> Any:
         """Returns the activations behind a function, and notes what is known of it."""
-        reason, draws, after = judge(weights, batches, key, num_blocks, x)
+        reason, draws, after = judge(weights, blocks, x)
         verdicts[name] = _verdict(name, reason, draws, given)
         states.append(after)
         return after
 
     try:
-        x = judged("embed", partial(judge_embed, model), weights["embed"], no_x)
+        x = judged("embed", partial(judge_embed, model), weights["embed"], NO_ACTIVATIONS)
         for name, function, params in layers_with_weights(model, weights):
-            past = _past_of_rows(function, num_slices, params, batches, key, x)
+            past = _past_of_rows(function, num_slices, params, blocks, x)
             x = judged(name, partial(judge_layer, function, past), params, x)
         judged(names[-1], partial(judge_loss, model), weights_of_loss(model, weights), x)
     except UntracedError as error:
@@ -363,35 +375,25 @@ def traced(trace: Callable, *arguments: Any, tokens: bool = False) -> Any:
 
 
 def judge_embed(
-    model: Model,
-    weights: PyTree,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    num_blocks: int,
-    x: Activations,
+    model: Model, weights: PyTree, blocks: BatchBlocks, x: Activations
 ) -> tuple[str | None, dict[str, Any], Activations]:
     """Returns the reason for which an embedding may mix rows, its draws, and its result."""
 
     def embed(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return model.embed(weights, batch, key)
 
-    relations, results, draws = compared(embed, weights, x, batches, key, num_blocks)
-    after = _by_shapes(results, num_blocks)
+    relations, results, draws = compared(embed, weights, blocks, x)
+    after = _by_shapes(results, blocks.num_blocks)
     reason = _reason_of_mixed(relations)
     return reason, draws, after if reason else Activations(results, tuple(relations))
 
 
 def _past_of_rows(
-    function: Callable,
-    num_slices: int,
-    weights: PyTree,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    x: Activations,
+    function: Callable, num_slices: int, weights: PyTree, blocks: BatchBlocks, x: Activations
 ) -> Activations:
     """Returns the `Past` of a layer that runs slices, and the relations of its leaves to rows."""
     if num_slices == 1:
-        return no_activations()
+        return NO_ACTIVATIONS
     offset = jax.ShapeDtypeStruct((), jnp.int32)
 
     def state_of(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
@@ -400,8 +402,8 @@ def _past_of_rows(
 
     shape_of_state = partial(jax.eval_shape, state_of, weights)
     pasts = [
-        Past(traced(shape_of_state, of_x, batch, key), offset=offset, num_slices=num_slices)
-        for of_x, batch in zip(x.shapes, batches, strict=True)
+        Past(traced(shape_of_state, of_x, batch, blocks.key), offset=offset, num_slices=num_slices)
+        for of_x, batch in zip(x.shapes, blocks.batches, strict=True)
     ]
     rows = tuple(Rows(0) for _ in jax.tree.leaves(pasts[0].earlier))
     return Activations((pasts[0], pasts[1]), (*rows, Whole()))
@@ -411,9 +413,7 @@ def judge_layer(
     function: Callable,
     past: Activations,
     weights: PyTree,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    num_blocks: int,
+    blocks: BatchBlocks,
     x: Activations,
     *,
     row_dim: int = 0,
@@ -432,14 +432,14 @@ def judge_layer(
     after, count = x, len(x.relations)
     while True:  # until what leaves a layer is what enters it, as there are layers behind
         entering = Activations(shapes, (*after.relations, *past.relations))
-        relations, results, draws = compared(run, weights, entering, batches, key, num_blocks)
+        relations, results, draws = compared(run, weights, blocks, entering)
         joined = tuple(join(a, b) for a, b in zip(after.relations, relations[:count], strict=True))
         reason = _reason_of_mixed(joined)
         if reason or joined == after.relations:
             break
         after = Activations(x.shapes, joined)
     if reason:
-        return reason, draws, _by_shapes(x.shapes, num_blocks)
+        return reason, draws, _by_shapes(x.shapes, blocks.num_blocks)
     aux = results[0][1]
     names = [f"aux[{name!r}]" for name in sorted(aux)]
     reason = _reason_of_means(names, relations[count : count + len(names)])
@@ -450,14 +450,7 @@ def judge_layer(
 
 
 def judge_loss(
-    model: Model,
-    weights: PyTree,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    num_blocks: int,
-    x: Activations,
-    *,
-    row_dim: int = 0,
+    model: Model, weights: PyTree, blocks: BatchBlocks, x: Activations, *, row_dim: int = 0
 ) -> tuple[str | None, dict[str, Any], None]:
     """Returns the reason for which a loss or metric may be no mean over rows, and its draws."""
 
@@ -465,7 +458,7 @@ def judge_loss(
         parts = loss_parts(model.loss(weights, x, batch, key))
         return [parts.total], [] if parts.weight is None else [parts.weight], parts.metrics
 
-    relations, results, draws = compared(loss, weights, x, batches, key, num_blocks)
+    relations, results, draws = compared(loss, weights, blocks, x)
     _, weight, metrics = results[0]
     end = 1 + len(weight)
     named = list(zip(sorted(metrics), relations[end:], strict=True))
@@ -496,14 +489,13 @@ def _add_up_alike(total: Relation, weight: Relation) -> bool:
 def compared(
     function: Callable,
     weights: PyTree,
+    blocks: BatchBlocks,
     x: Activations,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    num_blocks: int,
     *,
     tokens: bool = False,
 ) -> tuple[list[Relation], tuple[PyTree, PyTree], dict[str, Any]]:
     """Returns relations of results, their shapes in both programs, and what a device draws."""
+    batches, key, num_blocks = blocks
     trace = partial(traced, jax.make_jaxpr(function, return_shape=True), tokens=tokens)
     programs = [
         trace(weights, shapes, batch, key) for shapes, batch in zip(x.shapes, batches, strict=True)

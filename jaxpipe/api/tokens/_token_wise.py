@@ -25,14 +25,15 @@ from .._losses import loss_parts
 from .._model import Model
 from .._pieces import shape_of
 from .._rows import (
+    NO_ACTIVATIONS,
     Activations,
+    BatchBlocks,
     UntracedError,
     compared,
     judge_embed,
     judge_layer,
     judge_loss,
     layers_with_weights,
-    no_activations,
     traced,
     weights_of_loss,
 )
@@ -56,12 +57,12 @@ def check_token_wise(
     size, dim = mesh.shape.get(CONTEXT, 1), model.sequence_dim
     if dim is None or size == 1:
         return False
-    x, key = no_activations(), jax.tree.map(shape_of, key)
     batches = rows, jax.tree.map(partial(_share, dim, size), rows)
+    blocks = BatchBlocks(batches, jax.tree.map(shape_of, key), size)
 
     def judged(name: str, run: Callable, weights: PyTree, x: Activations) -> Activations:
         try:
-            relations, results, _ = compared(run, weights, x, batches, key, size, tokens=True)
+            relations, results, _ = compared(run, weights, blocks, x, tokens=True)
         except UntracedError as error:
             raise ValueError(
                 f"{name} is not known to treat tokens one by one, and this engine runs it in a "
@@ -92,11 +93,11 @@ def check_token_wise(
     def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> tuple[PyTree]:
         return (loss_parts(model.loss(weights, x, batch, key)),)
 
-    x = judged("embed", embed, weights["embed"], x)
+    x = judged("embed", embed, weights["embed"], NO_ACTIVATIONS)
     for name, function, params in layers_with_weights(model, weights):
         x = judged(name, layer_of(function), params, x)
     judged(model.loss_name, loss, weights_of_loss(model, weights), x)
-    relations, _, draws = compared(embed, weights["embed"], no_activations(), batches, key, size)
+    relations, _, draws = compared(embed, weights["embed"], blocks, NO_ACTIVATIONS)
     return not draws and all(relation == Rows(dim) for relation in relations)
 
 
@@ -119,11 +120,11 @@ def check_slices(
         ValueError: If a function mixes tokens other than by what `past.append` returns, counts them
             from the first of a slice, or returns what is no mean over tokens.
     """
-    batches = shapes_of(1), shapes_of(num_slices)
+    blocks = BatchBlocks((shapes_of(1), shapes_of(num_slices)), (), num_slices)
 
     def judged(name: str, judge: Callable, weights: PyTree, x: Activations) -> Activations:
         try:
-            reason, _, after = judge(weights, batches, (), num_slices, x)
+            reason, _, after = judge(weights, blocks, x)
         except UntracedError as error:
             raise ValueError(
                 f"{name} is not known to treat tokens one by one, and `schedule` cuts sequences "
@@ -139,7 +140,7 @@ def check_slices(
             )
         return after
 
-    x = judged("embed", partial(judge_embed, model), weights["embed"], no_activations())
+    x = judged("embed", partial(judge_embed, model), weights["embed"], NO_ACTIVATIONS)
     for name, function, params in layers_with_weights(model, weights):
         judge = partial(_judge_sliced_layer, function, past_grows=past_grows)
         x = judged(name, judge, params, x)
@@ -148,16 +149,10 @@ def check_slices(
 
 
 def _judge_sliced_layer(
-    function: Callable,
-    weights: PyTree,
-    batches: tuple[PyTree, PyTree],
-    key: Any,
-    num_slices: int,
-    x: Activations,
-    *,
-    past_grows: bool,
+    function: Callable, weights: PyTree, blocks: BatchBlocks, x: Activations, *, past_grows: bool
 ) -> tuple[str | None, Any, Activations]:
     """Returns the reason for which a layer mixes tokens beside its past, and its result."""
+    batches, key, num_slices = blocks
 
     def appended(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         return function(weights, x, batch, key, Past())[1].new
@@ -170,9 +165,7 @@ def _judge_sliced_layer(
     )
     relations = *(Whole() for _ in jax.tree.leaves(earlier)), FirstRow(), Rows(0)
     past = Activations((whole, part), relations)
-    reason, draws, after = judge_layer(
-        function, past, weights, batches, key, num_slices, x, row_dim=1
-    )
+    reason, draws, after = judge_layer(function, past, weights, blocks, x, row_dim=1)
 
     def program_of(past: Past) -> ClosedJaxpr:
         arguments = weights, x.shapes[1], batches[1], key, past
