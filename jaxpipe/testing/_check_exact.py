@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..api import Model, PipelinedModel, pipeline
-from ..api.inspection import Reference, compared, reference_result, require, run
+from ..api.inspection import CheckedStep, Reference, compared, reference_result, require, run
 from ..engines import ENGINES
 from ..schedules import FAMILIES
 from ._table import Case, ExactnessTable
@@ -72,19 +72,23 @@ def check_exact(
     """
     _check_names("schedules", schedules, FAMILIES)
     _check_names("engines", engines, ENGINES)
-    references = _references(params, batch, key)
-    references(pipeline(model, schedule=None, mesh=_mesh(1), microbatches=1))  # its own errors
+
+    def step_of(pipe: PipelinedModel, stored: PyTree = None) -> CheckedStep:
+        return CheckedStep(pipe, stored, params, batch, key if pipe.takes_key else None)
+
+    reference = _references()
+    alone = pipeline(model, schedule=None, mesh=_mesh(1), microbatches=1)
+    reference(step_of(alone))  # raises what the model's own functions raise
 
     def case(engine: str, schedule: str | None, num_ranks: int) -> Case:
         pipe_or_reason = _pipeline(model, params, batch, engine, schedule, num_ranks, options)
         if isinstance(pipe_or_reason, str):
             return Case(engine, schedule, num_ranks, None, pipe_or_reason)
-        pipe, stored = pipe_or_reason
-        got = run(pipe, stored, batch, key)
-        comparison = compared(pipe, got, references(pipe), params, batch, key, tolerance)
+        step = step_of(*pipe_or_reason)
+        comparison = compared(step, run(step), reference(step), tolerance)
         if raises:
             what = f"{engine} with {schedule or 'no schedule'} at {num_ranks} ranks"
-            require(pipe, comparison, params, batch, key, what=what)
+            require(step, comparison, what)
         return Case(engine, schedule, num_ranks, comparison, "")
 
     cases: list[Case] = []
@@ -106,18 +110,16 @@ def _check_names(argument: str, names: Sequence[str], valid: Any) -> None:
         raise ValueError(f"`{argument}` has {unknown[0]!r}. Valid names: {', '.join(valid)}.")
 
 
-def _references(
-    params: PyTree, batch: PyTree, key: Array | None
-) -> Callable[[PipelinedModel], Reference]:
-    """Returns a function from a pipeline to the results of the user's program, each run once."""
+def _references() -> Callable[[CheckedStep], Reference]:
+    """Returns a function from a step to the results of the user's program, each run once."""
     by_kind: dict[Any, Reference] = {}
 
-    def reference(pipe: PipelinedModel) -> Reference:
+    def reference(step: CheckedStep) -> Reference:
         # Only dropout, and what is frozen, make it another program for another pipeline.
-        count = pipe.num_microbatches if pipe.takes_key else 1
-        kind = count, pipe.frozen is None
+        count = step.pipe.num_microbatches if step.pipe.takes_key else 1
+        kind = count, step.pipe.frozen is None
         if kind not in by_kind:
-            by_kind[kind] = reference_result(pipe, params, batch, key)
+            by_kind[kind] = reference_result(step)
         return by_kind[kind]
 
     return reference

@@ -12,7 +12,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import engines
 from jaxpipe.api.inspection import Comparison
-from jaxpipe.api.inspection._check import check_steps
+from jaxpipe.api.inspection._check import check_steps, checked_step
 
 D, B = 4, 8
 
@@ -426,7 +426,7 @@ def test_parameters_after_steps_of_an_optimizer_are_compared(options: Any, froze
     assert found.largest <= 1e-5
     lifted = pipe.optimizer(optax.adamw(0.0101, mask=only_matrices))
     with pytest.raises(AssertionError, match=r"After 3 steps of the optimizer .* differs"):
-        check_steps(pipe, lifted, tx, 3, pipe.shard(params), batch, None, found)
+        check_steps(checked_step(pipe, params, batch, None, None), lifted, tx, 3, found)
 
 
 def test_steps_with_dropout_have_the_masks_of_the_pipeline():

@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from ._check import require as require
     from ._check import run as run
     from ._comparison import TOLERANCE as TOLERANCE
+    from ._comparison import CheckedStep as CheckedStep
     from ._comparison import Comparison as Comparison
     from ._inspected import InspectedModel as InspectedModel
     from ._memory import MemoryTable as MemoryTable

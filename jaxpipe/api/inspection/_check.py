@@ -25,6 +25,7 @@ from ..reference import (
     program_of_plain,
 )
 from ._comparison import (
+    CheckedStep,
     Comparison,
     compare,
     compare_leaves,
@@ -53,69 +54,51 @@ class Reference:
     text: str
 
 
-def check(
-    pipe: Any,
-    params: PyTree,
-    batch: PyTree,
-    key: Array | None,
-    *,
-    plain: Callable | None = None,
-    tolerance: float | None = None,
-) -> Comparison:
-    """Compares loss, metrics and gradients of a pipeline with those of the user's program.
-
-    Args:
-        batch: A tree of [B, ...] leaves, where B is a multiple of A * M.
-
-    Returns:
-        The relative error of each leaf, which prints as a table.
+def checked_step(
+    pipe: Any, params: PyTree, batch: PyTree, key: Array | None, plain: Callable | None
+) -> CheckedStep:
+    """Returns a step that is to be compared, of parameters in the user's tree or stored ones.
 
     Raises:
-        AssertionError: If an error is larger. It says why.
-        ValueError: If `plain` is given and the model has dropout, or ranks of programs of their own
-            belong to several processes.
+        ValueError: If ranks of programs of their own belong to several processes.
     """
     if pipe.engine.program_per_rank and len({d.process_index for d in pipe.mesh.devices.flat}) > 1:
         raise ValueError(
             "`check` needs all parameters and gradients on one device, and the ranks belong to "
             "several processes. Call it in one process, on devices that `jp.emulate_devices` makes."
         )
-    stored, whole = stored_and_whole(pipe, params)
-    got = run(pipe, stored, batch, key)  # first, as its errors say what is wrong with the model
-    reference = reference_result(pipe, whole, batch, key, plain=plain)
-    comparison = compared(pipe, got, reference, whole, batch, key, tolerance, plain=plain)
-    require(pipe, comparison, whole, batch, key, plain=plain)
+    pairs = (params, pipe.unshard(params)) if is_stored(params) else (pipe.shard(params), params)
+    return CheckedStep(pipe, *pairs, batch, key if pipe.takes_key else None, plain)
+
+
+def check(step: CheckedStep, tolerance: float | None) -> Comparison:
+    """Compares loss, metrics and gradients of a pipeline with those of the user's program.
+
+    Returns:
+        The relative error of each leaf, which prints as a table.
+
+    Raises:
+        AssertionError: If an error is larger. It says why.
+        ValueError: If the user's program is given and the model has dropout.
+    """
+    got = run(step)  # first, as its errors say what is wrong with the model
+    comparison = compared(step, got, reference_result(step), tolerance)
+    require(step, comparison)
     return comparison
 
 
 def compared(
-    pipe: Any,
-    got: Result,
-    reference: Reference,
-    whole: PyTree,
-    batch: PyTree,
-    key: Array | None,
-    tolerance: float | None,
-    *,
-    plain: Callable | None = None,
+    step: CheckedStep, got: Result, reference: Reference, tolerance: float | None
 ) -> Comparison:
     """Compares results with a reference, and says which of them are rounding."""
-    comparison = _compared(got, reference, tolerance, plain is not None)
+    comparison = _compared(got, reference, tolerance, step.plain is not None)
     if not comparison.worse or tolerance is not None:
         return comparison
-    names = _noise(pipe, comparison, got, reference, whole, batch, key, plain)
-    return replace(comparison, noise=names)
+    return replace(comparison, noise=_noise(step, comparison, got, reference))
 
 
 def _noise(
-    pipe: Any,
-    found: Comparison,
-    got: Result,
-    reference: Reference,
-    whole: PyTree,
-    batch: PyTree,
-    key: Array | None,
-    plain: Callable | None,
+    step: CheckedStep, found: Comparison, got: Result, reference: Reference
 ) -> frozenset[str]:
     """Returns the names of results that are rounding, by the user's program in float64.
 
@@ -123,19 +106,18 @@ def _noise(
     results that are no rounding agree with them within the tolerance. With dropout it draws other
     masks, so what it says is which results are zero whatever is drawn.
     """
-    program, _ = _program(pipe, whole, plain)
-    key = key if pipe.takes_key else None
+    program, _ = _program(step)
     try:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            wide = jax.tree.map(_in_float64, (whole, batch))
-            value, dtype = on_one_device(pipe.mesh, program.value_and_grad, *wide, key)
+            wide = jax.tree.map(_in_float64, (step.whole, step.batch))
+            value, dtype = on_one_device(step.pipe.mesh, program.value_and_grad, *wide, step.key)
             (loss, metrics), grads = jax.tree.map(np.asarray, value)
     except Exception:  # loops and kernels of the user may take float32 alone
         return frozenset()
     if jnp.finfo(dtype).bits < 32:
         return frozenset()
-    exact = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
-    names = zeros if pipe.takes_key else partial(noise, tolerance=found.tolerance)
+    exact = Result(loss, metrics, dict(zip(program.names(step.whole), grads, strict=True)))
+    names = zeros if step.pipe.takes_key else partial(noise, tolerance=found.tolerance)
     return names(got, reference.result, exact) & set(found.worse)
 
 
@@ -145,28 +127,22 @@ def _in_float64(x: Any) -> Any:
     return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
-def stored_and_whole(pipe: Any, params: PyTree) -> tuple[Any, PyTree]:
-    """Returns parameters as the pipeline stores them, and in the user's tree."""
-    return (params, pipe.unshard(params)) if is_stored(params) else (pipe.shard(params), params)
-
-
-def run(pipe: Any, stored: Any, batch: PyTree, key: Array | None) -> Result:
+def run(step: CheckedStep) -> Result:
     """Runs `value_and_grad` of a pipeline; returns numbers on the host."""
-    step = pipe.jit(lambda params, batch: pipe.value_and_grad(params, batch, key))
-    (loss, metrics), grads = step(stored, batch)
+    pipe = step.pipe
+    compiled = pipe.jit(lambda params, batch: pipe.value_and_grad(params, batch, step.key))
+    (loss, metrics), grads = compiled(step.stored, step.batch)
     named = jax.tree_util.tree_leaves_with_path(pipe.unshard(grads))
     by_name = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in named}
     return Result(np.asarray(loss), jax.tree.map(np.asarray, metrics), by_name)
 
 
-def reference_result(
-    pipe: Any, whole: PyTree, batch: PyTree, key: Array | None, *, plain: Callable | None = None
-) -> Reference:
+def reference_result(step: CheckedStep) -> Reference:
     """Runs the user's program, or the functions of the model, on one device.
 
     These run on the whole batch; with dropout on microbatches, each of which has masks of its own.
     """
-    program, text = _program(pipe, whole, plain)
+    pipe, whole, (program, text) = step.pipe, step.whole, _program(step)
     function, num = program.value_and_grad, pipe.num_pieces
     if pipe.takes_key and num > 1:
         function = partial(program.cut, num)
@@ -174,8 +150,7 @@ def reference_result(
             f"reference: the functions of the model on {num} microbatches, each with dropout masks "
             "of its own, on one device"
         )
-    key = key if pipe.takes_key else None
-    value, dtype = on_one_device(pipe.mesh, function, whole, batch, key)
+    value, dtype = on_one_device(pipe.mesh, function, whole, step.batch, step.key)
     (loss, metrics), grads = jax.tree.map(np.asarray, value)
     result = Result(loss, metrics, dict(zip(program.names(whole), grads, strict=True)))
     if num_row_shards(pipe.mesh) > 1:
@@ -184,8 +159,8 @@ def reference_result(
     return Reference(result, dtype, count_layers(pipe.model, whole), text)
 
 
-def _program(pipe: Any, whole: PyTree, plain: Callable | None) -> tuple[UserProgram, str]:
-    trainable = trainable_leaves(pipe.frozen, whole)
+def _program(step: CheckedStep) -> tuple[UserProgram, str]:
+    pipe, plain, trainable = step.pipe, step.plain, trainable_leaves(step.pipe.frozen, step.whole)
     if plain is None:
         text = "reference: the functions of the model on the whole batch, on one device"
         per_call = pipe.num_microbatches if pipe.told.num_calls > 1 else None
@@ -217,23 +192,14 @@ def _compared(
     return Comparison(compare(got, expected), accepted, text, rounding, reference.dtype)
 
 
-def require(
-    pipe: Any,
-    found: Comparison,
-    whole: PyTree,
-    batch: PyTree,
-    key: Array | None,
-    *,
-    plain: Callable | None = None,
-    what: str = "The pipeline",
-) -> None:
+def require(step: CheckedStep, found: Comparison, what: str = "The pipeline") -> None:
     """Raises an error if a result is not close enough, which says why."""
     worse = found.worse
-    is_masked = pipe.takes_key and pipe.num_pieces > 1
+    is_masked = step.pipe.takes_key and step.pipe.num_pieces > 1
     reason = ""
     is_coarse = jnp.finfo(found.dtype).bits < 32 and found.tolerance <= found.rounding
     if worse or is_masked or is_coarse:
-        reason = why(pipe, found, whole, batch, key, plain)
+        reason = why(step, found)
     if worse:
         raise AssertionError(
             f"{what} differs from the user's program in {len(worse)} of {len(found.errors)} "
@@ -245,21 +211,12 @@ def require(
 
 
 def check_steps(
-    pipe: Any,
-    lifted: Any,
-    optimizer: Any,
-    steps: int,
-    params: PyTree,
-    batch: PyTree,
-    key: Array | None,
-    comparison: Comparison,
-    *,
-    plain: Callable | None = None,
+    step: CheckedStep, lifted: Any, optimizer: Any, steps: int, comparison: Comparison
 ) -> Comparison:
     """Runs steps of an optimizer on both sides, and compares the parameters after them."""
-    stored, whole = stored_and_whole(pipe, params)
-    program, _ = _program(pipe, whole, plain)
-    keys = (key,) if pipe.takes_key else ()
+    pipe, stored, whole, batch = step.pipe, step.stored, step.whole, step.batch
+    program, _ = _program(step)
+    keys = (step.key,) if pipe.takes_key else ()
     is_cut = pipe.takes_key and pipe.num_pieces > 1
     gradients = partial(program.cut, pipe.num_pieces) if is_cut else program.value_and_grad
 
@@ -275,12 +232,11 @@ def check_steps(
             trained = [(w + d).astype(w.dtype) for w, d in zip(trained, changes, strict=True)]
         return trained
 
-    key_or_none = key if pipe.takes_key else None
-    expected, _ = on_one_device(pipe.mesh, all_steps, whole, batch, key_or_none)
+    expected, _ = on_one_device(pipe.mesh, all_steps, whole, batch, step.key)
     state = lifted.init(pipe.partition(stored)[0])
-    step = pipe.jit(lambda *given: train_step(pipe, lifted)(*given, *keys)[:2])
+    train = pipe.jit(lambda *given: train_step(pipe, lifted)(*given, *keys)[:2])
     for _ in range(steps):
-        stored, state = step(stored, state, batch)
+        stored, state = train(stored, state, batch)
     got = program.leaves(pipe.unshard(stored))
     names = program.names(whole)
     errors = compare_leaves(

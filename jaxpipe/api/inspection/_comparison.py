@@ -1,15 +1,36 @@
 """The differences between what a pipeline computes and what the user's program computes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from ..reference import Result
 
 TOLERANCE = 1e-5
 _MAX_ROWS = 40
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """A step of a pipeline that is compared with the user's program.
+
+    Attributes:
+        stored: The parameters as the pipeline stores them.
+        whole: The parameters in the user's tree.
+        key: The dropout key. None if no function of the model takes one.
+        plain: The user's program. None for the functions of the model.
+    """
+
+    pipe: Any
+    stored: PyTree
+    whole: PyTree
+    batch: PyTree
+    key: Array | None
+    plain: Callable | None = None
 
 
 @dataclass(frozen=True, repr=False)

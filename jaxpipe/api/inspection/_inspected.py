@@ -109,18 +109,16 @@ class InspectedModel:
                 batch, or a loss that is no mean over rows.
             ValueError: If `plain` is given and the model has dropout.
         """
-        from ._check import check, check_steps
+        from ._check import check, check_steps, checked_step
 
         check_means(self.model, "check")
         if plain is None and not self.takes_key and self.told.compute_dtype is None:
             plain = self.model.plain
-        comparison = check(self, params, batch, key, plain=plain, tolerance=tolerance)
+        step = checked_step(self, params, batch, key, plain)
+        comparison = check(step, tolerance)
         if optimizer is None:
             return comparison
-        lifted = self.optimizer(optimizer)
-        return check_steps(
-            self, lifted, optimizer, steps, params, batch, key, comparison, plain=plain
-        )
+        return check_steps(step, self.optimizer(optimizer), optimizer, steps, comparison)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.

@@ -10,47 +10,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ...engines.fsdp import num_row_shards
 from .._frozen import trainable_leaves
 from ..reference import (
     Result,
     UnlikeRows,
-    UserProgram,
     first_function_that_mixes,
     on_one_device,
     program_of,
     program_of_plain,
 )
-from ._comparison import Comparison, compare, largest_error, tolerance_of_function
+from ._comparison import CheckedStep, Comparison, compare, largest_error, tolerance_of_function
 
 
-def why(
-    pipe: Any,
-    found: Comparison,
-    whole: PyTree,
-    batch: PyTree,
-    key: Any,
-    plain: Callable | None,
-) -> str:
+def why(step: CheckedStep, found: Comparison) -> str:
     """Returns sentences that name the cause of a difference and what to write; "" for none.
 
     The user's program is run again: cut into M microbatches, and cut into the rows of devices. And
     every function is run on all rows and on pieces of them.
     """
-    trainable = trainable_leaves(pipe.frozen, whole)
-    own = program_of(pipe.model, trainable)
-    if plain is not None and found.worse:
-        program, is_module = program_of_plain(plain, trainable), plain is pipe.model.plain
-        text = _plain_is_another(pipe, own, program, whole, batch, found, is_module)
+    if step.plain is not None and found.worse:
+        text = _plain_is_another(step, step.plain, found)
         if text:
             return text
+    pipe, batch = step.pipe, step.batch
     tolerance = tolerance_of_function(found.dtype)
     num, rows = pipe.num_pieces, jnp.shape(jax.tree.leaves(batch)[0])[0]
-    of_model = partial(first_function_that_mixes, pipe.mesh, pipe.model, whole)
+    of_model = partial(first_function_that_mixes, pipe.mesh, pipe.model, step.whole)
     if num > 1:
-        unlike = of_model(batch, _key(pipe, key), num, tolerance)
+        unlike = of_model(batch, step.key, num, tolerance)
         if unlike is not None:
             return _of_microbatches(unlike, num, rows // num)
     if not found.worse:
@@ -63,7 +52,7 @@ def why(
     shards = num_row_shards(pipe.mesh)
     if shards > 1:
         first = jax.tree.map(lambda x: x[: rows // num], batch)
-        unlike = of_model(first, _key(pipe, key), shards, tolerance)
+        unlike = of_model(first, step.key, shards, tolerance)
         if unlike is not None and _sees_rows_of_device(pipe, unlike):
             return _of_row_shards(unlike, shards, rows // num)
     if pipe.num_slices > 1:
@@ -84,23 +73,12 @@ def why(
     )
 
 
-def _key(pipe: Any, key: Any) -> Any:
-    return key if pipe.takes_key else None
-
-
-def _plain_is_another(
-    pipe: Any,
-    own: UserProgram,
-    plain: UserProgram,
-    whole: PyTree,
-    batch: PyTree,
-    found: Comparison,
-    is_module: bool,
-) -> str:
+def _plain_is_another(step: CheckedStep, plain: Callable, found: Comparison) -> str:
     """Says that `plain` is not what the functions of the model compute, if so."""
-    results = []
-    for program in (own, plain):
-        value, _ = on_one_device(pipe.mesh, program.value_and_grad, whole, batch, None)
+    pipe, whole = step.pipe, step.whole
+    trainable, results = trainable_leaves(pipe.frozen, whole), []
+    for program in (program_of(pipe.model, trainable), program_of_plain(plain, trainable)):
+        value, _ = on_one_device(pipe.mesh, program.value_and_grad, whole, step.batch, None)
         (loss, _), grads = jax.tree.map(np.asarray, value)
         results.append(Result(loss, {}, dict(zip(program.names(whole), grads, strict=True))))
     errors = compare(results[0], results[1])
@@ -110,7 +88,7 @@ def _plain_is_another(
     of_module = "The module's own call is another program than the functions that it was cut into"
     of_user = "`plain` is another program than the functions of the model"
     return (
-        f"{of_module if is_module else of_user}, on the whole batch: its loss "
+        f"{of_module if plain is pipe.model.plain else of_user}, on the whole batch: its loss "
         f"is {float(results[1].loss):.6g}, and that of `embed`, every layer and `loss` one after "
         f"the other {float(results[0].loss):.6g}; {name} has the relative error "
         f"{errors[name]:.1e}."
