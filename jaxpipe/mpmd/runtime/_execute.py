@@ -88,31 +88,30 @@ def bind(
                     thunk = _task_thunk(
                         instruction, executables.programs[i], read_slots, write_slots, donated_slots
                     )
-                    yield BoundInstruction(instruction, thunk)
                 case Send(to=to, buffers=buffers):
                     read_slots = [slot(buffer, rank) for buffer in buffers]
                     sources = [shape(buffer, rank) for buffer in buffers]
                     if to in local:
                         write_slots = [slot(buffer, to) for buffer in buffers]
                         move = mover(sources, [shape(buffer, to) for buffer in buffers])
-                        yield BoundInstruction(
-                            instruction, _copy_thunk(read_slots, write_slots, move)
-                        )
+                        thunk = _copy_thunk(read_slots, write_slots, move)
                     else:
                         assert session is not None
                         peer = mesh.process_of(to)
                         send = sender(session.transport, peer, channels[to, rank, buffers], sources)
-                        yield BoundInstruction(instruction, _send_thunk(read_slots, send))
+                        thunk = _send_thunk(read_slots, send)
                 case Recv(source=source, buffers=buffers) if source not in local:
                     assert session is not None
                     peer, channel = mesh.process_of(source), channels[rank, source, buffers]
                     targets = [shape(buffer, rank) for buffer in buffers]
                     write_slots = [slot(buffer, rank) for buffer in buffers]
                     receive = receiver(session.transport, peer, channel, targets)
-                    yield BoundInstruction(instruction, _recv_thunk(write_slots, receive))
+                    thunk = _recv_thunk(write_slots, receive)
                 case Delete(buffers=buffers):
-                    deleted_slots = [slot(buffer, rank) for buffer in buffers]
-                    yield BoundInstruction(instruction, _delete_thunk(deleted_slots))
+                    thunk = _delete_thunk([slot(buffer, rank) for buffer in buffers])
+                case _:  # what a local rank receives of another one is copied by its `Send`
+                    continue
+            yield BoundInstruction(instruction, thunk)
 
     bound = tuple(
         each if session is None else _with_watchdog(session, mesh, each, slot_of)
