@@ -73,17 +73,17 @@ def _unrolled_gradient_accumulation(f: Calls, num_steps: int) -> Calls:
 
 
 def with_calls(engine: Engine) -> Engine:
-    """Returns an engine that runs M microbatches A times, if its plan says so, and sums results."""
+    """Returns an engine that runs M microbatches A times, if its spec says so, and sums results."""
 
     def of_calls(run: Callable, *, has_grads: bool) -> Callable:
         def run_calls(
-            plan: PipelineSpec, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
+            spec: PipelineSpec, model: StagedModel, weights: PyTree, inputs: PyTree, keys: PyTree
         ) -> Any:
-            if plan.num_calls == 1:
-                return run(plan, model, weights, inputs, keys)
+            if spec.num_calls == 1:
+                return run(spec, model, weights, inputs, keys)
 
             def call(weights: PyTree, inputs: PyTree, keys: PyTree) -> tuple[PyTree, PyTree]:
-                result = run(plan, model, weights, inputs, keys)
+                result = run(spec, model, weights, inputs, keys)
                 (loss, metrics), grads = result if has_grads else (result, {})
                 scalars, arrays = split_metrics(metrics)
                 return ((loss, scalars), grads), arrays
@@ -92,13 +92,13 @@ def with_calls(engine: Engine) -> Engine:
                 if not has_grads:
                     return sums
                 value, grads = sums
-                divided = over_data(plan, grads)
+                divided = over_data(spec, grads)
                 return value, engine.storage.put_like(divided, grads, grads, model.tied)
 
             if engine.storage.per_stage:
-                calls = _unrolled_gradient_accumulation(call, plan.num_calls)
+                calls = _unrolled_gradient_accumulation(call, spec.num_calls)
             else:
-                calls = _gradient_accumulation(call, plan.num_calls, as_stored)
+                calls = _gradient_accumulation(call, spec.num_calls, as_stored)
             ((loss, scalars), grads), arrays = calls(weights, inputs, keys)
             value = loss, scalars | arrays
             return (value, grads) if has_grads else value

@@ -68,59 +68,59 @@ def _prepare(
     return circular, None
 
 
-def _arguments(plan: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
+def _arguments(spec: PipelineSpec, weights: dict[str, Any], keys: Any) -> dict[str, Any]:
     """Returns arguments of the circular pipeline; raises a `ValueError` if it cannot run."""
-    layout = plan.layout
+    layout = spec.layout
     circular_engine.check_circular(
         layout.num_ranks,
         layout.num_repeats,
-        plan.num_microbatches,
-        delay=plan.options.forwarding_delay,
+        spec.num_microbatches,
+        delay=spec.options.forwarding_delay,
         names=("`microbatches`", "`forwarding_delay`"),
     )
-    return _stacked.pipeline_arguments(plan, weights, keys)
+    return _stacked.pipeline_arguments(spec, weights, keys)
 
 
 def _value(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    arguments = _arguments(plan, weights, keys)
+    arguments = _arguments(spec, weights, keys)
     return circular_engine.circular_value(model, weights, batch_inputs, keys, **arguments)
 
 
 def _value_and_grad(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     guard = partial(_stacked.undifferentiated, message=_NO_SECOND_DERIVATIVES)
     weights, batch_inputs = guard((weights, batch_inputs))
-    arguments = _arguments(plan, weights, keys)
+    arguments = _arguments(spec, weights, keys)
     result = circular_engine.circular_value_and_grad(
-        model, weights, batch_inputs, keys, remat=plan.remat, **arguments
+        model, weights, batch_inputs, keys, remat=spec.remat, **arguments
     )
     return guard(result)
 
 
-def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
+def _timeline(spec: PipelineSpec, costs: Costs) -> Timeline:
     """Returns the timeline of a loop of ticks and its transpose, which all ranks run together."""
-    assert plan.schedule is not None
-    last, num_forwards = plan.layout.num_ranks - 1, plan.num_microbatches * plan.layout.num_repeats
+    assert spec.schedule is not None
+    last, num_forwards = spec.layout.num_ranks - 1, spec.num_microbatches * spec.layout.num_repeats
 
     def tick(rank: int, i: int) -> int:
         if i < num_forwards:
-            return i + rank * _handover(plan)
-        return _num_ticks(plan) + i - num_forwards + (last - rank) * _handover(plan)
+            return i + rank * _handover(spec)
+        return _num_ticks(spec) + i - num_forwards + (last - rank) * _handover(spec)
 
-    programs = plan.schedule.programs
-    lengths: list[Any] = [0] * (2 * _num_ticks(plan))
+    programs = spec.schedule.programs
+    lengths: list[Any] = [0] * (2 * _num_ticks(spec))
     for rank, program in enumerate(programs):
         for i, step in enumerate(program):
             lengths[tick(rank, i)] = max(lengths[tick(rank, i)], duration(step, costs))
     # A delayed hand-over runs beside the work of a whole tick. Of the result of a layer, which is
     # sent in parts, the next tick waits for the last part alone.
-    delay, transfer = plan.options.forwarding_delay, costs.transfer
-    waits = [transfer * LAST_PART if plan.layout.layers_per_stage == 1 else transfer, transfer]
+    delay, transfer = spec.options.forwarding_delay, costs.transfer
+    waits = [transfer * LAST_PART if spec.layout.layers_per_stage == 1 else transfer, transfer]
     ticks = (
-        max(x, transfer) if delay else x + waits[i >= _num_ticks(plan)]
+        max(x, transfer) if delay else x + waits[i >= _num_ticks(spec)]
         for i, x in enumerate(lengths)
     )
     starts = list(accumulate(ticks, initial=0))
@@ -131,23 +131,23 @@ def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
         )
         for rank, program in enumerate(programs)
     )
-    return Timeline(plan.schedule, tuple(rows))
+    return Timeline(spec.schedule, tuple(rows))
 
 
-def _handover(plan: PipelineSpec) -> int:
+def _handover(spec: PipelineSpec) -> int:
     """Returns the ticks after which the next rank has what a rank computes."""
-    return 1 + plan.options.forwarding_delay
+    return 1 + spec.options.forwarding_delay
 
 
-def _num_ticks(plan: PipelineSpec) -> int:
-    counts = plan.layout.num_ranks, plan.layout.num_repeats, plan.num_microbatches
-    return circular_ticks(*counts, _handover(plan))
+def _num_ticks(spec: PipelineSpec) -> int:
+    counts = spec.layout.num_ranks, spec.layout.num_repeats, spec.num_microbatches
+    return circular_ticks(*counts, _handover(spec))
 
 
-def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
-    S = plan.layout.num_ranks
-    counts = StepCounts(S, plan.layout.num_repeats, plan.num_microbatches, None)
-    counts = counts._replace(options=plan.options)
+def _buffers(spec: PipelineSpec) -> tuple[Buffers, ...]:
+    S = spec.layout.num_ranks
+    counts = StepCounts(S, spec.layout.num_repeats, spec.num_microbatches, None)
+    counts = counts._replace(options=spec.options)
     return (_expected_buffers(None, counts),) * S
 
 
@@ -207,9 +207,9 @@ def _gathered(counts: StepCounts, sizes: StepSizes) -> float:
             return sizes.weights / v + 2 * sizes.layer_read
 
 
-def _has_branches(plan: PipelineSpec) -> bool:
+def _has_branches(spec: PipelineSpec) -> bool:
     """Returns whether some ranks skip layers."""
-    return bool(plan.layout.counts or plan.kinds)
+    return bool(spec.layout.counts or spec.kinds)
 
 
 CIRCULAR = Engine(
@@ -235,7 +235,7 @@ CIRCULAR = Engine(
     buffers=_buffers,
     expected_buffers=_expected_buffers,
     memory=_memory,
-    may_divide=lambda plan: not _has_branches(plan) and _stacked.may_divide_rows(plan.mesh),
+    may_divide=lambda spec: not _has_branches(spec) and _stacked.may_divide_rows(spec.mesh),
     has_branches=_has_branches,
     shares_loss=True,
     stage_by_stage=True,

@@ -106,37 +106,37 @@ class OwnSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """How weights of stages are stored and moved, as functions of a pipeline's plan.
+    """How weights of stages are stored and moved, as functions of a pipeline's spec.
 
     Attributes:
         per_stage: Whether every stage has its own tree of weights on the devices of its rank. False
             if leaves stack all stages.
         layer_ids: `layout -> layer_ids` or `stage_layer_ids` of the layout: which layer is where in
             stored stages.
-        stack: `(plan, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
+        stack: `(spec, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
             order.
-        unstack: `(plan, stages) -> leaves [L, ...]`, the inverse of `stack`.
-        share: `(plan, stages, shared) -> stages` with a copy of parameters that all layers share: a
+        unstack: `(spec, stages) -> leaves [L, ...]`, the inverse of `stack`.
+        share: `(spec, stages, shared) -> stages` with a copy of parameters that all layers share: a
             stage is `{"layers": stage, "shared": copy}`.
         own_copy: `stage -> shared`: the copy of a stage that `share` returned, as a stage is
             given it.
-        sum_shared: `(plan, stages) -> (stages, shared)`, from gradients of what `share` returns to
+        sum_shared: `(spec, stages) -> (stages, shared)`, from gradients of what `share` returns to
             those of its arguments: the copies are summed over stages.
-        layer_keys: `(plan, dropout keys, frozen) -> keys`, what the layers of a stage are given
+        layer_keys: `(spec, dropout keys, frozen) -> keys`, what the layers of a stage are given
             besides weights and inputs: a pair of a dropout key and frozen parameters. Leaves of
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
         layer_shapes: `(stages, kind or None) -> layer`: shapes and dtypes of one layer, from those
             of stored stages; of this kind if layers are of several.
-        put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
-        shardings: `(plan, weights, tied) -> shardings` of the weights that `put` returns.
-        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights that a device of every rank
+        put: `(spec, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
+        shardings: `(spec, weights, tied) -> shardings` of the weights that `put` returns.
+        rank_bytes: `(spec, weights, tied) -> [S]` bytes of weights that a device of every rank
             stores.
-        init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
+        init: `(spec, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.
-        put_like: `(plan, weights, like, tied) -> weights`, in a traced function: new arrays in
+        put_like: `(spec, weights, like, tied) -> weights`, in a traced function: new arrays in
             groups, such as the moments of an optimizer, on the devices that hold `like`.
-        gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
+        gather: `(spec, tree) -> tree` of arrays that every device of the mesh has.
     """
 
     per_stage: bool
@@ -155,11 +155,11 @@ class Storage:
     put_like: Callable[[PipelineSpec, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
     gather: Callable[[PipelineSpec, Any], Any]
 
-    def layers_by_kind(self, plan: PipelineSpec, stages: PyTree) -> PyTree:
+    def layers_by_kind(self, spec: PipelineSpec, stages: PyTree) -> PyTree:
         """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
-        if not plan.kinds:
+        if not spec.kinds:
             return self.layer_shapes(stages, None)
-        return {kind: self.layer_shapes(stages, kind) for kind, _ in plan.kinds}
+        return {kind: self.layer_shapes(stages, kind) for kind, _ in spec.kinds}
 
     def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each rank stores; None if leaves stack all stages."""
@@ -168,9 +168,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class Engine:
-    """A way to run a pipeline, as functions of its plan.
+    """A way to run a pipeline, as functions of its spec.
 
-    If the plan has kinds, layers are a dict of those of each kind, and so are functions of a layer.
+    If the spec has kinds, layers are a dict of those of each kind, and so are functions of a layer.
 
     Attributes:
         name: The name by which users select it.
@@ -185,31 +185,31 @@ class Engine:
             `ValueError` that names another engine if this one cannot run the schedule, and one
             that names the least cap if it cannot keep this one.
         layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
-        stage: `(plan, layer) -> stage`, which runs the layers of one stage.
-        value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
+        stage: `(spec, layer) -> stage`, which runs the layers of one stage.
+        value: `(spec, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [A * M, D, ...], where D is the number of devices that divide the
             rows of a microbatch, or 1 for whole microbatches. A function of `model` is given leaves
             [d, ...], for the d of these devices that it computes for. The groups of `weights` are
             "embed", "stages", "head" and, if embedding and loss read constants, "constants", the
             argument of `model.bind`.
-        value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
+        value_and_grad: `(spec, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
             with gradients like the first three groups of `weights`.
-        step_bytes: `(plan, weights, tied) -> [S]` bytes of weights on a device of every rank during
+        step_bytes: `(spec, weights, tied) -> [S]` bytes of weights on a device of every rank during
             a step, with those that other ranks send it because several ranks run a stage.
-        jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
+        jit: `(spec, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
-        timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
-        buffers: `(plan) -> [S]` the entries of the buffers of every rank.
+        timeline: `(spec, costs) -> timeline` of the actions of `value_and_grad`.
+        buffers: `(spec) -> [S]` the entries of the buffers of every rank.
         expected_buffers: `(family or None, counts) -> Buffers` of the fullest rank, by closed
             forms: `buffers` without the tables of a schedule.
         memory: `(counts, buffers, sizes) -> PeakMemory` of a rank during `value_and_grad` and an
             update: what its buffers hold, and what exists beside them at the peak.
-        may_divide: `(plan) -> whether` XLA may divide the rows of functions that mix them. Where
+        may_divide: `(spec) -> whether` XLA may divide the rows of functions that mix them. Where
             ranks have branches, it may not.
-        has_branches: `(plan) -> whether` a rank runs functions in a branch that others do not take.
+        has_branches: `(spec) -> whether` a rank runs functions in a branch that others do not take.
             XLA's partitioner may move what they compute by a collective permute, for which devices
             of all ranks wait.
-        sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
+        sliced_stage: `(spec, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
             inputs_m, key, past) -> (x, (aux, past))`. Leaves of `batch_inputs` are then [M * s, D,
             ...] for s slices. None: the engine runs no schedule with slices.

@@ -53,13 +53,13 @@ class OneProgram:
         return getattr(self._program, name)
 
 
-def jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
+def jit(spec: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
     """Compiles a function to one program."""
-    options = _options(plan)
-    traced = adding_in_products(function, plan.mesh.devices.flat[0].device_kind, options)
+    options = _options(spec)
+    traced = adding_in_products(function, spec.mesh.devices.flat[0].device_kind, options)
     program = jax.jit(traced, donate_argnums=donate_argnums, compiler_options=options or None)
-    replicated = NamedSharding(plan.mesh, PartitionSpec())
-    return OneProgram(function, program, replicated, may_hang=_may_hang(plan))
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
+    return OneProgram(function, program, replicated, may_hang=_may_hang(spec))
 
 
 def adding_in_products(
@@ -84,11 +84,11 @@ def adding_in_products(
     return traced
 
 
-def _may_hang(plan: PipelineSpec) -> bool:
+def _may_hang(spec: PipelineSpec) -> bool:
     """Returns whether XLA:CPU's partitioner may put a permute into a branch of some ranks."""
-    shape, platform = plan.mesh.shape, plan.mesh.devices.flat[0].platform
+    shape, platform = spec.mesh.shape, spec.mesh.devices.flat[0].platform
     inside_layers = math.prod(shape.get(axis, 1) for axis in ("tensor", "expert", "context"))
-    return platform == "cpu" and plan.schedule is not None and inside_layers > 1
+    return platform == "cpu" and spec.schedule is not None and inside_layers > 1
 
 
 def _require_no_permutes_in_branches(lowered: Any) -> None:
@@ -110,16 +110,16 @@ def _require_no_permutes_in_branches(lowered: Any) -> None:
             )
 
 
-def _options(plan: PipelineSpec) -> dict[str, Any]:
+def _options(spec: PipelineSpec) -> dict[str, Any]:
     """Returns XLA's options for a program: the user's, or by the table of flags."""
-    if plan.compiler_options is not None:
-        return dict(plan.compiler_options)
-    device, is_pipeline = plan.mesh.devices.flat[0], plan.schedule is not None
+    if spec.compiler_options is not None:
+        return dict(spec.compiler_options)
+    device, is_pipeline = spec.mesh.devices.flat[0], spec.schedule is not None
     traits = StepTraits(
         device.platform,
         device.device_kind,
         "pipeline" if is_pipeline else "none",
-        has_experts=plan.mesh.shape.get("expert", 1) > 1,
+        has_experts=spec.mesh.shape.get("expert", 1) > 1,
     )
     return default_options(FLAGS, traits, device)
 

@@ -40,51 +40,52 @@ def with_kinds(engine: Engine) -> Engine:
     """Returns an engine that also runs models whose layers are of several kinds.
 
     Returns:
-        The engine. If the plan has kinds, its functions take trees and layers by kind, and its
+        The engine. If the spec has kinds, its functions take trees and layers by kind, and its
         stages are trees by kind; in a list of stages each has the kinds that it runs. Random keys
         are those of all layers, in the order in which they run.
     """
 
-    def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
-        if not plan.kinds:
-            return engine.storage.stack(plan, layers)
-        plans = _plans(engine, plan)
-        return _stages(plans, {k: engine.storage.stack(plans[k], layers[k]) for k in plans})
+    def stack(spec: PipelineSpec, layers: PyTree) -> PyTree:
+        if not spec.kinds:
+            return engine.storage.stack(spec, layers)
+        specs = _specs_by_kind(engine, spec)
+        return _stages(specs, {k: engine.storage.stack(specs[k], layers[k]) for k in specs})
 
-    def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
-        if not plan.kinds:
-            return engine.storage.unstack(plan, stages)
-        plans = _plans(engine, plan)
-        return {kind: engine.storage.unstack(plans[kind], _of_kind(stages, kind)) for kind in plans}
+    def unstack(spec: PipelineSpec, stages: PyTree) -> PyTree:
+        if not spec.kinds:
+            return engine.storage.unstack(spec, stages)
+        specs = _specs_by_kind(engine, spec)
+        return {kind: engine.storage.unstack(specs[kind], _of_kind(stages, kind)) for kind in specs}
 
-    def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
-        if not plan.kinds:
-            return engine.storage.layer_keys(plan, dropout, frozen)
-        plans, order, keys_by_kind = _plans(engine, plan), np.array(plan.kinds_of_layers), {}
-        for kind, _ in plan.kinds:
+    def layer_keys(spec: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
+        if not spec.kinds:
+            return engine.storage.layer_keys(spec, dropout, frozen)
+        specs, order = _specs_by_kind(engine, spec), np.array(spec.kinds_of_layers)
+        keys_by_kind = {}
+        for kind, _ in spec.kinds:
             (ids,) = np.nonzero(order == kind)
             keys = jax.tree.map(lambda leaf: leaf[ids], dropout)  # noqa: B023
             is_list = isinstance(frozen, list)
             of_kind = [stage.get(kind) for stage in frozen] if is_list else frozen[kind]
-            keys_by_kind[kind] = engine.storage.layer_keys(plans[kind], keys, of_kind)
-        stages = _stages(plans, keys_by_kind)
+            keys_by_kind[kind] = engine.storage.layer_keys(specs[kind], keys, of_kind)
+        stages = _stages(specs, keys_by_kind)
         if not isinstance(stages, list):
             return stages
-        runs = map(layer_runs, _patterns(plan))
+        runs = map(layer_runs, _patterns(spec))
         return [OrderedKeys(*pair) for pair in zip(stages, runs, strict=True)]
 
     def of_kinds(run: Callable[[PipelineSpec, Any], Callable]) -> Callable:
-        """Returns `run`, which makes a stage of layers of one kind, for all kinds of a plan."""
+        """Returns `run`, which makes a stage of layers of one kind, for all kinds of a spec."""
 
-        def stage(plan: PipelineSpec, layers: Any) -> Callable:
-            if not plan.kinds:
-                return run(plan, layers)
-            plans = _plans(engine, plan)
+        def stage(spec: PipelineSpec, layers: Any) -> Callable:
+            if not spec.kinds:
+                return run(spec, layers)
+            specs = _specs_by_kind(engine, spec)
 
             def of_run(kind: str, num_layers: int, is_all: bool) -> Callable:
-                return run(_plan_of_run(engine, plans[kind], num_layers, is_all), layers[kind])
+                return run(_spec_of_run(engine, specs[kind], num_layers, is_all), layers[kind])
 
-            return _in_order(_common_runs(engine, plan), of_run)
+            return _in_order(_common_runs(engine, spec), of_run)
 
         return stage
 
@@ -96,47 +97,47 @@ def with_kinds(engine: Engine) -> Engine:
     )
 
 
-def _patterns(plan: PipelineSpec) -> list[tuple[str, ...]]:
+def _patterns(spec: PipelineSpec) -> list[tuple[str, ...]]:
     """Returns the kinds of the layers of every stage, in forward order."""
-    order = plan.kinds_of_layers
-    return [order[ids.start : ids.stop] for ids in plan.layout.stage_layer_ids]
+    order = spec.kinds_of_layers
+    return [order[ids.start : ids.stop] for ids in spec.layout.stage_layer_ids]
 
 
-def _common_runs(engine: Engine, plan: PipelineSpec) -> Runs | None:
+def _common_runs(engine: Engine, spec: PipelineSpec) -> Runs | None:
     """Returns the runs that every stage of one program has; None if each has runs of its own."""
-    return None if engine.storage.per_stage else layer_runs(common_sequence(_patterns(plan)))
+    return None if engine.storage.per_stage else layer_runs(common_sequence(_patterns(spec)))
 
 
-def _plans(engine: Engine, plan: PipelineSpec) -> dict[str, PipelineSpec]:
-    """Returns the plan of each kind: with a layout of the layers of this kind alone."""
-    patterns, num_ranks = _patterns(plan), plan.mesh.shape["stage"]
+def _specs_by_kind(engine: Engine, spec: PipelineSpec) -> dict[str, PipelineSpec]:
+    """Returns the spec of each kind: with a layout of the layers of this kind alone."""
+    patterns, num_ranks = _patterns(spec), spec.mesh.shape["stage"]
     sequence = () if engine.storage.per_stage else common_sequence(patterns)
     slots = [slots_by_kind(sequence, pattern) for pattern in patterns]
-    plans = {}
-    for kind, _ in plan.kinds:
+    specs = {}
+    for kind, _ in spec.kinds:
         counts, num_slots = tuple(p.count(kind) for p in patterns), sequence.count(kind)
-        layout = engine.layout(plan.schedule, num_ranks, counts)
+        layout = engine.layout(spec.schedule, num_ranks, counts)
         if sequence and set(counts) != {num_slots}:
             of_kind = tuple(of_stage.get(kind, ()) for of_stage in slots)
             layout = replace(layout, layers_per_stage=num_slots, counts=counts, slots=of_kind)
         of_kind = {
             "layout": layout,
-            "param_specs": _specs_of_kind(plan.param_specs, kind),
-            "compute_dtype": _dtype_of_kind(plan.compute_dtype, kind),
-            "layer_specs": None if plan.layer_specs is None else plan.layer_specs[kind],
+            "param_specs": _specs_of_kind(spec.param_specs, kind),
+            "compute_dtype": _dtype_of_kind(spec.compute_dtype, kind),
+            "layer_specs": None if spec.layer_specs is None else spec.layer_specs[kind],
         }
-        plans[kind] = replace(plan, kinds=(), order=(), **of_kind)
-    return plans
+        specs[kind] = replace(spec, kinds=(), order=(), **of_kind)
+    return specs
 
 
-def _plan_of_run(engine: Engine, plan: PipelineSpec, num_layers: int, is_all: bool) -> PipelineSpec:
-    """Returns the plan of some layers of a kind, which are written out unless they are all."""
-    scan = plan.scan_layers
+def _spec_of_run(engine: Engine, spec: PipelineSpec, num_layers: int, is_all: bool) -> PipelineSpec:
+    """Returns the spec of some layers of a kind, which are written out unless they are all."""
+    scan = spec.scan_layers
     # In one program `counts` says that some slots are skipped.
-    counts = None if engine.storage.per_stage else plan.layout.counts
-    layout = replace(plan.layout, layers_per_stage=num_layers, counts=counts, slots=None)
+    counts = None if engine.storage.per_stage else spec.layout.counts
+    layout = replace(spec.layout, layers_per_stage=num_layers, counts=counts, slots=None)
     # A loop over a part of a stack would copy the part in every tick.
-    return replace(plan, layout=layout, scan_layers=scan if is_all or scan is not None else False)
+    return replace(spec, layout=layout, scan_layers=scan if is_all or scan is not None else False)
 
 
 def _dtype_of_kind(dtype: Any, kind: str) -> Any:
@@ -156,11 +157,11 @@ def _specs_of_kind(specs: ParamSpecs, kind: str) -> ParamSpecs:
     )
 
 
-def _stages(plans: dict[str, PipelineSpec], by_kind: dict[str, Any]) -> Any:
+def _stages(specs: dict[str, PipelineSpec], by_kind: dict[str, Any]) -> Any:
     """Returns stages by kind; or a list of stages, each with the kinds of which it has layers."""
     if not isinstance(next(iter(by_kind.values())), list):
         return by_kind
-    ids = {kind: plan.layout.stage_layer_ids for kind, plan in plans.items()}
+    ids = {kind: spec.layout.stage_layer_ids for kind, spec in specs.items()}
     return [
         {kind: stages[i] for kind, stages in by_kind.items() if len(ids[kind][i])}
         for i in range(len(next(iter(ids.values()))))

@@ -46,19 +46,19 @@ def _layout(schedule: Schedule | None, ranks: int, counts: tuple[int, ...]) -> L
     return LayerLayout(max(stages), ranks, max(counts), None, None if alike else counts)
 
 
-def _stack(plan: PipelineSpec, layers: PyTree) -> list[PyTree]:
+def _stack(spec: PipelineSpec, layers: PyTree) -> list[PyTree]:
     """Cuts [L, ...] leaves into a tree of [layers, ...] leaves for every stage."""
-    ids = plan.layout.stage_layer_ids
+    ids = spec.layout.stage_layer_ids
     return [jax.tree.map(lambda leaf: leaf[r.start : r.stop], layers) for r in ids]  # noqa: B023
 
 
-def _unstack(plan: PipelineSpec, stages: Sequence[PyTree]) -> PyTree:
-    del plan
+def _unstack(spec: PipelineSpec, stages: Sequence[PyTree]) -> PyTree:
+    del spec
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
 
 
-def _layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
-    return list(zip(_stack(plan, dropout), frozen, strict=True))
+def _layer_keys(spec: PipelineSpec, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
+    return list(zip(_stack(spec, dropout), frozen, strict=True))
 
 
 def _layer_shapes(stages: list[PyTree], kind: str | None) -> PyTree:
@@ -67,28 +67,28 @@ def _layer_shapes(stages: list[PyTree], kind: str | None) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
 
 
-def _share(plan: PipelineSpec, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
+def _share(spec: PipelineSpec, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
     """Gives every stage what all layers share; and as keys [layers, 0] leaves if it has none."""
 
     def counted(stage: Any, num_layers: int) -> Any:
         is_empty = isinstance(stage, tuple) and not jax.tree.leaves(stage)
         return (jnp.zeros((num_layers, 0)), stage[1]) if is_empty else stage
 
-    pairs = zip(plan.layout.stage_layer_ids, stages, strict=True)
+    pairs = zip(spec.layout.stage_layer_ids, stages, strict=True)
     return [{"layers": counted(stage, len(ids)), "shared": shared} for ids, stage in pairs]
 
 
-def _sum_shared(plan: PipelineSpec, stages: list[dict[str, Any]]) -> tuple[list[Any], PyTree]:
+def _sum_shared(spec: PipelineSpec, stages: list[dict[str, Any]]) -> tuple[list[Any], PyTree]:
     """Returns the gradients of layers, and on all ranks those of what they share."""
-    del plan
+    del spec
     sums = jax.tree.map(mpmd.cross_mpmd_all_reduce, *(stage["shared"] for stage in stages))
     return [stage["layers"] for stage in stages], sums
 
 
-def _stage(plan: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
+def _stage(spec: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
     # A stage of equal ones may have no arrays that say how many layers it has.
-    num_layers = None if plan.layout.counts else plan.layout.layers_per_stage
-    return partial(run, plan.layer_remat(layer), num_layers=num_layers, scan=plan.scan_layers)
+    num_layers = None if spec.layout.counts else spec.layout.layers_per_stage
+    return partial(run, spec.layer_remat(layer), num_layers=num_layers, scan=spec.scan_layers)
 
 
 def _check_call(name: str) -> None:
@@ -108,24 +108,24 @@ def _bound(model: StagedModel, weights: dict[str, Any]) -> tuple[StagedModel, di
 
 
 def _value(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
-    return mpmd_api.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
+    return mpmd_api.mpmd_value(model, weights, batch_inputs, keys, schedule=spec.schedule)
 
 
 def _value_and_grad(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     model, weights = _bound(model, weights)
     return mpmd_api.mpmd_value_and_grad(
-        model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
+        model, weights, batch_inputs, keys, schedule=spec.schedule, remat=spec.remat
     )
 
 
-def _put(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
+def _put(spec: PipelineSpec, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
     """Moves stages to their ranks; embedding and head to those of the first and last stage."""
-    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
+    mesh = mpmd.MpmdMesh(spec.mesh, "stage")
 
     def put(leaf: jax.Array, sharding: mpmd.MpmdSharding) -> mpmd.MpmdArray:
         local = set(sharding.mpmd_idxs) & set(mesh.local_ranks)
@@ -133,35 +133,35 @@ def _put(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> dict[str, A
         arrays = {r: jax.device_put(leaf, sharding.of_rank(r), may_alias=False) for r in local}
         return mpmd.MpmdArray.of_ranks(arrays, sharding, leaf.shape, leaf.dtype)
 
-    return jax.tree.map(put, weights, _shardings(plan, weights, tied))
+    return jax.tree.map(put, weights, _shardings(spec, weights, tied))
 
 
-def _init(plan: PipelineSpec, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
+def _init(spec: PipelineSpec, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
     """Makes the weights of every rank by a program of its own."""
     shapes = jax.eval_shape(make)
-    return mpmd_api.init_on_ranks(lambda rank: make(), shapes, _shardings(plan, shapes, tied))
+    return mpmd_api.init_on_ranks(lambda rank: make(), shapes, _shardings(spec, shapes, tied))
 
 
 def _shardings(
-    plan: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
+    spec: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
 ) -> dict[str, Any]:
     """Returns the ranks of every leaf, and its sharding over `fsdp` on them.
 
     A stage that several ranks run is stored on one of them, which sends it in every step; with
     `copies` all these ranks count.
     """
-    assert plan.schedule is not None
-    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    owners, running = language.owners(plan.schedule), language.ranks_by_stage(plan.schedule)
-    stages = range(plan.schedule.num_stages)
+    assert spec.schedule is not None
+    mesh = mpmd.MpmdMesh(spec.mesh, "stage")
+    owners, running = language.owners(spec.schedule), language.ranks_by_stage(spec.schedule)
+    stages = range(spec.schedule.num_stages)
     ranks = [running[stage] if copies else (owners[stage],) for stage in stages]
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
-    every = tuple(range(plan.mesh.shape["stage"]))
+    every = tuple(range(spec.mesh.shape["stage"]))
 
     def of_tree(
         name: str, tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()
     ) -> PyTree:
-        specs = param_spec_tree(name, tree, plan.mesh, plan.param_specs, lead)
+        specs = param_spec_tree(name, tree, spec.mesh, spec.param_specs, lead)
         return jax.tree.map(partial(mpmd.MpmdSharding, mesh, ranks), specs)
 
     pairs = zip(weights["stages"], ranks, strict=True)
@@ -174,11 +174,11 @@ def _shardings(
 
 
 def _rank_bytes(
-    plan: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
+    spec: PipelineSpec, weights: dict[str, Any], tied: bool, *, copies: bool = False
 ) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, as stored or with `copies`."""
-    bytes_by_rank = [0] * plan.mesh.shape["stage"]
-    where = jax.tree.leaves(_shardings(plan, weights, tied, copies=copies))
+    bytes_by_rank = [0] * spec.mesh.shape["stage"]
+    where = jax.tree.leaves(_shardings(spec, weights, tied, copies=copies))
     for leaf, sharding in zip(jax.tree.leaves(weights), where, strict=True):
         for rank in sharding.mpmd_idxs:
             shape = sharding.of_rank(rank).shard_shape(leaf.shape)
@@ -187,10 +187,10 @@ def _rank_bytes(
 
 
 def _put_like(
-    plan: PipelineSpec, weights: dict[str, Any], like: dict[str, Any], tied: bool
+    spec: PipelineSpec, weights: dict[str, Any], like: dict[str, Any], tied: bool
 ) -> dict[str, Any]:
     """Puts new arrays of every stage, and of embedding and head, on the ranks of their weights."""
-    del plan, tied
+    del spec, tied
 
     def with_leaf(tree: PyTree, other: PyTree) -> PyTree:
         leaves = jax.tree.leaves(other)
@@ -202,7 +202,7 @@ def _put_like(
     return placed | {"stages": [with_leaf(*pair) for pair in pairs]}
 
 
-def _gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
+def _gather(spec: PipelineSpec, tree: PyTree) -> PyTree:
     """Copies arrays to the first device; all ranks must belong to this process."""
 
     def gather_leaf(leaf: Any) -> jax.Array:
@@ -214,35 +214,35 @@ def _gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
                 "`unshard` was called where ranks belong to several processes. Save the parameters "
                 "as they are stored, or convert them with `mpmd.mpmd_to_spmd_reshard`."
             )
-        return jax.device_put(array, plan.mesh.devices.flat[0], may_alias=False)
+        return jax.device_put(array, spec.mesh.devices.flat[0], may_alias=False)
 
     return jax.tree.map(gather_leaf, tree)
 
 
-def _jit(plan: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
-    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    options = None if plan.compiler_options is None else dict(plan.compiler_options)
+def _jit(spec: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
+    mesh = mpmd.MpmdMesh(spec.mesh, "stage")
+    options = None if spec.compiler_options is None else dict(spec.compiler_options)
     return mpmd.mpmd_jit_with_loop(
         function, mesh, donate_argnums=donate_argnums, compiler_options=options
     )
 
 
-def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
-    assert plan.schedule is not None
-    return schedules.simulate(plan.schedule, costs)
+def _timeline(spec: PipelineSpec, costs: Costs) -> Timeline:
+    assert spec.schedule is not None
+    return schedules.simulate(spec.schedule, costs)
 
 
-def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
+def _buffers(spec: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers of every rank by the order of its actions; of slices as in ticks."""
-    assert plan.schedule is not None
+    assert spec.schedule is not None
     past: dict[str, Any] = {}
-    num_slices = language.num_slices(plan.schedule)
+    num_slices = language.num_slices(spec.schedule)
     if num_slices > 1:
-        slots = lock_step.buffer_slots(lock_step.to_lock_step(plan.schedule))
+        slots = lock_step.buffer_slots(lock_step.to_lock_step(spec.schedule))
         past = {name: slots[name] for name in ("past", "past_cotangents")}
         past |= {"num_slices": num_slices}
-    peaks = schedules.peak_activations(plan.schedule)
-    rows = zip(peaks, plan.schedule.programs, strict=True)
+    peaks = schedules.peak_activations(spec.schedule)
+    rows = zip(peaks, spec.schedule.programs, strict=True)
     return tuple(
         Buffers(peak, wgrad_residuals=_most_deferred(row), activations=3, **past)
         for peak, row in rows
@@ -290,8 +290,8 @@ MPMD = Engine(
     buffers=_buffers,
     expected_buffers=expected_buffers,
     memory=memory,
-    may_divide=lambda plan: True,
-    has_branches=lambda plan: False,
+    may_divide=lambda spec: True,
+    has_branches=lambda spec: False,
     sliced_stage=partial(_stage, run=run_sliced_layers),
     program_per_rank=True,
     check_call=_check_call,

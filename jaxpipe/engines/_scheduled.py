@@ -55,12 +55,12 @@ def _in_lock_step(schedule: Schedule, costs: Costs | None, memory_cap: int | Non
 
 
 def _value(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    assert plan.schedule is not None
+    assert spec.schedule is not None
     weights, batch_inputs = _stacked.undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
-    forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
-    arguments = _stacked.pipeline_arguments(plan, weights, keys)
+    forwards = lock_step.to_lock_step(language.forward_only(spec.schedule))
+    arguments = _stacked.pipeline_arguments(spec, weights, keys)
     result = scheduled_engine.scheduled_value(
         model, weights, batch_inputs, keys, ticks=forwards, **arguments
     )
@@ -68,36 +68,36 @@ def _value(
 
 
 def _value_and_grad(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    assert plan.ticks is not None
+    assert spec.ticks is not None
     weights, batch_inputs = _stacked.undifferentiated((weights, batch_inputs), _NO_DERIVATIVES)
-    arguments = _stacked.pipeline_arguments(plan, weights, keys)
+    arguments = _stacked.pipeline_arguments(spec, weights, keys)
     result = scheduled_engine.scheduled_value_and_grad(
-        model, weights, batch_inputs, keys, ticks=plan.ticks, remat=plan.remat, **arguments
+        model, weights, batch_inputs, keys, ticks=spec.ticks, remat=spec.remat, **arguments
     )
     return _stacked.undifferentiated(result, _NO_DERIVATIVES)
 
 
-def _step_bytes(plan: PipelineSpec, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
+def _step_bytes(spec: PipelineSpec, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
     """Returns the bytes of weights on a device of every rank, with copies of others' stages."""
-    assert plan.schedule is not None
-    stages = _stacked.rank_bytes(plan, {"stages": weights["stages"]}, tied)
-    stored, copies = _stacked.rank_bytes(plan, weights, tied), language.num_copies(plan.schedule)
+    assert spec.schedule is not None
+    stages = _stacked.rank_bytes(spec, {"stages": weights["stages"]}, tied)
+    stored, copies = _stacked.rank_bytes(spec, weights, tied), language.num_copies(spec.schedule)
     return tuple(
-        a + b * copies // plan.layout.num_repeats for a, b in zip(stored, stages, strict=True)
+        a + b * copies // spec.layout.num_repeats for a, b in zip(stored, stages, strict=True)
     )
 
 
-def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
-    assert plan.ticks is not None
-    return lock_step.simulate_ticks(plan.ticks, costs)
+def _timeline(spec: PipelineSpec, costs: Costs) -> Timeline:
+    assert spec.ticks is not None
+    return lock_step.simulate_ticks(spec.ticks, costs)
 
 
-def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
+def _buffers(spec: PipelineSpec) -> tuple[Buffers, ...]:
     """Returns the buffers by the tables of the ticks, which are equally large on all ranks."""
-    assert plan.ticks is not None
-    slots, residuals = _slots(plan.ticks, plan.gather == "repeat")
+    assert spec.ticks is not None
+    slots, residuals = _slots(spec.ticks, spec.gather == "repeat")
     on_rank = Buffers(
         sum(residuals),
         residuals[0] if len(residuals) > 1 else 0,
@@ -105,10 +105,10 @@ def _buffers(plan: PipelineSpec) -> tuple[Buffers, ...]:
         activations=slots["inputs"] + slots["cotangents"] + 1,  # and the one that is computed with
         past=slots["past"],
         past_cotangents=slots["past_cotangents"],
-        num_slices=language.num_slices(plan.ticks.schedule),
-        forwards_first=lock_step.has_forwards_first(plan.ticks),
+        num_slices=language.num_slices(spec.ticks.schedule),
+        forwards_first=lock_step.has_forwards_first(spec.ticks),
     )
-    return (on_rank,) * plan.layout.num_ranks
+    return (on_rank,) * spec.layout.num_ranks
 
 
 @lru_cache(maxsize=8)
@@ -204,7 +204,7 @@ SCHEDULED = Engine(
     buffers=_buffers,
     expected_buffers=expected_buffers,
     memory=memory,
-    may_divide=lambda plan: False,
-    has_branches=lambda plan: True,
+    may_divide=lambda spec: False,
+    has_branches=lambda spec: True,
     sliced_stage=partial(_stacked.stage, run=run_sliced_layers),
 )

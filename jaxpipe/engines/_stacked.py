@@ -53,9 +53,9 @@ def layout_of_schedule(
     return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
+def stack(spec: PipelineSpec, layers: PyTree) -> PyTree:
     """Stacks layers [L, ...] as ranks hold them, [v, S, n, ...], with zeros for padding."""
-    ids = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims)
+    ids = np.asarray(spec.layout.layer_ids).reshape(spec.layout.dims)
 
     def stack_leaf(leaf: Any) -> Any:
         taken = jnp.asarray(leaf)[np.maximum(ids, 0)]
@@ -67,18 +67,18 @@ def stack(plan: PipelineSpec, layers: PyTree) -> PyTree:
     return jax.tree.map(stack_leaf, layers)
 
 
-def unstack(plan: PipelineSpec, stages: PyTree) -> PyTree:
+def unstack(spec: PipelineSpec, stages: PyTree) -> PyTree:
     """Returns layers [L, ...] in forward order from [v, S, n, ...]: the inverse of `stack`."""
-    ids = np.asarray(plan.layout.layer_ids)
+    ids = np.asarray(spec.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
-    positions = positions[: plan.layout.num_layers]
+    positions = positions[: spec.layout.num_layers]
     # The size is said, not -1: an array of size 0 has room for any number of layers.
     return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
 
 
-def share(plan: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
+def share(spec: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
     """Returns "layers", the stages, and "shared", a copy [v, S, 1, ...] for each of them."""
-    dims = *plan.layout.dims[:2], 1
+    dims = *spec.layout.dims[:2], 1
     copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*dims, *leaf.shape)), shared)
     return {"layers": stages, "shared": copies}
 
@@ -88,55 +88,55 @@ def own_copy(stage: dict[str, PyTree]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
 
 
-def sum_shared(plan: PipelineSpec, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+def sum_shared(spec: PipelineSpec, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
     """Returns the gradients of layers, and those of what they share, summed over stages."""
-    del plan
+    del spec
     sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1, 2)), stages["shared"])
     return stages["layers"], sums
 
 
-def layer_keys(plan: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
+def layer_keys(spec: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
     """Returns [v, S, n, ...] keys of layers: dropout, frozen parameters and, if needed, a mask.
 
     Dropout keys are given as [L, ...], or (); frozen parameters as [v, S, n, ...].
     """
-    keys = stack(plan, dropout), to_shards(plan, frozen)
-    if not plan.layout.counts:
+    keys = stack(spec, dropout), to_shards(spec, frozen)
+    if not spec.layout.counts:
         return keys
-    mask = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims) >= 0
+    mask = np.asarray(spec.layout.layer_ids).reshape(spec.layout.dims) >= 0
     return {"dropout": keys, "layer_mask": jnp.asarray(mask)}
 
 
 def pipeline_arguments(
-    plan: PipelineSpec, weights: dict[str, PyTree], keys: PyTree
+    spec: PipelineSpec, weights: dict[str, PyTree], keys: PyTree
 ) -> dict[str, Any]:
-    """Returns the arguments that all pipelines of one program take of a plan."""
-    gather, boundary_gather = weight_gathers(plan, weights, keys)
+    """Returns the arguments that all pipelines of one program take of a spec."""
+    gather, boundary_gather = weight_gathers(spec, weights, keys)
     return {
-        "mesh": plan.mesh,
+        "mesh": spec.mesh,
         "gather": gather,
         "boundary_gather": boundary_gather,
-        "options": plan.options,
+        "options": spec.options,
     }
 
 
-def stage(plan: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
+def stage(spec: PipelineSpec, layer: Callable, run: Callable = run_layers) -> Callable:
     """Returns a stage that runs its layers by `run`, and skips padding layers."""
-    num_layers = plan.layout.layers_per_stage
-    return partial(run, _wrapped(plan, layer), num_layers=num_layers, scan=plan.scan_layers)
+    num_layers = spec.layout.layers_per_stage
+    return partial(run, _wrapped(spec, layer), num_layers=num_layers, scan=spec.scan_layers)
 
 
-def _wrapped(plan: PipelineSpec, layer: Callable) -> Callable:
+def _wrapped(spec: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer, from outside in: rematerialised, masked if it is padding, and gathering.
 
     The condition of a mask would return the weights that its backward reads, a copy of those of all
     layers. Rematerialised too, it reads them again.
     """
-    layer = gathering(plan, layer)
-    if plan.gather == "layer":
-        layer = gathering_layer(layer, gather_of_layer(plan))
-    layer = plan.layer_remat(layer)
-    return plan.layer_remat(masked_layer(layer)) if plan.layout.counts else layer
+    layer = gathering(spec, layer)
+    if spec.gather == "layer":
+        layer = gathering_layer(layer, gather_of_layer(spec))
+    layer = spec.layer_remat(layer)
+    return spec.layer_remat(masked_layer(layer)) if spec.layout.counts else layer
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -162,9 +162,9 @@ def undifferentiated(tree: PyTree, message: str) -> PyTree:
     return jax.tree.map(guard, tree)
 
 
-def put(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
+def put(spec: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
     """Moves weights to the devices that hold them."""
-    where = shardings(plan, weights, tied)
+    where = shardings(spec, weights, tied)
     here = jax.tree.map(_from_other_devices, weights, where)
     return jax.jit(lambda tree: tree, out_shardings=where)(here)
 
@@ -178,37 +178,37 @@ def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def init(
-    plan: PipelineSpec, make: Callable[[], dict[str, PyTree]], tied: bool
+    spec: PipelineSpec, make: Callable[[], dict[str, PyTree]], tied: bool
 ) -> dict[str, PyTree]:
     """Makes weights on the devices that hold them; no device has more than its own shards."""
-    where = shardings(plan, jax.eval_shape(make), tied)
+    where = shardings(spec, jax.eval_shape(make), tied)
     return jax.jit(make, out_shardings=where)()
 
 
 def put_like(
-    plan: PipelineSpec, weights: dict[str, PyTree], like: dict[str, PyTree], tied: bool
+    spec: PipelineSpec, weights: dict[str, PyTree], like: dict[str, PyTree], tied: bool
 ) -> dict[str, PyTree]:
     """Returns new arrays in groups of weights, sharded as weights are, in a traced function."""
     del like
-    return reshard(weights, shardings(plan, weights, tied))
+    return reshard(weights, shardings(spec, weights, tied))
 
 
-def shardings(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
+def shardings(spec: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> dict[str, PyTree]:
     """Returns where stored weights are: without a pipeline, on all ranks alike."""
     del tied
-    stage_axis = None if plan.schedule is None else "stage"
+    stage_axis = None if spec.schedule is None else "stage"
     by_group = {}
     for group, tree in weights.items():
         lead = (None, stage_axis, None) if group == "stages" else ()
-        specs = param_spec_tree(group, tree, plan.mesh, plan.param_specs, lead)
-        by_group[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
+        specs = param_spec_tree(group, tree, spec.mesh, spec.param_specs, lead)
+        by_group[group] = jax.tree.map(partial(NamedSharding, spec.mesh), specs)
     return by_group
 
 
-def rank_bytes(plan: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> tuple[int, ...]:
+def rank_bytes(spec: PipelineSpec, weights: dict[str, PyTree], tied: bool) -> tuple[int, ...]:
     """Returns [S] the bytes of weights on a device of every rank, which are the same for all."""
-    where = shardings(plan, weights, tied)
-    return (device_bytes(weights, where),) * plan.mesh.shape["stage"]
+    where = shardings(spec, weights, tied)
+    return (device_bytes(weights, where),) * spec.mesh.shape["stage"]
 
 
 def device_bytes(arrays: PyTree, where: PyTree) -> int:
@@ -229,9 +229,9 @@ def may_divide_rows(mesh: Mesh) -> bool:
     return all(axis in ROW_AXES and types[axis] == AxisType.Auto for axis in others)
 
 
-def gather(plan: PipelineSpec, tree: PyTree) -> PyTree:
+def gather(spec: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
-    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))(tree)
 
 
 STORAGE = Storage(

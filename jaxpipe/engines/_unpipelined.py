@@ -66,61 +66,61 @@ def _layout(schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]) 
 
 
 def _value(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    model = _gathering(plan, model.with_constants(weights.get("constants", ())))
-    with _mesh_in_context(plan):
+    model = _gathering(spec, model.with_constants(weights.get("constants", ())))
+    with _mesh_in_context(spec):
         return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
 
 
 def _value_and_grad(
-    plan: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+    spec: PipelineSpec, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     arguments = _without_repeats(weights, keys, batch_inputs)
-    model = _gathering(plan, model.with_constants(weights.get("constants", ())))
-    model = replace(model, stage=plan.remat(model.stage))
-    with _mesh_in_context(plan):
+    model = _gathering(spec, model.with_constants(weights.get("constants", ())))
+    model = replace(model, stage=spec.remat(model.stage))
+    with _mesh_in_context(spec):
         value, grads = unpipelined.value_and_grad(model, *arguments)
     grads |= {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
-    if plan.options.zero1:
-        divided = over_data(plan, grads)
+    if spec.options.zero1:
+        divided = over_data(spec, grads)
         grads = _stacked.put_like(divided, grads, grads, model.tied)
     return value, grads
 
 
-def _mesh_in_context(plan: PipelineSpec) -> AbstractContextManager[Any]:
+def _mesh_in_context(spec: PipelineSpec) -> AbstractContextManager[Any]:
     """Shows the mesh to functions of the model, as the engines do that pipeline.
 
     Explicit axes are the user's to show: outside of `jax.jit` arrays would be typed by them.
     """
-    if AxisType.Explicit in plan.mesh.axis_types:
+    if AxisType.Explicit in spec.mesh.axis_types:
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh)
+    return jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh)
 
 
-def _stage(plan: PipelineSpec, layer: Callable) -> Callable:
+def _stage(spec: PipelineSpec, layer: Callable) -> Callable:
     """Returns a stage whose layers gather their weights one after the other."""
 
     def gathered(weights: PyTree, *arguments: Any) -> Any:
-        return layer(_unsharded(plan, "stages", weights), *arguments)
+        return layer(_unsharded(spec, "stages", weights), *arguments)
 
     def stage(weights: PyTree, *arguments: Any) -> Any:
-        scan = _layers_at_a_time(plan, weights)
-        of_loop = replace(plan, scan_layers=scan)
-        if scan is False or plan.layout.layers_per_stage == 1:  # no loop keeps them apart
-            of_loop = replace(of_loop, layer_remat=apart(plan.layer_remat))
+        scan = _layers_at_a_time(spec, weights)
+        of_loop = replace(spec, scan_layers=scan)
+        if scan is False or spec.layout.layers_per_stage == 1:  # no loop keeps them apart
+            of_loop = replace(of_loop, layer_remat=apart(spec.layer_remat))
         return _stacked.stage(of_loop, gathered)(weights, *arguments)
 
     return stage
 
 
-def _layers_at_a_time(plan: PipelineSpec, weights: PyTree) -> bool | int | None:
+def _layers_at_a_time(spec: PipelineSpec, weights: PyTree) -> bool | int | None:
     """Returns `scan_layers`, or a number where it is left to the engine and one would wait."""
-    stored = param_spec_tree("stages", weights, plan.mesh, plan.param_specs, (None,))
-    count = plan.layout.layers_per_stage
-    most = most_bytes_for_several(plan.scan_layers, count, stored, plan.mesh)
-    if not most or _gathered_bytes(plan, weights, stored) / count > most:
-        return plan.scan_layers
+    stored = param_spec_tree("stages", weights, spec.mesh, spec.param_specs, (None,))
+    count = spec.layout.layers_per_stage
+    most = most_bytes_for_several(spec.scan_layers, count, stored, spec.mesh)
+    if not most or _gathered_bytes(spec, weights, stored) / count > most:
+        return spec.scan_layers
     return _layers_of_an_iteration(count)
 
 
@@ -157,49 +157,49 @@ def _layers_of_an_iteration(count: int) -> int:
     return next((n for n in (4, 3, 2) if count % n == 0), 1)
 
 
-def _gathered_bytes(plan: PipelineSpec, weights: PyTree, stored: PyTree) -> int:
+def _gathered_bytes(spec: PipelineSpec, weights: PyTree, stored: PyTree) -> int:
     """Returns the bytes of weights on a device when all of them are gathered."""
-    read = jax.eval_shape(partial(cast_params, plan, "stages"), weights)
+    read = jax.eval_shape(partial(cast_params, spec, "stages"), weights)
     specs = read_spec_tree(stored)
-    where = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
+    where = jax.tree.map(partial(NamedSharding, spec.mesh), specs)
     return _stacked.device_bytes(read, where)
 
 
-def most_bytes_for_several_of(plan: PipelineSpec) -> float:
-    """Returns the bytes of a gathered layer up to which the loop of a plan runs several at a time.
+def most_bytes_for_several_of(spec: PipelineSpec) -> float:
+    """Returns the bytes of a gathered layer up to which the loop of a spec runs several at a time.
 
     Args:
-        plan: The plan of a step. Only the engine without a pipeline has such loops.
+        spec: The spec of a step. Only the engine without a pipeline has such loops.
 
     Returns:
         Bytes on a device, as `most_bytes_for_several` says.
     """
-    stored = [PartitionSpec("fsdp"), *(spec for _, spec in plan.param_specs)]
-    count = plan.layout.layers_per_stage
-    return most_bytes_for_several(plan.scan_layers, count, stored, plan.mesh)
+    stored = [PartitionSpec("fsdp"), *(leaf_spec for _, leaf_spec in spec.param_specs)]
+    count = spec.layout.layers_per_stage
+    return most_bytes_for_several(spec.scan_layers, count, stored, spec.mesh)
 
 
-def _gathering(plan: PipelineSpec, model: StagedModel) -> StagedModel:
+def _gathering(spec: PipelineSpec, model: StagedModel) -> StagedModel:
     """Returns the model whose embedding and loss gather their weights."""
 
     def embed(weights: PyTree, inputs_m: PyTree) -> Any:
-        return model.embed(_unsharded(plan, "embed", weights), inputs_m)
+        return model.embed(_unsharded(spec, "embed", weights), inputs_m)
 
     def loss(boundary: dict[str, PyTree], y: PyTree, inputs_m: PyTree) -> Any:
-        whole = {name: _unsharded(plan, name, boundary[name]) for name in boundary}
+        whole = {name: _unsharded(spec, name, boundary[name]) for name in boundary}
         return model.loss(whole, y, inputs_m)
 
     return replace(model, embed=embed, loss=loss)
 
 
-def _unsharded(plan: PipelineSpec, group: str, weights: PyTree) -> PyTree:
+def _unsharded(spec: PipelineSpec, group: str, weights: PyTree) -> PyTree:
     """Returns weights that are no longer sharded over `fsdp`; their gradients are.
 
     Left to itself, XLA's partitioner may shard activations like the weights, over a dim other than
     rows, and copy them whole to every device to come back to rows.
     """
-    mesh, weights = plan.mesh, cast_params(plan, group, weights)
-    stored = param_spec_tree(group, weights, mesh, plan.param_specs)
+    mesh, weights = spec.mesh, cast_params(spec, group, weights)
+    stored = param_spec_tree(group, weights, mesh, spec.param_specs)
     read = read_spec_tree(stored)
     if AxisType.Explicit in mesh.axis_types:  # the transpose writes the stored type by itself
         return weights if read == stored else constrain_by(read, mesh)(weights)
@@ -216,9 +216,9 @@ def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> t
     return groups, batch_inputs, keys
 
 
-def _timeline(plan: PipelineSpec, costs: Costs) -> Timeline:
+def _timeline(spec: PipelineSpec, costs: Costs) -> Timeline:
     """Returns one row, of the program that every rank runs."""
-    one = builders.one_f_one_b(1, plan.num_microbatches)
+    one = builders.one_f_one_b(1, spec.num_microbatches)
     return schedules.simulate(one, costs)
 
 
@@ -270,9 +270,9 @@ UNPIPELINED = Engine(
     step_bytes=_stacked.rank_bytes,
     jit=jit,
     timeline=_timeline,
-    buffers=lambda plan: (Buffers(1),) * plan.mesh.shape["stage"],
+    buffers=lambda spec: (Buffers(1),) * spec.mesh.shape["stage"],
     expected_buffers=lambda family, counts: Buffers(1),
     memory=_memory,
-    may_divide=lambda plan: True,
-    has_branches=lambda plan: False,
+    may_divide=lambda spec: True,
+    has_branches=lambda spec: False,
 )

@@ -32,8 +32,8 @@ from ...engines import (
 )
 from ...engines.fsdp import (
     cast_params,
-    gathered_plan,
     gathered_size,
+    gathered_spec,
     num_row_shards,
     over_data,
     row_axes,
@@ -154,7 +154,7 @@ def _weight_sizes(
     """Returns the bytes of weights and gradients on every rank, by the fields of `StepSizes`."""
     engine, tied = pipe.engine, pipe.model.tied
     weights, trainable = weights_of(unmark(stored)), weights_of(pipe.partition(stored)[0])
-    divided, whole = over_data(plan, trainable), gathered_plan(plan, weights)
+    divided, whole = over_data(plan, trainable), gathered_spec(plan, weights)
     grads, reads = jax.tree.map(_in_accum_dtype, trainable), _as_read(plan, weights)
     casts = jax.tree.map(lambda x, y: y if x.dtype != y.dtype else None, weights, reads)
 

@@ -5,8 +5,8 @@ from ._gathers import gather_of_layer as gather_of_layer
 from ._gathers import weight_gathers as weight_gathers
 from ._params import cast_group as cast_group
 from ._params import cast_params as cast_params
-from ._params import gathered_plan as gathered_plan
 from ._params import gathered_size as gathered_size
+from ._params import gathered_spec as gathered_spec
 from ._params import is_rule as is_rule
 from ._params import manual_row_axes as manual_row_axes
 from ._params import num_row_shards as num_row_shards

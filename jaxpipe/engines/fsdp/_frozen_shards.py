@@ -31,21 +31,21 @@ class FrozenShards:
     specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
 
 
-def to_shards(plan: PipelineSpec, frozen: PyTree) -> PyTree:
+def to_shards(spec: PipelineSpec, frozen: PyTree) -> PyTree:
     """Returns frozen parameters [v, S, n, ...] as `FrozenShards`, if every layer gathers its own.
 
     Stages that store more than their input would store gathered parameters for each microbatch.
     """
-    by_layer = plan.gather == "layer" or (plan.gather == "tick" and plan.remat is recompute)
+    by_layer = spec.gather == "layer" or (spec.gather == "tick" and spec.remat is recompute)
     if not by_layer or not jax.tree.leaves(frozen):
         return frozen
     lead = (None,) * 3
-    specs = param_spec_tree("stages", frozen, plan.mesh, plan.param_specs, lead)
+    specs = param_spec_tree("stages", frozen, spec.mesh, spec.param_specs, lead)
     leaves = jax.tree.leaves(specs)
-    return FrozenShards(frozen, tuple(PartitionSpec(*spec[3:]) for spec in leaves))
+    return FrozenShards(frozen, tuple(PartitionSpec(*leaf_spec[3:]) for leaf_spec in leaves))
 
 
-def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
+def gathering(spec: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
     A layer is `(weights, x, inputs, (dropout key, frozen parameters)) -> result`, with `past`
@@ -57,7 +57,7 @@ def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
     ) -> Any:
         return layer(weights, x, inputs, (key, frozen), *past)
 
-    of_shards = gathering_layer(of_gathered, partial(_gathered, plan))
+    of_shards = gathering_layer(of_gathered, partial(_gathered, spec))
 
     def run(
         weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any], *past: Past
@@ -69,25 +69,25 @@ def gathering(plan: PipelineSpec, layer: Callable) -> Callable:
     return run
 
 
-def _gathered(plan: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
+def _gathered(spec: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
-    is_gathered = ["fsdp" in axes_of(spec) for spec in shards.specs]
+    is_gathered = ["fsdp" in axes_of(leaf_spec) for leaf_spec in shards.specs]
 
     def gathered_only(values: Sequence[Any]) -> PyTree:
         """Returns the tree with None at other leaves, so that all have their paths."""
         pairs = zip(values, is_gathered, strict=True)
         return tree.unflatten([value if gathered else None for value, gathered in pairs])
 
-    specs, cast = gathered_only(shards.specs), partial(cast_params, plan, "frozen")
-    gather = layer_gather(specs, read_spec_tree(specs), cast=cast, batch_axes=manual_row_axes(plan))
+    specs, cast = gathered_only(shards.specs), partial(cast_params, spec, "frozen")
+    gather = layer_gather(specs, read_spec_tree(specs), cast=cast, batch_axes=manual_row_axes(spec))
     whole = iter(jax.tree.leaves(gather(gathered_only(leaves), x)))
     pairs = zip(leaves, is_gathered, strict=True)
     return tree.unflatten([next(whole) if gathered else leaf for leaf, gathered in pairs])
 
 
-def key_specs(plan: PipelineSpec, keys: PyTree) -> PyTree:
+def key_specs(spec: PipelineSpec, keys: PyTree) -> PyTree:
     """Returns the specs of the keys of a stage over manual axes, None if they are whole."""
 
     def is_shards(x: Any) -> bool:
@@ -96,8 +96,8 @@ def key_specs(plan: PipelineSpec, keys: PyTree) -> PyTree:
     def specs(x: Any) -> PyTree:
         if not is_shards(x):
             return PartitionSpec()
-        axes = manual_row_axes(plan)
-        manual = [PartitionSpec(None, *only_axes(spec, axes)) for spec in x.specs]
+        axes = manual_row_axes(spec)
+        manual = [PartitionSpec(None, *only_axes(leaf_spec, axes)) for leaf_spec in x.specs]
         return FrozenShards(jax.tree.unflatten(jax.tree.structure(x.tree), manual), x.specs)
 
     if not any(map(is_shards, jax.tree.leaves(keys, is_leaf=is_shards))):

@@ -20,14 +20,14 @@ def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def manual_row_axes(plan: PipelineSpec) -> tuple[str, ...]:
+def manual_row_axes(spec: PipelineSpec) -> tuple[str, ...]:
     """Returns the axes along which each device calls functions with its own rows.
 
     Axes of size 1 too: where they are explicit, JAX before 0.12 types arrays by them.
     """
-    if plan.whole_microbatches:
+    if spec.whole_microbatches:
         return ()
-    return tuple(axis for axis in ROW_AXES if axis in plan.mesh.shape)
+    return tuple(axis for axis in ROW_AXES if axis in spec.mesh.shape)
 
 
 def num_row_shards(mesh: Mesh) -> int:
@@ -129,49 +129,50 @@ def is_rule(dtype: Any) -> bool:
     return callable(dtype) and not hasattr(dtype, "dtype") and not isinstance(dtype, type)
 
 
-def cast_params(plan: PipelineSpec, group: str, params: PyTree) -> PyTree:
+def cast_params(spec: PipelineSpec, group: str, params: PyTree) -> PyTree:
     """Returns parameters of a group of engines in the dtype in which functions read them."""
     if group in ("stages", "frozen"):
         if isinstance(params, dict) and params.keys() == {"layers", "shared"}:
-            return {k: cast_group(plan.compute_dtype, f"['{k}']", x) for k, x in params.items()}
+            return {k: cast_group(spec.compute_dtype, f"['{k}']", x) for k, x in params.items()}
         group = "layers"
-    return cast_group(plan.compute_dtype, f"['{group}']", params)
+    return cast_group(spec.compute_dtype, f"['{group}']", params)
 
 
-def with_layer_specs(plan: PipelineSpec, stages: PyTree) -> PipelineSpec:
-    """Returns the plan with the specs of one layer's parameters, if layers gather their own."""
-    if plan.gather != "layer":
-        return plan
+def with_layer_specs(spec: PipelineSpec, stages: PyTree) -> PipelineSpec:
+    """Returns the spec with the specs of one layer's parameters, if layers gather their own."""
+    if spec.gather != "layer":
+        return spec
     lead = (None,) * 3
-    specs = param_spec_tree("stages", stages, plan.mesh, plan.param_specs, lead)
-    return replace(plan, layer_specs=jax.tree.map(lambda spec: PartitionSpec(*spec[3:]), specs))
+    specs = param_spec_tree("stages", stages, spec.mesh, spec.param_specs, lead)
+    layer_specs = jax.tree.map(lambda leaf_spec: PartitionSpec(*leaf_spec[3:]), specs)
+    return replace(spec, layer_specs=layer_specs)
 
 
-def over_data(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
-    """Returns the plan of gradients and state, which ZeRO-1 divides over `data` too.
+def over_data(spec: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
+    """Returns the spec of gradients and state, which ZeRO-1 divides over `data` too.
 
     A dim that is divided over `fsdp` is divided over `data` too; without one the largest dim that
     divides and is whole. https://arxiv.org/abs/1910.02054
     """
-    return _with_specs(plan, weights, spec_over_data) if plan.options.zero1 else plan
+    return _with_specs(spec, weights, spec_over_data) if spec.options.zero1 else spec
 
 
-def gathered_plan(plan: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
-    """Returns the plan of weights that are gathered over `fsdp`, with a spec for every leaf."""
-    return _with_specs(plan, weights, lambda spec, shape, mesh: read_spec_tree(spec))
+def gathered_spec(spec: PipelineSpec, weights: dict[str, PyTree]) -> PipelineSpec:
+    """Returns the spec of weights that are gathered over `fsdp`, with a spec for every leaf."""
+    return _with_specs(spec, weights, lambda leaf_spec, shape, mesh: read_spec_tree(leaf_spec))
 
 
 def _with_specs(
-    plan: PipelineSpec, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
+    spec: PipelineSpec, weights: dict[str, PyTree], change: Callable[..., PartitionSpec]
 ) -> PipelineSpec:
     num_stacked, specs = (1 if isinstance(weights.get("stages"), list) else 3), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         name = jax.tree_util.keystr(path)
         shape = jnp.shape(leaf)[num_stacked if name.startswith("['stages']") else 0 :]
         of_shape = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        spec = param_spec(name, of_shape, plan.mesh, plan.param_specs)
-        specs.append((name, change(spec, shape, plan.mesh)))
-    return replace(plan, param_specs=tuple(specs))
+        leaf_spec = param_spec(name, of_shape, spec.mesh, spec.param_specs)
+        specs.append((name, change(leaf_spec, shape, spec.mesh)))
+    return replace(spec, param_specs=tuple(specs))
 
 
 def spec_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
