@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
@@ -111,8 +112,6 @@ class Storage:
     Attributes:
         per_stage: Whether every stage has its own tree of weights on the devices of its rank. False
             if leaves stack all stages.
-        layer_ids: `layout -> layer_ids` or `stage_layer_ids` of the layout: which layer is where in
-            stored stages.
         stack: `(spec, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
             order.
@@ -126,8 +125,6 @@ class Storage:
         layer_keys: `(spec, dropout keys, frozen) -> keys`, what the layers of a stage are given
             besides weights and inputs: a pair of a dropout key and frozen parameters. Leaves of
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
-        layer_shapes: `(stages, kind or None) -> layer`: shapes and dtypes of one layer, from those
-            of stored stages; of this kind if layers are of several.
         put: `(spec, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
         shardings: `(spec, weights, tied) -> shardings` of the weights that `put` returns.
         rank_bytes: `(spec, weights, tied) -> [S]` bytes of weights that a device of every rank
@@ -140,14 +137,12 @@ class Storage:
     """
 
     per_stage: bool
-    layer_ids: Callable[[LayerLayout], tuple[Any, ...]]
     stack: Callable[[PipelineSpec, Any], PyTree]
     unstack: Callable[[PipelineSpec, PyTree], Any]
     share: Callable[[PipelineSpec, PyTree, PyTree], PyTree]
     own_copy: Callable[[dict[str, PyTree]], PyTree]
     sum_shared: Callable[[PipelineSpec, PyTree], tuple[PyTree, PyTree]]
     layer_keys: Callable[[PipelineSpec, Any, PyTree], Any]
-    layer_shapes: Callable[[PyTree, str | None], PyTree]
     put: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
     shardings: Callable[[PipelineSpec, dict[str, Any], bool], dict[str, Any]]
     rank_bytes: Callable[[PipelineSpec, dict[str, Any], bool], tuple[int, ...]]
@@ -155,11 +150,20 @@ class Storage:
     put_like: Callable[[PipelineSpec, dict[str, Any], dict[str, Any], bool], dict[str, Any]]
     gather: Callable[[PipelineSpec, Any], Any]
 
+    def layer_ids(self, layout: LayerLayout) -> tuple[Any, ...]:
+        """Returns which layer is where in stored stages."""
+        return layout.stage_layer_ids if self.per_stage else layout.layer_ids
+
     def layers_by_kind(self, spec: PipelineSpec, stages: PyTree) -> PyTree:
         """Returns shapes of one layer, from those of stored stages; by kind if there are any."""
+        trees, num_lead = (stages, 1) if self.per_stage else ([stages], 3)
+
+        def one(layers: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[num_lead:], x.dtype), layers)
+
         if not spec.kinds:
-            return self.layer_shapes(stages, None)
-        return {kind: self.layer_shapes(stages, kind) for kind, _ in spec.kinds}
+            return one(trees[0])
+        return {kind: one(next(t[kind] for t in trees if kind in t)) for kind, _ in spec.kinds}
 
     def stages_by_rank(self, schedule: Schedule | None) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each rank stores; None if leaves stack all stages."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -59,12 +59,6 @@ def _unstack(spec: PipelineSpec, stages: Sequence[PyTree]) -> PyTree:
 
 def _layer_keys(spec: PipelineSpec, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
     return list(zip(_stack(spec, dropout), frozen, strict=True))
-
-
-def _layer_shapes(stages: list[PyTree], kind: str | None) -> PyTree:
-    """Returns shapes of one layer, without the dim of layers, from a stage that has this kind."""
-    layers = next(s if kind is None else s[kind] for s in stages if kind is None or kind in s)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
 
 
 def _share(spec: PipelineSpec, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
@@ -264,14 +258,12 @@ MPMD = Engine(
     options=frozenset(),
     storage=Storage(
         per_stage=True,
-        layer_ids=attrgetter("stage_layer_ids"),
         stack=_stack,
         unstack=_unstack,
         share=_share,
         own_copy=itemgetter("shared"),
         sum_shared=_sum_shared,
         layer_keys=_layer_keys,
-        layer_shapes=_layer_shapes,
         put=_put,
         shardings=_shardings,
         rank_bytes=_rank_bytes,

@@ -6,7 +6,6 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 import math
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -26,12 +25,6 @@ from ..spmd.weight_gather import gathering_layer
 from ._engine import PipelineSpec, Storage
 from .fsdp import gather_of_layer, param_spec_tree, weight_gathers
 from .fsdp._frozen_shards import gathering, to_shards
-
-
-def layer_shapes(stages: PyTree, kind: str | None) -> PyTree:
-    """Returns shapes of one layer, without the dims of repeats, ranks and layers."""
-    layers = stages if kind is None else stages[kind]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[3:], x.dtype), layers)
 
 
 def round_robin_layout(
@@ -236,14 +229,12 @@ def gather(spec: PipelineSpec, tree: PyTree) -> PyTree:
 
 STORAGE = Storage(
     per_stage=False,
-    layer_ids=attrgetter("layer_ids"),
     stack=stack,
     unstack=unstack,
     share=share,
     own_copy=own_copy,
     sum_shared=sum_shared,
     layer_keys=layer_keys,
-    layer_shapes=layer_shapes,
     put=put,
     shardings=shardings,
     rank_bytes=rank_bytes,
