@@ -215,7 +215,6 @@ def _has_branches(spec: PipelineSpec) -> bool:
 CIRCULAR = Engine(
     name="circular",
     config_name="circular",
-    pipelines=True,
     runs_schedules=False,
     options=frozenset(
         {

@@ -179,7 +179,6 @@ class Engine:
     Attributes:
         name: The name by which users select it.
         config_name: Its name in configs, as the value of `pipeline_engine`.
-        pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
         runs_schedules: Whether it runs any schedule that it is given.
         options: The arguments of `pipeline` that this engine has, of those that not all have.
         storage: How it stores weights.
@@ -230,7 +229,6 @@ class Engine:
 
     name: str
     config_name: str
-    pipelines: bool
     runs_schedules: bool
     options: frozenset[str]
     storage: Storage
@@ -264,6 +262,11 @@ class Engine:
         nothing is left to run beside their gathers, unless each layer has its own.
         """
         return "layer" if "gather" in self.options and layers_per_stage > 1 else "tick"
+
+    @property
+    def pipelines(self) -> bool:
+        """Returns whether it pipelines at all, over the ranks of the axis `stage`."""
+        return self.runs_schedules or self.own_schedule is not None
 
     @property
     def runs_ticks(self) -> bool:

@@ -253,7 +253,6 @@ def _most_deferred(program: tuple[language.ScheduleStep, ...]) -> int:
 MPMD = Engine(
     name="mpmd",
     config_name="mpmd",
-    pipelines=True,
     runs_schedules=True,
     options=frozenset(),
     storage=Storage(

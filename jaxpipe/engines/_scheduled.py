@@ -189,7 +189,6 @@ def memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemory
 SCHEDULED = Engine(
     name="scheduled",
     config_name="scheduled",
-    pipelines=True,
     runs_schedules=True,
     options=frozenset({"gather", "zero1", "reduce_dtype", "vocab_parallel", "costs"}),
     storage=_stacked.STORAGE,

@@ -258,7 +258,6 @@ def _memory(counts: StepCounts, buffers: Buffers, sizes: StepSizes) -> PeakMemor
 UNPIPELINED = Engine(
     name="unpipelined",
     config_name="none",
-    pipelines=False,
     runs_schedules=False,
     options=frozenset({"zero1"}),
     storage=_stacked.STORAGE,
