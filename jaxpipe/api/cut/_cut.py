@@ -55,9 +55,7 @@ def cut_model(
     """
     if cut.by_calls:
         cut = layers_by_calls(cut, batch)
-    select = output or (lambda returned, batch: returned)
-    loss_and_output = loss, select, output is not None
-    parts: Parts = (ScanParts if stacked else HookParts)(cut, *loss_and_output)
+    parts: Parts = (ScanParts if stacked else HookParts)(cut, loss, output)
     embedded, headed = (set(cut.outer) - cut.shared for _ in range(2))
     keyed, names = [cut.takes_key] * 4, ["layer"]
     if batch is not None:
@@ -65,7 +63,7 @@ def cut_model(
         try:
             parts, names = parts.with_kinds(batch)
         except NoChainError:
-            parts, names = BranchParts(cut, *loss_and_output).with_kinds(batch)
+            parts, names = BranchParts(cut, loss, output).with_kinds(batch)
             cut = parts.cut
         embedded, headed, keyed = parts.uses(batch)
     both = sorted(cut.shared & (embedded | headed))

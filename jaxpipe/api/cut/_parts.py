@@ -61,16 +61,15 @@ class Parts:
     """The embedding, a layer and the loss of a cut module.
 
     Attributes:
-        output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns.
-        has_output: Whether `output` is the user's.
+        output: `(output of the module, batch) -> arrays [rows, ...]`: what `apply` returns. None:
+            the output of the module.
         forms: The facts about batches, by their form, of those that were seen.
         kinds: The kind of every layer, numbered in the order in which they appear; () for one kind.
     """
 
     cut: CutModule
     loss: Callable
-    output: Callable
-    has_output: bool
+    output: Callable | None
     forms: dict[Any, Any] = field(default_factory=dict)
     kinds: tuple[int, ...] = ()
 
@@ -170,7 +169,8 @@ class Parts:
     def _output(
         self, extras: list[Any], outer: Outer, x: PyTree, batch: PyTree, key: Any
     ) -> PyTree:
-        return self.output(self.module_output(outer, batch, x, extras, key), batch)
+        returned = self.module_output(outer, batch, x, extras, key)
+        return returned if self.output is None else self.output(returned, batch)
 
     def _output_without_extras(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> PyTree:
         zeros = [jnp.zeros(s.shape, s.dtype) for s in chain(*self.extras(batch))]
@@ -240,7 +240,7 @@ class Parts:
         try:
             call(self._output_without_extras, cut.outer, x, batch, key)
         except TypeError:
-            if self.has_output:
+            if self.output is not None:
                 raise
             # A module may return what is no array, which matters to `apply` alone.
             used.append((set(), cut.takes_key))
