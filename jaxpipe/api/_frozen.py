@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..autodiff.staged_model import SameForAllMicrobatches
 from ._dependence import dependent_inputs
-from ._model import Model
+from ._model import Model, with_call
 
 FrozenRule = Callable[[str, Any], bool] | PyTree
 """`(path, leaf) -> whether the leaf is frozen`, or a tree prefix of booleans."""
@@ -172,23 +172,16 @@ def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
         return model
     of_loss = {name: frozen[name] for name in ("head", "embed")} if model.tied else frozen["head"]
 
-    def embed(weights: PyTree, batch: PyTree, key: Any) -> PyTree:
-        return model.embed(join(weights, frozen["embed"]), batch, key)
+    def reading(function: Any, own: PyTree) -> Any:
+        def call(weights: PyTree, *arguments: Any) -> Any:
+            return function(join(weights, own), *arguments)
 
-    def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
-        return model.loss(join(weights, of_loss), x, batch, key)
+        return with_call(function, call)
 
-    vocab_parallel = model_loss = model.vocab_parallel_loss
-    if model_loss is not None:
-
-        def of_ranks(weights: PyTree, x: PyTree, batch: PyTree, axis: str) -> Any:
-            return model_loss(join(weights, of_loss), x, batch, axis)
-
-        vocab_parallel = of_ranks
-    of_embed, of_last = model.functions[0], model.functions[-1]
     return replace(
         model,
-        embed=replace(of_embed, call=embed),
-        loss=replace(of_last, call=loss),
-        vocab_parallel_loss=vocab_parallel,
+        embed=reading(model.embed, frozen["embed"]),
+        loss=reading(model.loss, of_loss),
+        vocab_parallel_loss=model.vocab_parallel_loss
+        and reading(model.vocab_parallel_loss, of_loss),
     )

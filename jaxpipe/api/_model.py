@@ -387,7 +387,7 @@ def check_sliced(model: Model, num_slices: int) -> None:
         )
 
 
-def _with_call(function: Any, call: Callable) -> Any:
+def with_call(function: Any, call: Callable) -> Any:
     """Returns a function of the model that calls `call`; `vocab_parallel_loss` is a plain one."""
     return replace(function, call=call) if isinstance(function, ModelFunction) else call
 
@@ -401,7 +401,7 @@ def cast_model(model: Model, dtype: Any) -> Model:
         def call(params: PyTree, *arguments: Any) -> Any:
             return function(cast_group(dtype, group, params), *arguments)
 
-        return _with_call(function, call)
+        return with_call(function, call)
 
     def casting_layer(function: Any, group: str) -> Any:
         if not model.shared:
@@ -412,7 +412,7 @@ def cast_model(model: Model, dtype: Any) -> Model:
             shared = cast_group(dtype, "['shared']", params["shared"])
             return function({"layer": own, "shared": shared}, *arguments)
 
-        return _with_call(function, call)
+        return with_call(function, call)
 
     layers: Any = model.layer
     if isinstance(layers, Mapping):

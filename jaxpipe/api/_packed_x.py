@@ -20,7 +20,7 @@ from ..autodiff.staged_model import HandOver
 from ..engines import PipelineSpec
 from ..schedules import language
 from ._layer_results import x_and_aux
-from ._model import Model, ModelFunction
+from ._model import Model, ModelFunction, with_call
 from ._pieces import num_rows, on_pieces, shape_of
 
 
@@ -214,10 +214,10 @@ def on_packed(model: Model, packed: PackedX) -> Model:
     pairs = zip(packed.entering, packed.entering[1:], strict=False)
     of_kind = dict(zip(packed.kinds, pairs, strict=True))
 
-    def embed(function: Callable) -> Callable:
-        return lambda *arguments: packed.pack(function(*arguments), first)
+    def embed(*arguments: Any) -> dict[str, Any]:
+        return packed.pack(model.embed(*arguments), first)
 
-    def layer(function: Callable, kind: str) -> ModelFunction:
+    def layer(function: Callable, kind: str) -> Any:
         before, after = of_kind[kind]
 
         def call(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
@@ -225,22 +225,20 @@ def on_packed(model: Model, packed: PackedX) -> Model:
             y, aux = x_and_aux(function(weights, own, batch, key), own, may_change_x=True)
             return packed.pack(y, after), aux
 
-        return _calling(function, call)
+        return with_call(function, call)
 
-    def loss(function: Callable) -> Callable:
-        return lambda weights, x, *rest: function(weights, packed.unpack(x, last), *rest)
+    def loss(function: Callable) -> Any:
+        def call(weights: PyTree, x: PyTree, *rest: Any) -> Any:
+            return function(weights, packed.unpack(x, last), *rest)
+
+        return with_call(function, call)
 
     layers: Any = model.layer
-    of_ranks = model.vocab_parallel_loss
     return replace(
         model,
-        embed=_calling(model.embed, embed(model.embed)),
+        embed=with_call(model.embed, embed),
         layer={kind: layer(function, kind) for kind, function in layers.items()},
-        loss=_calling(model.loss, loss(model.loss)),
-        output=None if model.output is None else _calling(model.output, loss(model.output)),
-        vocab_parallel_loss=None if of_ranks is None else loss(of_ranks),
+        loss=loss(model.loss),
+        output=model.output and loss(model.output),
+        vocab_parallel_loss=model.vocab_parallel_loss and loss(model.vocab_parallel_loss),
     )
-
-
-def _calling(function: Any, call: Callable) -> ModelFunction:
-    return replace(function, call=call)
