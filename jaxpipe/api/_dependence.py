@@ -1,6 +1,6 @@
 """Finds out which inputs of a function an output depends on, and computes that output alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,23 +29,6 @@ def used_inputs(closed: ClosedJaxpr, arguments: PyTree) -> list[PyTree]:
         _, of_output = partial_eval.dce_jaxpr(closed.jaxpr, [j == i for j in range(count)])
         used.append(jax.tree.unflatten(tree, of_output))
     return used
-
-
-def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) -> Callable:
-    """Returns the part of a function that computes the list of some leaves of its output.
-
-    It does not read leaves that these do not depend on: such a leaf may be anything.
-    """
-    closed = jax.make_jaxpr(function)(*arguments)
-    count = len(closed.jaxpr.outvars)
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [i in set(wanted) for i in range(count)])
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-
-    def part(*arguments: PyTree) -> list[jax.Array]:
-        leaves = jax.tree.leaves(arguments)
-        return run(*[x for x, is_used in zip(leaves, used, strict=True) if is_used])
-
-    return part
 
 
 def pruned(function: Callable, *arguments: PyTree) -> tuple[Callable, PyTree]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff.staged_model import accum_dtype
-from ._dependence import dependent_inputs, restricted
+from ._dependence import dependent_inputs, pruned
 from ._pieces import shape_of
 
 
@@ -164,10 +164,10 @@ def batch_divisor(
             "It must follow from the batch alone: the sum over all microbatches is needed before "
             "the first one has run."
         )
-    compute = restricted(weight, [0], boundary, x, shapes)
+    compute, _ = pruned(weight, boundary, x, shapes)
 
     def one(inputs: PyTree) -> Any:
-        value = jnp.asarray(compute(boundary, x, inputs)[0])
+        value = jnp.asarray(compute(boundary, x, inputs))
         return value if jnp.issubdtype(value.dtype, jnp.integer) else value.astype(dtype)
 
     return jnp.sum(jax.lax.map(one, batch_inputs)).astype(dtype)
