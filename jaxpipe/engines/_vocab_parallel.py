@@ -9,7 +9,8 @@ from jaxtyping import PyTree, Scalar
 
 from ..autodiff.backward import combine, floating
 from ..autodiff.staged_model import accum_dtype
-from ..spmd.ranks import pvary, varying_axes
+from ..sharding import varying_axes
+from ..spmd.ranks import pvary
 
 
 def loss_on_ranks(loss: Callable) -> Callable:

@@ -9,6 +9,7 @@ from ._mesh import num_ranks_of as num_ranks_of
 from ._on_shards import automatic_axes as automatic_axes
 from ._on_shards import match_varying_axes as match_varying_axes
 from ._on_shards import on_shards as on_shards
+from ._on_shards import varying_axes as varying_axes
 from ._rows import local_rows as local_rows
 from ._rows import manual_batch_axes as manual_batch_axes
 from ._rows import max_over_rows as max_over_rows

@@ -146,11 +146,13 @@ def match_varying_axes(example: PyTree, tree: PyTree) -> PyTree:
     Returns:
         The same arrays as `tree`.
     """
-    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(example)))
+    axes = varying_axes(example)
     return jax.tree.map(
-        lambda x: jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying"), tree
+        lambda x: jax.lax.pcast(x, tuple(sorted(axes - varying_axes(x))), to="varying"), tree
     )
 
 
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+def varying_axes(tree: PyTree) -> frozenset[str]:
+    """Returns the manual axes over which at least one array of a tree varies."""
+    types = map(jax.typeof, jax.tree.leaves(tree))
+    return frozenset[str]().union(*(x.manual_axis_type.varying for x in types))

@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr, scan_sizes
+from ...sharding import match_varying_axes, varying_axes
 from .._dependence import dependent_inputs, pruned, rewritten
 from .._pieces import shape_of
 from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
@@ -159,9 +160,8 @@ class ScanParts(Parts):
         A program that was traced for arrays that are equal on all ranks takes no others.
         """
         trees = (outer, stack, batch, key), *others
-        axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(trees)))
-        arguments, *varying = jax.tree.map(partial(_pvary, axes), trees)
-        return self.call_of_form(axes, arguments), arguments, *varying
+        arguments, *varying = match_varying_axes(trees, trees)
+        return self.call_of_form(varying_axes(trees), arguments), arguments, *varying
 
     def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
         """Returns the program of the call on arrays that vary over these axes.
@@ -284,12 +284,3 @@ def _is_in(atom: Any, variables: Sequence[Any]) -> bool:
 
 def _is_key(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
-
-
-def _varying_axes(leaf: Any) -> frozenset[str]:
-    return jax.typeof(leaf).manual_axis_type.varying
-
-
-def _pvary(axes: frozenset[str], leaf: Any) -> Any:
-    missing = axes - _varying_axes(leaf)
-    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf

@@ -15,7 +15,7 @@ from ..._compat import ClosedJaxpr, empty, jaxprs_in_params, rematerialized_jaxp
 def pvary_like(aval: Any, x: Any) -> Any:
     """Returns `x` cast to vary over all manual axes over which `aval` varies."""
     missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return lax.pcast(x, tuple(sorted(missing)), to="varying")
 
 
 def has_plain_slices(aval: Any) -> bool:
@@ -29,9 +29,7 @@ def empty_stack(aval: Any, length: int) -> jax.Array | None:
     """Returns an unfilled array [length, ...] for slices, or None if `lax.scan` makes it."""
     if not has_plain_slices(aval):
         return None
-    stack = empty((length, *aval.shape), aval.dtype)
-    axes = aval.manual_axis_type.varying
-    return lax.pcast(stack, tuple(sorted(axes)), to="varying") if axes else stack
+    return pvary_like(aval, empty((length, *aval.shape), aval.dtype))
 
 
 def row_major(x: jax.Array) -> jax.Array:

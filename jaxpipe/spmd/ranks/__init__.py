@@ -15,6 +15,5 @@ from ._varying import execution_count_hint as execution_count_hint
 from ._varying import masked_layer as masked_layer
 from ._varying import pvary as pvary
 from ._varying import update_if as update_if
-from ._varying import varying_axes as varying_axes
 from ._varying import zeros as zeros
 from ._varying import zeros_like as zeros_like

@@ -126,7 +126,7 @@ def empty(x: Any, length: int) -> jax.Array:
     """
     axes = x.manual_axis_type.varying | (set(jax.sharding.get_abstract_mesh().manual_axes) & {AXIS})
     array = split_like(x, _compat.empty((length, *x.shape), x.dtype))
-    return lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
+    return lax.pcast(array, tuple(sorted(axes)), to="varying")
 
 
 def poison(x: jax.Array) -> jax.Array:

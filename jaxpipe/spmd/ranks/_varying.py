@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from ...ir.graph import copies_in_conditionals, pvary_like, run_once_if
+from ...sharding import match_varying_axes, varying_axes
 from ...sharding.specs import axes_of
 
 
@@ -26,11 +27,6 @@ def pvary(x: jax.Array) -> jax.Array:
     # opcode copy", in AllReducePromotion, jax 0.10.2), and float32 is more precise.
     widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return jax.lax.pcast(widened, missing, to="varying").astype(x.dtype)
-
-
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Returns the manual axes over which `x` varies."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def cond(
@@ -90,9 +86,7 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
         return pvary(jax.lax.full((*lead, *x.shape), 0, dtype))
     if not isinstance(x, jax.Array):
         return pvary(split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
-    axes = tuple(varying_axes(x))
-    zero = jnp.zeros_like(x, dtype=dtype)
-    zero = jax.lax.pcast(zero, tuple(set(axes) - varying_axes(zero)), to="varying")
+    zero = match_varying_axes(x, jnp.zeros_like(x, dtype=dtype))
     return jnp.broadcast_to(zero, (*lead, *x.shape))
 
 

@@ -17,9 +17,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import PyTree
 
+from ...sharding import varying_axes
 from ...sharding.specs import axes_of_dim
 from .._buffers import put
-from ..ranks import AXIS, execution_count_hint, update_if, varying_axes
+from ..ranks import AXIS, execution_count_hint, update_if
 from ._gather import (
     REPLICATED,
     Gather,
@@ -162,8 +163,7 @@ def _known_after(dependency: PyTree, index: Any, x: jax.Array) -> Any:
     If `dependency` varies over axes over which `x` does not, it is `index` as it is: a slice would
     vary over them, too.
     """
-    axes = [varying_axes(leaf) for leaf in jax.tree.leaves(dependency)]
-    if not axes or not frozenset().union(*axes) <= varying_axes(x):
+    if not jax.tree.leaves(dependency) or not varying_axes(dependency) <= varying_axes(x):
         return index
     return _only_after(dependency, jnp.int32(index))
 
