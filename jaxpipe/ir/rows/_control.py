@@ -193,32 +193,28 @@ def _summands(
     return ClosedJaxpr(jaxpr.replace(outvars=outputs), body.consts), sums
 
 
-def _custom_jvp(
+def _custom_derivative(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
 ) -> list[Relation]:
+    """Follows rows through a function, and through its own rule of tangents or cotangents."""
     results = _without_zeros(walk, a, b, _call(walk, a, b, relations))
-    if any(isinstance(r, Mixed) for r in results) or not _any_inexact(a.invars):
+    if any(isinstance(r, Mixed) for r in results) or not any(map(_has_tangent, a.invars)):
         return results
-    tangents = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
+    name, derivative = a.primitive.name, DERIVATIVES[a.primitive.name]
+    given = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     required = [r for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
-    derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
-        jvp_of(a), jvp_of(b), [*_of_variables(a, relations), *tangents]
+    if name == "custom_vjp_call":
+        given, required = [dual(r) for r in required], [dual(r) for r in given]
+    found = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
+        derivative(a), derivative(b), [*_of_variables(a, relations), *given]
     )
-    return _if_within(derivatives, required, results, "the rule of a `custom_jvp` mixes rows")
-
-
-def _custom_vjp(
-    walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]
-) -> list[Relation]:
-    results = _without_zeros(walk, a, b, _call(walk, a, b, relations))
-    if any(isinstance(r, Mixed) for r in results) or not _any_inexact(a.invars):
+    pairs = zip(found, required, strict=True)
+    # Zeros are constants, whose derivatives are not used.
+    used = [(g, w) for g, w in pairs if not isinstance(w, Zero | RowIds)]
+    if all(not isinstance(w, Mixed) and is_within(g, w) for g, w in used):
         return results
-    cotangents = [dual(r) for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
-    required = [dual(r) for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
-    derivatives = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
-        vjp_of(a), vjp_of(b), [*_of_variables(a, relations), *cotangents]
-    )
-    return _if_within(derivatives, required, results, "the backward of a `custom_vjp` mixes rows")
+    rule = "rule of a `custom_jvp`" if name == "custom_jvp_call" else "backward of a `custom_vjp`"
+    return [Mixed(f"the {rule} mixes rows")] * len(results)
 
 
 def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]) -> list[Relation]:
@@ -230,30 +226,12 @@ def _without_zeros(walk: Walk, a: JaxprEqn, b: JaxprEqn, results: list[Relation]
     ]
 
 
-def _if_within(
-    derivatives: Sequence[Relation],
-    required: Sequence[Relation],
-    results: list[Relation],
-    reason: str,
-) -> list[Relation]:
-    pairs = list(zip(derivatives, required, strict=True))
-    # Zeros are constants, whose derivatives are not used.
-    pairs = [(g, w) for g, w in pairs if not isinstance(w, Zero | RowIds)]
-    if all(not isinstance(w, Mixed) and is_within(g, w) for g, w in pairs):
-        return results
-    return [Mixed(reason)] * len(results)
-
-
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.aval.dtype, jnp.inexact)
 
 
 def _has_tangent(x: Any) -> bool:
     return isinstance(x, Var) and _is_inexact(x)
-
-
-def _any_inexact(atoms: Sequence[Any]) -> bool:
-    return any(map(_has_tangent, atoms))
 
 
 def _of_variables(equation: JaxprEqn, relations: Sequence[Relation]) -> list[Relation]:
@@ -278,7 +256,7 @@ def _differentiable(equation: JaxprEqn) -> tuple[Callable, list[Any], list[int]]
     return of_inexact, shapes, at
 
 
-def jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
+def _jvp(equation: JaxprEqn) -> ClosedJaxpr:
     of_inexact, shapes, at = _differentiable(equation)
 
     def jvp(*arguments: Any) -> list[Any]:
@@ -289,7 +267,7 @@ def jvp_of(equation: JaxprEqn) -> ClosedJaxpr:
     return jax.make_jaxpr(jvp)(*shapes, *(shapes[i] for i in at))
 
 
-def vjp_of(equation: JaxprEqn) -> ClosedJaxpr:
+def _vjp(equation: JaxprEqn) -> ClosedJaxpr:
     of_inexact, shapes, at = _differentiable(equation)
 
     def vjp(*arguments: Any) -> Sequence[Any]:
@@ -305,6 +283,12 @@ def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
+DERIVATIVES: dict[str, Callable[[JaxprEqn], ClosedJaxpr]] = {
+    "custom_jvp_call": _jvp,
+    "custom_vjp_call": _vjp,
+}
+"""Programs of the derivatives of functions with rules of their own."""
+
 _CALLS = "jit closed_call call eval_jaxpr remat2"
 
 CONTROL: dict[str, ControlRule] = {
@@ -313,12 +297,11 @@ CONTROL: dict[str, ControlRule] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
+    **dict.fromkeys(DERIVATIVES, _custom_derivative),
 }
 
 # A derivative is not differentiated again, and may call its function, as that of `jax.nn.relu`.
-_IN_DERIVATIVES: dict[str, ControlRule] = {"custom_jvp_call": _call, "custom_vjp_call": _call}
+_IN_DERIVATIVES: dict[str, ControlRule] = dict.fromkeys(DERIVATIVES, _call)
 
 
 def compare(

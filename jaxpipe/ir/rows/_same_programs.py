@@ -8,9 +8,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._compat import ClosedJaxpr
-from ._control import jvp_of, vjp_of
+from ._control import DERIVATIVES
 
-_DERIVATIVES = {"custom_jvp_call": jvp_of, "custom_vjp_call": vjp_of}
 _RULES = ("jvp", "fwd", "bwd", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "out_trees")
 """Parameters of custom derivatives that are functions, new in every trace."""
 
@@ -85,7 +84,7 @@ def _equal_jaxprs(a: Jaxpr, b: Jaxpr, with_derivatives: bool) -> bool:
 
 
 def _equal_parameters(e: JaxprEqn, f: JaxprEqn, with_derivatives: bool) -> bool:
-    derivative = _DERIVATIVES.get(e.primitive.name)
+    derivative = DERIVATIVES.get(e.primitive.name)
     parameters = [
         {name: x for name, x in equation.params.items() if not derivative or name not in _RULES}
         for equation in (e, f)
