@@ -338,9 +338,7 @@ def _stored_state(stored: StoredTree, form: StateForm, results: Results) -> PyTr
     by_node = [_with_prefix(_prefix(i), results.parts) for i in range(len(form.nodes))]
     others = [name for name in stored.params if name != "layers"]
     layers = stored.layers
-    state = to_stored(
-        form, results.values, by_node, layers.stages, layers.num_layers, layers.layer_ids, others
-    )
+    state = to_stored(form, results.values, by_node, layers, others)
     shapes: dict[Slot, Any] = {}
     for slot, leaf in zip(stored.slots, jax.tree.leaves(stored.groups), strict=True):
         if slot.layer <= 0:

@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, keystr
 from jaxtyping import PyTree
 
 from ...engines import ParamSpecs
-from .._params import NumLayers
+from .._params import NumLayers, StoredLayers
 from ._parts import PartsByName, named_parts, num_lead_dims, stages_of_names
 from ._slots import Slot, UserTree
 
@@ -139,15 +139,14 @@ def to_stored(
     form: StateForm,
     leaves: Sequence[Any],
     parts: Sequence[PartsByName],
-    stages: Any,
-    num_layers: NumLayers,
-    layer_ids: tuple[Any, ...],
+    layers: StoredLayers,
     groups: Sequence[str],
 ) -> PyTree:
     """Returns a state as engines store it.
 
-    It has the leaves of no layer, in order, and for each node the parts of its layers. `groups` are
-    those of the parameters besides "stages"; a state may have "shared" too.
+    It has the leaves of no layer, in order, and for each node the parts of its layers. `layers` are
+    those of the parameters, and `groups` their groups besides "stages"; a state may have "shared"
+    too.
     """
     rest = iter(leaves)
     nodes: list[Any] = []
@@ -160,9 +159,11 @@ def to_stored(
             assert slot is not None
             if slot.group != "stages":
                 by_group.setdefault(slot.group, {})[slot.name] = next(rest)
-        by_group["stages"] = stages_of_names(stages, num_layers, of_layers)
+        by_group["stages"] = stages_of_names(layers.stages, layers.num_layers, of_layers)
         slots: Any = node.slots
-        nodes.append(StoredState(by_group, slots, node.structure, num_layers, layer_ids))
+        nodes.append(
+            StoredState(by_group, slots, node.structure, layers.num_layers, layers.layer_ids)
+        )
     return form.outer.unflatten(nodes)
 
 
