@@ -123,7 +123,6 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
     if not _is_divided(gather):  # sums are stored whole, so gradients are added in place
         return _with_zeros(
             gather,
-            prefetch=_nothing,
             window=window,
             unshard=gather.unshard,
             zero_sums=lambda: _zeros_of_chunks(zero_unsharded(), weights),
@@ -142,12 +141,10 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
 
     return _with_zeros(
         gather,
-        prefetch=_nothing,
         window=window,
         unshard=gather.unshard,
         to_sum=to_sum,
         accumulate_in_place=accumulate_in_place,
-        is_scattered=True,
         zero_sums=zero_sums,
     )
 
@@ -178,7 +175,6 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         prefetch=prefetch,
         prefetch_part=partial(gather_part, gather, read, weights),
         window=window,
-        unshard=identity,
         zero_sums=zero_sums,
     )
 
@@ -197,9 +193,7 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
 
     return _with_zeros(
         gather,
-        prefetch=_nothing,
         window=window,
-        unshard=identity,
         entries=partial(_entries, copy),
         scatter_slices=scatter_slices(gather, floating(weights)),
         zero_sums=zero_sums,
@@ -222,6 +216,11 @@ def _num_chunks(buffers: PyTree) -> int:
     return max((len(buffer) for buffer in jax.tree.leaves(buffers)), default=0)
 
 
+def _nothing(chunk: Any) -> PyTree:
+    del chunk
+    return ()
+
+
 def _no_part(
     prefetched: PyTree, chunk: Any, part: Any, num_parts: int, after: PyTree, before: PyTree
 ) -> tuple[PyTree, PyTree]:
@@ -232,9 +231,9 @@ def _no_part(
 def _with_zeros(
     gather: Gather,
     *,
-    prefetch: Callable[[Any], PyTree],
+    prefetch: Callable[[Any], PyTree] = _nothing,
     window: Callable[[PyTree, Any], PyTree],
-    unshard: TreeFunction,
+    unshard: TreeFunction = identity,
     zero_sums: Callable[[], PyTree],
     to_sum: TreeFunction | None = None,
     accumulate_in_place: Callable[[PyTree, Any, Callable], tuple[PyTree, PyTree]] = _in_place,
@@ -242,14 +241,14 @@ def _with_zeros(
     prefetch_part: Callable[
         [PyTree, Any, Any, int, PyTree, PyTree], tuple[PyTree, PyTree]
     ] = _no_part,
-    is_scattered: bool = False,
     scatter_slices: Sequence[Finish | None] = (),
 ) -> WeightGather:
-    """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
+    """Returns the record of these functions; `to_sum` maps gradients to those that are stored.
 
-    By default sums are whole: gradients are added in place, and reduce-scattered afterwards. With
-    `is_scattered` a sum is of gradients as they are stored.
+    A sum is then of these. By default sums are whole: gradients are added in place, and
+    reduce-scattered afterwards.
     """
+    is_scattered = to_sum is not None
     to_sum = to_sum or (lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)))
 
     def reduction(gather: Gather) -> TreeFunction:
@@ -264,7 +263,7 @@ def _with_zeros(
 
     # Only the types of what these two compute are used.
     def zero_sum(w: PyTree) -> PyTree:
-        return jax.tree.map(zeros, to_sum(floating(unshard(w))))
+        return zeros_like(to_sum(floating(unshard(w))))
 
     def zero_gradients(num_chunks: int) -> PyTree:
         scattered = reduction(gather)(zero_sum(window(prefetch(0), 0)))
@@ -306,8 +305,3 @@ def read_after(weights: PyTree, chunk: Any) -> PyTree:
     Otherwise it casts those of all chunks before the loop, and holds the copy. A `ReadChunk`.
     """
     return jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
-
-
-def _nothing(chunk: Any) -> PyTree:
-    del chunk
-    return ()
