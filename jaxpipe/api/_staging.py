@@ -426,8 +426,7 @@ def contributing_model(
     def of_layer(function: Any) -> Callable:
         def run(weights: Any, x: PyTree, inputs: PyTree, constants: Any) -> Any:
             key, frozen = constants
-            y, aux = x_and_aux(function(join(weights, frozen), x, inputs, key), x)
-            return y, aux
+            return x_and_aux(function(join(weights, frozen), x, inputs, key), x)
 
         return run
 
