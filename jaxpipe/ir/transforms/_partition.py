@@ -80,7 +80,7 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
     """Partitions a program into two halves, the first of which computes the outputs `first`."""
     # A "saved" input weighs as much as a residual: it is kept until the second half runs.
     halves = partition_eqns(program, first, kinds)
-    other_outputs = select(program.outputs, [not is_first for is_first in first])
+    other_outputs = select(program.outputs, _not(first))
     used = set(free_variables(halves.second, other_outputs)) - set(halves.residuals)
     reads = tuple(value in used for value in program.inputs)
     inputs = [value for value in program.inputs if value in used]
@@ -103,7 +103,7 @@ def partition_eqns(
     recomputable = _recomputable(program, by_kind["recomputable"])
     first, second = _assign(program, wanted, recomputable)
     early, late = _early(second, by_kind["deferred"])
-    other_outputs = select(program.outputs, [not want for want in wanted])
+    other_outputs = select(program.outputs, _not(wanted))
     deferred = by_kind["deferred"].union(*(eqn.outputs for eqn in late))
     needs = [value for value in free_variables(late, other_outputs) if value not in deferred]
 
@@ -230,8 +230,8 @@ def _split_scan(eqn: Eqn, loop: Scan, wanted: list[bool], kinds: list[InputKind]
     needed = free_variables(halves.first, select(body.outputs, wanted))
     more = [value in needed for value in body.inputs[carried]]
     more += [atom in halves.residuals for atom in body.outputs[n:]]
-    if any(_added(more, wanted)):
-        return _split_scan(eqn, loop, _union(more, wanted), kinds)
+    if (together := _union(more, wanted)) != wanted:
+        return _split_scan(eqn, loop, together, kinds)
 
     returned = _returned(body.outputs[n:], eqn.outputs[n:], wanted[n:])
     produced = {v: _stacked(v, loop.length) for v in halves.residuals if v not in returned}
@@ -275,8 +275,8 @@ def _split_cond(eqn: Eqn, cond: Cond, wanted: list[bool], kinds: list[InputKind]
     halves = [partition_eqns(branch, wanted, kinds) for branch in branches]
     both = list(zip(branches, halves, strict=True))
     more = [any(b.outputs[i] in h.residuals for b, h in both) for i in range(len(wanted))]
-    if any(_added(more, wanted)):
-        return _split_cond(eqn, cond, _union(more, wanted), kinds)
+    if (together := _union(more, wanted)) != wanted:
+        return _split_cond(eqn, cond, together, kinds)
 
     produced: list[Var] = []
     residuals_by_branch = [
@@ -352,8 +352,8 @@ def _split_shard_map(
     body = shards.body
     halves = partition_eqns(body, wanted, kinds)
     more = [atom in halves.residuals for atom in body.outputs]
-    if any(_added(more, wanted)):
-        return _split_shard_map(eqn, shards, _union(more, wanted), kinds)
+    if (together := _union(more, wanted)) != wanted:
+        return _split_shard_map(eqn, shards, together, kinds)
 
     axes = [_varying_axes(value, shards) for value in halves.residuals]
     specs = tuple(PartitionSpec(names or None) for names in axes)
@@ -477,7 +477,3 @@ def _not(wanted: Sequence[bool]) -> list[bool]:
 
 def _union(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
-
-
-def _added(more: Sequence[bool], wanted: Sequence[bool]) -> list[bool]:
-    return [new and not old for new, old in zip(more, wanted, strict=True)]
