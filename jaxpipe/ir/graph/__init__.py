@@ -12,6 +12,7 @@ from ._effects import effects_of as effects_of
 from ._equations import any_equation as any_equation
 from ._equations import bind as bind
 from ._equations import called_jaxpr as called_jaxpr
+from ._equations import closed_jaxpr as closed_jaxpr
 from ._equations import has_plain_slices as has_plain_slices
 from ._equations import jaxpr_of as jaxpr_of
 from ._equations import partitioned_axes as partitioned_axes

@@ -55,6 +55,11 @@ def jaxpr_of(closed: Any) -> Jaxpr:
     return getattr(closed, "jaxpr", closed)
 
 
+def closed_jaxpr(jaxpr: Any) -> ClosedJaxpr:
+    """Returns an open or closed jaxpr as a `ClosedJaxpr`, without constants if it is open."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
 def any_equation(jaxpr: Any, is_such: Callable[[JaxprEqn], bool]) -> bool:
     """Returns whether an equation is such, of a jaxpr or of those in its equations."""
     return any(

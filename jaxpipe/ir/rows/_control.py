@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
 from ..._compat import ClosedJaxpr, rematerialized_jaxpr, scan_sizes
-from ..graph import bind, jaxpr_of
+from ..graph import bind, closed_jaxpr, jaxpr_of
 from ._relations import (
     Mixed,
     MixesRowsError,
@@ -32,15 +32,11 @@ from ._walk import ANOTHER_PROGRAM, Walk
 ControlRule = Callable[[Walk, JaxprEqn, JaxprEqn, tuple[Relation, ...]], list[Relation]]
 
 
-def _closed(jaxpr: Any) -> ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
 def _inner(
     walk: Walk, a: JaxprEqn, b: JaxprEqn, param: str, relations: Sequence[Relation]
 ) -> list[Relation]:
     """Returns the relations of the results of the jaxprs that a parameter of both equations is."""
-    return walk.of_jaxprs(_closed(a.params[param]), _closed(b.params[param]), relations)
+    return walk.of_jaxprs(closed_jaxpr(a.params[param]), closed_jaxpr(b.params[param]), relations)
 
 
 def _call(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -53,7 +49,7 @@ def _rematerialized(
     whole, part = (rematerialized_jaxpr(equation.params) for equation in (a, b))
     if whole is None or part is None:
         raise MixesRowsError("it calls a function of a kind that is not known")
-    return walk.of_jaxprs(_closed(whole), _closed(part), relations)
+    return walk.of_jaxprs(closed_jaxpr(whole), closed_jaxpr(part), relations)
 
 
 def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...]) -> list[Relation]:
@@ -61,7 +57,7 @@ def _cond(walk: Walk, a: JaxprEqn, b: JaxprEqn, relations: tuple[Relation, ...])
     if index not in (Whole(), Zero()):
         raise MixesRowsError("a condition depends on rows")
     branches = [
-        walk.of_jaxprs(_closed(x), _closed(y), operands)
+        walk.of_jaxprs(closed_jaxpr(x), closed_jaxpr(y), operands)
         for x, y in zip(a.params["branches"], b.params["branches"], strict=True)
     ]
     results = branches[0]
@@ -158,7 +154,9 @@ def _scan_over_rows(
 
     operands = [*map(equal, consts), *([mixed] * len(carry)), *map(equal_slice, xs)]
     # Of what an iteration adds to a carry, the summand is looked at.
-    wholes, parts = (_summands(_closed(e.params["jaxpr"]), len(consts), len(carry)) for e in (a, b))
+    wholes, parts = (
+        _summands(closed_jaxpr(e.params["jaxpr"]), len(consts), len(carry)) for e in (a, b)
+    )
     # Cotangents of one iteration are no sums over blocks, as those of `Whole` are elsewhere.
     in_body = walk.without("custom_vjp_call")
     results = in_body.of_jaxprs(wholes[0], parts[0], operands)

@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._compat import ClosedJaxpr, jaxprs_in_params
-from ..graph import bind
+from ..graph import bind, closed_jaxpr
 
 Draws = Mapping[tuple[int, ...], int]
 """From the shape of what a block draws to its dim of rows."""
@@ -111,8 +111,7 @@ def _is_draw(equation: JaxprEqn, draws: Draws) -> bool:
 
 
 def _inner(equation: JaxprEqn) -> ClosedJaxpr:
-    inner = equation.params[_CALLS[equation.primitive.name]]
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    return closed_jaxpr(equation.params[_CALLS[equation.primitive.name]])
 
 
 def _has_draws(equation: JaxprEqn, draws: Draws) -> bool:

@@ -28,6 +28,7 @@ from ..graph import (
     ShardMap,
     Var,
     bind,
+    closed_jaxpr,
     split_at,
     to_graph,
 )
@@ -231,8 +232,7 @@ def _of_params(params: Any) -> Hashable:
     """Returns equal values for equal parameters of an equation."""
     match params:
         case ClosedJaxpr() | core.Jaxpr():  # whose text may round or shorten constants
-            closed = params if isinstance(params, ClosedJaxpr) else ClosedJaxpr(params, ())
-            return graph_signature(to_graph(closed))
+            return graph_signature(to_graph(closed_jaxpr(params)))
         case np.ndarray() | jax.Array():
             return literal_signature(params)
         case Mapping():
