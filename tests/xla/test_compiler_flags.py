@@ -131,6 +131,15 @@ def test_a_queue_of_sparse_cores_is_set_where_it_was_faster(kind, dense, experts
         assert [row.is_set(traits) for row in rows] == [is_set, is_set]
 
 
+@pytest.mark.parametrize(("kind", "is_set"), [("v5p", False), ("v6e", True), ("tpu7x", True)])
+def test_products_are_not_cut_into_windows_where_that_was_slower(kind, is_set):
+    (row,) = (row for row in FLAGS if row.group == "no windows")
+    for device_kind in hardware(kind).device_kinds:
+        assert row.is_set(StepTraits("tpu", device_kind, "none")) == is_set
+        assert not row.is_set(StepTraits("tpu", device_kind, "circular"))
+        assert row.is_set(StepTraits("tpu", device_kind, "circular", sequence_parallel=True))
+
+
 def test_versions_of_one_series_are_equal():
     row = flag(accepted_by=("0.0.48.1", "0.12.0.1"))
     assert flags.is_tried(row, "0.0.48.7")

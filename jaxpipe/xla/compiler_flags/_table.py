@@ -62,6 +62,12 @@ def _gains_by_a_queue(traits: StepTraits) -> bool:
     return _was_measured(traits) and (traits.has_experts or _kind(traits) == "v6e")
 
 
+def _has_windows(traits: StepTraits) -> bool:
+    """Returns whether XLA would cut products into windows that take longer than whole ones."""
+    scatters_by_itself = traits.engine == "none" and _kind(traits) in ("v6e", "tpu7x")
+    return traits.sequence_parallel or scatters_by_itself
+
+
 def _kind(traits: StepTraits) -> str:
     row = find_hardware(traits.device_kind)
     return "" if row is None else row.kind
@@ -240,13 +246,16 @@ FLAGS: tuple[CompilerFlag, ...] = (
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         "1000000",
         "tpu",
-        "Keeps the gathers and reduce-scatters of sequence parallelism whole, as SparseCores run "
-        "them beside products. Otherwise XLA cuts products into windows, one for each device, "
-        "which collective permutes hand on.",
+        "Keeps whole the gathers and reduce-scatters of sequence parallelism, and reduce-scatters "
+        "of gradients that XLA's partitioner makes, as SparseCores run them beside products. "
+        "Otherwise XLA cuts products into windows, one for each device, which collective permutes "
+        "hand on. On v5p it leaves those of FSDP whole by itself.",
         _LIBTPU,
-        lambda traits: traits.sequence_parallel,
+        _has_windows,
         gain="Four layers of llama3.1-70b on v5p:2x2x2 with `tensor` 4: 1F1B takes 2.42 s instead "
-        "of 2.99 (2.62 without sequence parallelism), and without a pipeline 1.60 instead of 1.63.",
+        "of 2.99 (2.62 without sequence parallelism), and without a pipeline 1.60 instead of 1.63. "
+        "FSDP takes 0.72 s on v6e:2x4 instead of 0.85, in 0.5% less memory, and of 8 layers 0.50 s "
+        "on tpu7x:2x2x1 instead of 0.59, in 4% less.",
     ),
     CompilerFlag(
         "scoped VMEM",
