@@ -199,14 +199,15 @@ def _custom_derivative(
     if any(isinstance(r, Mixed) for r in results) or not any(map(_has_tangent, a.invars)):
         return results
     name, derivative = a.primitive.name, DERIVATIVES[a.primitive.name]
-    given = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
+    differentiated = [r for r, x in zip(relations, a.invars, strict=True) if _has_tangent(x)]
     required = [r for r, x in zip(results, a.outvars, strict=True) if _is_inexact(x)]
     if name == "custom_vjp_call":
-        given, required = [dual(r) for r in required], [dual(r) for r in given]
-    found = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
-        derivative(a), derivative(b), [*_of_variables(a, relations), *given]
+        duals = [dual(r) for r in differentiated]
+        differentiated, required = [dual(r) for r in required], duals
+    derived = walk.with_rules(_IN_DERIVATIVES).of_jaxprs(
+        derivative(a), derivative(b), [*_of_variables(a, relations), *differentiated]
     )
-    pairs = zip(found, required, strict=True)
+    pairs = zip(derived, required, strict=True)
     # Zeros are constants, whose derivatives are not used.
     used = [(g, w) for g, w in pairs if not isinstance(w, Zero | RowIds)]
     if all(not isinstance(w, Mixed) and is_within(g, w) for g, w in used):

@@ -83,7 +83,7 @@ class _Way:
 
 
 def _ways(gather: Gather, sums: PyTree) -> PyTree:
-    """Returns how each sum is scattered."""
+    """Returns the `_Way` of each sum."""
     assert gather.by_specs is not None
 
     def way(_: jax.Array, spec: PartitionSpec, done: PartitionSpec, whole: PartitionSpec) -> _Way:

@@ -11,7 +11,6 @@ class StatePlan:
     """The state that a step updates.
 
     Attributes:
-        weights: The weights.
         config: The keys of the run, among them those of the optimizer.
     """
 
