@@ -296,7 +296,7 @@ def test_process_0_listens_at_the_address_that_it_is_given_if_that_is_one_of_its
 
 def test_a_process_follows_its_launcher_and_hears_of_others(tmp_path):
     code = "from jaxpipe.cli.job import follow_launcher; import time; "
-    code += "follow_launcher('process 7', grace_seconds=0.1); time.sleep(60)"
+    code += "follow_launcher('process 7'); time.sleep(60)"
     lifelines = Lifelines()
     running = [
         lifelines.start(i, [sys.executable, "-c", code], os.environ, stderr=subprocess.PIPE)
