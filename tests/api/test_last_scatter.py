@@ -61,13 +61,14 @@ def batch() -> Any:
 
 def scatters(jaxpr: Any, *, in_branch: bool = False) -> list[bool]:
     """Returns of every reduce-scatter whether it is in a branch."""
-    found = []
+    are_in_branches = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "reduce_scatter":
-            found.append(in_branch)
+            are_in_branches.append(in_branch)
         for inner in jaxprs_in_params(eqn.params):
-            found += scatters(inner, in_branch=in_branch or eqn.primitive.name == "cond")
-    return found
+            in_this = in_branch or eqn.primitive.name == "cond"
+            are_in_branches += scatters(inner, in_branch=in_this)
+    return are_in_branches
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,21 @@ def test_numbers_are_those_of_the_plain_program(
     assert scatters(jaxpr).count(True) % (4 if "zero1" in options else 3) == 0
     assert any(scatters(jaxpr)) == ("fsdp" in sizes)
     pipe.check(weights, batch())
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "zbv", "interleaved_1f1b"])
+def test_layers_that_gather_scatter_over_data_alone(schedule: str, reduce_dtype: Any):
+    """Sums of such layers are divided over `fsdp` before ZeRO-1 divides them over `data`."""
+    pipe = jp.pipeline(
+        MODEL,
+        schedule=schedule,
+        mesh=jp.make_mesh({"stage": 2, "fsdp": 2, "data": 2}),
+        microbatches=4,
+        gather="layer",
+        zero1=True,
+        reduce_dtype=reduce_dtype,
+        param_specs=spec,
+        frozen=lambda path, leaf: not jnp.issubdtype(leaf.dtype, jnp.inexact),
+    )
+    pipe.check(params(LAYERS), batch())

@@ -46,7 +46,7 @@ from ..graph import (
 )
 
 Finish = Callable[[jax.Array, int], jax.Array]
-"""From a complete sum, or a slice that lacks so many dims in front, to what stays in its place."""
+"""Maps a complete sum, or a slice without so many dims in front, to what replaces it."""
 
 
 @dataclass(frozen=True)

@@ -475,7 +475,7 @@ def _run_adding(
     `apart`: what completes the gradients of a chunk has a branch of its own.
     """
     kinds = {entry for ranks in table.completes_chunk for entry in ranks if entry >= 0}
-    if not apart or kinds == {0}:
+    if not apart or kinds == {0}:  # such as I: what completes a chunk is in another phase
         hint = execution_count_hint(table.microbatch)
         return update_if(
             work.microbatch >= 0, partial(run, completes_chunk=False), state, hint=hint

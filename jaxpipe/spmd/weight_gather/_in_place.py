@@ -50,9 +50,13 @@ def scattered(gather: Gather, sums: PyTree) -> PyTree:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a sum is scattered: by the spec `left`, beside the axes that divide it by `whole`."""
+    """How a sum is scattered: by the spec `left`.
+
+    Axes divide it by `done` already, and those that are not manual by `whole`.
+    """
 
     left: PartitionSpec
+    done: PartitionSpec
     whole: PartitionSpec
     dtype: Any
 
@@ -72,12 +76,13 @@ class _Way:
         return lax.dynamic_update_slice(x, shard, [jnp.int32(0)] * x.ndim)
 
     def shard(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the shard in the first part of a sum, summed over the other `axes`."""
+        """Returns the shard in the first part of a sum, summed over the `axes` that are left."""
         sizes = jax.sharding.get_abstract_mesh().shape
         for dim, names in enumerate(self.left):
             shards = math.prod(sizes[axis] for axis in axes_of_dim(names))
             x = lax.slice_in_dim(x, 0, x.shape[dim] // shards, axis=dim)
-        rest = tuple(axis for axis in axes if axis not in axes_of(self.left))
+        divided = {*axes_of(self.left), *axes_of(self.done)}
+        rest = tuple(axis for axis in axes if axis not in divided)
         whole = PartitionSpec(*[None] * len(self.left))
         return reduce_scatter_leaf(rest, x, whole, self.whole, dtype=self.dtype)
 
@@ -87,6 +92,6 @@ def _ways(gather: Gather, sums: PyTree) -> PyTree:
     assert gather.by_specs is not None
 
     def way(_: jax.Array, spec: PartitionSpec, done: PartitionSpec, whole: PartitionSpec) -> _Way:
-        return _Way(without_done(spec, done), whole, gather.reduce_dtype)
+        return _Way(without_done(spec, done), done, whole, gather.reduce_dtype)
 
     return map_leaves(way, sums, gather.gradient_specs, gather.sum_specs, gather.by_specs.specs[1])
