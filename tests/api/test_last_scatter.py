@@ -1,5 +1,6 @@
 """Sums of gradients that the last backward of a stage scatters are those of the plain program."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -109,6 +110,58 @@ def test_numbers_are_those_of_the_plain_program(
     assert scatters(jaxpr).count(True) % (4 if "zero1" in options else 3) == 0
     assert any(scatters(jaxpr)) == ("fsdp" in sizes)
     pipe.check(weights, batch())
+
+
+def scanned(w: Any, x: Any, batch: Any) -> Any:
+    """Loops over the dim that `fsdp` divides, in blocks."""
+    blocks = w["gate"].T.reshape(4, -1, DIM), w["down"].reshape(4, -1, DIM)
+
+    def add(total: Any, block: Any) -> tuple[Any, None]:
+        return total + jax.nn.silu(x @ block[0].T) @ block[1], None
+
+    y, _ = jax.lax.scan(add, jnp.zeros_like(x), blocks)
+    return x * w["norm"] + y + jax.lax.map(lambda row: row * w["norm"], w["embedded"])[0]
+
+
+def skipping(w: Any, x: Any, batch: Any) -> Any:
+    """Computes some rows, and nothing on a device that has none of them."""
+    chosen = batch["scale"] > 0.7
+
+    def computed() -> Any:
+        return jnp.where(chosen[:, None], layer(w, x, batch), x)
+
+    return jax.lax.cond(jnp.any(chosen), computed, lambda: x)
+
+
+LAYER_FUNCTIONS = {"loop": scanned, "condition": skipping}
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "options"),
+    [
+        ("loop", "fsdp", {"gather": "once"}),
+        ("loop", "data", {"gather": "once", "zero1": True}),
+        ("loop", "data", {"zero1": True}),
+        ("condition", "fsdp", {"gather": "once", "row_wise": True}),
+        ("condition", "fsdp", {"gather": "once"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_loops_and_conditions_of_a_layer_scatter_nothing(
+    name: str, axis: str, options: dict[str, Any], schedule: str
+):
+    rows = jax.random.uniform(jax.random.key(2), (ROWS,)) / 2
+    x = batch() | {"scale": jnp.where(jnp.arange(ROWS) < 4, rows + 0.5, rows)}
+    pipe = jp.pipeline(
+        dataclasses.replace(MODEL, layer=LAYER_FUNCTIONS[name]),
+        schedule=schedule,
+        mesh=jp.make_mesh({"stage": 2, axis: 2}, devices=jax.devices()[:4]),
+        microbatches=4,
+        frozen=lambda path, leaf: not jnp.issubdtype(leaf.dtype, jnp.inexact),
+        **options,
+    )
+    pipe.check(params(LAYERS), x)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])

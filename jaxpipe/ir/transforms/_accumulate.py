@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,17 @@ from ..graph import (
     variables,
 )
 
-Finish = Callable[[jax.Array, int], jax.Array]
-"""Maps a complete sum, or a slice without so many dims in front, to what replaces it."""
+
+class Finish(NamedTuple):
+    """What is done with a complete sum.
+
+    Attributes:
+        whole: Maps the sum to what replaces it.
+        slice: Maps a slice of it along dim 0 to what replaces the slice. None: slices are left.
+    """
+
+    whole: Callable[[jax.Array], jax.Array]
+    slice: Callable[[jax.Array], jax.Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,19 +70,15 @@ class Gradient:
 
 
 def accumulate(
-    program: Graph,
-    gradients: Sequence[bool],
-    finish: Sequence[Finish | None] | None = None,
-    *,
-    num_dims: int = 0,
+    program: Graph, gradients: Sequence[bool], finish: Sequence[Finish | None] | None = None
 ) -> Graph:
     """Returns `(inputs, sums so far) -> outputs`, which has the new sum in place of each gradient.
 
     `gradients` is [num_outputs]: whether each output is a gradient, which then has a sum of its
-    shape. `finish` has for each gradient what is done with its new sum, or with each slice of it in
-    the iteration that computes the slice. Sums lack the first `num_dims` dims of those it knows.
+    shape. `finish` has for each gradient what is done with its new sum, or, if a loop computes it,
+    with each slice in its iteration: once, and under no condition, as it may communicate.
     """
-    finishing = iter(finish or [None] * sum(gradients))
+    finish_of = iter(finish or [None] * sum(gradients))
     sums: list[Var] = []
     before: list[Eqn] = []
     added: list[Eqn] = []
@@ -84,16 +89,17 @@ def accumulate(
     uses = count_uses(program)
     for i in (i for i, is_gradient in enumerate(gradients) if is_gradient):
         aval = getattr(outputs[i], "aval", None)
-        start, total, finish_sum = Var(aval), Var(aval), next(finishing)
+        start, total, finish_sum = Var(aval), Var(aval), next(finish_of)
         sums.append(start)
         eqn, produced, way = origin(outputs[i], makers, uses, is_invertible_move)
         if eqn is not None and _is_zero(eqn, makers):
             total = start
         elif eqn is not None and _can_add(eqn, produced, way, makers):
-            within[eqn].append(Gradient(produced, way, start, total, finish_sum))
+            finish_slice = None
+            if isinstance(eqn.operation, Scan) and finish_sum is not None and finish_sum.slice:
+                finish_slice, finish_sum = Finish(finish_sum.slice), None
+            within[eqn].append(Gradient(produced, way, start, total, finish_slice))
             passed.update(way)
-            if not isinstance(eqn.operation, PrimitiveCall):
-                finish_sum = None  # a body does
         elif eqn is not None and _can_add_reshaped(eqn, produced, way):
             # Moved in front, as a sum, and back behind the loop.
             start_in_loop, total_in_loop = Var(produced.aval), Var(produced.aval)
@@ -105,13 +111,12 @@ def accumulate(
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         if finish_sum is not None:
             total, done = Var(aval), total
-            added.append(Eqn(_finishing(finish_sum, num_dims), (done,), (total,)))
+            finishing = PrimitiveCall("finish", lambda x, whole=finish_sum.whole: [whole(x)])
+            added.append(Eqn(finishing, (done,), (total,)))
         outputs[i] = total
 
     eqns = [eqn for eqn in program.eqns if eqn not in passed]
-    eqns = [
-        s for eqn in eqns for s in (_adding(eqn, within[eqn], num_dims) if eqn in within else [eqn])
-    ]
+    eqns = [s for eqn in eqns for s in (_adding(eqn, within[eqn]) if eqn in within else [eqn])]
     return Graph((*program.inputs, *sums), (*before, *eqns, *added), tuple(outputs))
 
 
@@ -189,10 +194,6 @@ def _is_stacked(loop: Eqn, made: Var) -> bool:
     return loop.outputs.index(made) >= loop.operation.num_carry
 
 
-def _finishing(finish: Finish, num_dims: int) -> PrimitiveCall:
-    return PrimitiveCall("finish_sum", lambda x: [finish(x, num_dims)])
-
-
 def _reshape(shape: tuple[int, ...]) -> PrimitiveCall:
     return PrimitiveCall("reshape", lambda x: [jnp.reshape(x, shape)])
 
@@ -204,7 +205,7 @@ def _keeps_first_dim(eqn: Eqn) -> bool:
     return permutation[0] == 0 if permutation else shape_in(eqn)[:1] == shape_out(eqn)[:1]
 
 
-def _adding(eqn: Eqn, gradients: Sequence[Gradient], num_dims: int) -> list[Eqn]:
+def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     """Returns an equation that adds some outputs to sums, cast to their manual axes first."""
     starts = [Var(gradient.produced.aval) for gradient in gradients]
     varied = [
@@ -220,13 +221,11 @@ def _adding(eqn: Eqn, gradients: Sequence[Gradient], num_dims: int) -> list[Eqn]
     outputs = (*select(eqn.outputs, others), *(gradient.total for gradient in gradients))
     match eqn.operation:
         case Scan() as loop:
-            body = _body_adding(loop.body, eqn, others, gradients, num_dims, is_loop=True)
+            body = _body_adding(loop.body, eqn, others, gradients, num_dims=1)
             count = loop.num_accumulators + len(gradients)
             operation = replace(loop, body=body, num_accumulators=count)
         case Cond(branches, count):
-            bodies = (
-                _body_adding(b, eqn, others, gradients, num_dims, is_loop=False) for b in branches
-            )
+            bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
             operation = Cond(tuple(bodies), count + len(gradients))
         case PrimitiveCall(params=params):
             operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
@@ -241,30 +240,23 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 
 def _body_adding(
-    body: Graph,
-    eqn: Eqn,
-    others: Sequence[bool],
-    gradients: Sequence[Gradient],
-    num_dims: int,
-    *,
-    is_loop: bool,
+    body: Graph, eqn: Eqn, others: Sequence[bool], gradients: Sequence[Gradient], *, num_dims: int
 ) -> Graph:
     """Returns a body whose last inputs are the sums, and whose last outputs are the new sums.
 
-    It also moves the data of gradients: arrays of a loop's body lack the first dim of those
-    outside, which lack `num_dims` dims themselves.
+    It also moves the data of gradients: its arrays lack the first `num_dims` dims of those outside.
     """
     inside = dict(zip(eqn.outputs, body.outputs, strict=True))
     eqns, ends = list(body.eqns), []
     for gradient in gradients:
-        moves = list(_moves_inside(inside[gradient.produced], gradient.way, is_loop))
+        moves = list(_moves_inside(inside[gradient.produced], gradient.way, num_dims))
         eqns += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.produced])
     outputs = (*select(body.outputs, others), *ends)
     is_gradient = [False] * sum(others) + [True] * len(ends)
     adding = Graph(body.inputs, tuple(eqns), outputs)
     finish = [gradient.finish for gradient in gradients]
-    return accumulate(adding, is_gradient, finish, num_dims=num_dims + is_loop)
+    return accumulate(adding, is_gradient, finish)
 
 
 def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eqn]:
