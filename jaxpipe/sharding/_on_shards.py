@@ -153,6 +153,18 @@ def match_varying_axes(example: PyTree, tree: PyTree) -> PyTree:
 
 
 def varying_axes(tree: PyTree) -> frozenset[str]:
-    """Returns the manual axes over which at least one array of a tree varies."""
+    """Returns the manual axes over which at least one array of a tree varies.
+
+    Args:
+        tree: A pytree of arrays, of any shapes and dtypes.
+
+    Returns:
+        The names of these axes; none outside of `jax.shard_map`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> varying_axes({"w": jnp.zeros(3)})
+        frozenset()
+    """
     types = map(jax.typeof, jax.tree.leaves(tree))
     return frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
