@@ -119,6 +119,7 @@ def _options(spec: PipelineSpec) -> dict[str, Any]:
         device.platform,
         device.device_kind,
         "pipeline" if is_pipeline else "none",
+        pipelines=is_pipeline,
         has_experts=spec.mesh.shape.get("expert", 1) > 1,
     )
     return default_options(FLAGS, traits, device)

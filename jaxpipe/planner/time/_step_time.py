@@ -418,6 +418,7 @@ def _engine_flags(engine_name: str, request: Request) -> frozenset[str]:
         request.devices.platform,
         device.device_kinds[0],
         engine.config_name,
+        pipelines=engine.pipelines,
         program_per_rank=engine.program_per_rank,
         has_experts=bool(request.model.experts),
         sequence_parallel=bool(request.model.between),

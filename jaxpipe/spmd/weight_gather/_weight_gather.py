@@ -13,11 +13,11 @@ transfers can be spread over the ticks of a chunk, as the circular engine does: 
 |--------|----------|----------------------|---------|-----------------|-----------------|
 | tick   |          | cast                 | gathers | reduce-scatters |                 |
 | repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
-| once   |          | of a gathered copy   |         | or in the last  | reduce-scatters |
+| once   |          | of a gathered copy   |         |                 | reduce-scatters |
 
 In `tick` on a mesh that divides no weights or rows, sums are whole as in the other ways. In the
 fourth way, per layer, the stage gathers by itself (`_per_layer`): to the engines its weights are
-gathered once.
+gathered once. Where gathers are once, what completes a sum may scatter it (`_in_place`).
 """
 
 from collections.abc import Callable, Sequence

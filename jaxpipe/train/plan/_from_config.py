@@ -246,6 +246,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         device.platform,
         device.device_kind,
         config.pipeline_engine,
+        pipelines=config.engine.pipelines,
         program_per_rank=config.engine.program_per_rank,
         deterministic=config.deterministic,
         has_experts=config.num_experts > 1,

@@ -19,7 +19,8 @@ class StepTraits:
 
     platform: str  # the platform of the devices: `tpu`, `gpu` or `cpu`
     device_kind: str  # their `device_kind` in JAX, such as "TPU v5"
-    engine: str  # the engine's name in a config; `none` without a pipeline
+    engine: str  # the name of the engine, for the reader
+    pipelines: bool = True  # whether ranks run stages of the model
     program_per_rank: bool = False  # whether ranks run programs of their own
     deterministic: bool = False  # whether results must be equal bit for bit in every run
     has_experts: bool = False  # whether a router sends tokens to experts

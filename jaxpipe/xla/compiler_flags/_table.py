@@ -64,7 +64,7 @@ def _gains_by_a_queue(traits: StepTraits) -> bool:
 
 def _has_windows(traits: StepTraits) -> bool:
     """Returns whether XLA would cut products into windows that take longer than whole ones."""
-    scatters_by_itself = traits.engine == "none" and _kind(traits) in ("v6e", "tpu7x")
+    scatters_by_itself = not traits.pipelines and _kind(traits) in ("v6e", "tpu7x")
     return traits.sequence_parallel or scatters_by_itself
 
 
