@@ -103,19 +103,19 @@ def _filled(parts: list[Any], rows: int, width: int, dtype: str) -> Any:
 
 
 def packed_x(
-    model: Model, plan: PipelineSpec, groups: dict[str, Any], rows: PyTree, key: Any
+    model: Model, spec: PipelineSpec, groups: dict[str, Any], rows: PyTree, key: Any
 ) -> PackedX | None:
     """Returns the types of x if layers of several kinds change it; None if they do not.
 
     `groups` are shapes, of layers those of one of each kind; `rows` are shapes of a piece of the
     batch, and `key` may be one too.
     """
-    if not plan.kinds:
+    if not spec.kinds:
         return None
     key = jax.tree.map(shape_of, key)
     x_shapes: list[PyTree] = []
-    makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(plan.kinds_of_layers))
-    between = x_of_layers(model, plan.kinds_of_layers, groups, rows, key)
+    makers = "the embedding", *(f"layer {i} ({k!r})" for i, k in enumerate(spec.kinds_of_layers))
+    between = x_of_layers(model, spec.kinds_of_layers, groups, rows, key)
     for maker, x in zip(makers, between, strict=True):
         x_shapes.append(x)
         # Before the next layer is traced, whose own error would hide the cause.
@@ -125,12 +125,12 @@ def packed_x(
         return None
     _check_has_rows(x_shapes[0], num_rows(rows), makers[0])
     entering = tuple(map(_x_type, x_shapes))
-    _check_kinds(plan.kinds_of_layers, entering)
-    _check_whole(plan)
+    _check_kinds(spec.kinds_of_layers, entering)
+    _check_whole(spec)
     widths: dict[str, int] = {}
     for name, width in (pair for x in entering for pair in x.widths.items()):
         widths[name] = max(width, widths.get(name, 0))
-    return PackedX(plan.kinds_of_layers, entering, widths)
+    return PackedX(spec.kinds_of_layers, entering, widths)
 
 
 def x_of_layers(
@@ -199,8 +199,8 @@ def _check_kinds(kinds: Sequence[str], entering: Sequence[XType]) -> None:
             )
 
 
-def _check_whole(plan: PipelineSpec) -> None:
-    if plan.schedule is not None and language.num_slices(plan.schedule) > 1:
+def _check_whole(spec: PipelineSpec) -> None:
+    if spec.schedule is not None and language.num_slices(spec.schedule) > 1:
         raise ValueError(
             "`schedule` cuts sequences into slices, and layers return another x than they are "
             "given, which may have sequences in any dim. Give a schedule of whole microbatches, "

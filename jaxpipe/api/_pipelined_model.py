@@ -118,11 +118,11 @@ class PipelinedModel(InspectedModel):
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
         if like is not None:
-            return shard_state(self.engine, self._plan_of_state, params, like, self.model.tied)
-        num_layers, in_list, specs = self._check_params(params)
-        plan = self.plan(num_layers, specs)
-        weights = self.engine.storage.put(plan, self._weights(plan, params), self.model.tied)
-        return self._stored(plan, weights, num_layers, in_list)
+            return shard_state(self.engine, self._spec_of_state, params, like, self.model.tied)
+        num_layers, in_list, leaf_specs = self._check_params(params)
+        spec = self.plan(num_layers, leaf_specs)
+        weights = self.engine.storage.put(spec, self._weights(spec, params), self.model.tied)
+        return self._stored(spec, weights, num_layers, in_list)
 
     def init(self, make: Callable[..., PyTree], *arguments: Any) -> StoredParams:
         """Makes the first parameters as the engine stores them, never whole on one device.
@@ -138,12 +138,12 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
-        num_layers, in_list, specs = self._check_params(jax.eval_shape(make, *arguments))
-        plan = self.plan(num_layers, specs)
+        num_layers, in_list, leaf_specs = self._check_params(jax.eval_shape(make, *arguments))
+        spec = self.plan(num_layers, leaf_specs)
         weights = self.engine.storage.init(
-            plan, lambda: self._weights(plan, make(*arguments)), self.model.tied
+            spec, lambda: self._weights(spec, make(*arguments)), self.model.tied
         )
-        return self._stored(plan, weights, num_layers, in_list)
+        return self._stored(spec, weights, num_layers, in_list)
 
     def _check_params(self, params: PyTree) -> tuple[NumLayers, InList, ParamSpecs]:
         """Checks the user's tree; returns L, whether it has a list of layers, and its specs."""
@@ -153,18 +153,18 @@ class PipelinedModel(InspectedModel):
         check_trainable(self.frozen, params)
         if self.num_mtp_layers is not None:
             check_mtp(num_layers, self.num_mtp_layers)
-        specs = param_specs(
+        leaf_specs = param_specs(
             self.param_specs, params, model.to_groups, self.mesh, model.has_kinds, model.shared
         )
-        return num_layers, in_list, specs
+        return num_layers, in_list, leaf_specs
 
-    def _weights(self, plan: PipelineSpec, params: PyTree) -> dict[str, PyTree]:
+    def _weights(self, spec: PipelineSpec, params: PyTree) -> dict[str, PyTree]:
         """Returns the parameters in the groups of engines."""
         groups = self.model.to_groups(params)
         if self.frozen is not None:
             groups = mark_frozen(self.frozen, params, self.model.to_groups, self.model.has_kinds)
         others = {name: groups[name] for name in groups if name != "layers"}
-        stages = self.engine.storage.stack(plan, stack_all(self.model.layer, groups["layers"]))
+        stages = self.engine.storage.stack(spec, stack_all(self.model.layer, groups["layers"]))
         return jax.tree.map(jnp.asarray, others) | {"stages": stages}
 
     def shapes(self, params: PyTree) -> StoredParams:
@@ -181,39 +181,39 @@ class PipelinedModel(InspectedModel):
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
         if is_stored(params):
-            plan, layers = self._plan_of(params), params["layers"]
+            spec, layers = self._spec_of(params), params["layers"]
             weights = jax.tree.map(shape_of, weights_of(params))
             num_layers, in_list = layers.num_layers, layers.in_list
         else:
-            num_layers, in_list, specs = self._check_params(params)
-            plan = self.plan(num_layers, specs)
-            weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
+            num_layers, in_list, leaf_specs = self._check_params(params)
+            spec = self.plan(num_layers, leaf_specs)
+            weights = jax.eval_shape(lambda params: self._weights(spec, params), params)
         if not self.engine.program_per_rank:
-            where = self.engine.storage.shardings(plan, weights, self.model.tied)
+            where = self.engine.storage.shardings(spec, weights, self.model.tied)
             weights = jax.tree.map(with_sharding, weights, where)
-        return self._stored(plan, weights, num_layers, in_list)
+        return self._stored(spec, weights, num_layers, in_list)
 
     def _stored(
-        self, plan: PipelineSpec, weights: dict[str, Any], num_layers: NumLayers, in_list: InList
+        self, spec: PipelineSpec, weights: dict[str, Any], num_layers: NumLayers, in_list: InList
     ) -> StoredParams:
-        specs, layer_ids = plan.param_specs, self._layer_ids(plan)
-        layers = StoredLayers(weights["stages"], num_layers, in_list, specs, layer_ids)
+        stages, layer_ids = weights["stages"], self._layer_ids(spec)
+        layers = StoredLayers(stages, num_layers, in_list, spec.param_specs, layer_ids)
         return {name: weights[name] for name in weights if name != "stages"} | {"layers": layers}
 
-    def _layer_ids(self, plan: PipelineSpec) -> tuple[Any, ...]:
+    def _layer_ids(self, spec: PipelineSpec) -> tuple[Any, ...]:
         """Returns which layer is where in stored parameters."""
-        return self.engine.storage.layer_ids(plan.layout)
+        return self.engine.storage.layer_ids(spec.layout)
 
-    def _plan_of(self, params: StoredParams) -> PipelineSpec:
-        """Returns the plan for stored parameters, and checks that they suit this pipeline."""
+    def _spec_of(self, params: StoredParams) -> PipelineSpec:
+        """Returns the spec for stored parameters, and checks that they suit this pipeline."""
         check_stored(params)
         layers = params["layers"]
-        plan = self.plan(layers.num_layers, layers.specs)
-        self._check_layer_ids(plan, layers.layer_ids)
-        return plan
+        spec = self.plan(layers.num_layers, layers.specs)
+        self._check_layer_ids(spec, layers.layer_ids)
+        return spec
 
-    def _check_layer_ids(self, plan: PipelineSpec, layer_ids: tuple[Any, ...]) -> None:
-        if layer_ids != self._layer_ids(plan):
+    def _check_layer_ids(self, spec: PipelineSpec, layer_ids: tuple[Any, ...]) -> None:
+        if layer_ids != self._layer_ids(spec):
             raise ValueError(
                 "`params` is stored by a pipeline that has other layers in its stages, or its "
                 "stages on other ranks. Give `pipe.shard(other.unshard(params))`, where `other` is "
@@ -235,12 +235,12 @@ class PipelinedModel(InspectedModel):
             ValueError: If `params` is not as `shard` of this pipeline returns it.
         """
         if not is_stored(params) and not self._is_of_user(params):
-            return unshard_state(self.engine, self._plan_of_state, params)
-        plan = self._plan_of(params)
+            return unshard_state(self.engine, self._spec_of_state, params)
+        spec = self._spec_of(params)
         params = unmark(params)
         stored = params["layers"]
-        gathered = self.engine.storage.gather(plan, params | {"layers": stored.stages})
-        layers = self.engine.storage.unstack(plan, gathered["layers"])
+        gathered = self.engine.storage.gather(spec, params | {"layers": stored.stages})
+        layers = self.engine.storage.unstack(spec, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
         return self.model.from_groups(gathered | {"layers": layers})
 
@@ -252,13 +252,13 @@ class PipelinedModel(InspectedModel):
             return False
         return True
 
-    def _plan_of_state(self, node: Any) -> PipelineSpec:
-        """Returns the plan for a part of an optimizer's state, and checks that it suits."""
+    def _spec_of_state(self, node: Any) -> PipelineSpec:
+        """Returns the spec for a part of an optimizer's state, and checks that it suits."""
         if not isinstance(node, StoredState):
             return self.plan(self._any_num_layers)
-        plan = self.plan(node.num_layers)
-        self._check_layer_ids(plan, node.layer_ids)
-        return plan
+        spec = self.plan(node.num_layers)
+        self._check_layer_ids(spec, node.layer_ids)
+        return spec
 
     def partition(self, params: StoredParams) -> tuple[StoredParams, StoredParams]:
         """Divides parameters into trainable and frozen ones, as `equinox.partition` does.
@@ -311,7 +311,7 @@ class PipelinedModel(InspectedModel):
             >>> state = tx.init(params)  # doctest: +SKIP
             >>> updates, state = tx.update(grads, state, params)  # doctest: +SKIP
         """
-        return transformation(tx, self.model, self.engine, self._plan_of, self.jit)
+        return transformation(tx, self.model, self.engine, self._spec_of, self.jit)
 
     def tree_map(self, function: Callable, params: StoredParams, *rest: PyTree) -> StoredParams:
         """Applies a function to every parameter of every layer, as `jax.tree.map` does.
@@ -410,10 +410,10 @@ class PipelinedModel(InspectedModel):
 
     def _loss_arguments(self, params: StoredParams, batch: PyTree, key: Array | None) -> Any:
         """Returns the shapes of what `loss` and `output` are given of a whole microbatch."""
-        plan, weights = self._plan_of(params), unmark(weights_of(params))
+        spec, weights = self._spec_of(params), unmark(weights_of(params))
         rows = piece_shapes(self.model, batch, self.num_pieces, num_row_shards(self.mesh), 1)
         key_or_none = () if key is None else key
-        _, packed = self._packed(plan, weights, batch, key_or_none)
+        _, packed = self._packed(spec, weights, batch, key_or_none)
         return loss_arguments(self.model, weights, rows, key_or_none, packed)
 
     def _with_rows(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -443,8 +443,8 @@ class PipelinedModel(InspectedModel):
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
         value = value[0], self._with_rows(value[1])
         if self.model.shared:
-            plan = self.plan(params["layers"].num_layers)
-            grads["stages"], grads["shared"] = self.engine.storage.sum_shared(plan, grads["stages"])
+            spec = self.plan(params["layers"].num_layers)
+            grads["stages"], grads["shared"] = self.engine.storage.sum_shared(spec, grads["stages"])
         stages = replace(params["layers"], stages=grads["stages"], role=GRADIENTS)
         return value, {name: grads[name] for name in params if name != "layers"} | {
             "layers": stages
@@ -471,7 +471,7 @@ class PipelinedModel(InspectedModel):
             specs: The specs of stored parameters, `params["layers"].specs`.
 
         Returns:
-            The plan.
+            The specification.
 
         Raises:
             ValueError: If there are fewer layers than stages, or `layers_per_stage` has others.
@@ -514,11 +514,11 @@ class PipelinedModel(InspectedModel):
         self, params: StoredParams, batch: PyTree, key: Array | None
     ) -> tuple[PipelineSpec, StagedModel, dict[str, Any], PieceInputs, Any]:
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
-        plan, num_layers = self._plan_of(params), params["layers"].num_layers
+        spec, num_layers = self._spec_of(params), params["layers"].num_layers
         weights = weights_of(params)
         if self.model.contributions:
             return self._arguments_of_contributions(
-                plan, weights, total_layers(num_layers), batch, key
+                spec, weights, total_layers(num_layers), batch, key
             )
         keys, key_or_none = ((), ()), ()
         if self.model.takes_key:
@@ -527,11 +527,11 @@ class PipelinedModel(InspectedModel):
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
-        of_user, packed = self._packed(plan, all_weights, batch, keys[0])
+        of_user, packed = self._packed(spec, all_weights, batch, keys[0])
         model, names, draws, whole = of_user, (), {}, False
         if num_row_shards(self.mesh) > 1:
-            report = self._row_report(of_user, plan, all_weights, batch, keys[0])
-            report.check(self.mesh, plan.options.reduce_dtype)
+            report = self._row_report(of_user, spec, all_weights, batch, keys[0])
+            report.check(self.mesh, spec.options.reduce_dtype)
             names, draws = report.run_on_every_device, report.draws
             if self.told.options.vocab_parallel and "loss" in {*names, *draws}:
                 raise ValueError(
@@ -542,7 +542,7 @@ class PipelinedModel(InspectedModel):
             whole = report.whole_microbatches and not (names or draws)
             if names or draws:
                 model = on_all_rows(model, names, draws, self.mesh, report.x_dims)
-        plan = replace(plan, whole_microbatches=whole)
+        spec = replace(spec, whole_microbatches=whole)
         inputs = make_inputs(
             of_user,
             self.mesh,
@@ -556,8 +556,8 @@ class PipelinedModel(InspectedModel):
             loss_of_all_rows="loss" in names,
         )
         rows = jax.tree.map(partial(shape_of, skipped=2), inputs.batch)
-        shapes_of = partial(self._shapes_by_kind, plan, all_weights)
-        by_tokens = self.engine.has_branches(plan) and tokens.check_token_wise(
+        shapes_of = partial(self._shapes_by_kind, spec, all_weights)
+        by_tokens = self.engine.has_branches(spec) and tokens.check_token_wise(
             of_user, shapes_of(), rows, key_or_none, self.mesh
         )
         if self.num_slices > 1:
@@ -569,18 +569,18 @@ class PipelinedModel(InspectedModel):
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         by_tokens = by_tokens and not jax.tree.leaves(frozen["embed"])  # which it closes over
-        plan = with_layer_specs(plan, weights["stages"])
+        spec = with_layer_specs(spec, weights["stages"])
         storage = self.engine.storage
-        layer_keys = storage.layer_keys(plan, keys[1], frozen["stages"])
+        layer_keys = storage.layer_keys(spec, keys[1], frozen["stages"])
         if self.model.shared:
-            weights["stages"] = storage.share(plan, weights["stages"], weights.pop("shared"))
-            layer_keys = storage.share(plan, layer_keys, frozen["shared"])
-        staged = self._staged_model(model, plan, packed, by_tokens)
-        return plan, staged, weights, inputs, layer_keys
+            weights["stages"] = storage.share(spec, weights["stages"], weights.pop("shared"))
+            layer_keys = storage.share(spec, layer_keys, frozen["shared"])
+        staged = self._staged_model(model, spec, packed, by_tokens)
+        return spec, staged, weights, inputs, layer_keys
 
     def _arguments_of_contributions(
         self,
-        plan: PipelineSpec,
+        spec: PipelineSpec,
         weights: dict[str, Any],
         num_layers: int,
         batch: PyTree,
@@ -599,20 +599,20 @@ class PipelinedModel(InspectedModel):
             fold_in = partial(jax.random.fold_in, check_key(key))
             keys = jax.vmap(fold_in)(jnp.arange(num_layers))
         keys = with_constants(self.model, keys, num_layers)
-        plan = with_layer_specs(plan, weights["stages"])
-        model = contributing_model(self.model, self.mesh, *self._stages_of(plan))
+        spec = with_layer_specs(spec, weights["stages"])
+        model = contributing_model(self.model, self.mesh, *self._stages_of(spec))
         inputs = slice_sequences(batch, self.num_slices, 2)
-        nothing: Any = {kind: () for kind, _ in plan.kinds} if plan.kinds else ()
+        nothing: Any = {kind: () for kind, _ in spec.kinds} if spec.kinds else ()
         storage = self.engine.storage
-        layer_keys = storage.layer_keys(plan, keys, storage.stack(plan, nothing))
-        return plan, model, weights, inputs, layer_keys
+        layer_keys = storage.layer_keys(spec, keys, storage.stack(spec, nothing))
+        return spec, model, weights, inputs, layer_keys
 
-    def _stages_of(self, plan: PipelineSpec) -> list[Callable]:
+    def _stages_of(self, spec: PipelineSpec) -> list[Callable]:
         """Returns functions from a layer to the stage that runs layers, and to that of a slice."""
         if self.num_slices == 1:
-            return [partial(self.engine.stage, plan)]
+            return [partial(self.engine.stage, spec)]
         assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
-        return [partial(self.engine.stage, plan), partial(self.engine.sliced_stage, plan)]
+        return [partial(self.engine.stage, spec), partial(self.engine.sliced_stage, spec)]
 
     def rows(self, params: PyTree, batch: PyTree, key: Array | None = None) -> RowReport:
         """Says which functions of the model run on the rows of a device, and why others do not.
@@ -631,32 +631,32 @@ class PipelinedModel(InspectedModel):
         """
         check_means(self.model, "rows")
         stored = self.shapes(params)
-        plan, weights = self._plan_of(stored), unmark(weights_of(stored))
+        spec, weights = self._spec_of(stored), unmark(weights_of(stored))
         if self.model.takes_key and key is None:
             key = jax.eval_shape(lambda: jax.random.key(0))
         key_or_none = () if key is None else key
-        model, _ = self._packed(plan, weights, batch, key_or_none)
-        return self._row_report(model, plan, weights, batch, key_or_none)
+        model, _ = self._packed(spec, weights, batch, key_or_none)
+        return self._row_report(model, spec, weights, batch, key_or_none)
 
     def _packed(
-        self, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
+        self, spec: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> tuple[Model, PackedX | None]:
         """Returns the model whose layers all return one x, and what takes its place, if needed."""
-        groups, shards = self._shapes_by_kind(plan, weights), num_row_shards(self.mesh)
+        groups, shards = self._shapes_by_kind(spec, weights), num_row_shards(self.mesh)
         for count in sorted({1, shards}):  # a leaf has rows if it has those of both
             rows = piece_shapes(self.model, batch, self.num_pieces, count, self.num_slices)
-            packed = packed_x(self.model, plan, groups, rows, key)
+            packed = packed_x(self.model, spec, groups, rows, key)
         return (self.model if packed is None else on_packed(self.model, packed)), packed
 
-    def _shapes_by_kind(self, plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
+    def _shapes_by_kind(self, spec: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns shapes of the groups, of layers those of one of each kind."""
         groups = jax.tree.map(shape_of, weights)
-        return groups | {"layers": self.engine.storage.layers_by_kind(plan, groups.pop("stages"))}
+        return groups | {"layers": self.engine.storage.layers_by_kind(spec, groups.pop("stages"))}
 
     def _row_report(
-        self, model: Model, plan: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
+        self, model: Model, spec: PipelineSpec, weights: dict[str, Any], batch: PyTree, key: Any
     ) -> RowReport:
-        groups = self._shapes_by_kind(plan, weights)
+        groups = self._shapes_by_kind(spec, weights)
         shapes_of = partial(piece_shapes, model, batch, self.num_pieces)
         microbatch, num_shards = shapes_of(1, self.num_slices), num_row_shards(self.mesh)
         count = num_rows(microbatch)
@@ -669,23 +669,23 @@ class PipelinedModel(InspectedModel):
             jax.tree.map(shape_of, key),
             dict(self.row_wise),
             num_shards=num_shards,
-            is_divided=self.engine.may_divide(plan),
+            is_divided=self.engine.may_divide(spec),
             num_slices=self.num_slices,
         )
         self.last_rows[:] = [report]
         return report
 
     def _staged_model(
-        self, of_user: Model, plan: PipelineSpec, packed: PackedX | None, by_tokens: bool
+        self, of_user: Model, spec: PipelineSpec, packed: PackedX | None, by_tokens: bool
     ) -> StagedModel:
-        num_shards = 1 if plan.whole_microbatches else num_row_shards(self.mesh)
+        num_shards = 1 if spec.whole_microbatches else num_row_shards(self.mesh)
         num_pieces = self.num_pieces * self.num_slices * num_shards
         tokens_over = self.mesh if by_tokens else None
-        divide = divided(self.mesh, self.model.sequence_dim, plan.whole_microbatches)
-        stages_of = self._stages_of(plan)
+        divide = divided(self.mesh, self.model.sequence_dim, spec.whole_microbatches)
+        stages_of = self._stages_of(spec)
         own_copy = self.engine.storage.own_copy
         per_rank = packed if self.engine.program_per_rank else None
-        hand_overs = per_rank and per_rank.hand_overs(plan.layout.stage_layer_ids)
+        hand_overs = per_rank and per_rank.hand_overs(spec.layout.stage_layer_ids)
 
         def staged(model: Model) -> StagedModel:
             without_hand_overs = staged_model(

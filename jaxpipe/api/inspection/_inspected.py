@@ -199,8 +199,8 @@ class InspectedModel:
         arguments, function = (stored, batch), pipe.jit(pipe.value_and_grad)
         if optimizer is not None:
             layers = stored["layers"]
-            plan = pipe.plan(layers.num_layers, layers.specs)
-            state = state_shapes(optimizer, pipe.model, pipe.engine, plan, stored)
+            spec = pipe.plan(layers.num_layers, layers.specs)
+            state = state_shapes(optimizer, pipe.model, pipe.engine, spec, stored)
             arguments = stored, state, batch
             step = train_step(pipe, pipe.optimizer(optimizer))
             function = pipe.jit(step, donate_argnums=(0, 1))

@@ -91,40 +91,40 @@ def memory_table(
 ) -> MemoryTable:
     """Returns the memory of a train step; raises a `ValueError` if the device is unknown."""
     stored = pipe.shapes(params)
-    plan = pipe.plan(stored["layers"].num_layers, stored["layers"].specs)
+    spec = pipe.plan(stored["layers"].num_layers, stored["layers"].specs)
     engine = pipe.engine
-    is_gathered = gathered_size(plan.mesh, plan.param_specs) > 1
+    is_gathered = gathered_size(spec.mesh, spec.param_specs) > 1
     counts = StepCounts(
-        num_ranks=plan.mesh.shape["stage"],
-        chunks=_num_stages(plan),
-        num_microbatches=plan.num_microbatches,
-        gather=plan.gather if is_gathered else None,
-        num_calls=plan.num_calls,
-        options=plan.options,
-        adds_in_loops=_adds_in_loops(plan),
-        most_for_several=most_bytes_for_several_of(plan),
+        num_ranks=spec.mesh.shape["stage"],
+        chunks=_num_stages(spec),
+        num_microbatches=spec.num_microbatches,
+        gather=spec.gather if is_gathered else None,
+        num_calls=spec.num_calls,
+        options=spec.options,
+        adds_in_loops=_adds_in_loops(spec),
+        most_for_several=most_bytes_for_several_of(spec),
     )
-    memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(plan)
+    memory_bytes, buffers_by_rank = hardware(device).memory_bytes, engine.buffers(spec)
     splits = any(buffers.wgrad_residuals for buffers in buffers_by_rank)
     row = _traced_sizes(pipe, stored, batch, key, splits=splits)
-    gathers_once = not hardware(device).is_gpu and plan.num_microbatches > 1
-    ranks = zip(buffers_by_rank, _weight_sizes(pipe, plan, stored, num_moments), strict=True)
+    gathers_once = not hardware(device).is_gpu and spec.num_microbatches > 1
+    ranks = zip(buffers_by_rank, _weight_sizes(pipe, spec, stored, num_moments), strict=True)
     return MemoryTable(
         device,
         memory_bytes,
         tuple(
-            engine.memory(counts, buffers, _step_sizes(pipe, plan, sizes, row, gathers_once))
+            engine.memory(counts, buffers, _step_sizes(pipe, spec, sizes, row, gathers_once))
             for buffers, sizes in ranks
         ),
     )
 
 
 def _step_sizes(
-    pipe: Any, plan: PipelineSpec, weights: dict[str, Any], row: dict[str, Any], gathers_once: bool
+    pipe: Any, spec: PipelineSpec, weights: dict[str, Any], row: dict[str, Any], gathers_once: bool
 ) -> StepSizes:
     """Returns the sizes of a rank, from those of its weights and of a microbatch."""
-    layers = plan.layout.layers_per_stage * _num_stages(plan)
-    keeps_all = plan.remat is keep and plan.layer_remat is keep
+    layers = spec.layout.layers_per_stage * _num_stages(spec)
+    keeps_all = spec.remat is keep and spec.layer_remat is keep
     return StepSizes(
         **weights,
         **row,
@@ -135,47 +135,47 @@ def _step_sizes(
     )
 
 
-def _adds_in_loops(plan: PipelineSpec) -> bool:
+def _adds_in_loops(spec: PipelineSpec) -> bool:
     """Returns whether all layers run in loops, one for each kind, and axes are automatic."""
-    runs = len(list(groupby(plan.kinds_of_layers)))
-    is_typed = AxisType.Explicit in plan.mesh.axis_types
-    return plan.scan_layers is not False and runs == len(plan.kinds) and not is_typed
+    runs = len(list(groupby(spec.kinds_of_layers)))
+    is_typed = AxisType.Explicit in spec.mesh.axis_types
+    return spec.scan_layers is not False and runs == len(spec.kinds) and not is_typed
 
 
-def _num_stages(plan: PipelineSpec) -> int:
+def _num_stages(spec: PipelineSpec) -> int:
     """Returns the stages that each rank runs."""
-    copies = language.num_copies(plan.schedule) if plan.schedule else 0
-    return plan.layout.num_repeats + copies
+    copies = language.num_copies(spec.schedule) if spec.schedule else 0
+    return spec.layout.num_repeats + copies
 
 
 def _weight_sizes(
-    pipe: Any, plan: PipelineSpec, stored: dict[str, Any], num_moments: int
+    pipe: Any, spec: PipelineSpec, stored: dict[str, Any], num_moments: int
 ) -> list[dict[str, Any]]:
     """Returns the bytes of weights and gradients on every rank, by the fields of `StepSizes`."""
     engine, tied = pipe.engine, pipe.model.tied
     weights, trainable = weights_of(unmark(stored)), weights_of(pipe.partition(stored)[0])
-    divided, whole = over_data(plan, trainable), gathered_spec(plan, weights)
-    grads, reads = jax.tree.map(_in_accum_dtype, trainable), _as_read(plan, weights)
+    divided, whole = over_data(spec, trainable), gathered_spec(spec, weights)
+    grads, reads = jax.tree.map(_in_accum_dtype, trainable), _as_read(spec, weights)
     casts = jax.tree.map(lambda x, y: y if x.dtype != y.dtype else None, weights, reads)
 
-    def of(plan: PipelineSpec, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
-        return count(plan, tree, tied)
+    def of(spec: PipelineSpec, tree: dict[str, Any], count: Callable = engine.step_bytes) -> Any:
+        return count(spec, tree, tied)
 
-    def shards(plan: PipelineSpec, tree: dict[str, Any]) -> list[Sharded]:
-        return [Sharded(*pair) for pair in zip(of(plan, tree), of(whole, tree), strict=True)]
+    def shards(spec: PipelineSpec, tree: dict[str, Any]) -> list[Sharded]:
+        return [Sharded(*pair) for pair in zip(of(spec, tree), of(whole, tree), strict=True)]
 
     stages, boundary = partial(_part, of_stages=True), partial(_part, of_stages=False)
     columns = {
-        "weights": of(plan, weights),
+        "weights": of(spec, weights),
         "optimizer": [num_moments * x for x in of(divided, trainable, engine.storage.rank_bytes)],
         "grads": shards(divided, stages(grads)),
-        "reads": shards(plan, stages(reads)),
-        "casts": shards(plan, stages(casts)),
+        "reads": shards(spec, stages(reads)),
+        "casts": shards(spec, stages(casts)),
         "boundary_grads": shards(divided, boundary(grads)),
         "boundary_read": of(whole, boundary(reads)),
-        "boundary_cast": of(plan, boundary(casts)),
+        "boundary_cast": of(spec, boundary(casts)),
         "call_grads": of(divided, trainable),
-        "largest_grad": [_largest_grad(weights["stages"])] * plan.mesh.shape["stage"],
+        "largest_grad": [_largest_grad(weights["stages"])] * spec.mesh.shape["stage"],
     }
     rows = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
@@ -193,13 +193,13 @@ def _part(weights: dict[str, Any], *, of_stages: bool) -> dict[str, Any]:
     }
 
 
-def _as_read(plan: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
+def _as_read(spec: PipelineSpec, weights: dict[str, Any]) -> dict[str, Any]:
     """Returns the shapes of weights in the dtypes to which the engine casts them."""
 
     def cast(group: str, tree: PyTree) -> PyTree:
         if isinstance(tree, list):
             return [cast(group, stage) for stage in tree]
-        return jax.eval_shape(partial(cast_params, plan, group), tree)
+        return jax.eval_shape(partial(cast_params, spec, group), tree)
 
     return {group: cast(group, tree) for group, tree in weights.items()}
 
@@ -220,13 +220,13 @@ def _traced_sizes(
     Of stages that differ, those of the largest one. `splits` says that the backward has two halves.
     """
     traced = _trace(pipe, stored, batch, key, splits=splits)
-    plan = traced.pop("plan")
+    spec = traced.pop("spec")
     unwrapped = _trace(pipe, stored, batch, key, splits=False, layer_remat=keep)
-    work = LIVE * unwrapped["kept"] / plan.layout.layers_per_stage
+    work = LIVE * unwrapped["kept"] / spec.layout.layers_per_stage
     again = traced.pop("kept") - traced["residuals"]
-    if plan.layout.layers_per_stage > 1:  # what is computed again for all layers at once
-        work += again * (LIVE if plan.layer_remat is keep else 1.0)
-    loss = traced.pop("loss") / (plan.mesh.shape["stage"] if plan.options.vocab_parallel else 1)
+    if spec.layout.layers_per_stage > 1:  # what is computed again for all layers at once
+        work += again * (LIVE if spec.layer_remat is keep else 1.0)
+    loss = traced.pop("loss") / (spec.mesh.shape["stage"] if spec.options.vocab_parallel else 1)
     return traced | {"work": work, "loss": loss}
 
 
@@ -236,7 +236,7 @@ def _trace(
     """Traces the functions of a pipeline that is told other options.
 
     Returns:
-        The plan, and bytes of one microbatch on a device: what the largest stage is given, stores
+        The spec, and bytes of one microbatch on a device: what the largest stage is given, stores
         with its rematerialization and without that of ticks ("kept"), and what the loss makes.
     """
     pipe = replace(pipe, gather="tick", told=replace(pipe.told, **options))
@@ -245,7 +245,7 @@ def _trace(
     )
 
     def measure(*given: PyTree) -> None:
-        plan, model, weights, inputs, keys = pipe._arguments(*given)
+        spec, model, weights, inputs, keys = pipe._arguments(*given)
         rows = [jax.tree.map(partial(_first_piece, times=n), inputs) for n in (1, 2)]
         xs = [model.embed(weights["embed"], row) for row in rows]
 
@@ -258,7 +258,7 @@ def _trace(
                 return two - one  # what two rows store once is no residual of a row
 
             stage = model.stage_of(i)
-            run = plan.remat(stage)
+            run = spec.remat(stage)
             of_stage = {
                 "activation": _bytes(entering[0]),
                 "kept": of_a_row(residual_bytes, stage),
@@ -267,14 +267,14 @@ def _trace(
             if splits:
                 of_stage["wgrad_residuals"] = of_a_row(wgrad_residual_bytes, run)
             if model.sliced_stage is not None:
-                of_stage |= _past_bytes(model, plan, w, xs[0], rows[0], key)
+                of_stage |= _past_bytes(model, spec, w, xs[0], rows[0], key)
             traced.update({name: max(size, traced[name]) for name, size in of_stage.items()})
         loss = jax.make_jaxpr(model.loss)(model.boundary(weights), xs[0], rows[0])
         traced["loss"] = loss_bytes(*_largest_product(loss.jaxpr))
-        shards = num_row_shards(plan.mesh) if plan.whole_microbatches else 1
+        shards = num_row_shards(spec.mesh) if spec.whole_microbatches else 1
         for name in traced:  # of a slice, but for the state that slices carry
             traced[name] *= (1 if "past" in name else pipe.num_slices) / shards
-        traced["plan"] = plan
+        traced["spec"] = spec
 
     on_device = measure
     if not pipe.engine.program_per_rank:  # functions of all rows name the axes that divide these
@@ -298,11 +298,11 @@ def _stages(stages: Any, keys: Any) -> list[tuple[Any, Any]]:
 
 
 def _past_bytes(
-    model: Any, plan: PipelineSpec, w: PyTree, x: PyTree, row: PyTree, key: PyTree
+    model: Any, spec: PipelineSpec, w: PyTree, x: PyTree, row: PyTree, key: PyTree
 ) -> dict[str, int]:
     """Returns the bytes of the state that the slices of a sequence carry, and of its cotangent."""
-    assert plan.schedule is not None
-    past = Past(num_slices=language.num_slices(plan.schedule))
+    assert spec.schedule is not None
+    past = Past(num_slices=language.num_slices(spec.schedule))
     state = model.sliced_stage(w, x, row, key, past)[2].earlier
     sums = jax.tree.map(_in_accum_dtype, floating(state))
     return {"past": _bytes(state), "past_cotangent": _bytes(sums)}

@@ -14,16 +14,16 @@ from ._slots import Slot, layer_counts
 from ._state import StoredState, from_stored, is_tree_of_state
 
 
-def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelineSpec], state: PyTree) -> PyTree:
+def unshard_state(engine: Engine, spec_of: Callable[[Any], PipelineSpec], state: PyTree) -> PyTree:
     """Returns a stored state, whole on every device, as it is for the user's tree."""
 
     def gather(node: Any) -> Any:
         if not is_tree_of_state(node):
-            return engine.storage.gather(plan_of(node), node)
-        groups = engine.storage.gather(plan_of(node), node.groups)
+            return engine.storage.gather(spec_of(node), node)
+        groups = engine.storage.gather(spec_of(node), node.groups)
         return replace(
             node,
-            groups=groups | {"stages": engine.storage.unstack(plan_of(node), groups["stages"])},
+            groups=groups | {"stages": engine.storage.unstack(spec_of(node), groups["stages"])},
         )
 
     def array(node: StoredState, slot: Slot) -> Any:
@@ -36,7 +36,7 @@ def unshard_state(engine: Engine, plan_of: Callable[[Any], PipelineSpec], state:
 
 def shard_state(
     engine: Engine,
-    plan_of: Callable[[Any], PipelineSpec],
+    spec_of: Callable[[Any], PipelineSpec],
     state: PyTree,
     like: PyTree,
     tied: bool,
@@ -47,7 +47,7 @@ def shard_state(
     def stored(node: Any, part: Any) -> Any:
         if not is_tree_of_state(node):  # such as the number of steps
             return jax.device_put(part, node.sharding) if _has_values(node) else part
-        return _stored_node(engine, plan_of(node), node, node.structure.flatten_up_to(part), tied)
+        return _stored_node(engine, spec_of(node), node, node.structure.flatten_up_to(part), tied)
 
     return outer.unflatten(map(stored, nodes, outer.flatten_up_to(state)))
 
@@ -57,7 +57,7 @@ def _has_values(x: Any) -> bool:
 
 
 def _stored_node(
-    engine: Engine, plan: PipelineSpec, node: StoredState, leaves: list[Any], tied: bool
+    engine: Engine, spec: PipelineSpec, node: StoredState, leaves: list[Any], tied: bool
 ) -> StoredState:
     groups: dict[str, Any] = {name: {} for name in node.groups}
     layers: dict[str, dict[str, list[Any]]] = {kind: {} for kind in layer_counts(node.num_layers)}
@@ -72,6 +72,6 @@ def _stored_node(
         for kind, by_name in layers.items()
     }
     stages = stacks[""] if isinstance(node.num_layers, int) else stacks
-    groups["stages"] = engine.storage.stack(plan, stages)
-    plan = replace(plan, param_specs=node.specs)
-    return replace(node, groups=engine.storage.put(plan, groups, tied))
+    groups["stages"] = engine.storage.stack(spec, stages)
+    spec = replace(spec, param_specs=node.specs)
+    return replace(node, groups=engine.storage.put(spec, groups, tied))

@@ -43,14 +43,14 @@ class StoredTree:
     """Stored trainable parameters, and the user's tree that they are of.
 
     Attributes:
-        plan: The specification that the engine is given.
+        spec: The specification that the engine is given.
         groups: The groups of the user's tree, as shapes.
         slots: The slot of each leaf of `groups`.
         in_list: Whether layers are lists of trees; otherwise they are trees of leaves [L, ...].
     """
 
     params: dict[str, Any]
-    plan: PipelineSpec
+    spec: PipelineSpec
     groups: dict[str, PyTree]
     slots: list[Slot]
     tree: UserTree
@@ -72,17 +72,17 @@ class LiftedOptimizer:
     """An optimizer of the user's tree for stored parameters.
 
     Attributes:
-        plan_of: From stored parameters to what the engine is told.
+        spec_of: From stored parameters to what the engine is told.
     """
 
     tx: Any
     model: Model
     engine: Engine
-    plan_of: Callable[[dict[str, Any]], PipelineSpec]
+    spec_of: Callable[[dict[str, Any]], PipelineSpec]
 
     def init(self, params: dict[str, Any]) -> PyTree:
         """Returns the first state for stored parameters. It is called in a traced function."""
-        stored = stored_tree(self.model, self.engine, self.plan_of(params), params)
+        stored = stored_tree(self.model, self.engine, self.spec_of(params), params)
 
         def init(groups: PyTree) -> tuple[PyTree, PyTree]:
             return (), self.tx.init(self.model.from_groups(groups))
@@ -95,7 +95,7 @@ class LiftedOptimizer:
     ) -> tuple[dict[str, Any], PyTree]:
         """Returns (updates like trainable parameters, the new state), in a traced function."""
         like = grads if params is None else params
-        stored = stored_tree(self.model, self.engine, self.plan_of(like), like)
+        stored = stored_tree(self.model, self.engine, self.spec_of(like), like)
         arguments = [
             _of_params("gradients ", stored, grads),
             _of_state(stored, state),
@@ -110,11 +110,11 @@ class LiftedOptimizer:
             return self.model.to_groups(updates), state
 
         updates, state = self._run(update, stored, arguments)
-        if not stored.plan.options.zero1:
+        if not stored.spec.options.zero1:
             return updates, state
         # Each device has its part of the updates, and gathers the others'.
         groups = weights_of(updates)
-        groups = self.engine.storage.put_like(stored.plan, groups, groups, self.model.tied)
+        groups = self.engine.storage.put_like(stored.spec, groups, groups, self.model.tied)
         layers = replace(updates["layers"], stages=groups["stages"])
         updates = {name: groups[name] for name in updates if name != "layers"} | {"layers": layers}
         return updates, jax.tree.map(
@@ -128,15 +128,15 @@ class LiftedOptimizer:
 
         Programs of ranks have those of arrays like parameters alone.
         """
-        stored = stored_tree(self.model, self.engine, self.plan_of(params), params)
+        stored = stored_tree(self.model, self.engine, self.spec_of(params), params)
 
         def with_shardings(node: Any) -> Any:
             if not is_tree_of_state(node):
                 is_whole = not self.engine.program_per_rank
-                everywhere = NamedSharding(stored.plan.mesh, PartitionSpec())
+                everywhere = NamedSharding(stored.spec.mesh, PartitionSpec())
                 return with_sharding(node, everywhere) if is_whole else node
             where = self.engine.storage.shardings(
-                _plan_of(stored, node), node.groups, self.model.tied
+                _spec_of(stored, node), node.groups, self.model.tied
             )
             return replace(node, groups=jax.tree.map(with_sharding, node.groups, where))
 
@@ -147,10 +147,10 @@ class LiftedOptimizer:
     def _placed(self, stored: StoredTree, node: Any) -> Any:
         """Returns a part of a first state where the parameters are that it is for."""
         if not is_tree_of_state(node):
-            return self.engine.storage.gather(stored.plan, node)
+            return self.engine.storage.gather(stored.spec, node)
         like = stored.params | {"stages": stored.layers.stages}
-        plan, tied = _plan_of(stored, node), self.model.tied
-        return replace(node, groups=self.engine.storage.put_like(plan, node.groups, like, tied))
+        spec, tied = _spec_of(stored, node), self.model.tied
+        return replace(node, groups=self.engine.storage.put_like(spec, node.groups, like, tied))
 
     def _run(
         self, function: Callable, stored: StoredTree, arguments: Sequence[Argument]
@@ -170,8 +170,8 @@ class LiftedOptimizer:
                 ) from error
         form = state_form(state, of_one, stored.tree)
         slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
-        ids = layer_ids(self.engine, stored.plan, stored.num_layers)
-        replicate = partial(self.engine.storage.gather, stored.plan)
+        ids = layer_ids(self.engine, stored.spec, stored.num_layers)
+        replicate = partial(self.engine.storage.gather, stored.spec)
         if stored.in_list:
             counts = layer_counts(stored.num_layers)
             results = run_of_lists(closed, arguments, slots, counts, ids, replicate)
@@ -185,13 +185,13 @@ class LiftedOptimizer:
         return updates, _stored_state(stored, form, rest)
 
 
-def _plan_of(stored: StoredTree, node: StoredState) -> PipelineSpec:
-    """Returns the plan for arrays of a state."""
-    return over_data(replace(stored.plan, param_specs=node.specs), node.groups)
+def _spec_of(stored: StoredTree, node: StoredState) -> PipelineSpec:
+    """Returns the spec for arrays of a state."""
+    return over_data(replace(stored.spec, param_specs=node.specs), node.groups)
 
 
 def stored_tree(
-    model: Model, engine: Engine, plan: PipelineSpec, params: dict[str, Any]
+    model: Model, engine: Engine, spec: PipelineSpec, params: dict[str, Any]
 ) -> StoredTree:
     """Returns stored parameters, arrays or shapes, with the user's tree that they are of."""
     params = partition(params)[0]
@@ -205,7 +205,7 @@ def stored_tree(
 
     def to_groups(params: dict[str, Any]) -> dict[str, PyTree]:
         layers = params["layers"]
-        stack = engine.storage.unstack(plan, layers.stages)
+        stack = engine.storage.unstack(spec, layers.stages)
         return params | {"layers": unstack_all(stack, layers.num_layers, layers.in_list)}
 
     groups = jax.eval_shape(to_groups, _shapes(params))
@@ -213,7 +213,7 @@ def stored_tree(
     slots = slots_of_groups(groups, layers.num_layers, is_list)
     tree = user_tree(model.from_groups, groups, slots)
     return StoredTree(
-        params=params, plan=plan, groups=groups, slots=slots, tree=tree, in_list=is_list
+        params=params, spec=spec, groups=groups, slots=slots, tree=tree, in_list=is_list
     )
 
 

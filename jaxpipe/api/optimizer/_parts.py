@@ -88,16 +88,16 @@ def stages_of_names(stages: Any, num_layers: NumLayers, parts: PartsByName) -> A
     return replace_trees(stages, num_layers, new)
 
 
-def layer_ids(engine: Engine, plan: PipelineSpec, num_layers: NumLayers) -> LayerIds:
+def layer_ids(engine: Engine, spec: PipelineSpec, num_layers: NumLayers) -> LayerIds:
     """Returns where an engine stores which layer."""
-    layout = plan.layout
+    layout = spec.layout
     if isinstance(num_layers, int):  # without a device, which programs compiled ahead do not have
         if engine.program_per_rank:
             return {"": tuple(np.array(ids, int) for ids in layout.stage_layer_ids)}
         return {"": (np.array(layout.layer_ids, int).reshape(layout.dims),)}
     with jax.ensure_compile_time_eval():
         layers = {kind: np.arange(1, count + 1) for kind, count in num_layers}
-        stages = engine.storage.stack(plan, layers)  # which writes zeros at padding
+        stages = engine.storage.stack(spec, layers)  # which writes zeros at padding
     return {
         kind: tuple(np.asarray(ids) - 1 for ids in trees)
         for kind, trees in part_trees(stages, num_layers).items()

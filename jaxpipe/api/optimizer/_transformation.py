@@ -37,11 +37,11 @@ def transformation(
     tx: Optimizer,
     model: Model,
     engine: Engine,
-    plan_of: Callable[[dict[str, Any]], PipelineSpec],
+    spec_of: Callable[[dict[str, Any]], PipelineSpec],
     jit: Callable[[Callable], Callable],
 ) -> Any:
     """Returns an optimizer for stored parameters, of the class of the user's optimizer."""
-    lifted = LiftedOptimizer(tx, model, engine, plan_of)
+    lifted = LiftedOptimizer(tx, model, engine, spec_of)
     run_init, run_update = traced(jit, lifted.init), traced(jit, lifted.update)
 
     def init(params: PyTree) -> PyTree:
@@ -77,7 +77,7 @@ def traced(jit: Callable[[Callable], Callable], function: Callable) -> Callable:
 
 
 def state_shapes(
-    tx: Optimizer, model: Model, engine: Engine, plan: PipelineSpec, params: dict[str, Any]
+    tx: Optimizer, model: Model, engine: Engine, spec: PipelineSpec, params: dict[str, Any]
 ) -> PyTree:
     """Returns the shapes of the first state for stored parameters, with shardings."""
-    return LiftedOptimizer(tx, model, engine, lambda params: plan).shapes(params)
+    return LiftedOptimizer(tx, model, engine, lambda params: spec).shapes(params)
