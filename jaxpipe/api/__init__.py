@@ -1,6 +1,6 @@
 """The front door: a model as functions of one layer, and its pipeline under any schedule."""
 
-from ._flops import layer_flops as layer_flops
+from ._layouts import layer_flops as layer_flops
 from ._losses import Weighted as Weighted
 from ._model import Model as Model
 from ._pipeline import pipeline as pipeline

@@ -3,8 +3,8 @@
 import typing
 
 from ... import _lazy
-from .._flops import one_of_each_kind as one_of_each_kind
 from .._layouts import counts_by_cost as counts_by_cost
+from .._layouts import one_of_each_kind as one_of_each_kind
 from .._packed_x import layer_with_weights as layer_with_weights
 from .._packed_x import x_of_layers as x_of_layers
 from .._params import NumLayers as NumLayers

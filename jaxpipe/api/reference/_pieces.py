@@ -22,11 +22,11 @@ from ._program import (
     loss_key,
     nth_layer,
     num_layers,
+    on_one_device,
     runs_of_layers,
     taken_apart,
     x_and_aux,
 )
-from ._run import on_one_device
 
 _MAX_LAYERS = 12
 """Layers of a kind that are compared, from the first on."""
