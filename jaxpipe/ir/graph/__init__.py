@@ -1,13 +1,17 @@
 """A jaxpr as a list of equations that can be rearranged, their cost, and their side effects."""
 
+from ._cost import flops as flops
 from ._cost import is_cast as is_cast
 from ._cost import is_cheap as is_cheap
 from ._cost import is_entrywise as is_entrywise
 from ._cost import is_invertible_move as is_invertible_move
 from ._cost import is_light as is_light
 from ._cost import is_move as is_move
+from ._cost import repeats_of as repeats_of
 from ._cost import shape_in as shape_in
 from ._cost import shape_out as shape_out
+from ._cost import taps_of_product as taps_of_product
+from ._cost import terms_of_product as terms_of_product
 from ._effects import effects_of as effects_of
 from ._equations import any_equation as any_equation
 from ._equations import bind as bind
@@ -18,10 +22,6 @@ from ._equations import jaxpr_of as jaxpr_of
 from ._equations import partitioned_axes as partitioned_axes
 from ._equations import pvary_like as pvary_like
 from ._equations import row_major as row_major
-from ._flops import flops as flops
-from ._flops import repeats_of as repeats_of
-from ._flops import taps_of_product as taps_of_product
-from ._flops import terms_of_product as terms_of_product
 from ._graph import Atom as Atom
 from ._graph import Cond as Cond
 from ._graph import Eqn as Eqn

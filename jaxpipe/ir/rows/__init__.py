@@ -5,9 +5,8 @@ from ._draws import Draws as Draws
 from ._draws import can_draw_own as can_draw_own
 from ._draws import draws_by_other_keys as draws_by_other_keys
 from ._draws import with_own_draws as with_own_draws
-from ._equation_pair import EquationPair as EquationPair
-from ._equation_pair import described as described
 from ._relations import MEAN as MEAN
+from ._relations import EquationPair as EquationPair
 from ._relations import FirstRow as FirstRow
 from ._relations import Mixed as Mixed
 from ._relations import MixesRowsError as MixesRowsError
@@ -17,6 +16,7 @@ from ._relations import Rows as Rows
 from ._relations import Sum as Sum
 from ._relations import Whole as Whole
 from ._relations import Zero as Zero
+from ._relations import described as described
 from ._relations import is_within as is_within
 from ._relations import join as join
 from ._relations import row_dim as row_dim

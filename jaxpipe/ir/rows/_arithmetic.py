@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
+    EquationPair,
     FirstRow,
     MixesRowsError,
     Relation,
@@ -18,6 +18,9 @@ from ._relations import (
     Sum,
     Whole,
     Zero,
+    described,
+    ints,
+    only_rows,
     relation_of_sum,
 )
 

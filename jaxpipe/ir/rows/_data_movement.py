@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from ._arithmetic import Rule, without_dims
-from ._equation_pair import EquationPair, described, ints, only_rows
 from ._relations import (
+    EquationPair,
     FirstRow,
     MixesRowsError,
     Relation,
@@ -14,6 +14,9 @@ from ._relations import (
     Sum,
     Whole,
     Zero,
+    described,
+    ints,
+    only_rows,
     relation_of_sum,
     row_dim,
 )

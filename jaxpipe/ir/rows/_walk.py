@@ -21,8 +21,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..._compat import ClosedJaxpr
 from ._arithmetic import ARITHMETIC, Rule
 from ._data_movement import MOVES, reshaped
-from ._equation_pair import EquationPair
 from ._relations import (
+    EquationPair,
     Mixed,
     MixesRowsError,
     Relation,
@@ -40,7 +40,6 @@ ANOTHER_PROGRAM = "with another number of rows the function is another program"
 
 _NOT_REPEATABLE = {"rng_uniform", "infeed", "io_callback", "debug_callback", "outfeed"}
 """Primitives that may return something else when they are called again."""
-
 
 Partners = dict[Var, tuple[Var, Relation]]
 """From a variable of the program of all rows to that of a block, and how they are related."""
