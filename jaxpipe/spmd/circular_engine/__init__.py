@@ -11,7 +11,7 @@ if typing.TYPE_CHECKING:
     from ._loop_phases import LoopPhase as LoopPhase
     from ._loop_phases import run_repeats as run_repeats
     from ._loop_phases import run_ticks as run_ticks
-    from ._residuals import num_entries as num_entries
+    from ._passes import num_entries as num_entries
     from ._shape import Condition as Condition
     from ._shape import PipelineShape as PipelineShape
     from ._shape import StreamMove as StreamMove

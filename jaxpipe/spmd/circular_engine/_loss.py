@@ -25,9 +25,8 @@ from .._boundary import add_to_boundary, loss_and_gradients, sum_over_devices
 from .._buffers import broadcast, cast_like, own_entries, put, to_accum_dtype
 from ..ranks import AXIS, pvary, zeros, zeros_like
 from ..weight_gather import Gather
-from ._backward import backward
 from ._invariants import CircularOptions, prepare
-from ._passes import forward
+from ._passes import backward, forward
 
 
 def rank_value_and_grad(

@@ -8,7 +8,7 @@ the schedule, and buffers are as large as its peak. Most schedules run in one lo
 forwards run before all backwards, each kind has loops of its own (`lock_step.tick_loops`).
 
 S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stages` and `keys` have
-the chunks that a rank stores, and the loop has those that it runs (`_copies`).
+the chunks that a rank stores, and the loop has those that it runs (`_weights`).
 """
 
 from collections.abc import Callable
@@ -48,7 +48,6 @@ from ..ranks import AXIS, execution_count_hint, pvary, update_if, zeros, zeros_l
 from ..weight_gather import Gather
 from . import _past
 from ._boundary_sums import all_sums, zero_sums
-from ._copies import receive_copies, return_gradients
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
@@ -71,7 +70,7 @@ from ._residuals import (
     with_memories,
 )
 from ._rows import FIRST_CHUNK, Index, PhaseRow, TickRow, rows_of_rank
-from ._weights import scheduled_weights
+from ._weights import receive_copies, return_gradients, scheduled_weights
 
 
 class ScheduledOptions(NamedTuple):

@@ -3,6 +3,10 @@
 The functions of `circular_engine/_shape.py`, run on all ranks, with the state and the names of
 MaxText: S ranks, R repeats, M microbatches, d ticks for a hand-over. An iteration is a tick. Dim 0
 of every buffer holds one entry per rank.
+
+While rank 0 is in repeat r, no rank is in another repeat than r - 1 or r. The window of weights
+holds both, gathered: [2, S, ...] leaves, entry 0 of repeat r - 1, entry 1 of repeat r.
+`WeightGather.prefetch` gathers both.
 """
 
 from collections.abc import Callable
@@ -30,6 +34,7 @@ from ..circular_engine import (
     work_of_rank,
 )
 from ..ranks import AXIS, on_ranks
+from ..weight_gather import WeightGather
 
 LoopState = dict[str, Any]
 """The buffers between two iterations, see `init_states`."""
@@ -217,3 +222,34 @@ def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
         return stage(weights, x, batch_inputs, rng)[0]
 
     return _on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0), out_dims=0)
+
+
+def repeat_of_rank_0(t: int | Int[Array, ""], shape: PipelineShape) -> Int[Array, " S"]:
+    """Returns [S] the repeat, in range, that rank 0 runs at iteration `t`."""
+    repeat = jnp.clip(t // shape.num_microbatches, 0, shape.num_repeats - 1)
+    return jnp.broadcast_to(repeat, (shape.num_ranks,))
+
+
+def window_at(gather: WeightGather, t: int | Int[Array, ""], shape: PipelineShape) -> PyTree:
+    """Returns the [2, S, ...] window for the repeat that rank 0 begins at iteration `t`.
+
+    `gather` has the functions of whole weights; its `prefetch` takes an iteration, and returns the
+    [S, ...] weights of the repeat that rank 0 runs then.
+    """
+    repeats = gather.prefetch(t - shape.num_microbatches), gather.prefetch(t)
+    return jax.tree.map(lambda *halves: jnp.stack(halves), *repeats)
+
+
+def empty_window(weights: PyTree) -> PyTree:
+    """Returns zeros like a window of these [R, S, ...] weights."""
+    return jax.tree.map(lambda w: jnp.zeros((2, *w.shape[1:]), w.dtype), weights)
+
+
+def from_window(window: PyTree, repeats: Int[Array, " S"]) -> PyTree:
+    """Returns the [S, ...] weights of all ranks out of a [2, S, ...] window."""
+
+    def choose(blocks):
+        is_current = (repeats == repeats[0]).reshape(-1, *[1] * (blocks.ndim - 2))
+        return jnp.where(is_current, blocks[1], blocks[0])
+
+    return jax.tree.map(choose, window)
