@@ -9,12 +9,12 @@ if typing.TYPE_CHECKING:
     from ._copies import RankAndChunk as RankAndChunk
     from ._copies import WeightCopies as WeightCopies
     from ._copies import rank_and_chunk_by_stage as rank_and_chunk_by_stage
-    from ._grid import Grid as Grid
-    from ._grid import fill_grid as fill_grid
-    from ._grid import rank_orders as rank_orders
-    from ._grid import ticks_from_grid as ticks_from_grid
+    from ._grid_search import Grid as Grid
     from ._grid_search import candidate_lags as candidate_lags
     from ._grid_search import candidate_spares as candidate_spares
+    from ._grid_search import fill_grid as fill_grid
+    from ._grid_search import rank_orders as rank_orders
+    from ._grid_search import ticks_from_grid as ticks_from_grid
     from ._grid_search import to_lock_step as to_lock_step
     from ._loops import middle_chunk as middle_chunk
     from ._loops import tick_loops as tick_loops

@@ -8,8 +8,7 @@ store, which they send before the first tick; the gradients take the same way ba
 from typing import NamedTuple
 
 from ..builders._require import require
-from ..language._owners import stored_stages
-from ..language._schedule import Schedule, num_ranks, stages_of_rank
+from ..language._schedule import Schedule, num_ranks, stages_of_rank, stored_stages
 
 
 class RankAndChunk(NamedTuple):

@@ -1,10 +1,12 @@
 """Searches the orders of one problem: recipes, then small changes of the best of them.
 
-Both are done with few microbatches if there are many, and what was best is then done with all.
+Both are done with few microbatches if there are many, and what was best is then done with all. So a
+recipe, a way to an order, knows no counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -13,9 +15,9 @@ from .._simulate import Time
 from ._bounds import lower_bound
 from ._dispatch import dispatch
 from ._fill import fill_weights, forwards_and_inputs, run_words
-from ._problem import Problem, Words
-from ._recipes import Recipe, recipes
-from ._rules import Rules, fitted_rules, mutated, pace_rules, strict_order
+from ._named import build_named, named_candidates
+from ._problem import Problem, Words, words_of
+from ._rules import Rules, fitted_rules, mutated, pace_rules, periodic_rules, strict_order
 
 ROUNDING = 1e-9
 _MARGINS = (1.0, 1.05, inf)
@@ -23,9 +25,95 @@ _STARTS = 3
 _USED = 8
 _DISPATCH_RUNS = 5  # a dispatch takes as long as so many fills
 
+Recipe = Callable[[Problem], Rules | Words | None]
+"""From a problem to rules, or an order of F and I, or None."""
 
 Plan = Rules | Recipe
 """What makes an order for any number of microbatches."""
+
+_NAMES = (
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "eager_1f1b",
+    "zbv",
+    "v_half",
+    "v_min",
+    "interleaved_zero_bubble",
+    "kimi_k2",
+    "grouped_interleaved",
+)
+
+_KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "pace": (pace_rules, ("pace", "wait_forward", "wait_weight", "reserve")),
+    "period": (periodic_rules, ("period", "delay", "seed")),
+}
+
+_TABLE: tuple[tuple[str, tuple[Time, ...]], ...] = (
+    ("pace", (0.75, 0.5, 0.5, 0)),
+    ("pace", (0.25, 0.5, 1, 0)),
+    ("period", (1.052, 0, 0)),
+    ("period", (1.496, 0, 0)),
+    ("pace", (0.35, 0.25, 0.5, 0)),
+    ("pace", (1, 0, 0, 0)),
+    ("period", (1.2, 0, 0)),
+    ("period", (0.844, 0, 0)),
+    ("period", (1.149, 0, 0)),
+    ("pace", (0.5, 0, 0, 0)),
+    ("period", (1.37, 0.25, 2)),
+    ("pace", (0.35, 1, 0.5, 0.5)),
+    ("pace", (0.25, 0.5, 0.5, 1)),
+    ("period", (0.773, 0, 0)),
+    ("period", (1.37, 0.1, 1)),
+    ("period", (1.563, 0, 0)),
+    ("period", (1.311, 0, 0)),
+    ("period", (0.922, 0, 0)),
+    ("period", (1.254, 0, 0)),
+    ("pace", (0.5, 0.25, 0.5, 0)),
+    ("pace", (0.75, 0, 0.5, 0)),
+    ("period", (0.417, 0, 0)),
+    ("period", (1.563, 0.25, 2)),
+    ("pace", (0.35, 0.5, 0.5, 0.5)),
+    ("pace", (0.5, 1, 0, 0)),
+    ("period", (1.007, 0, 0)),
+    ("period", (0.808, 0, 0)),
+    ("pace", (0.25, 0.5, 0, 1)),
+    ("period", (0.677, 0.1, 1)),
+    ("period", (0.74, 0, 0)),
+    ("period", (1.149, 0.1, 1)),
+    ("pace", (0.25, 0.5, 0.5, 0)),
+    ("pace", (0.75, 1, 0, 0)),
+    ("pace", (0.25, 1, 0, 0)),
+    ("pace", (0.5, 1, 0.5, 0)),
+    ("pace", (0.75, 1, 0.5, 0)),
+)
+"""Arguments of rules. The order is that in which each adds most to those before it: of 200, for 90
+problems of 6 ranks and 15 microbatches. The best of the table is on average within 0.01% of the
+best of the 200."""
+
+
+@cache
+def recipes() -> Sequence[Recipe]:
+    """Returns all recipes: three paces, the orders of families, then the other rows."""
+    first, *rest = (_of_row(*row) for row in _TABLE)
+    named = (partial(_named, name=name) for name in _NAMES)
+    return [first, *rest[:2], *named, *rest[2:]]
+
+
+def _of_row(kind: str, values: tuple[Time, ...]) -> Recipe:
+    rules, names = _KINDS[kind]
+    return partial(rules, **dict(zip(names, values, strict=True)))
+
+
+def _named(problem: Problem, name: str) -> Words | None:
+    """Returns the order of F and I of a family, if it has the placement of a problem."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    chunks = max(2, problem.num_stages // p)
+    for named in named_candidates(p, m, (name,), max_chunks=chunks, usual_groups=True):
+        if named.rank_of == problem.rank_of:
+            schedule = build_named(named, p, m)
+            if schedule is not None:
+                return forwards_and_inputs(problem, words_of(schedule))
+    return None
 
 
 @dataclass(frozen=True)
