@@ -4,14 +4,14 @@ It imports only the standard library. `hardware` reads a generation, such as "v5
 `find_hardware` a `device_kind` of JAX, such as "TPU v5".
 """
 
+from ._hardware import GROUPED_PRODUCTS as GROUPED_PRODUCTS
 from ._hardware import HARDWARE as HARDWARE
+from ._hardware import PALLAS_ATTENTION as PALLAS_ATTENTION
 from ._hardware import GpuTarget as GpuTarget
 from ._hardware import Hardware as Hardware
+from ._hardware import cudnn_attention as cudnn_attention
 from ._hardware import find_hardware as find_hardware
 from ._hardware import find_peak_tflops as find_peak_tflops
 from ._hardware import generation_of as generation_of
 from ._hardware import hardware as hardware
 from ._host import host_bytes as host_bytes
-from ._kernels import GROUPED_PRODUCTS as GROUPED_PRODUCTS
-from ._kernels import PALLAS_ATTENTION as PALLAS_ATTENTION
-from ._kernels import cudnn_attention as cudnn_attention

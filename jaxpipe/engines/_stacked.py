@@ -24,7 +24,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gathering_layer
 from ._engine import PipelineSpec, Storage
 from .fsdp import gather_of_layer, param_spec_tree, weight_gathers
-from .fsdp._frozen_shards import gathering, to_shards
+from .fsdp._gathers import gathering, to_shards
 
 
 def round_robin_layout(
