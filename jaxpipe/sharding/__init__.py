@@ -1,7 +1,5 @@
 """Shardings: the mesh, logical axis rules, and the counts that must divide."""
 
-from ._local_keys import draw_own as draw_own
-from ._local_keys import local_draws as local_draws
 from ._mesh import AXES as AXES
 from ._mesh import ROW_AXES as ROW_AXES
 from ._mesh import make_mesh as make_mesh
@@ -10,6 +8,8 @@ from ._on_shards import automatic_axes as automatic_axes
 from ._on_shards import match_varying_axes as match_varying_axes
 from ._on_shards import on_shards as on_shards
 from ._on_shards import varying_axes as varying_axes
+from ._rows import draw_own as draw_own
+from ._rows import local_draws as local_draws
 from ._rows import local_rows as local_rows
 from ._rows import manual_batch_axes as manual_batch_axes
 from ._rows import max_over_rows as max_over_rows

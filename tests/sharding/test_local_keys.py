@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.sharding import local_draws, make_mesh
-from jaxpipe.sharding._local_keys import _product
+from jaxpipe.sharding._rows import _product
 
 DRAWS: dict[str, Callable] = {
     "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.9, shape),

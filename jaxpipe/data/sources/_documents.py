@@ -6,8 +6,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ..._input import MAX_JSON_BYTES, parse_json, short_list, shorten
-from ._files import resolve_files
-from ._source_config import Source
+from ._source_config import Source, resolve_files
 from ._tables import arrow_documents, parquet_documents
 
 

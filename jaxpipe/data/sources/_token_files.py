@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from ..._input import short_list
-from ._files import resolve_files
-from ._source_config import Source
+from ._source_config import Source, resolve_files
 
 CHUNK_TOKENS = 1 << 24
 """The number of tokens that are checked at a time."""
