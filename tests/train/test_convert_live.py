@@ -10,7 +10,7 @@ import pytest
 from harness.contract import assert_close
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 from jaxpipe.train.sampling import decoding_plan, generate
-from jaxpipe.train.sampling._draw import likeliest
+from jaxpipe.train.sampling._generate import likeliest
 
 from .converted import NAMES, loaded, logits
 

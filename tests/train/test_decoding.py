@@ -17,7 +17,7 @@ from jaxpipe.models import initialize
 from jaxpipe.models.layers import routed_experts
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.train.sampling import Decoder, decode, decoding_plan, generate, prefill
-from jaxpipe.train.sampling._draw import draw, likeliest, nucleus
+from jaxpipe.train.sampling._generate import draw, likeliest, nucleus
 from small_models import small_deepseek, small_deepseek_v2, small_llama
 
 from .converted import GOLDEN, loaded

@@ -24,8 +24,7 @@ from ...engines.fsdp import spec_over_data
 from ...sharding import LogicalAxes
 from ...sharding.specs import axes_of_dim
 from ..plan._optimizer import make_optimizer
-from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import STACK_AXES, WeightPlan
+from ..plan._weight_plan import STACK_AXES, StatePlan, WeightPlan
 from ..step._optimizer_state import init_optimizer_state, is_weight_tree
 from ..step._per_stage_state import mpmd_mesh, stack_sharding, stack_stages, unstack_stages
 from ..step._state import TrainState, state_logical_axes, state_shapes

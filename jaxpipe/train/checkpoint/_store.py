@@ -5,11 +5,14 @@ by name without their layout, so a state loads into any sharding.
 """
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,7 +24,6 @@ from ..runtime._multihost import broadcast_from_first, is_first_process
 from ..runtime._stop import RunError
 from ._digests import is_complete, quarantine, steps_in
 from ._sealing import REMOVED_FOLDER, empty_removed, sealed_path_class
-from ._steady_clock import use_steady_clock
 
 LeafSpecs = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -318,3 +320,34 @@ def check_same_leaves(
 def _describe(leaf: tuple[tuple[int, ...], str]) -> str:
     shape, dtype = leaf
     return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+# Orbax (0.11.20 to 0.12.8) computes how long it still waits for a write from `time.time()`. If the
+# clock of the machine is set meanwhile, a save of a moment has "timed out after 0.00 seconds". It
+# cannot be tried again: threads of the first attempt still write, and other processes wait for it.
+_MODULES = (
+    "orbax.checkpoint._src.checkpointers.async_checkpointer",
+    "orbax.checkpoint._src.futures.future",
+    "orbax.checkpoint._src.futures.signaling_client",
+)
+"""Modules of Orbax that compute deadlines by `time.time`."""
+
+_OFFSET = time.time() - time.monotonic()
+"""Seconds to the wall clock of this moment: Orbax also subtracts times that others have taken."""
+
+
+class _SteadyTime(ModuleType):
+    """The module `time`, whose `time` only goes forward, one second a second."""
+
+    def __init__(self) -> None:
+        super().__init__("time")
+        vars(self).update(vars(time))
+        self.time = lambda: _OFFSET + time.monotonic()
+
+
+def use_steady_clock() -> None:
+    """Gives the modules of Orbax that compute deadlines a clock that cannot jump."""
+    steady = _SteadyTime()
+    for name in _MODULES:
+        if isinstance(module := sys.modules.get(name), ModuleType) and "time" in vars(module):
+            vars(module)["time"] = steady

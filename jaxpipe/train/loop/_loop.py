@@ -22,11 +22,10 @@ from ..checkpoint._init_from import check_same_sizes, first_state
 from ..config._config import Config, parse_profile_steps
 from ..estimate._memory_estimate import check_fits
 from ..estimate._step_metrics import step_work
-from ..logs._compiling import compiling
 from ..logs._describe import describe
 from ..logs._metrics import WriteMetrics, check_metrics, metrics_writer
 from ..logs._profile import profiler
-from ..logs._progress import SILENT, Report, Stream, progress
+from ..logs._progress import SILENT, Report, Stream, compiling, progress
 from ..logs._trackers import Tracker, load_trackers, tracking
 from ..plan._from_config import set_up
 from ..plan._setup import Setup, StepPlan

@@ -1,5 +1,6 @@
-"""Builds the model of a run from the three functions that every engine runs."""
+"""Builds the model of a run: its sizes, and the three functions that every engine runs."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from ...api.cut import ModelFunction
 from ...autodiff.backward import TENSORS, saved_names
 from ...autodiff.staged_model import Past
 from ...kernels import AttentionPlan, traced_widest_head
-from ...models import ModelConfig
+from ...models import MODEL_FAMILIES, ModelConfig
 from ...models.layers import (
     PROJECTIONS,
     GroupedMatmul,
@@ -24,7 +25,7 @@ from ...models.layers import (
     rope_by_product,
     routed_experts,
 )
-from ..config._config import Config
+from ..config._config import Config, changed_keys
 from ._weight_plan import WeightPlan
 
 CHUNK_ROWS = 512
@@ -216,3 +217,41 @@ _KERNELS: Mapping[str, Callable[[], GroupedMatmul]] = {
     "tpu": megablox,
     "gpu": pallas_gpu_grouped_matmul,
 }
+
+_OF_YARN = {
+    *("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+}
+"""Keys that a family reads with `rope_type=yarn` alone."""
+
+
+def model_config(config: Config) -> ModelConfig:
+    """Returns the sizes of the config's model."""
+    family = MODEL_FAMILIES[config.decoder_block]
+    others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
+    for name, value, default in changed_keys(config, sorted(others)):
+        raise ValueError(
+            f"`{name}` is {value!r} and `decoder_block` is {config.decoder_block!r}, which "
+            f"has no such thing. Leave it at {default!r}."
+        )
+    for name, value in family.fixed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r} and `decoder_block` is "
+                f"{config.decoder_block!r}, where it is {value!r} in every model. Give "
+                f"`{name}={str(value).lower()}`, or another `decoder_block`."
+            )
+    unread = set() if config.rope_type == "yarn" else _OF_YARN & family.keys
+    for name, value, default in changed_keys(config, sorted(unread)):
+        raise ValueError(
+            f"`{name}` is {value!r} and `rope_type` is {config.rope_type!r}, so nothing reads it. "
+            f"Leave it at {default!r}, or give `rope_type=yarn`."
+        )
+    fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
+    return family.sizes(**{field.name: getattr(config, field.name) for field in fields})
+
+
+def layer_bytes(config: Config) -> int:
+    """Returns the bytes of the weights of one layer of the pipeline in the dtype of computation."""
+    dtype = jnp.dtype(config.dtype)
+    weights = MODEL_FAMILIES[config.decoder_block].weights(model_config(config), dtype)
+    return models.num_parameters(weights["layer"]) * dtype.itemsize

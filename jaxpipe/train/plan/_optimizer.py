@@ -18,8 +18,7 @@ from ..optim._decay import exclude_from_decay
 from ..optim._factories import build_optimizer, refused_by_name, treats_arrays_as_wholes
 from ..optim._optimizer import learning_rate_schedule
 from ..optim._router_bias import drop_router_biases
-from ._state_plan import StatePlan
-from ._weight_plan import STACK_AXES
+from ._weight_plan import STACK_AXES, StatePlan
 
 Groups = dict[str, Any]
 

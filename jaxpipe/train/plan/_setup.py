@@ -13,7 +13,7 @@ from ..config._config import Config
 from ._devices import BatchPlan
 from ._model import ModelPlan
 from ._schedule_selection import stage_costs
-from ._state_plan import StatePlan
+from ._weight_plan import StatePlan
 
 
 @dataclass(frozen=True, eq=False)

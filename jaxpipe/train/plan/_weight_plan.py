@@ -1,5 +1,7 @@
 """The weights of a run: their shapes, dtypes and logical axes, and the devices that hold them.
 
+A train state is these weights and the optimizer that updates them.
+
 R repeats, S ranks.
 """
 
@@ -17,6 +19,7 @@ from ...models import ModelConfig, ModelFamily
 from ...models.weights import is_weight, stack_weights, weight_shapes
 from ...sharding.layout import LayerLayout
 from ...spmd.weight_gather import specs_of
+from ..config._config import Config
 from ._devices import DeviceLayout
 
 STACK_AXES = ("circular_repeats", "stage", "layers")
@@ -153,3 +156,15 @@ class WeightPlan:
         groups = self._with_layers((), ())
         leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=is_weight)
         return frozenset(jax.tree_util.keystr(path) for path, weight in leaves if weight.exact)
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The state that a step updates.
+
+    Attributes:
+        config: The keys of the run, among them those of the optimizer.
+    """
+
+    weights: WeightPlan
+    config: Config

@@ -51,9 +51,8 @@ from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..config._load import load_config
 from ..config._yaml import to_yaml
 from ..estimate._planned_model import SCORES, planned_model
-from ..plan._family import model_config
 from ..plan._from_config import axis_rules
-from ..plan._model import ModelPlan, model_plan
+from ..plan._model import ModelPlan, model_config, model_plan
 from ..plan._schedule_selection import is_schedule_file
 from ._source import AXIS_KEYS, TrainerSource
 

@@ -14,8 +14,7 @@ from ..config._config import Config
 from ..config._keys import GATHER_KEYS, OPTION_KEYS
 from ..plan._from_config import set_up
 from ..plan._setup import StepPlan
-from ..step._aot import check_single_program
-from ..step._compile_report import report_train_step
+from ..step._aot import check_single_program, report_train_step
 
 AXIS_KEYS = {axis: "pipeline" if axis == "stage" else axis for axis in AXES}
 """The name of each mesh axis in keys such as `ici_pipeline_parallelism`."""

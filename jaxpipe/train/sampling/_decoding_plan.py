@@ -22,9 +22,8 @@ from ..checkpoint._canonical import shard_over_ranks
 from ..checkpoint._layer_reordering import jit_on_mesh
 from ..config._config import Config
 from ..plan._devices import DeviceLayout
-from ..plan._family import model_config
 from ..plan._from_config import axis_rules
-from ..plan._model import ModelPlan, build_functions, model_plan
+from ..plan._model import ModelPlan, build_functions, model_config, model_plan
 from ..plan._weight_plan import WeightPlan
 from ._generate import Decoder
 

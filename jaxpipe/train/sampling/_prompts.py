@@ -15,8 +15,7 @@ from ..._input import short_repr
 from ...data.sources import Tokenizer
 from ..checkpoint._layer_reordering import jit_on_mesh
 from ._decoding_plan import DecodingPlan
-from ._draw import choice
-from ._generate import generate
+from ._generate import choice, generate
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from ... import _lazy
 if typing.TYPE_CHECKING:
     from ._aot import check_single_program as check_single_program
     from ._aot import compile_train_step as compile_train_step
-    from ._compile_report import does_not_fit as does_not_fit
-    from ._compile_report import report_train_step as report_train_step
+    from ._aot import does_not_fit as does_not_fit
+    from ._aot import report_train_step as report_train_step
     from ._evaluate import make_evaluate as make_evaluate
     from ._mpmd import lower_train_step as lower_train_step
     from ._one_program import make_value_and_grad as make_value_and_grad

@@ -20,14 +20,12 @@ from ...mpmd import profiling
 from ...mpmd.runtime import check_threads
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
-from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import WeightPlan
-from ._init import init_boundary, init_layers
+from ..plan._weight_plan import StatePlan, WeightPlan
 from ._one_program import make_eval, make_value_and_grad
 from ._optimizer_state import init_optimizer_state, reads_weights
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
-from ._state import TrainState, state_shapes, state_shardings
+from ._state import TrainState, init_boundary, init_layers, state_shapes, state_shardings
 
 
 def check_mpmd_threads(plan: StepPlan) -> None:

@@ -15,10 +15,9 @@ from ...engines import adding_in_products
 from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
-from ._init import init_boundary, init_layers
 from ._optimizer_state import init_optimizer_state
 from ._optimizer_step import make_optimizer_step
-from ._state import TrainState, gradient_shardings, state_shardings
+from ._state import TrainState, gradient_shardings, init_boundary, init_layers, state_shardings
 
 
 def init_stacked_state(plan: StepPlan) -> TrainState:

@@ -20,8 +20,7 @@ from jaxtyping import PyTree
 from ...models.weights import is_weight, mask_padding_layers, weight_shapes
 from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import Groups, layer_of, user_tree
-from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import WeightPlan
+from ..plan._weight_plan import StatePlan, WeightPlan
 
 LayerIds = np.ndarray | list[np.ndarray]
 StageLeaf = Callable[[Any, np.ndarray], Any]

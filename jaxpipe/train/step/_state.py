@@ -1,11 +1,15 @@
-"""The abstract train state: shapes, logical axes and shardings, and its optimizer."""
+"""The train state: its shapes, logical axes and shardings, and its first weights.
 
+Keys of weights are folded from the number of a layer, so runs are equal in every layout.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ... import models
 from ...engines import PipelineSpec
@@ -15,8 +19,7 @@ from ...sharding import LogicalAxes
 from ..optim._router_bias import drop_router_biases
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
-from ..plan._state_plan import StatePlan
-from ..plan._weight_plan import STACK_AXES
+from ..plan._weight_plan import STACK_AXES, StatePlan, WeightPlan
 from ._optimizer_state import of_weights, optimizer_state_shapes
 
 TrainState = dict[str, Any]
@@ -81,3 +84,22 @@ def _shardings(plan: StepPlan, pipeline: PipelineSpec) -> PyTree[NamedSharding]:
     where = plan.engine.storage.shardings(pipeline, weights, plan.state.weights.tied)
     where = {name: where[name] for name in ("embed", "stages", "head")}
     return jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), where)
+
+
+def init_boundary(weights: WeightPlan, seed: int) -> dict[str, Any]:
+    """Initializes the weights of `embed` and `head`, with those of layers after the pipeline."""
+    tree, key = weights.abstract_unstacked, jax.random.key(seed)
+    boundary = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    if weights.num_layers_after:
+        after, first = (weights.num_layers_after,), weights.layout.num_layers
+        layers = models.initialize_layers(tree["layer"], key, after, first=first)
+        boundary["head"]["layers"] = layers
+    return boundary
+
+
+def init_layers(
+    weights: WeightPlan, seed: int, dims: Sequence[int], *, layer_ids: Sequence[int]
+) -> PyTree[Array]:
+    """Initializes weights [*dims, ...] of layers by their ids; those of padding, -1, are zeros."""
+    layer = weights.abstract_unstacked["layer"]
+    return models.initialize_layers(layer, jax.random.key(seed), dims, layer_ids=layer_ids)
