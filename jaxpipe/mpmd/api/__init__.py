@@ -16,9 +16,6 @@ if typing.TYPE_CHECKING:
     from ._across import place_with_p as place_with_p
     from ._array import MpmdArray as MpmdArray
     from ._array import init_on_ranks as init_on_ranks
-    from ._base_schedule import BaseSchedule as BaseSchedule
-    from ._base_schedule import as_schedule as as_schedule
-    from ._base_schedule import require_positive as require_positive
     from ._in_group import sharding_in_group as sharding_in_group
     from ._jit import mpmd_jit_by_yield as mpmd_jit_by_yield
     from ._jit import mpmd_jit_with_loop as mpmd_jit_with_loop
@@ -26,10 +23,13 @@ if typing.TYPE_CHECKING:
     from ._mesh import MpmdSharding as MpmdSharding
     from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
     from ._reshard import spmd_to_mpmd_reshard as spmd_to_mpmd_reshard
+    from ._tasks import BaseSchedule as BaseSchedule
     from ._tasks import FusedTask as FusedTask
     from ._tasks import ScheduleTasks as ScheduleTasks
     from ._tasks import Task as Task
     from ._tasks import TaskType as TaskType
+    from ._tasks import as_schedule as as_schedule
+    from ._tasks import require_positive as require_positive
     from ._tasks import schedule_of as schedule_of
     from ._tasks import tasks_of as tasks_of
 else:

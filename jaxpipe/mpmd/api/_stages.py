@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -18,7 +19,17 @@ from ...schedules.lock_step import check_no_slices
 from ..ir._check_graph import check_graph
 from ..ir._loop import PipelinedLoop, SlicedSchedule
 from ..ir._mpmd_graph import LoweringOptions, MpmdGraph
-from ..ir._program import Instruction, MpmdProgram, RankBuffer, check
+from ..ir._program import (
+    Buffer,
+    Delete,
+    Instruction,
+    MpmdProgram,
+    RankBuffer,
+    Recv,
+    RunTask,
+    Send,
+    check,
+)
 from ..passes import LOWERING
 from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
@@ -36,9 +47,8 @@ from ._arguments import (
     leaves_like,
 )
 from ._array import MpmdArray
-from ._base_schedule import as_schedule
-from ._closed_jaxpr import ClosedJaxpr
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
+from ._tasks import as_schedule
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,59 @@ class Lowered:
         return Compiled(self, bound, executables.specs, session)
 
 
-Specs = Mapping[RankBuffer, P]
+TASK, SEND, RECV, DELETE = map(Primitive, ("task", "send", "recv", "delete"))
 
+
+class MpmdEqn(NamedTuple):
+    """An instruction of a rank, as an equation of a jaxpr whose `primitive.name` says its kind."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+    invars: tuple[Buffer, ...]
+    outvars: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True)
+class ClosedJaxpr:
+    """The instructions of all ranks, under JaxPP's names."""
+
+    program: MpmdProgram
+
+    @property
+    def eqns(self) -> list[MpmdEqn]:
+        """Returns the instructions of all ranks, in an order in which they could run."""
+        return list(map(_eqn, self.program.instructions))
+
+    @property
+    def jaxpr(self) -> "ClosedJaxpr":
+        """Returns `self`: JaxPP's closed jaxpr has its equations in this attribute."""
+        return self
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+def _eqn(instruction: Instruction) -> MpmdEqn:
+    match instruction:
+        case RunTask(rank, name, graph, reads, writes, actions, donated, loop):
+            params = {
+                "task_name": name,
+                "mpmd_idx": rank,
+                "task_info": tuple((a.stage, a.op, a.microbatch) for a in actions),
+                "call_jaxpr": graph,
+                "loop": loop,
+                "donate_invars": tuple(i in donated for i in range(len(reads))),
+            }
+            return MpmdEqn(TASK, params, reads, writes)
+        case Send(rank, to, buffers):
+            return MpmdEqn(SEND, {"mpmd_idx": rank, "tgt_mpmd_idx": to}, buffers, ())
+        case Recv(rank, source, buffers):
+            return MpmdEqn(RECV, {"mpmd_idx": rank, "src_mpmd_idx": source}, (), buffers)
+        case Delete(rank, buffers):
+            return MpmdEqn(DELETE, {"mpmd_idx": rank}, buffers, ())
+
+
+Specs = Mapping[RankBuffer, P]
 
 OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Thunk]] | None]
 OBSERVER = ContextVar("observer", default=None)
