@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxpipe.xla.hlo._parse import parse_hlo
 from jaxpipe.xla.step_time import GpuRates, device_rates, step_time, transfer_seconds
-from jaxpipe.xla.step_time._roofline import moved_bytes, product_flops
+from jaxpipe.xla.step_time._instruction_costs import moved_bytes, product_flops
 
 RATES = GpuRates(peak_tflops=100.0, memory_gb=1000.0, link_gb=10.0, network_gb=1.0)
 FREE = ("parameter", "bitcast", "tuple", "constant")

@@ -8,5 +8,5 @@ from ._audit import add_up as add_up
 from ._audit import audit as audit
 from ._audit import totals as totals
 from ._audit import uncounted_loops as uncounted_loops
-from ._groups import device_groups as device_groups
-from ._groups import gpu_hosts as gpu_hosts
+from ._collectives import device_groups as device_groups
+from ._collectives import gpu_hosts as gpu_hosts

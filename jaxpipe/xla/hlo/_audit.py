@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ._collectives import KINDS, Collective, ended_chain, starting_collective
-from ._groups import crosses_hosts
+from ._collectives import KINDS, Collective, crosses_hosts, ended_chain, starting_collective
 from ._parse import Instruction, Module, called_computations, callee, op_name, parse_hlo
 from ._trips import Scope, trip_count
 from ._walk import CallContext, is_conditional, walk

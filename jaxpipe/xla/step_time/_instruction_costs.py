@@ -1,17 +1,29 @@
-"""Says what one instruction costs, on a TPU by the compiler's own estimates of cycles.
+"""Says what one instruction costs: on a TPU by the compiler's estimates, on a GPU by a roofline.
 
 XLA:TPU writes `estimated_cycles` beside instructions. Kernels have none: they are counted by their
 operations at a stated share of the device's peak: of the Pallas kernels that our models call, by
 the shapes of operands.
+
+For a GPU XLA estimates no time. An instruction takes as long as its products at the rate that large
+ones reach, or as long as its bytes at the rate that large copies reach, whichever is longer.
+Launches take nothing.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..hlo._parse import Computation, Instruction, Module, callee
-from ._kernel_work import kernel_flops
+from ..hlo._collectives import KINDS
+from ..hlo._parse import (
+    Computation,
+    Instruction,
+    Module,
+    array_sizes,
+    callee,
+    shape_bytes,
+)
+from ._kernel_work import gpu_kernel_work, kernel_flops
 from ._rates import GpuRates, Rates
-from ._roofline import roofline_seconds
 
 MATMUL, ELEMENT_WISE, COPY = "matrix products", "element-wise", "copies"
 FILL, KERNEL = "fills", "kernels"
@@ -87,3 +99,107 @@ def kind_of_work(module: Module, instruction: Instruction) -> str:
     if opcodes <= _FILLS and "broadcast" in opcodes:
         return FILL
     return COPY if opcodes <= _MOVES else ELEMENT_WISE
+
+
+PRODUCTS, COPIES = 0.8, 0.9
+"""Shares of the peaks that large bfloat16 products and copies reach on an H200, by measurement."""
+
+
+def roofline_seconds(
+    rates: GpuRates, module: Module, computation: Computation, instruction: Instruction
+) -> float | None:
+    """Returns the seconds of an instruction; None for kernels whose operations are not known."""
+    if instruction.opcode == "fusion-start":
+        instruction = replace(instruction, opcode="fusion")
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+        return 0.0  # what a collective reads and writes is in the time that it transfers
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    target = match[1] if match else ""
+    if target == "AllocateBuffer":
+        return 0.0  # nothing is written
+    moved = moved_bytes(module, computation, instruction) / (COPIES * rates.memory_gb * 1e9)
+    peak = rates.peak_tflops * 1e12
+    if instruction.opcode != "custom-call":
+        return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
+    if target.startswith("__cublas"):
+        return max(moved, _flops_of_product(computation, instruction) / (PRODUCTS * peak))
+    work = gpu_kernel_work(computation, instruction, target)
+    return None if work is None else max(moved, work[0] / (work[1] * peak))
+
+
+def product_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Returns the operations of the products that an instruction is or that its fusion has."""
+    if instruction.opcode == "fusion":
+        computation = module.computations[callee(instruction)]
+        parts = list(computation.instructions.values())
+    else:
+        parts = [instruction]
+    return sum((_flops_of_product(computation, x) for x in parts if x.opcode == "dot"), 0.0)
+
+
+_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
+"""In a dot, and in the configuration of a call of cuBLAS."""
+
+
+def _flops_of_product(computation: Computation, product: Instruction) -> float:
+    contracting = _CONTRACTING.search(product.attributes)
+    left = array_sizes(computation.instructions[product.operands[0]].shape)
+    dims = [int(d) for d in re.findall(r"\d+", contracting[1])] if contracting else []
+    return 2.0 * math.prod(array_sizes(product.shape)) * math.prod(left[d] for d in dims)
+
+
+_SAME = frozenset(("bitcast", "reshape", "copy", "convert", "transpose", "get-tuple-element"))
+_PART = frozenset(("dynamic-slice", "slice", "gather"))
+
+
+def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Returns the bytes that an instruction reads and writes.
+
+    Of arrays that it takes slices of it reads the slices, and it writes slices into others in
+    place.
+    """
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode != "fusion":
+        return _alone(instruction, shapes)
+    body = module.computations[callee(instruction)]
+    users: dict[str, list[Instruction]] = {}
+    for x in body.instructions.values():
+        for name in x.operands:
+            users.setdefault(name, []).append(x)
+    parameters = [x for x in body.instructions.values() if x.opcode == "parameter"]
+    return sum((_read(x, users) for x in parameters), 0.0) + _written(body, body.root)
+
+
+def _alone(instruction: Instruction, shapes: list[str]) -> float:
+    if instruction.opcode in _PART:
+        return 2.0 * shape_bytes(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2.0 * shape_bytes(shapes[1])
+    return float(shape_bytes(instruction.shape) + sum(map(shape_bytes, shapes)))
+
+
+def _read(x: Instruction, users: dict[str, list[Instruction]]) -> float:
+    """Returns the bytes of an array that its users read."""
+    whole, parts = float(shape_bytes(x.shape)), 0.0
+    for user in users.get(x.name, []):
+        if user.opcode in _PART and user.operands[0] == x.name:
+            parts += shape_bytes(user.shape)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
+            continue
+        elif user.opcode in _SAME:
+            parts += _read(user, users) * whole / max(shape_bytes(user.shape), 1)
+        else:
+            return whole
+    return min(parts, whole)
+
+
+def _written(body: Computation, root: Instruction) -> float:
+    if root.opcode == "tuple":
+        return sum((_written(body, body.instructions[name]) for name in root.operands), 0.0)
+    if root.opcode in _SAME and root.operands:
+        inner = body.instructions[root.operands[0]]
+        if inner.opcode == "dynamic-update-slice":
+            return _written(body, inner)
+    if root.opcode == "dynamic-update-slice":
+        return float(shape_bytes(body.instructions[root.operands[1]].shape))
+    return float(shape_bytes(root.shape))

@@ -10,8 +10,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from ..hlo._collectives import Collective, ended_chain, starting_collective
-from ..hlo._parse import Instruction, Module, callee, op_name, parse_hlo, without_layouts
-from ..hlo._sources import Sources, read_sources
+from ..hlo._parse import (
+    Instruction,
+    Module,
+    Sources,
+    callee,
+    op_name,
+    parse_hlo,
+    read_sources,
+    without_layouts,
+)
 from ..hlo._trips import Scope, unknown_argument
 from ..hlo._walk import ENTRY, CallContext, called_scopes
 from ._instruction_costs import COLLECTIVE, COPY, InstructionCost, busy_seconds, kind_of_work

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...devices import find_hardware
-from ..hlo._groups import Groups, device_groups
+from ..hlo._collectives import Groups, device_groups
 
 
 @dataclass(frozen=True)
