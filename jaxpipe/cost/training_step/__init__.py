@@ -10,8 +10,8 @@ from ._evidence import evidence as evidence
 from ._layout import Layout as Layout
 from ._layout import Remat as Remat
 from ._predict import Prediction as Prediction
+from ._predict import ScheduleTime as ScheduleTime
+from ._predict import StageSeconds as StageSeconds
+from ._predict import build_schedule as build_schedule
+from ._predict import num_transfers as num_transfers
 from ._predict import predict as predict
-from ._schedule_time import ScheduleTime as ScheduleTime
-from ._schedule_time import StageSeconds as StageSeconds
-from ._schedule_time import build_schedule as build_schedule
-from ._schedule_time import num_transfers as num_transfers
