@@ -11,7 +11,7 @@ from math import ceil
 
 from ...devices import cudnn_attention
 from ..work import LayerWork, ModelWork, Product
-from ..work._layer_work import Attention, attention_flops
+from ..work._work import Attention, attention_flops
 from ._layout import Layout
 from ._network import Device, Group, all_gather_seconds, all_to_all_seconds, make_group
 
