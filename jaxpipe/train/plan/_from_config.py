@@ -28,10 +28,9 @@ from ..optim._decay import check_weight_decay_exclude
 from ..optim._factories import treats_arrays_as_wholes
 from ..optim._router_bias import drop_router_biases
 from ._devices import BatchPlan, DeviceLayout
-from ._layout import circular_layout, scheduled_layout
 from ._model import ModelPlan, build_model, layer_bytes, model_config, model_plan
 from ._optimizer import check_optimizer
-from ._schedule_selection import ScheduleSelection
+from ._schedule_selection import ScheduleSelection, circular_layout, scheduled_layout
 from ._setup import Setup, StepPlan
 from ._weight_plan import StatePlan, WeightPlan
 
