@@ -3,8 +3,6 @@
 It also says where compiled programs are kept, and what libraries may log.
 """
 
-from ._address_space import check_address_space as check_address_space
-from ._allocator import keep_freed_memory as keep_freed_memory
 from ._compile_cache import use_compile_cache as use_compile_cache
 from ._compile_cache import user_cache_folder as user_cache_folder
 from ._emulate import emulate_devices as emulate_devices
@@ -17,5 +15,7 @@ from ._interrupts import INTERRUPTED as INTERRUPTED
 from ._interrupts import say_interrupted as say_interrupted
 from ._interrupts import unwinding as unwinding
 from ._interrupts import watch_interrupts as watch_interrupts
+from ._memory import check_address_space as check_address_space
+from ._memory import keep_freed_memory as keep_freed_memory
 from ._quiet import quiet_stderr as quiet_stderr
 from ._quiet import set_log_levels as set_log_levels

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
@@ -23,7 +23,6 @@ from ..hlo import (
     uncounted_loops,
 )
 from ..step_time import KERNEL_EFFICIENCY, InstructionCost, StepTime, device_rates, estimated_time
-from ._columns import align, shorten
 from ._memory import Memory, memory
 
 _RATES = {
@@ -292,3 +291,30 @@ def _time_json(time: StepTime, rates: dict[str, float], num_dearest: int) -> dic
             for cost, sites in time.dearest(num_dearest)
         ],
     }
+
+
+def shorten(text: str, width: int) -> str:
+    """Returns at most `width` characters: the first, or if `width` is negative the last."""
+    if len(text) <= abs(width):
+        return text
+    return text[: width - 3] + "..." if width > 0 else "..." + text[width + 3 :]
+
+
+def align(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
+    """Returns rows of text in columns.
+
+    Args:
+        rows: The cells of each row.
+        left: The columns whose cells are on the left; those of the others are on the right.
+
+    Returns:
+        The lines, with two spaces between columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compile_report import CompileReport
-from ..compile_report._columns import align, shorten
+from ..compile_report._report import align, shorten
 from ..hlo import totals
 
 NO_FLAGS, DEFAULTS, TOGETHER = "none", "defaults", "together"
