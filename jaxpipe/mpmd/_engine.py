@@ -21,8 +21,8 @@ from ..autodiff.staged_model import (
 )
 from ..schedules import Schedule
 from ..schedules.language import num_slices
-from .ir._loop import SlicedSchedule
 from .ir._marks import mark_part, mark_stage_end
+from .ir._mpmd_graph import SlicedSchedule
 from .ir._reduce import Add, Concat, treduce_with_shapes
 
 

@@ -17,8 +17,7 @@ from ...ir.graph import Graph
 from ...schedules import Schedule
 from ...schedules.lock_step import check_no_slices
 from ..ir._check_graph import check_graph
-from ..ir._loop import PipelinedLoop, SlicedSchedule
-from ..ir._mpmd_graph import LoweringOptions, MpmdGraph
+from ..ir._mpmd_graph import LoweringOptions, MpmdGraph, PipelinedLoop, SlicedSchedule
 from ..ir._program import (
     Buffer,
     Delete,

@@ -5,14 +5,14 @@ rewrite an `MpmdProgram`, the instructions of all ranks. `str` writes each of th
 """
 
 from ._check_graph import check_graph as check_graph
-from ._loop import PipelinedLoop as PipelinedLoop
-from ._loop import Stage as Stage
-from ._loop import StageTask as StageTask
 from ._marks import mark_stage_end as mark_stage_end
 from ._marks import pipeline_enter_stage as pipeline_enter_stage
 from ._mpmd_graph import LoweringOptions as LoweringOptions
 from ._mpmd_graph import MpmdGraph as MpmdGraph
+from ._mpmd_graph import PipelinedLoop as PipelinedLoop
 from ._mpmd_graph import RankAssignment as RankAssignment
+from ._mpmd_graph import Stage as Stage
+from ._mpmd_graph import StageTask as StageTask
 from ._program import Buffer as Buffer
 from ._program import BufferOnRanks as BufferOnRanks
 from ._program import Delete as Delete

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable
 from ...ir.graph import Atom, Eqn, Graph, Literal, Var, aval_of, variables
 from ...schedules import Op
 from ._eqns import primitive_of
-from ._loop import PipelinedLoop
-from ._mpmd_graph import MpmdGraph
+from ._mpmd_graph import MpmdGraph, PipelinedLoop
 
 
 def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> None:

@@ -22,9 +22,8 @@ from ...ir.graph import (
     has_print,
     variables,
 )
-from ._loop import PipelinedLoop
 from ._marks import STAGE_END
-from ._mpmd_graph import MpmdGraph
+from ._mpmd_graph import MpmdGraph, PipelinedLoop
 from ._reduce import Concat, Max, Reduction, is_add
 
 G = TypeVar("G", Graph, MpmdGraph)

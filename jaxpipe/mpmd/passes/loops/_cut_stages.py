@@ -54,8 +54,7 @@ from ...ir._eqns import (
     part_of_mark,
     substitute_inputs,
 )
-from ...ir._loop import PipelinedLoop, Stage
-from ...ir._mpmd_graph import MpmdGraph, replace_loops
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop, Stage, replace_loops
 from ._align_marks import align_marks
 from ._constraints import accumulator_spec, constrained_results
 

@@ -15,9 +15,8 @@ from typing import Any
 from ...._compat import ClosedJaxpr, jaxprs_in_params
 from ....ir.graph import Eqn, Graph, to_graph
 from ...ir._eqns import is_mark, params_of, primitive_of
-from ...ir._loop import PipelinedLoop
 from ...ir._marks import STAGE_END
-from ...ir._mpmd_graph import LoweringOptions, MpmdGraph
+from ...ir._mpmd_graph import LoweringOptions, MpmdGraph, PipelinedLoop
 from ...ir._reduce import TREDUCE, reductions
 from ._align_marks import forward_mark_ids
 from ._reachable import check_reachable

@@ -16,8 +16,7 @@ from dataclasses import replace
 from ....ir.graph import Atom, Eqn, Graph, Var, free_variables, has_print, is_move, variables
 from ...ir._eqns import is_cast, is_mark, substitute_inputs, with_outputs
 from ...ir._fingerprint import ValueNumbering, is_barrier
-from ...ir._loop import PipelinedLoop
-from ...ir._mpmd_graph import MpmdGraph
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop
 from ...ir._reduce import Last
 
 

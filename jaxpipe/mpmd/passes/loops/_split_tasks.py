@@ -30,8 +30,7 @@ from ....ir.graph import (
 )
 from ....ir.transforms import accumulate, partition
 from ....schedules import Op, language
-from ...ir._loop import PipelinedLoop, Stage, StageTask
-from ...ir._mpmd_graph import MpmdGraph, replace_loops
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop, Stage, StageTask, replace_loops
 from ...ir._reduce import Reduction
 
 

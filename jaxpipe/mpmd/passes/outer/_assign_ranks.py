@@ -37,8 +37,7 @@ import jax.numpy as jnp
 from ....ir.graph import Eqn, Var, variables
 from ...api._across import CONCAT, STACK, SUM, WITH
 from ...ir._eqns import chain_eqns, eliminate_dead_code, is_sum, primitive_of, prints
-from ...ir._loop import PipelinedLoop
-from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop, RankAssignment, Ranks
 
 RankSets = Mapping[Var, set[int]]
 """The ranks of values; a value that is absent has none."""

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ....ir.graph import Eqn, Graph, Var, free_variables, has_print, variables
-from ...ir._loop import PipelinedLoop
-from ...ir._mpmd_graph import MpmdGraph, RankAssignment
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop, RankAssignment
 from ...ir._program import Buffer, RunTask
 
 EqnOnRank = tuple[Eqn, int]

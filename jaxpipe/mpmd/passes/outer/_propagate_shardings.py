@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ....ir.graph import Eqn, Var, is_cheap, is_move, variables
 from ...api._mesh import check_spec
-from ...ir._loop import PipelinedLoop
-from ...ir._mpmd_graph import MpmdGraph
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop
 from ..loops._constraints import constraint_of, keeps_indices
 
 

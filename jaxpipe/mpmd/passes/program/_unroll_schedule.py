@@ -20,8 +20,7 @@ import jax
 from ....ir.graph import Eqn, Graph, PrimitiveCall, Var, variables
 from ....schedules import Action, Op, language
 from ...api._tasks import Task
-from ...ir._loop import PipelinedLoop, Stage
-from ...ir._mpmd_graph import MpmdGraph
+from ...ir._mpmd_graph import MpmdGraph, PipelinedLoop, Stage
 from ...ir._program import Buffer, BufferOnRanks, MpmdProgram, RunTask
 from ...ir._reduce import Reduction
 
