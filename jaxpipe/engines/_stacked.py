@@ -24,7 +24,7 @@ from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gathering_layer
 from ._engine import PipelineSpec, Storage
 from .fsdp import gather_of_layer, param_spec_tree, weight_gathers
-from .fsdp._gathers import gathering, to_shards
+from .fsdp._gathers import gathering_frozen, to_frozen_shards
 
 
 def round_robin_layout(
@@ -93,7 +93,7 @@ def layer_keys(spec: PipelineSpec, dropout: PyTree, frozen: PyTree) -> PyTree:
 
     Dropout keys are given as [L, ...], or (); frozen parameters as [v, S, n, ...].
     """
-    keys = stack(spec, dropout), to_shards(spec, frozen)
+    keys = stack(spec, dropout), to_frozen_shards(spec, frozen)
     if not spec.layout.counts:
         return keys
     mask = np.asarray(spec.layout.layer_ids).reshape(spec.layout.dims) >= 0
@@ -125,7 +125,7 @@ def _wrapped(spec: PipelineSpec, layer: Callable) -> Callable:
     The condition of a mask would return the weights that its backward reads, a copy of those of all
     layers. Rematerialised too, it reads them again.
     """
-    layer = gathering(spec, layer)
+    layer = gathering_frozen(spec, layer)
     if spec.gather == "layer":
         layer = gathering_layer(layer, gather_of_layer(spec))
     layer = spec.layer_remat(layer)

@@ -122,7 +122,7 @@ def next_token_loss(
         return value + z_loss, metrics | {"z_loss": z_loss}
 
     h, weights = _factors_of_logits(boundary, x, epsilon, norm_offset)
-    token_loss = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
+    token_loss = loss if num_chunks == 1 else _in_chunks(loss, num_chunks)
     return token_loss(
         weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]
     )
@@ -158,7 +158,7 @@ Loss = Callable[[Array, Array, Array, Array], tuple[Array, dict[str, Float[Array
 are sums over tokens, and only the loss is differentiable."""
 
 
-def in_chunks(loss: Loss, num_chunks: int) -> Loss:
+def _in_chunks(loss: Loss, num_chunks: int) -> Loss:
     """Returns `loss`, computed for T / n tokens of every sequence at a time."""
     # The forward pass computes the gradients together with the loss, so logits are computed once.
     # The gradients of the weights are accumulated in float32.

@@ -167,7 +167,7 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
             if name_of(at) in outer
         }
         state = with_values(outer_state, values, key, constants)
-        before = values_by_name(state)
+        before = _values_by_name(state)
         merged = nnx.merge(outer_graph, state)
         hooks = {
             path: _NnxHook(i, hook, layer, layer.weights(outer, weights.get(i)), key)
@@ -179,7 +179,7 @@ def _cut(module: nnx.Module, layers: list[str], call: Callable, by_calls: bool) 
             list_hooks = [hook for of_layer, hook in hooks.items() if of_layer[:-1] == path]
             vars(submodule(merged, owner, name))[last] = hooks.get(path, list_hooks)
         output = call(merged, batch)
-        check_unchanged(before, values_by_name(nnx.state(merged)))
+        check_unchanged(before, _values_by_name(nnx.state(merged)))
         return output
 
     names_of_shared = {outer for names in shared for outer in names.values()}
@@ -236,12 +236,12 @@ def _cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
         filled = with_values(state, values, key, constants)
         # Read before the call: the variables of the module are those of the state.
-        before = values_by_name(filled)
+        before = _values_by_name(filled)
         merged = nnx.merge(graph, filled)
         output = call(merged, batch)
         # The scan returns the variables of the stack.
         old = {name: x for name, x in before.items() if not name.startswith(f"{layers}.")}
-        after = values_by_name(nnx.state(merged)).items()
+        after = _values_by_name(nnx.state(merged)).items()
         check_unchanged(old, {name: x for name, x in after if name in old or name not in before})
         return output
 
@@ -345,10 +345,10 @@ class _NnxHook:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         state = with_values(self._layer.state, self._weights, self._key, self._layer.constants)
         # Read before the call: the variables of the layer are those of the state.
-        before = values_by_name(state)
+        before = _values_by_name(state)
         layer = nnx.merge(self._layer.graph, state)
         y = layer(*args, **kwargs)
-        check_unchanged(before, values_by_name(nnx.state(layer)))
+        check_unchanged(before, _values_by_name(nnx.state(layer)))
         return y
 
     def __getattr__(self, name: str) -> Any:
@@ -383,7 +383,7 @@ def _groups(params: Any, paths: list[Path], shared: set[str]) -> tuple[Callable,
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         outer, layers = {}, [{} for _ in paths]
-        for path, variable in flat_params(params, set(owner_by_path)).items():
+        for path, variable in _flat_params(params, set(owner_by_path)).items():
             at, name = owner_by_path[path]
             (outer if at is None else layers[at])[name] = variable.get_value()
         return outer, layers
@@ -427,12 +427,12 @@ def with_values(state: Any, values: Any, key: Any, constants: dict[Path, Any]) -
     return nnx.from_flat_state(flat)
 
 
-def values_by_name(state: Any) -> dict[str, Any]:
+def _values_by_name(state: Any) -> dict[str, Any]:
     """Returns the arrays of a state by name, without those of random streams."""
     return weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState)))
 
 
-def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
+def _flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
     """Returns the variables of the user's parameters, which are at `paths`."""
     flat = dict(nnx.to_flat_state(params)) if isinstance(params, nnx.State) else {}
     if flat.keys() != paths:

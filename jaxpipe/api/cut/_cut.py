@@ -64,7 +64,7 @@ def cut_model(
         A model whose functions run parts of the module, and whose `to_groups` takes its parameters.
     """
     if cut.by_calls:
-        cut = layers_by_calls(cut, batch)
+        cut = _layers_by_calls(cut, batch)
     parts: Parts = (ScanParts if stacked else HookParts)(cut, loss, output)
     embedded, headed = (set(cut.outer) - cut.shared for _ in range(2))
     keyed, names = [cut.takes_key] * 4, ["layer"]
@@ -159,7 +159,7 @@ def cut_stack_or_calls(
             ) from other
 
 
-def layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
+def _layers_by_calls(cut: CutModule, batch: PyTree | None) -> CutModule:
     """Returns the cut of a module whose layers are all calls of the modules that `cut` names."""
     if not cut.names:
         raise ValueError("`layers` names no modules. Name those whose calls are layers.")

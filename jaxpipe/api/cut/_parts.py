@@ -195,7 +195,7 @@ class Parts:
             return {"loss": loss.total, **loss.metrics}, loss.weight is None
 
         others = self.cut.outer, batch, x, key
-        return weights_of_extras(parts, shapes, others, int(self.cut.by_row))
+        return _weights_of_extras(parts, shapes, others, int(self.cut.by_row))
 
     def of_form(self, name: Hashable, batch: PyTree, find: Callable) -> Any:
         """Returns `find(batch)`, which is found once for batches of one form."""
@@ -332,7 +332,7 @@ _ADVICE = (
 )
 
 
-def weights_of_extras(
+def _weights_of_extras(
     parts: Callable, extras: Sequence[jax.ShapeDtypeStruct], others: tuple, axis: int
 ) -> Weights:
     """Finds the constants by which a loss and its metrics depend on extras of layers.

@@ -80,9 +80,9 @@ def predict(
     costs = StageSeconds(forward, back, weight, transfer)
     time = costs.of(schedule, layout.microbatches)
     if fewer:
-        time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)
+        time = _extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)
     rank = max(range(len(time.busy)), key=time.busy.__getitem__)
-    own = stage_shares(schedule, rank)
+    own = _stage_shares(schedule, rank)
     held = tuple(layer for stage in own for layer in layers[stage])
     actions = (scaled(s, own[stage]) for stage in own for s in vars(stages[stage]).values())
     parts = scaled(add(*actions), layout.microbatches)
@@ -229,7 +229,7 @@ class StageSeconds:
         return ScheduleTime(float(seconds), tuple(map(float, busy_times(timeline))))
 
 
-def extrapolate(
+def _extrapolate(
     first: ScheduleTime, second: ScheduleTime, counted: tuple[Layout, Layout], layout: Layout
 ) -> ScheduleTime:
     """Returns the time of a layout's microbatches from those of two shorter ones."""
@@ -245,7 +245,7 @@ def extrapolate(
     )
 
 
-def stage_shares(schedule: Schedule | None, rank: int) -> dict[int, float]:
+def _stage_shares(schedule: Schedule | None, rank: int) -> dict[int, float]:
     """Returns the stages of a rank, and the share of each's microbatches that it runs."""
     if schedule is None:
         return {0: 1.0}

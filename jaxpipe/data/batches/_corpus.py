@@ -175,7 +175,7 @@ class CorpusRows:
         return -(-len(self.corpus) // self.length) if self.packing else len(self.corpus.ends)
 
     def __getitem__(self, row: int) -> Row:
-        return make_row(self.corpus, *self.window(row), length=self.length)
+        return _make_row(self.corpus, *self.window(row), length=self.length)
 
     def window(self, row: int) -> tuple[int, int]:
         """Returns the offsets in the stream where a row starts and stops."""
@@ -193,7 +193,7 @@ class CorpusRows:
         return stop - start - int(last - first)
 
 
-def make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
+def _make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
     """Returns the row of the window [start, stop) of the stream, padded to `length`."""
     offsets = np.arange(start, stop)
     document = corpus.documents_at(offsets)

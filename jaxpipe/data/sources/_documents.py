@@ -61,7 +61,7 @@ def _documents_in_file(file: Path | Traversable, source: Source) -> Iterator[str
     assert isinstance(file, Path), "only text is built in"
     if source.type == "jsonl":
         return _jsonl_documents(file, source.text_field)
-    readers = {"parquet": parquet_documents, "arrow": arrow_documents}
+    readers = {"parquet": _parquet_documents, "arrow": _arrow_documents}
     return readers[source.type](file, source.text_field)
 
 
@@ -140,7 +140,7 @@ def _check_surrogates(text: str, field: str, where: str) -> str:
     return text
 
 
-def parquet_documents(file: Path, column: str) -> Iterator[str]:
+def _parquet_documents(file: Path, column: str) -> Iterator[str]:
     """Yields one document for each row of a Parquet file."""
     arrow = _pyarrow("parquet")
     from pyarrow import parquet
@@ -153,7 +153,7 @@ def parquet_documents(file: Path, column: str) -> Iterator[str]:
     return _documents(read, column, file, arrow)
 
 
-def arrow_documents(file: Path, column: str) -> Iterator[str]:
+def _arrow_documents(file: Path, column: str) -> Iterator[str]:
     """Yields one document for each row of an Arrow IPC file or stream."""
     arrow = _pyarrow("arrow")
 

@@ -62,7 +62,7 @@ def _stage_gather(spec: PipelineSpec, stages: PyTree, keys: PyTree) -> Gather:
     else:  # as `share` returns stages
         parts = {"layers": of_layers, "shared": of_all}
         gather = join_gathers({k: of(*(tree[k] for tree in specs)) for k, of in parts.items()})
-    return replace(gather, key_specs=key_specs(spec, keys))
+    return replace(gather, key_specs=_key_specs(spec, keys))
 
 
 def _whole_gather(spec: PipelineSpec, cast: Callable[[PyTree], PyTree], *specs: PyTree) -> Gather:
@@ -119,7 +119,7 @@ class FrozenShards:
     specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
 
 
-def to_shards(spec: PipelineSpec, frozen: PyTree) -> PyTree:
+def to_frozen_shards(spec: PipelineSpec, frozen: PyTree) -> PyTree:
     """Returns frozen parameters [v, S, n, ...] as `FrozenShards`, if every layer gathers its own.
 
     Stages that store more than their input would store gathered parameters for each microbatch.
@@ -133,7 +133,7 @@ def to_shards(spec: PipelineSpec, frozen: PyTree) -> PyTree:
     return FrozenShards(frozen, tuple(PartitionSpec(*leaf_spec[3:]) for leaf_spec in leaves))
 
 
-def gathering(spec: PipelineSpec, layer: Callable) -> Callable:
+def gathering_frozen(spec: PipelineSpec, layer: Callable) -> Callable:
     """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
 
     A layer is `(weights, x, inputs, (dropout key, frozen parameters)) -> result`, with `past`
@@ -145,7 +145,7 @@ def gathering(spec: PipelineSpec, layer: Callable) -> Callable:
     ) -> Any:
         return layer(weights, x, inputs, (key, frozen), *past)
 
-    of_shards = gathering_layer(of_gathered, partial(_gathered, spec))
+    of_shards = gathering_layer(of_gathered, partial(_gathered_frozen, spec))
 
     def run(
         weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any], *past: Past
@@ -157,7 +157,7 @@ def gathering(spec: PipelineSpec, layer: Callable) -> Callable:
     return run
 
 
-def _gathered(spec: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
+def _gathered_frozen(spec: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
     if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return shards.tree  # whole, in a program without ranks
     leaves, tree = jax.tree.flatten(shards.tree)
@@ -175,7 +175,7 @@ def _gathered(spec: PipelineSpec, shards: FrozenShards, x: PyTree) -> PyTree:
     return tree.unflatten([next(whole) if gathered else leaf for leaf, gathered in pairs])
 
 
-def key_specs(spec: PipelineSpec, keys: PyTree) -> PyTree:
+def _key_specs(spec: PipelineSpec, keys: PyTree) -> PyTree:
     """Returns the specs of the keys of a stage over manual axes, None if they are whole."""
 
     def is_shards(x: Any) -> bool:

@@ -128,7 +128,7 @@ def taps_of_product(eqn: Any) -> int:
     return math.prod(eqn.invars[1].aval.shape[dim] for dim in spatial)
 
 
-def repeated_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+def _repeated_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields the equations that compute, with how often they run."""
     for eqn in jaxpr.eqns:
         yield from repeats_of(eqn, times)
@@ -143,7 +143,7 @@ def repeats_of(eqn: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
         return
     branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
     for sub in branches:
-        yield from repeated_equations(sub, times * _repeats(eqn))
+        yield from _repeated_equations(sub, times * _repeats(eqn))
 
 
 def _flops(eqn: Any) -> float:

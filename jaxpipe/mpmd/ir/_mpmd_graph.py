@@ -162,10 +162,10 @@ class PipelinedLoop:
         return tuple(frozenset(readers[invariant]) for invariant in self.invariants)
 
     def __str__(self) -> str:
-        return "\n".join(format_loop(self, Names()))
+        return "\n".join(_format_loop(self, Names()))
 
 
-def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
+def _format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
     """Returns the lines of a loop: its schedule, and only the newest of body, stages and tasks."""
     schedule = [f"rank {rank}: {line}" for rank, line in enumerate(str(loop.schedule).split("\n"))]
     inputs, outputs = names.join(loop.inputs), " ".join(map(names.typed, loop.outputs))
@@ -332,7 +332,7 @@ def _format_nodes(graph: MpmdGraph, names: Names) -> list[str]:
         lines += format_task_graph(run, names)
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
-            lines += format_loop(eqn, names)
+            lines += _format_loop(eqn, names)
             for run in next(fragments, ()):
                 lines += format_task_graph(run, names)
         elif not graph.fragments:

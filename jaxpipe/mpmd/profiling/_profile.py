@@ -152,7 +152,7 @@ def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) ->
             if schedules
             else "The function has no loop over microbatches, so it has no timeline."
         )
-    of_loop = tasks_of_loop(times, loop)
+    of_loop = _tasks_of_loop(times, loop)
     first = min((time.start for time in of_loop), default=0.0)
     rows: list[list[TimedStep]] = [[] for _ in schedules[loop].programs]
     for run, start, end in of_loop:
@@ -161,7 +161,7 @@ def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) ->
     return Timeline(schedules[loop], tuple(map(tuple, rows)))
 
 
-def tasks_of_loop(times: Sequence[TaskTime], loop: int) -> list[TaskTime]:
+def _tasks_of_loop(times: Sequence[TaskTime], loop: int) -> list[TaskTime]:
     """Returns when the actions of the schedule of one loop ran, by the index of the loop."""
     return [time for time in times if time.run.loop == loop and time.run.actions]
 
@@ -226,7 +226,7 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
 def _measured_by_all(compiled: Compiled, times: Sequence[TaskTime], loop: int) -> Timeline:
     """Returns when the tasks of one loop ran on the ranks of all processes."""
     here = to_timeline(compiled, times, loop)
-    first = min((time.start for time in tasks_of_loop(times, loop)), default=0.0)
+    first = min((time.start for time in _tasks_of_loop(times, loop)), default=0.0)
     # The processes of a machine share the clock of `time.time`, but not always `perf_counter`.
     start_time = first + time.time() - time.perf_counter()
     rows = _gather_rows(compiled, here, start_time)

@@ -264,8 +264,8 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
     itemsize = max(_FLOAT32 if model.platform == "cpu" else 0, model.activation_bytes)
     live = tokens * _live_bytes(model, mesh)
     pipelines = candidate.engine.pipelines
-    routed = routed_bytes(model, candidate.sizes, policy, tokens, itemsize, pipelines=pipelines)
-    work = work_with_experts(live, routed, model.saved_names(policy))
+    routed = _routed_bytes(model, candidate.sizes, policy, tokens, itemsize, pipelines=pipelines)
+    work = _work_with_experts(live, routed, model.saved_names(policy))
     if policy == "none":
         return work
     if candidate.whole_experts and candidate.cuts_tiles:
@@ -281,7 +281,7 @@ def _work(model: PlannedModel, candidate: StepLayout, tokens: float, activation:
         return work
     if candidate.scope == "both":
         return work + n * activation
-    tokens_of_all = gathered_token_bytes(model, candidate.sizes, tokens, itemsize)
+    tokens_of_all = _gathered_token_bytes(model, candidate.sizes, tokens, itemsize)
     return work + (n - 1) * (live + tokens_of_all)
 
 
@@ -339,7 +339,7 @@ _TOKENS = 3
 _NAMES = frozenset(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"))
 
 
-def work_with_experts(own: float, routed: float, saved: Collection[str]) -> float:
+def _work_with_experts(own: float, routed: float, saved: Collection[str]) -> float:
     """Returns the bytes that exist at a time while the backward of a layer runs.
 
     Returns:
@@ -350,7 +350,7 @@ def work_with_experts(own: float, routed: float, saved: Collection[str]) -> floa
     return own + routed
 
 
-def routed_bytes(
+def _routed_bytes(
     model: PlannedModel, sizes: Sizes, policy: str, tokens: float, itemsize: int, *, pipelines: bool
 ) -> float:
     """Returns the bytes that exist at a time while the backward of a layer's experts runs.
@@ -390,7 +390,7 @@ def _bytes_of_copies(model: PlannedModel, sizes: Sizes) -> float:
     return (2 * rows + columns) / 3 * whole
 
 
-def gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, itemsize: int) -> float:
+def _gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, itemsize: int) -> float:
     """Returns the bytes of the tokens that the experts of a device gather."""
     return 0.0 if model.routed is None else itemsize * tokens * sizes["expert"] * model.hidden
 

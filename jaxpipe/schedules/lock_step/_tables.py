@@ -141,7 +141,7 @@ _Draft = list[list[int]]
 
 def buffer_slots(ticks: Ticks) -> dict[str, int]:
     """Returns the slots of every buffer of a grid: `TickTables.num_slots` without the tables."""
-    slots = assign_slots(ticks_of_pieces(ticks), num_slices(ticks.schedule))
+    slots = _assign_slots(ticks_of_pieces(ticks), num_slices(ticks.schedule))
     return _sizes(slots)
 
 
@@ -154,7 +154,7 @@ def tick_tables(ticks: Ticks) -> TickTables:
     """Returns the tables of a grid."""
     slices = num_slices(ticks.schedule)
     ticks = ticks_of_pieces(ticks)
-    slots = assign_slots(ticks, slices)
+    slots = _assign_slots(ticks, slices)
     schedule = ticks.schedule
     copies = weight_copies(schedule)
     chunks = [
@@ -269,7 +269,7 @@ def _frozen(draft: _Draft) -> Table:
     return tuple(map(tuple, draft))
 
 
-def assign_slots(ticks: Ticks, num_slices: int) -> Slots:
+def _assign_slots(ticks: Ticks, num_slices: int) -> Slots:
     """Returns the slots of a grid that passes `check_ticks`, whose slices are microbatches."""
     num_microbatches = ticks.schedule.num_microbatches
     times = _action_times(ticks)

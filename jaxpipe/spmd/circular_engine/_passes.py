@@ -57,33 +57,6 @@ Buffers = list[jax.Array]
 """[ticks, ...] residuals of the ticks of some repeats; empty if none are stored."""
 
 
-def halves_of_repeats(shape: PipelineShape) -> list[range]:
-    """Returns the repeats that have buffers of their own, in the order of the forward."""
-    middle, end = middle_chunk(shape.num_repeats), shape.num_repeats
-    return [repeats for repeats in (range(middle), range(middle, end)) if repeats]
-
-
-def num_entries(shape: PipelineShape) -> list[int]:
-    """Returns the entries of the buffers of each half."""
-    return [phase_of(shape, repeats).length for repeats in halves_of_repeats(shape)]
-
-
-def allocate(avals: list[Any], shape: PipelineShape, repeats: range) -> Buffers:
-    """Allocates a buffer for each abstract value of a residual, in its memory space."""
-    return [allocate_buffer(x, phase_of(shape, repeats).length) for x in avals]
-
-
-def entry_of(t: TickIndex, shape: PipelineShape, repeats: range) -> TickIndex:
-    """Returns the entry of tick `t` in the buffers of `repeats`."""
-    return t - phase_of(shape, repeats).start
-
-
-def store(buffers: Buffers, new: list[jax.Array], entry: TickIndex) -> Buffers:
-    """Writes the residuals of a tick to their entry; without buffers nothing is written."""
-    pairs = zip(buffers, new, strict=bool(buffers))
-    return put(buffers, [pvary_like(jax.typeof(buffer), x) for buffer, x in pairs], entry)
-
-
 class ForwardCarry(NamedTuple):
     """Values that a rank carries from tick to tick.
 
@@ -151,8 +124,8 @@ def forward(
     prefetched = gather.prefetch(0)
     carry = ForwardCarry(gather.window(prefetched, 0), prefetched, state, aux, [])
     avals, stored = _residuals_of_tick(invariants, inputs) if save_residuals else [], []
-    for repeats in halves_of_repeats(shape) if save_residuals else [range(shape.num_repeats)]:
-        carry = carry._replace(residuals=allocate(avals, shape, repeats))
+    for repeats in _halves_of_repeats(shape) if save_residuals else [range(shape.num_repeats)]:
+        carry = carry._replace(residuals=_allocate_residuals(avals, shape, repeats))
         tick = partial(_forward_tick, invariants, repeats)
         carry = run_all_ticks(tick, carry, shape, repeats, options=invariants.options.engine)
         stored.append(carry.residuals)
@@ -184,7 +157,7 @@ def _forward_tick(
         prefetched, first = gather.prefetch_part(prefetched, next_repeat, *part, (), first)
         y = with_first_parts(y, first)
     aux = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), aux, new_aux)
-    residuals = store(residuals, new, entry_of(t, shape, repeats))
+    residuals = _store_residuals(residuals, new, _entry_of(t, shape, repeats))
     move = stream_move(t, shape, phase.program)
     state = hand_over(state, y, t, move=move)
     return ForwardCarry(window, prefetched, state, aux, residuals)
@@ -249,7 +222,7 @@ def backward(
     zero_sum = gather.zeros(window)
     carry = BackwardCarry(WeightState(window, prefetched, zero_sum, zero_sum, ()), cotangents)
 
-    half_gradients, halves = [], halves_of_repeats(shape)
+    half_gradients, halves = [], _halves_of_repeats(shape)
     for repeats, half_residuals in zip(halves[::-1], residuals[::-1], strict=True):
         weight_state = carry.weight_state._replace(gradients=gather.zero_gradients(len(repeats)))
         carry = carry._replace(weight_state=weight_state)
@@ -297,7 +270,7 @@ def _backward_tick(
         dw, *cotangents = invariants.stage.backward(*arguments)
         return dw, cotangents
 
-    saved = index_leading(residuals, entry_of(t, shape, repeats))
+    saved = index_leading(residuals, _entry_of(t, shape, repeats))
     arguments = gather.unshard(weight_state.window), batch_inputs, keys, saved, (dy, daux_of_tick)
     gradient, (dx, ds) = gather.accumulate(weight_state.gradient, backward, *arguments)
     weight_state = weight_state._replace(gradient=gradient)
@@ -343,3 +316,30 @@ def _next_weights(
     held = state.window, state.gradient, scattered
     window, gradient, done = update_if(begins_repeat(work), begin, held, hint=hint)
     return WeightState(window, prefetched, gradient, done, gradients), dx
+
+
+def _halves_of_repeats(shape: PipelineShape) -> list[range]:
+    """Returns the repeats that have buffers of their own, in the order of the forward."""
+    middle, end = middle_chunk(shape.num_repeats), shape.num_repeats
+    return [repeats for repeats in (range(middle), range(middle, end)) if repeats]
+
+
+def num_entries(shape: PipelineShape) -> list[int]:
+    """Returns the entries of the buffers of each half."""
+    return [phase_of(shape, repeats).length for repeats in _halves_of_repeats(shape)]
+
+
+def _allocate_residuals(avals: list[Any], shape: PipelineShape, repeats: range) -> Buffers:
+    """Allocates a buffer for each abstract value of a residual, in its memory space."""
+    return [allocate_buffer(x, phase_of(shape, repeats).length) for x in avals]
+
+
+def _entry_of(t: TickIndex, shape: PipelineShape, repeats: range) -> TickIndex:
+    """Returns the entry of tick `t` in the buffers of `repeats`."""
+    return t - phase_of(shape, repeats).start
+
+
+def _store_residuals(buffers: Buffers, new: list[jax.Array], entry: TickIndex) -> Buffers:
+    """Writes the residuals of a tick to their entry; without buffers nothing is written."""
+    pairs = zip(buffers, new, strict=bool(buffers))
+    return put(buffers, [pvary_like(jax.typeof(buffer), x) for buffer, x in pairs], entry)

@@ -55,7 +55,7 @@ def in_stage(f: Callable) -> Callable:
     They may also call `jax.shard_map` over the whole mesh, and a user's function may have loops
     that begin with constants.
     """
-    return _translating(on_automatic_axes, f, nested_shard_map, pvary)
+    return _translating(on_automatic_axes, f, _nested_shard_map, pvary)
 
 
 def at_init(f: Callable) -> Callable:
@@ -94,7 +94,7 @@ class _Call(NamedTuple):
     outs: tuple[tuple, tuple]
 
 
-def nested_shard_map(
+def _nested_shard_map(
     f: Callable,
     plain: Callable,
     *,

@@ -49,7 +49,7 @@ def open_checkpoints(
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    use_steady_clock()
+    _use_steady_clock()
     if is_first_process():
         _quarantine_incomplete(path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
@@ -345,7 +345,7 @@ class _SteadyTime(ModuleType):
         self.time = lambda: _OFFSET + time.monotonic()
 
 
-def use_steady_clock() -> None:
+def _use_steady_clock() -> None:
     """Gives the modules of Orbax that compute deadlines a clock that cannot jump."""
     steady = _SteadyTime()
     for name in _MODULES:

@@ -38,7 +38,7 @@ def make_optimizer_step(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Builds `(state, batch) -> (state, metrics)` from gradients; the caller compiles it."""
     config = plan.state.config
-    update, schedule = make_update(plan), learning_rate(config)
+    update, schedule = _make_update(plan), learning_rate(config)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
@@ -90,7 +90,7 @@ def _select(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 Update = Callable[[Groups, PyTree, Groups], tuple[Groups, PyTree]]
 
 
-def make_update(plan: StepPlan) -> Update:
+def _make_update(plan: StepPlan) -> Update:
     """Returns `(gradients, state, weights) -> (updates, state)`, all in groups and trained."""
     if plan.state.config.optimizer == "adamw":
         return _direct_update(plan)

@@ -68,13 +68,13 @@ def busy_seconds(
 ) -> float | None:
     """Returns the seconds for which an instruction keeps the core, or None without an estimate."""
     if isinstance(rates, GpuRates):
-        return roofline_seconds(rates, module, computation, instruction)
+        return _roofline_seconds(rates, module, computation, instruction)
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     if cycles and int(cycles[1]) < 2**62:
         return int(cycles[1]) / rates.clock_ghz / 1e9
     if instruction.opcode != "custom-call":
         return None
-    flops = kernel_flops(computation, instruction)
+    flops = _kernel_flops(computation, instruction)
     return None if flops is None else flops / (KERNEL_EFFICIENCY * rates.peak_tflops * 1e12)
 
 
@@ -106,7 +106,7 @@ PRODUCTS, COPIES = 0.8, 0.9
 """Shares of the peaks that large bfloat16 products and copies reach on an H200, by measurement."""
 
 
-def roofline_seconds(
+def _roofline_seconds(
     rates: GpuRates, module: Module, computation: Computation, instruction: Instruction
 ) -> float | None:
     """Returns the seconds of an instruction; None for kernels whose operations are not known."""
@@ -124,7 +124,7 @@ def roofline_seconds(
         return max(moved, product_flops(module, computation, instruction) / (PRODUCTS * peak))
     if target.startswith("__cublas"):
         return max(moved, _flops_of_product(computation, instruction) / (PRODUCTS * peak))
-    work = gpu_kernel_work(computation, instruction, target)
+    work = _gpu_kernel_work(computation, instruction, target)
     return None if work is None else max(moved, work[0] / (work[1] * peak))
 
 
@@ -218,7 +218,7 @@ _ATTENTION_PRODUCTS = {
 _FUSED_BACKWARD = 5
 
 
-def kernel_flops(computation: Computation, call: Instruction) -> float | None:
+def _kernel_flops(computation: Computation, call: Instruction) -> float | None:
     """Returns the operations of splash attention or of Megablox; None for other kernels."""
     operands = [computation.instructions[name].shape for name in call.operands]
     shapes = [array_sizes(shape) for shape in operands]
@@ -258,7 +258,7 @@ def _named_share(what: str, computation: Computation, call: Instruction) -> floa
     return None
 
 
-def gpu_kernel_work(
+def _gpu_kernel_work(
     computation: Computation, call: Instruction, target: str
 ) -> tuple[float, float] | None:
     """Returns the operations of a kernel that is known, and the share of the peak it reaches."""
