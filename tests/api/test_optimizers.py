@@ -4,7 +4,7 @@ The judge is the program that a user would write: `tx` on lists of layers, and `
 of a loop over them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from optax import contrib
 from optax_transformations import NEEDS_VALUE, TRANSFORMATIONS
 
 import jaxpipe as jp
+from jaxpipe._compat import jaxprs_in_params
 
 D, L, V, B = 16, 6, 24, 16
 
@@ -424,6 +425,27 @@ def count(num_layers: int, tx: Any) -> int:
 
 def test_the_program_of_an_update_does_not_grow_with_the_layers():
     assert count(24, optax.adamw(1e-3)) == count(6, optax.adamw(1e-3))
+
+
+def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of all results of equations, also of inner programs."""
+    for eqn in jaxpr.eqns:
+        yield from (tuple(x.aval.shape) for x in eqn.outvars if hasattr(x.aval, "shape"))
+        for inner in jaxprs_in_params(eqn.params):
+            yield from shapes_in(inner)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", "adagrad", "apply_if_finite", "clip_by_global_norm", "dog", "lamb"]
+)
+def test_no_device_has_an_array_of_all_layers(name: str):
+    """Zeros of a stack [L, ...], such as first moments, are made as they are stored."""
+    pipe = pipeline("1f1b", {"stage": 2}, layers_per_stage=(3, 3))
+    params, tx = pipe.shard(stacked(init())), pipe.optimizer(TRANSFORMATIONS[name]())
+    state = jax.eval_shape(tx.init, params)
+    programs = jax.make_jaxpr(tx.init)(params), jax.make_jaxpr(tx.update)(params, state, params)
+    shapes = {shape for program in programs for shape in shapes_in(program.jaxpr)}
+    assert not [s for s in shapes if s[:1] == (L,) and np.prod(s) >= L * 2 * D]
 
 
 @pytest.mark.usefixtures("float64")  # in float32 muon's iterations amplify what is rounded

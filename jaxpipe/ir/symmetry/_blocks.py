@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,16 @@ from ..graph import (
     split_at,
     to_graph,
 )
-from ..rows import EquationPair, MixesRowsError, Rows, Sum, Whole, relations_of, row_dim
+from ..rows import (
+    EquationPair,
+    MixesRowsError,
+    Relation,
+    Rows,
+    Sum,
+    Whole,
+    relations_of,
+    row_dim,
+)
 from ._assign import SMALL
 from ._layer_ids import LayerIds, fill_padding, read_layer
 from ._operands import Call, call_of
@@ -44,6 +53,23 @@ class Blocks:
 
     parts: tuple[Any, ...]  # arrays [lead, ...], whose other dims are those of one layer
     kind: str = field(metadata={"static": True})
+
+
+class _Alike(NamedTuple):
+    """An array with a dim of layers that is the same for each of them, such as zeros.
+
+    As an array [L, ...] it would be as large as all layers, which no device stores.
+    """
+
+    value: Any  # that of one layer
+    shape: tuple[int, ...]  # that of the array of all layers
+
+
+def _whole(x: Any) -> Any:
+    """Returns the array of all layers in place of one that is the same for each of them."""
+    if not isinstance(x, _Alike):
+        return x
+    return jnp.tile(x.value, [n // m for n, m in zip(x.shape, x.value.shape, strict=True)])
 
 
 def _least(dtype: Any) -> Any:
@@ -89,7 +115,7 @@ def run_blocks(
     results = run.graph(*graphs, inputs)
     shapes = _shapes(*(graph.outputs for graph in graphs))
     return [
-        result if kind is None else run.as_blocks(result, kind, pair)
+        _whole(result) if kind is None else run.as_blocks(result, kind, pair)
         for result, kind, pair in zip(results, out_kinds, shapes, strict=True)
     ]
 
@@ -147,18 +173,18 @@ class _BlocksRun:
                 env.update(zip(a.outputs, self.pair(a, b, operands), strict=True))
                 partner.update(zip(a.outputs, b.outputs, strict=True))
             elif is_left_out(a, operands):  # of the program of one layer
-                (env[a.outputs[0]],) = a.run(*operands)
+                (env[a.outputs[0]],) = a.run(*map(_whole, operands))
                 partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
             else:
                 raise ValueError(_another_program(a))
         results = map(read, whole.outputs)
-        return [x if isinstance(x, Blocks) else jnp.asarray(x) for x in results]
+        return [x if isinstance(x, Blocks | _Alike) else jnp.asarray(x) for x in results]
 
     def pair(self, whole: Call, part: Call, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation of the program of all layers, given that of one layer."""
         kinds = {x.kind for x in operands if isinstance(x, Blocks)}
         if not kinds:
-            return whole.run(*operands)
+            return self.alike(whole, part, operands) or whole.run(*map(_whole, operands))
         if len(kinds) > 1:
             return self.mixed(whole, operands, "it is given layers of several kinds")
         (kind,) = kinds
@@ -172,10 +198,38 @@ class _BlocksRun:
                 assert isinstance(other, Cond)
                 both = zip(branches, other.branches, strict=True)
                 runs = [partial(self.branch, kind, a, b) for a, b in both]
-                return lax.switch(operands[0], runs, *operands[1:])
+                return lax.switch(operands[0], runs, *map(_whole, operands[1:]))
             case PrimitiveCall(name="while"):
                 return self.while_loop(whole, part, kind, operands)
         return self.equation(whole, part, kind, operands)
+
+    def alike(self, whole: Call, part: Call, operands: Sequence[Any]) -> list[_Alike]:
+        """Runs a primitive for one layer if its results are the same for all; else returns []."""
+        if whole.equation is None or part.equation is None:
+            return []
+        shapes = _shapes(whole.outputs, part.outputs)
+        counts = {math.prod(a) // math.prod(b) for a, b in shapes if a != b and math.prod(b)}
+        if len(counts) != 1:
+            return []
+        (count,) = counts
+        relations: list[Relation] = []
+        for x, (a, b) in zip(operands, _shapes(whole.operands, part.operands), strict=True):
+            dim = row_dim(a, b, count)
+            if isinstance(x, _Alike) and dim is not None:
+                relations.append(Rows(dim, is_uniform=True))
+            elif a == b:
+                relations.append(Whole())
+            else:
+                return []
+        pair = EquationPair(whole.equation, part.equation, tuple(relations), count)
+        try:
+            results = relations_of(pair)
+        except MixesRowsError:
+            return []
+        if not all(isinstance(r, Rows) and r == Rows(r.dim, is_uniform=True) for r in results):
+            return []
+        of_one = part.run(*(x.value if isinstance(x, _Alike) else x for x in operands))
+        return [_Alike(x, a) for x, (a, _) in zip(of_one, shapes, strict=True)]
 
     def equation(
         self, whole: Call, part: Call, kind: str, operands: Sequence[Any]
@@ -247,6 +301,9 @@ class _BlocksRun:
         whole, part = shapes
         count = self.count(kind)
         dim = row_dim(whole, part, count)
+        if isinstance(value, _Alike) and dim is not None:
+            ids, one = self.layer_ids[kind], value.value
+            return Blocks(tuple(jnp.broadcast_to(one, (*i.shape, *one.shape)) for i in ids), kind)
         if dim is None:
             raise ValueError(
                 f"The optimizer has an array {list(whole)} for {count} layers and {list(part)} for "
@@ -274,7 +331,7 @@ class _BlocksRun:
         values: list[Any] = []
         for x, atom in zip(operands, whole.operands, strict=True):
             if not isinstance(x, Blocks):
-                values.append(x)
+                values.append(_whole(x))
                 continue
             shape, count = _shape(atom), self.count(x.kind)
             if math.prod(shape) > SMALL * count:
@@ -297,7 +354,7 @@ class _BlocksRun:
         as_in_body = partial(self.if_layers, kind)
         consts = list(map(as_in_body, operands[: ends[0]], shapes[: ends[0]]))
         carry = list(map(as_in_body, operands[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
-        xs = [_moved(x, lead, 0) for x in operands[ends[1] :]]
+        xs = [_moved(_whole(x), lead, 0) for x in operands[ends[1] :]]
         out_shapes = _shapes(whole.body.outputs, part.body.outputs)
 
         def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
