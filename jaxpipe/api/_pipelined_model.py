@@ -55,7 +55,7 @@ from ._staging import (
     piece_shapes,
     staged_model,
 )
-from .checks import check_effects, check_key
+from .checks import check_effects, check_key, check_windows, is_differentiated
 from .inspection import InspectedModel
 from .optimizer import (
     Optimizer,
@@ -440,7 +440,7 @@ class PipelinedModel(InspectedModel):
             ValueError: If `value` raises one for these arguments.
         """
         self.engine.check_call("value_and_grad")
-        value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
+        value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key, grad=True))
         value = value[0], self._with_rows(value[1])
         if self.model.shared:
             spec = self.plan(params["layers"].num_layers)
@@ -511,9 +511,9 @@ class PipelinedModel(InspectedModel):
         return sum(self.layers_per_stage) if self.layers_per_stage else self.num_stages
 
     def _arguments(
-        self, params: StoredParams, batch: PyTree, key: Array | None
+        self, params: StoredParams, batch: PyTree, key: Array | None, grad: bool = False
     ) -> tuple[PipelineSpec, StagedModel, dict[str, Any], PieceInputs, Any]:
-        """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
+        """Returns the arguments of `Engine.value`, or with `grad` of `value_and_grad`."""
         spec, num_layers = self._spec_of(params), params["layers"].num_layers
         weights = weights_of(params)
         if self.model.contributions:
@@ -535,9 +535,8 @@ class PipelinedModel(InspectedModel):
             names, draws = report.run_on_every_device, report.draws
             if self.told.options.vocab_parallel and "loss" in {*names, *draws}:
                 raise ValueError(
-                    "`vocab_parallel` is True, and `loss` mixes rows, which axes of the mesh "
-                    "divide. Leave `vocab_parallel` out, or say `row_wise={'loss': True}` if it is "
-                    "a mean over rows."
+                    "`vocab_parallel` is True, and `mesh` divides rows that `loss` may mix. Leave "
+                    "it out, or say `row_wise={'loss': True}` if the loss is a mean over rows."
                 )
             whole = report.whole_microbatches and not (names or draws)
             if names or draws:
@@ -566,6 +565,8 @@ class PipelinedModel(InspectedModel):
             tokens.check_slices(of_user, shapes_of(), of_rows, self.num_slices, past_grows=grows)
             rows = of_slices(self.num_pieces, num_row_shards(self.mesh), 1)
         check_effects(of_user, self.engine, self.mesh, shapes_of(), rows, key_or_none)
+        if grad or is_differentiated(params):
+            check_windows(of_user, self.engine, spec, shapes_of(), rows, key_or_none)
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         by_tokens = by_tokens and not jax.tree.leaves(frozen["embed"])  # which it closes over

@@ -13,6 +13,7 @@ from ._cost import shape_out as shape_out
 from ._cost import taps_of_product as taps_of_product
 from ._cost import terms_of_product as terms_of_product
 from ._effects import effects_of as effects_of
+from ._equations import all_equations as all_equations
 from ._equations import any_equation as any_equation
 from ._equations import bind as bind
 from ._equations import called_jaxpr as called_jaxpr

@@ -1,6 +1,6 @@
 """Returns the jaxprs that equations call, equations as functions, and layouts of their arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,13 +60,17 @@ def closed_jaxpr(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Yields the equations of a jaxpr, and those of the jaxprs in them."""
+    for equation in jaxpr_of(jaxpr).eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_equations(inner)
+
+
 def any_equation(jaxpr: Any, is_such: Callable[[JaxprEqn], bool]) -> bool:
     """Returns whether an equation is such, of a jaxpr or of those in its equations."""
-    return any(
-        is_such(equation)
-        or any(any_equation(inner, is_such) for inner in jaxprs_in_params(equation.params))
-        for equation in jaxpr_of(jaxpr).eqns
-    )
+    return any(map(is_such, all_equations(jaxpr)))
 
 
 def scoped(equation: JaxprEqn, names: Any) -> JaxprEqn:
