@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..ir.transforms import additions_in_products
@@ -35,14 +35,21 @@ class OneProgram:
         self._program = program
         self._replicated = replicated
         self._may_hang = may_hang
+        self._checked: set[Any] = set()  # the types of arguments for which it does not hang
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _replicate_scalars((args, kwargs), self._replicated)
-        leaves = jax.tree.leaves((args, kwargs)) if self._may_hang else ()
-        if self._may_hang and not any(isinstance(leaf, Tracer) for leaf in leaves):
-            _require_no_permutes_in_branches(self._program.lower(*args, **kwargs))
-            self._may_hang = False
+        if self._may_hang:
+            self._check(args, kwargs)
         return self._program(*args, **kwargs)
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        """Checks what is compiled for arguments of new types; inside of `jax.jit` it cannot."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        types = structure, tuple(map(jax.typeof, leaves))
+        if types not in self._checked and not any(isinstance(leaf, Tracer) for leaf in leaves):
+            _require_no_permutes_in_branches(self._program.lower(*args, **kwargs))
+            self._checked.add(types)
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable:
         return self if instance is None else partial(self, instance)
@@ -57,7 +64,14 @@ def jit(spec: PipelineSpec, function: Callable, donate_argnums: tuple[int, ...])
     """Compiles a function to one program."""
     options = _options(spec)
     traced = adding_in_products(function, spec.mesh.devices.flat[0].device_kind, options)
-    program = jax.jit(traced, donate_argnums=donate_argnums, compiler_options=options or None)
+    program = jax.jit(
+        traced,
+        donate_argnums=donate_argnums,
+        # With explicit axes zeros such as an optimizer's first state have shardings of the mesh in
+        # their types, and `jax.jit` (0.10 to 0.12) compiles for the devices of what it keeps.
+        keep_unused=AxisType.Explicit in spec.mesh.axis_types,
+        compiler_options=options or None,
+    )
     replicated = NamedSharding(spec.mesh, PartitionSpec())
     return OneProgram(function, program, replicated, may_hang=_may_hang(spec))
 

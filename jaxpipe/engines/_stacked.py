@@ -65,8 +65,14 @@ def unstack(spec: PipelineSpec, stages: PyTree) -> PyTree:
     ids = np.asarray(spec.layout.layer_ids)
     positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
     positions = positions[: spec.layout.num_layers]
-    # The size is said, not -1: an array of size 0 has room for any number of layers.
-    return jax.tree.map(lambda leaf: leaf.reshape(ids.size, *leaf.shape[3:])[positions], stages)
+
+    def unstack_leaf(leaf: Any) -> Any:
+        rest = leaf.shape[3:]
+        if not math.prod(rest):  # with explicit axes JAX 0.10 cannot reshape an array of size 0
+            return jnp.zeros((len(positions), *rest), leaf.dtype)
+        return leaf.reshape(ids.size, *rest)[positions]
+
+    return jax.tree.map(unstack_leaf, stages)
 
 
 def share(spec: PipelineSpec, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
@@ -224,7 +230,10 @@ def may_divide_rows(mesh: Mesh) -> bool:
 
 def gather(spec: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
-    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))(tree)
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    if AxisType.Explicit in spec.mesh.axis_types:  # which types inside of traced functions have
+        tree = jax.tree.map(lambda x: reshard(x, whole), tree)
+    return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
 
 
 STORAGE = Storage(

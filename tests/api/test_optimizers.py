@@ -66,8 +66,15 @@ def plain(params: Any, batch: Any) -> Any:
     return loss(params["head"], x, batch)
 
 
-def pipeline(schedule: Any, sizes: dict[str, int], model: Any = MODEL, **options: Any) -> Any:
-    mesh = jp.make_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+def pipeline(
+    schedule: Any,
+    sizes: dict[str, int],
+    model: Any = MODEL,
+    explicit: bool = False,
+    **options: Any,
+) -> Any:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = jp.make_mesh(sizes, devices=devices, explicit=explicit)
     return jp.pipeline(model, schedule=schedule, mesh=mesh, microbatches=4, **options)
 
 
@@ -84,7 +91,9 @@ PIPELINES: dict[str, Callable[[], Any]] = {
     "interleaved, uneven": lambda: pipeline(
         "interleaved_1f1b", {"stage": 2}, layers_per_stage=(1, 2, 2, 1)
     ),
+    "explicit, fsdp": lambda: pipeline("1f1b", {"stage": 2, "fsdp": 2}, explicit=True),
     "mpmd": lambda: pipeline("1f1b", {"stage": 2}, engine="mpmd"),
+    "mpmd, explicit": lambda: pipeline("1f1b", {"stage": 2}, engine="mpmd", explicit=True),
     "mpmd, uneven, fsdp": lambda: pipeline(
         "1f1b", {"stage": 2, "fsdp": 2}, engine="mpmd", layers_per_stage=(2, 4)
     ),
@@ -176,11 +185,12 @@ def check_three_updates(name: str, pipe: Any, params: Any) -> None:
 
 
 FEW = {"muon", "adamw, mask", "clip_by_global_norm"}
+FEW_ROWS = {"explicit, fsdp": FEW, "mpmd": FEW, "mpmd, explicit": FEW}
 
 
 @pytest.mark.parametrize(
     ("name", "pipe"),
-    rows(dict.fromkeys(PIPELINES, ()) | {"zero bubble, uneven, fsdp": QUICK, "mpmd": FEW}),
+    rows(dict.fromkeys(PIPELINES, ()) | {"zero bubble, uneven, fsdp": QUICK} | FEW_ROWS),
 )
 def test_three_updates_are_those_of_the_plain_optimizer(name: str, pipe: str):
     check_three_updates(name, PIPELINES[pipe](), init())

@@ -375,3 +375,25 @@ def test_a_layer_that_splits_a_sharded_dim_is_refused_where_the_step_would_never
     assert value.shape == ()
     with pytest.raises(ValueError, match=r"would never end: .*split` moves numbers"):
         step(stored, batch())
+
+
+def test_what_is_compiled_for_another_shape_is_checked_as_the_first():
+    def gated(w: Any, x: Any, batch: Any) -> Any:
+        if x.shape[1] == 1:
+            return x + (jax.nn.silu(x @ w["up"])) @ w["down"]
+        gate, up = jnp.split(x @ w["up"], 2, axis=-1)
+        return x + jnp.concatenate([jax.nn.silu(gate), up], axis=-1) @ w["down"]
+
+    def specs(path: str, leaf: Any) -> P | None:
+        sharded = {"['layers']['up']": P(None, None, "tensor")}
+        return (sharded | {"['layers']['down']": P(None, "tensor")}).get(path)
+
+    params = {**init(), "layers": {"up": normal(2, L, D, 2 * F), "down": normal(3, L, 2 * F, D)}}
+    mesh = jp.make_mesh(TP, devices=jax.devices()[:4])
+    pipe = jp.pipeline(
+        jp.Model(embed, gated, loss), schedule="1f1b", mesh=mesh, microbatches=4, param_specs=specs
+    )
+    step, stored = pipe.jit(pipe.value_and_grad), pipe.shard(params)
+    step(stored, {"tokens": batch()["tokens"][:, :2]})
+    with pytest.raises(ValueError, match="would never end"):
+        step(stored, batch())

@@ -225,7 +225,7 @@ def error(got: Any, wanted: Any) -> float:
 
 
 SLOW = pytest.mark.slow
-QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd")}
+QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd"), ("dog", "explicit")}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,6 @@ QUICK = {("muon", "circular, fsdp"), ("sgd", "mpmd")}
         for name in OPTIMIZERS
         for engine in ENGINES
         if (name, engine) != ("adafactor", "mpmd")  # refused
-        and (name, engine) != ("dog", "explicit")  # ends in a message of JAX
     ],
 )
 def test_three_steps_are_those_of_a_plain_program_with_optax(name: str, engine: str):

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..._compat import ClosedJaxpr
 from ..._input import clause
 from ...engines import Engine, PipelineSpec
 from ...engines.fsdp import over_data
+from ...sharding.specs import with_auto_axes
 from .._frozen import partition
 from .._kinds import unstack_all
 from .._model import Model
@@ -201,8 +202,12 @@ class LiftedOptimizer:
         Programs of ranks have those of arrays like parameters alone.
         """
         stored = stored_tree(self.model, self.engine, self.spec_of(params), params)
+        return self._with_shardings(stored, jax.eval_shape(self.init, params))
 
-        def with_shardings(node: Any) -> Any:
+    def _with_shardings(self, stored: StoredTree, state: PyTree) -> PyTree:
+        """Returns the shapes of a state with the shardings of its arrays, as `shapes` does."""
+
+        def of_node(node: Any) -> Any:
             if not is_tree_of_state(node):
                 is_whole = not self.engine.program_per_rank
                 everywhere = NamedSharding(stored.spec.mesh, PartitionSpec())
@@ -212,9 +217,7 @@ class LiftedOptimizer:
             )
             return replace(node, groups=jax.tree.map(with_sharding, node.groups, where))
 
-        return jax.tree.map(
-            with_shardings, jax.eval_shape(self.init, params), is_leaf=is_tree_of_state
-        )
+        return jax.tree.map(of_node, state, is_leaf=is_tree_of_state)
 
     def _placed(self, stored: StoredTree, node: Any) -> Any:
         """Returns a part of a first state where the parameters are that it is for."""
@@ -241,9 +244,56 @@ class LiftedOptimizer:
                     "layers."
                 ) from error
         form = state_form(state, of_one, stored.tree)
+        run = partial(self._run_traced, stored, closed, one, form, groups)
+        mesh = stored.spec.mesh
+        if self.engine.program_per_rank or AxisType.Explicit not in mesh.axis_types:
+            return run(partial(self.engine.storage.gather, stored.spec), arguments)
+        return self._with_automatic_axes(stored, run, arguments)
+
+    def _with_automatic_axes(
+        self, stored: StoredTree, run: Callable, arguments: Sequence[Argument]
+    ) -> tuple[Any, PyTree]:
+        """Runs an optimizer as on a mesh whose axes are automatic; its results have explicit ones.
+
+        Optimizers such as `optax.contrib.muon` do not say how what they compute is divided.
+        """
+
+        def of_arrays(replicate: Callable, arrays: Any) -> Any:
+            pairs = zip(arguments, arrays, strict=True)
+            return run(replicate, [replace(a, values=x, parts=parts) for a, (x, parts) in pairs])
+
+        arrays = [(a.values, a.parts) for a in arguments]
+        updates, state = jax.eval_shape(partial(of_arrays, lambda x: x), _shapes(arrays))
+        state = self._with_shardings(stored, state)
+        if updates != ():
+            weights = weights_of(updates)
+            where = self.engine.storage.shardings(stored.spec, weights, self.model.tied)
+            stages = replace(updates["layers"], stages=where["stages"])
+            updates = {name: where[name] for name in updates if name != "layers"}
+            updates |= {"layers": stages}
+        where = jax.tree.map(lambda x: getattr(x, "sharding", x), (updates, state))
+        specs = jax.tree.map(lambda sharding: sharding.spec, where)
+        constrain = jax.lax.with_sharding_constraint
+
+        def constrained(arrays: Any) -> Any:  # over axes that are automatic outside, too
+            results = of_arrays(partial(constrain, shardings=PartitionSpec()), arrays)
+            return jax.tree.map(constrain, results, specs)
+
+        return with_auto_axes(stored.spec.mesh, constrained, where)(arrays)
+
+    def _run_traced(
+        self,
+        stored: StoredTree,
+        closed: ClosedJaxpr,
+        one: ClosedJaxpr,
+        form: Any,
+        groups: Any,
+        replicate: Callable[[Any], Any],
+        arguments: Sequence[Argument],
+    ) -> tuple[Any, PyTree]:
+        """Runs the program of the user's tree; `one` is that of one layer of stacks."""
         slots = [*([] if groups == () else _named("updates ", stored.slots)), *_slots_of(form)]
         ids = layer_ids(self.engine, stored.spec, stored.num_layers)
-        replicate = partial(self.engine.storage.gather, stored.spec)
         if stored.in_list:
             counts = layer_counts(stored.num_layers)
             results = run_of_lists(closed, arguments, slots, counts, ids, replicate)
@@ -297,7 +347,9 @@ def _trace(function: Callable, arguments: PyTree) -> tuple[ClosedJaxpr, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
             return function(*structure.unflatten(leaves))
 
-    return jax.make_jaxpr(of_leaves, return_shape=True)(*flat)
+    # The caller's explicit axes would be in the types of all results.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(of_leaves, return_shape=True)(*flat)
 
 
 def _shapes(tree: PyTree) -> PyTree:

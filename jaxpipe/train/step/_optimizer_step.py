@@ -10,7 +10,6 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ...api.optimizer import StoredState
-from ...sharding.specs import with_auto_axes
 from ..optim._optimizer import clip_by_norm, gradient_norm
 from ..optim._router_bias import drop_router_biases, update_router_biases
 from ..plan._optimizer import (
@@ -24,7 +23,7 @@ from ..plan._optimizer import (
 )
 from ..plan._setup import StepPlan
 from ._optimizer_state import by_path, nest
-from ._state import TrainState, state_shardings
+from ._state import TrainState
 
 Reshard = Callable[[PyTree], PyTree]
 
@@ -94,10 +93,7 @@ def _make_update(plan: StepPlan) -> Update:
     """Returns `(gradients, state, weights) -> (updates, state)`, all in groups and trained."""
     if plan.state.config.optimizer == "adamw":
         return _direct_update(plan)
-    update = _lifted_update(plan)
-    shardings = state_shardings(plan)
-    where = drop_router_biases(shardings["weights"]), shardings["optimizer"]
-    return with_auto_axes(plan.pipe.mesh, update, where)
+    return _lifted_update(plan)
 
 
 def _direct_update(plan: StepPlan) -> Update:
