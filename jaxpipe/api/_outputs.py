@@ -43,6 +43,11 @@ def _output_function(model: Model) -> ModelFunction:
 
 def _check_has_rows(returned: PyTree, count: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
+        if jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"The output{jax.tree_util.keystr(path)} is a random key. `apply` returns numbers: "
+                "give an `output` that returns nothing else."
+            )
         if jnp.shape(leaf)[:1] != (count,):
             raise ValueError(
                 f"The output{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, of a "

@@ -35,7 +35,10 @@ def _gradient_accumulation(f: Calls, num_steps: int, reshard: Callable[[PyTree],
             sums = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, results)
             return reshard(sums), arrays
 
-        parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
+        def cut(x: jax.Array) -> jax.Array:  # by sizes: of an array of size 0, -1 may be any
+            return x.reshape(num_steps, x.shape[0] // num_steps, *x.shape[1:])
+
+        parts = jax.tree.map(cut, batch_inputs)
         first = jax.tree.map(lambda x: x[0], parts)
         shapes, _ = jax.eval_shape(f, weights, first, keys)
         zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype(x.dtype)), shapes))

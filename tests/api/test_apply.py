@@ -412,6 +412,19 @@ def test_an_output_that_needs_more_than_x_is_refused():
         pipe.apply(pipe.shard(params), tokens())
 
 
+def test_an_output_that_is_a_random_key_is_refused():
+    model = jp.Model(
+        embed=lambda w, batch: {"h": batch["x"] @ w, "key": jax.vmap(jax.random.key)(batch["id"])},
+        layer=lambda w, x, batch: x | {"h": x["h"] + jnp.tanh(x["h"] @ w)},
+        loss=lambda w, x, batch: jnp.mean((x["h"] @ w) ** 2),
+    )
+    params = {"embed": jnp.eye(4), "layers": [jnp.eye(4)] * 2, "head": jnp.ones(4)}
+    mesh = jp.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    pipe = jp.pipeline(model, schedule="1f1b", mesh=mesh, microbatches=2)
+    with pytest.raises(ValueError, match=r"output\['key'\] is a random key"):
+        pipe.apply(pipe.shard(params), {"x": jnp.ones((4, 4)), "id": jnp.arange(4)})
+
+
 def test_the_output_alone_may_take_a_key():
     def drawn(w: Any, x: Any, batch: Any, key: Any) -> Any:
         return x + jax.random.normal(key, x.shape)

@@ -153,6 +153,13 @@ def test_leaves_and_metrics_of_size_0_may_be_divided_over_data(row: str):
     assert metrics["empty"].shape == (B, 0)
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_a_batch_with_a_leaf_of_size_0_may_be_accumulated(row: str):
+    pipe = pipeline(jp.Model(embed, layer, loss), row, 2, accumulate=2)
+    rows = batch() | {"empty": jnp.zeros((B, 0))}
+    assert pipe.check(params(), rows).largest <= 1e-5
+
+
 @pytest.mark.parametrize("remat", [autodiff.recompute, autodiff.keep])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_random_key_may_travel_with_x(row: str, remat: Any):

@@ -135,7 +135,7 @@ def test_counts_that_disagree_are_refused():
 
 def test_windows_for_halves_of_backwards_are_refused():
     ticks = lock_step.to_lock_step(schedules.build("zero_bubble_h1", ranks=S, microbatches=4))
-    refused("`ticks` has W apart from I", ticks=ticks, gather=spmd.Gather("repeat"))
+    refused("the schedule has W apart from I", ticks=ticks, gather=spmd.Gather("repeat"))
 
 
 def test_a_head_that_cannot_be_shared_is_refused():

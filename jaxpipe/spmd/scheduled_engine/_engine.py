@@ -162,8 +162,8 @@ def _checked_tables(
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     if gather.when == "repeat" and tables.num_slots["wgrad_residuals"]:
         raise ValueError(
-            "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
-            "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
+            "`gather` is 'repeat', and the schedule has W apart from I. Weights are gathered ahead "
+            "for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
         )
     return tables
 
