@@ -133,6 +133,19 @@ is added to the peak. These rows are from before `compile` had a roofline of GPU
 of collectives, of a step and GPU: all-gather, reduce-scatter, all-reduce, all-to-all. In brackets
 is what `jaxpipe plan` says. Nothing ran on a device.""",
     ),
+    "own-llama": Benchmark(
+        "A model of one's own beside the trainer's",
+        "own_llama.py",
+        (),
+        ("jax", "jaxlib", "libtpu", "optax"),
+        False,
+        """\
+One training step of llama2-7b on four v5p chips, as above: of functions that a user would write and
+`jaxpipe.pipeline`, and of `jaxpipe train`, with the same options. Both are circular pipelines over
+two ranks with stages of one layer: with defaults (C); with gathers per layer, delayed hand-overs,
+the loss by vocabulary and inputs of layers in the host's memory; and with gathers once, delay, the
+loss by vocabulary and ZeRO-1. Nothing ran on a device.""",
+    ),
     "kinds": Benchmark(
         "Layers that differ",
         "kinds.py",
