@@ -65,7 +65,7 @@ class _Alike(NamedTuple):
     shape: tuple[int, ...]  # that of the array of all layers
 
 
-def _whole(x: Any) -> Any:
+def _of_all_layers(x: Any) -> Any:
     """Returns the array of all layers in place of one that is the same for each of them."""
     if not isinstance(x, _Alike):
         return x
@@ -115,7 +115,7 @@ def run_blocks(
     results = run.graph(*graphs, inputs)
     shapes = _shapes(*(graph.outputs for graph in graphs))
     return [
-        _whole(result) if kind is None else run.as_blocks(result, kind, pair)
+        _of_all_layers(result) if kind is None else run.as_blocks(result, kind, pair)
         for result, kind, pair in zip(results, out_kinds, shapes, strict=True)
     ]
 
@@ -173,7 +173,7 @@ class _BlocksRun:
                 env.update(zip(a.outputs, self.pair(a, b, operands), strict=True))
                 partner.update(zip(a.outputs, b.outputs, strict=True))
             elif is_left_out(a, operands):  # of the program of one layer
-                (env[a.outputs[0]],) = a.run(*map(_whole, operands))
+                (env[a.outputs[0]],) = a.run(*map(_of_all_layers, operands))
                 partner[a.outputs[0]] = partner[a.operands[0]]  # pyright: ignore[reportArgumentType]
             else:
                 raise ValueError(_another_program(a))
@@ -184,7 +184,7 @@ class _BlocksRun:
         """Runs an equation of the program of all layers, given that of one layer."""
         kinds = {x.kind for x in operands if isinstance(x, Blocks)}
         if not kinds:
-            return self.alike(whole, part, operands) or whole.run(*map(_whole, operands))
+            return self.alike(whole, part, operands) or whole.run(*map(_of_all_layers, operands))
         if len(kinds) > 1:
             return self.mixed(whole, operands, "it is given layers of several kinds")
         (kind,) = kinds
@@ -198,7 +198,7 @@ class _BlocksRun:
                 assert isinstance(other, Cond)
                 both = zip(branches, other.branches, strict=True)
                 runs = [partial(self.branch, kind, a, b) for a, b in both]
-                return lax.switch(operands[0], runs, *map(_whole, operands[1:]))
+                return lax.switch(operands[0], runs, *map(_of_all_layers, operands[1:]))
             case PrimitiveCall(name="while"):
                 return self.while_loop(whole, part, kind, operands)
         return self.equation(whole, part, kind, operands)
@@ -331,7 +331,7 @@ class _BlocksRun:
         values: list[Any] = []
         for x, atom in zip(operands, whole.operands, strict=True):
             if not isinstance(x, Blocks):
-                values.append(_whole(x))
+                values.append(_of_all_layers(x))
                 continue
             shape, count = _shape(atom), self.count(x.kind)
             if math.prod(shape) > SMALL * count:
@@ -354,7 +354,7 @@ class _BlocksRun:
         as_in_body = partial(self.if_layers, kind)
         consts = list(map(as_in_body, operands[: ends[0]], shapes[: ends[0]]))
         carry = list(map(as_in_body, operands[ends[0] : ends[1]], shapes[ends[0] : ends[1]]))
-        xs = [_moved(_whole(x), lead, 0) for x in operands[ends[1] :]]
+        xs = [_moved(_of_all_layers(x), lead, 0) for x in operands[ends[1] :]]
         out_shapes = _shapes(whole.body.outputs, part.body.outputs)
 
         def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
