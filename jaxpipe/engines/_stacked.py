@@ -230,10 +230,7 @@ def may_divide_rows(mesh: Mesh) -> bool:
 
 def gather(spec: PipelineSpec, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
-    whole = NamedSharding(spec.mesh, PartitionSpec())
-    if AxisType.Explicit in spec.mesh.axis_types:  # which types inside of traced functions have
-        tree = jax.tree.map(lambda x: reshard(x, whole), tree)
-    return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(spec.mesh, PartitionSpec()))(tree)
 
 
 STORAGE = Storage(

@@ -103,11 +103,11 @@ def check_windows(
     sizes = {axis: size for axis, size in spec.mesh.shape.items() if size > 1}
     by_xla = not engine.pipelines or engine.program_per_rank or spec.whole_microbatches
     rows = row_axes(spec.mesh) if by_xla else ()
-    if not rows and "context" not in sizes:
+    of_layers = {*sizes} - {"stage", *row_axes(spec.mesh)}
+    if not of_layers or not (rows or "context" in sizes):
         return
     x = jax.eval_shape(model.embed, weights["embed"], batch, key)
     lengths = _divided_lengths(model.sequence_dim, sizes.get("context", 1), (x, batch))
-    of_layers = {*sizes} - {"stage", *row_axes(spec.mesh)}
 
     def why_wrong(equation: JaxprEqn) -> str | None:
         params, operands = equation.params, cast(list[Any], equation.invars)
