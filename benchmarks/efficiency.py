@@ -4,8 +4,10 @@
     python benchmarks/efficiency.py
 
 The model is 8 blocks x + gelu(x W1) W2 of width 512 on microbatches of 4 x 256 tokens, in float32,
-with SGD. Efficiency is the time of a step in one process over twice its time in two; the last
-columns divide it by the schedule's ideal, M v / (M v + 1) for v stages per rank. The rows of a
+with SGD. Efficiency is the time of a step in one process over twice its time in two; "/ ideal"
+divides it by the schedule's ideal, M v / (M v + 1) for v stages per rank. Two processes share
+caches and memory also if they know nothing of each other: "1+1" is a step in one process beside a
+copy of it on the other core, and "of 1+1" takes that for the time of one process. The rows of a
 round follow each other, so that a machine that slows down slows all of them down. Needs two cores
 with nothing else to do; without torch its columns are empty.
 """
@@ -50,7 +52,7 @@ def main() -> None:
     libraries = ["ours", "torch"] if importlib.util.find_spec("torch") else ["ours"]
     print(f"{'schedule':<26}{'M':>4}  {'ideal':>5}", end="")
     for library in libraries:
-        print(f"{library + ': 1, 2 processes, s':>28}{'/ ideal':>9}", end="")
+        print(f"{library + ': 1, 1+1, 2, s':>28}{'/ ideal':>9}{'of 1+1':>8}", end="")
     print(flush=True)
     for row in SCHEDULES:
         for count in args.microbatches:
@@ -60,16 +62,19 @@ def main() -> None:
 def report(row: Row, count: int, libraries: list[str], rounds: int) -> None:
     """Prints one row: the medians over rounds in which the libraries take turns."""
     ideal = 1 / (1 + bubble(row, count))
-    times: dict[tuple[str, int], list[float]] = {}
+    kinds = {"one": (1, 1), "copies": (1, RANKS), "ranks": (RANKS, RANKS)}
+    times: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
         for library in libraries:
-            for processes in (1, RANKS):
-                seconds = step_seconds(library, row, count, processes)
-                times.setdefault((library, processes), []).append(seconds)
+            for kind, (job, processes) in kinds.items():
+                seconds = step_seconds(library, row, count, job, processes)
+                times.setdefault((library, kind), []).append(seconds)
     print(f"{row.name:<26}{count:>4}  {ideal:5.2f}", end="")
     for library in libraries:
-        one, two = (statistics.median(times[library, n]) for n in (1, RANKS))
-        print(f"{one:>20.3f}{two:>8.3f}{one / (RANKS * two) / ideal:>9.2f}", end="")
+        one, copies, ranks = (statistics.median(times[library, kind]) for kind in kinds)
+        print(f"{one:>14.3f}{copies:>7.3f}{ranks:>7.3f}", end="")
+        least = RANKS * ranks * ideal
+        print(f"{one / least:>9.2f}{copies / least:>8.2f}", end="")
     print(flush=True)
 
 
@@ -90,12 +95,12 @@ def build(row: Row, count: int) -> Any:
     return schedules.build(row.name, ranks=RANKS, microbatches=count, **options)
 
 
-def step_seconds(library: str, row: Row, count: int, processes: int) -> float:
-    """The median time of a step, in processes that are started for it."""
+def step_seconds(library: str, row: Row, count: int, job: int, processes: int) -> float:
+    """The median time of a step of `job` processes, or of copies of it, in so many processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    task = json.dumps([library, row, count, processes, port])
+    task = json.dumps([library, row, count, job, port])
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", str(rank), task],

@@ -1,4 +1,4 @@
-"""Gives XLA enough threads for groups of several emulated CPU devices.
+"""Counts the cores of a process, and gives XLA enough threads for several emulated CPU devices.
 
 A program on several devices that has started on one of them occupies a thread of XLA's pool while
 it waits for the others. If all threads wait, the programs that they wait for cannot start.
@@ -16,6 +16,13 @@ MIN_THREADS = 64
 def num_threads_for(num_devices: int) -> int:
     """Returns the number of threads with which groups of CPU devices never wait in a circle."""
     return max(MIN_THREADS, THREADS_PER_DEVICE * num_devices)
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux alone has it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def set_num_threads() -> None:

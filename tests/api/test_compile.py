@@ -58,7 +58,7 @@ def test_programs_have_the_flags_of_the_table_unless_options_are_given(monkeypat
     monkeypatch.setattr(jax, "jit", recording_jit)
     for given in (None, {}, {"xla_cpu_enable_fast_math": False}):
         pipeline(compiler_options=given).jit(lambda x: x)
-    assert seen == [{option: "True"}, None, {"xla_cpu_enable_fast_math": False}]
+    assert seen == [{option: "False"}, None, {"xla_cpu_enable_fast_math": False}]
 
 
 @pytest.mark.parametrize("engine", ["unpipelined", "scheduled", "circular"])

@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "equinox": {"api"},
     "kernels": {"_compat", "_lazy", "sharding"},
     "models": {"_compat", "kernels", "autodiff", "sharding"},
-    "xla": {"_input", "_lazy", "devices"},
+    "xla": {"_input", "_lazy", "_threads", "devices"},
     "cost": {"devices", "schedules"},
     "train": {
         "_compat",

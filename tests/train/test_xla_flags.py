@@ -104,7 +104,7 @@ def test_flags_are_probed(compile_step, capsys, monkeypatch):
     run = ["pipeline_engine=none", "per_device_batch_size=1", "--probe-flags", "--json"]
     assert main(["compile", *settings.split(), *run]) == 0
     groups = json.loads(capsys.readouterr().out)
-    assert [group["flags"] for group in groups] == ["none", "one thread", "concurrent order"]
+    assert [group["flags"] for group in groups] == ["none", "one thread", "memory order"]
     assert all(group["memory"]["peak_bytes"] > 0 for group in groups)
     assert groups[1]["options"] == {"xla_cpu_parallel_codegen_split_count": "1"}
 

@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 
-from ..._threads import num_threads_for
+from ..._threads import num_cores, num_threads_for
 
 _LIBRARIES_BYTES = 2.1e9
 """The address space of the libraries of a run on one device, as measured with jax 0.10.2."""
@@ -41,7 +41,7 @@ def _num_threads(num_emulated: int) -> int:
     nproc = os.environ.get("NPROC", "")
     if nproc.isdigit():
         return int(nproc)
-    return num_threads_for(num_emulated) if num_emulated else len(os.sched_getaffinity(0))
+    return num_threads_for(num_emulated) if num_emulated else num_cores()
 
 
 # Names and numbers of malloc.h.

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._compat import load_on_devices, partition_spec_of
-from ..._threads import num_threads_for
+from ..._threads import num_cores, num_threads_for
 from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, has_print
 from ..api._mesh import MpmdMesh, check_memory_kind, check_spec
 from ..ir._fingerprint import fingerprint
@@ -49,7 +49,7 @@ def check_threads(mesh: MpmdMesh) -> None:
     devices = [device for rank in mesh.local_ranks for device in mesh.unstack[rank].devices.flat]
     if len(devices) == len(mesh.local_ranks) or devices[0].platform != "cpu":
         return
-    threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    threads = int(os.environ.get("NPROC", num_cores()))
     if threads <= 2 * len(devices):
         raise ValueError(
             f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
@@ -88,7 +88,7 @@ def compile_code(
         known_spec = specs[buffer, rank]
         return known_spec() if callable(known_spec) else known_spec
 
-    with _ignore_unused_donations(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with _ignore_unused_donations(), ThreadPoolExecutor(num_cores()) as pool:
         compiler = _Compiler(mesh, pool, options)
         futures: dict[int, Future] = {}
         for index, instruction in enumerate(program.instructions):

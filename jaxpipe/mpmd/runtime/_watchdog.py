@@ -7,6 +7,7 @@ or if an item has failed because its peer is gone, the thread prints the reason 
 main thread raises it if it is in `wait`; otherwise the process ends. Peers notice, and end too.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -48,6 +49,7 @@ class Watchdog:
         incoming: Items that were dispatched since the last check.
         pending: Items that had not finished at the last check, oldest first.
         reasons: Why the step cannot finish; empty while it can.
+        waiting: Events of threads that wait for arrays, set when there is a reason.
     """
 
     timeout: float
@@ -58,6 +60,7 @@ class Watchdog:
     incoming: deque[PendingItem] = field(default_factory=deque)
     pending: list[PendingItem] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    waiting: list[threading.Event] = field(default_factory=list)
     raised: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -101,10 +104,17 @@ def resolve(item: PendingItem, arrays: Sequence[jax.Array]) -> None:
 
 def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
     """Waits for arrays like `jax.block_until_ready`, but raises if the step cannot finish."""
-    pause = 1e-5
-    while not watchdog.reasons and not _are_ready(arrays):
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+    if not _are_ready(arrays):
+        # A thread of its own waits, as looking a thousand times a second takes 2% of a core.
+        ended = threading.Event()
+        watchdog.waiting.append(ended)
+        thread = threading.Thread(target=_wait_and_set, args=(arrays, ended), daemon=True)
+        thread.start()
+        if not watchdog.reasons:
+            ended.wait()
+        watchdog.waiting.remove(ended)
+        if not watchdog.reasons:
+            thread.join()
     try:
         if not watchdog.reasons:
             jax.block_until_ready(arrays)
@@ -116,6 +126,13 @@ def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
             raise
     watchdog.raised.set()
     raise MpmdError(watchdog.reasons[0])
+
+
+def _wait_and_set(arrays: Sequence[jax.Array], ended: threading.Event) -> None:
+    """Sets an event when arrays are ready or have failed: whoever waits for it reads which."""
+    with contextlib.suppress(RuntimeError):
+        jax.block_until_ready(arrays)
+    ended.set()
 
 
 def has_pending_items(watchdog: Watchdog) -> bool:
@@ -178,6 +195,8 @@ def _poll(watchdog: Watchdog) -> str | None:
 
 def _report(watchdog: Watchdog, reason: str) -> None:
     watchdog.reasons.append(f"process {watchdog.process}: {reason}")
+    for ended in list(watchdog.waiting):
+        ended.set()
     print(f"jaxpipe: {watchdog.reasons[0]}", file=sys.stderr, flush=True)
 
 

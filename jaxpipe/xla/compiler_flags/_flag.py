@@ -4,11 +4,13 @@ import importlib.metadata
 import logging
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 import jax
+
+from ..._threads import num_cores
 
 _LOG = logging.getLogger("jaxpipe.xla")
 
@@ -25,6 +27,7 @@ class StepTraits:
     deterministic: bool = False  # whether results must be equal bit for bit in every run
     has_experts: bool = False  # whether a router sends tokens to experts
     sequence_parallel: bool = False  # whether `tensor` divides sequences between products
+    cores: int = field(default_factory=num_cores)  # that this process may use
     # Bytes of the whole weights of one layer in the dtype of computation; 0 if they are unknown.
     layer_bytes: int = 0
     # Which rows of the table may be set: "all", "quick" for those that do not make compilation

@@ -145,14 +145,15 @@ FLAGS: tuple[CompilerFlag, ...] = (
         ran_on_device=True,
     ),
     CompilerFlag(
-        "concurrent order",
+        "memory order",
         "xla_cpu_enable_concurrency_optimized_scheduler",
-        "True",
+        "False",
         "cpu",
-        "Orders instructions for concurrency, not for memory. Memory and collectives of a small "
-        "step are the same with it.",
+        "XLA:CPU orders instructions so that many can run at once. On a single core they take "
+        "turns, with the data of all of them in its caches.",
         _JAX,
-        never,
+        lambda traits: traits.program_per_rank and traits.cores == 1,
+        gain="interleaved 1F1B in two processes with a core each, M 8: 0.865 to 0.800 s",
         ran_on_device=True,
     ),
     CompilerFlag(
