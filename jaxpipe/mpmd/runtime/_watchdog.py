@@ -110,11 +110,13 @@ def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
         watchdog.waiting.append(ended)
         thread = threading.Thread(target=_wait_and_set, args=(arrays, ended), daemon=True)
         thread.start()
+        try:
+            if not watchdog.reasons:  # else nobody sets the event
+                ended.wait()
+        finally:
+            watchdog.waiting.remove(ended)
         if not watchdog.reasons:
-            ended.wait()
-        watchdog.waiting.remove(ended)
-        if not watchdog.reasons:
-            thread.join()
+            thread.join()  # it holds the arrays until then
     try:
         if not watchdog.reasons:
             jax.block_until_ready(arrays)
