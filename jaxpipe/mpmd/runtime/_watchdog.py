@@ -132,7 +132,7 @@ def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
 
 def _wait_and_set(arrays: Sequence[jax.Array], ended: threading.Event) -> None:
     """Sets an event when arrays are ready or have failed: whoever waits for it reads which."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(Exception):
         jax.block_until_ready(arrays)
     ended.set()
 
