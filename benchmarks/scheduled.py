@@ -147,22 +147,18 @@ def by_hand(function: Callable, microbatches: int, layer_spec: PartitionSpec) ->
     """Compiles a function of one device, with the rows of a shard."""
     mesh = jp.make_mesh({"stage": S, "fsdp": SHARDS})
     specs = {"embed": PartitionSpec(), "layers": layer_spec, "head": PartitionSpec()}
-    in_specs = specs, PartitionSpec("fsdp")
     mapped = jax.shard_map(
         partial(function, microbatches),
         mesh=mesh,
-        in_specs=in_specs,
+        in_specs=(specs, PartitionSpec("fsdp")),
         out_specs=(PartitionSpec(), specs),
         check_vma=False,
     )
-    args = tuple(
-        {
-            name: jax.device_put(x, NamedSharding(mesh, spec[name] if spec is specs else spec))
-            for name, x in tree.items()
-        }
-        for tree, spec in zip(numbers(microbatches), in_specs, strict=True)
-    )
-    return compile_row(jax.jit(mapped), args)
+    params, batch = numbers(microbatches)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params = jax.device_put(params, shardings)
+    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("fsdp")))
+    return compile_row(jax.jit(mapped), (params, batch))
 
 
 def pipelined(schedule: str, microbatches: int) -> Row:
