@@ -117,7 +117,10 @@ def numbers(microbatches: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     layers = dict.fromkeys(("q", "k", "v", "out"), (D, D)) | {"down": (F, D)}
     layers |= {"gate": (D, F), "up": (D, F)}
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32) / shape[-2] ** 0.5  # noqa: E731
+
+    def normal(*shape: int) -> Any:
+        return rng.normal(size=shape).astype(np.float32) / shape[-2] ** 0.5
+
     params = {
         "embed": normal(V, D),
         "layers": {name: normal(L, *shape) for name, shape in layers.items()}
