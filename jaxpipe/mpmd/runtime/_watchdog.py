@@ -197,9 +197,11 @@ def _poll(watchdog: Watchdog) -> str | None:
 
 def _report(watchdog: Watchdog, reason: str) -> None:
     watchdog.reasons.append(f"process {watchdog.process}: {reason}")
-    print(f"jaxpipe: {watchdog.reasons[0]}", file=sys.stderr, flush=True)
-    for ended in list(watchdog.waiting):
-        ended.set()
+    try:
+        print(f"jaxpipe: {watchdog.reasons[0]}", file=sys.stderr, flush=True)
+    finally:  # also without a stderr
+        for ended in list(watchdog.waiting):
+            ended.set()
 
 
 def _end_process(watchdog: Watchdog) -> None:
