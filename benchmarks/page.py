@@ -282,9 +282,9 @@ torch.distributed.pipelining, if torch is installed. 1.00 is what the schedule a
         ("jax", "jaxlib"),
         True,
         """\
-The work of a step of every engine, beside that of the same functions one after the other. That
-`circular` computes in its bubbles, too, is most of what it takes beyond the least; a zbv has 46
-ticks for the 22 of 1F1B, and at the end of each the last device keeps the others waiting.""",
+The work of a step of every engine, beside that of the same functions one after the other. What
+`circular` takes beyond the least is most of all that it computes in its bubbles, too. What a row
+takes more of time than of CPU time is waiting: at every tick all eight devices meet.""",
     ),
     "lora": Benchmark(
         "LoRA",

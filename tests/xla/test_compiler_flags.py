@@ -79,6 +79,14 @@ def test_a_flag_is_set_where_it_is_meant(row, options):
     assert default_options((row,), CPU) == options
 
 
+@pytest.mark.parametrize(("cores", "program_per_rank"), [(1, True), (2, True), (1, False)])
+def test_only_a_rank_with_one_core_orders_instructions_for_memory(cores, program_per_rank):
+    traits = StepTraits("cpu", "cpu", "mpmd", program_per_rank=program_per_rank, cores=cores)
+    option = "xla_cpu_enable_concurrency_optimized_scheduler"
+    options = default_options(FLAGS, traits)
+    assert options.get(option) == ("False" if (cores, program_per_rank) == (1, True) else None)
+
+
 def test_flags_that_another_compiler_refuses_are_left_out_with_a_line(caplog):
     real = flag(option="xla_cpu_enable_fast_math", value="False", accepted_by=("0.0.1",))
     assert default_options((real,), CPU) == {"xla_cpu_enable_fast_math": "False"}
