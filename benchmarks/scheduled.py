@@ -15,7 +15,6 @@ any row could take: "of the least" is what a row takes beyond that, and "CPU" th
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,9 +30,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from jaxpipe import schedules
 
-# `emulate_devices` sets 64 threads, for groups of several devices. One program does not need them,
-# and they slow the plain program most, which would flatter all other rows.
-os.environ.setdefault("NPROC", str(os.cpu_count()))
 jp.emulate_devices(8)
 
 S, SHARDS, ROWS, T = 4, 2, 4, 64  # ranks, devices of a rank, rows of a microbatch, tokens

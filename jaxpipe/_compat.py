@@ -81,7 +81,10 @@ def widest_cudnn_head() -> int:
 
     JAX asks the GPU of this process, not the one that is compiled for: 256 on Hopper and newer.
     """
-    is_new = devices_are_known() and fused_attention_stablehlo.check_compute_capability("9.0")
+    is_new = (
+        xla_bridge.backends_are_initialized()
+        and fused_attention_stablehlo.check_compute_capability("9.0")
+    )
     return 256 if is_new else 128
 
 
@@ -176,16 +179,6 @@ def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
     return discharge.discharge_state(closed, should_discharge=False)
-
-
-def devices_are_known() -> bool:
-    """Returns whether JAX has used a device: it then reads no more settings for them."""
-    return xla_bridge.backends_are_initialized()
-
-
-def cpu_devices_asked_for() -> int:
-    """Returns JAX's setting for the number of emulated CPU devices; -1 if it has none."""
-    return getattr(jax.config, "jax_num_cpu_devices", -1)
 
 
 def distributed_state() -> Any:

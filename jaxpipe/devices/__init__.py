@@ -15,3 +15,4 @@ from ._hardware import find_peak_tflops as find_peak_tflops
 from ._hardware import generation_of as generation_of
 from ._hardware import hardware as hardware
 from ._host import host_bytes as host_bytes
+from ._host import num_cores as num_cores

@@ -1,4 +1,4 @@
-"""The memory of the host that this process may use."""
+"""The memory and the cores of the host that this process may use."""
 
 import os
 import resource
@@ -16,3 +16,10 @@ def host_bytes() -> int:
     if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdigit():
         limits.append(int(text))
     return min(limits)
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux alone has it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -7,9 +7,6 @@ Functions and classes that JaxPP also has keep JaxPP's names; all of JaxPP's nam
 import typing
 
 from .. import _lazy
-from .._threads import set_num_threads as _set_num_threads
-
-_set_num_threads()
 
 if typing.TYPE_CHECKING:
     from ..compat.jaxpp import BaseSchedule as BaseSchedule

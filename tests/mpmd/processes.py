@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpipe.cli.process import emulation_environment
+from jaxpipe.cli.process import emulation_flags
 from quick import ENVIRONMENT
 
 
@@ -53,8 +53,8 @@ def run_processes(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    emulated = emulation_environment(devices, ENVIRONMENT)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **emulated}
+    flags = emulation_flags(devices, ENVIRONMENT["XLA_FLAGS"])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     began = time.monotonic()
     running = [
         subprocess.Popen(

@@ -4,7 +4,6 @@ import functools
 import io
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -353,13 +352,3 @@ def test_a_run_in_files_goes_on_with_another_engine_and_back(tmp_path, weight_dt
     whole, _ = history(shards | ZBV | {"steps": 4, "run_name": "whole"})
     tolerance = 1e-5 if weight_dtype == "float32" else 1e-2
     np.testing.assert_allclose(first + second + third + fourth, whole, rtol=tolerance)
-
-
-def test_too_few_threads_are_named_before_a_run_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("NPROC", "2")
-    settings = TINY | MPMD | {"ici_fsdp_parallelism": 4, "output_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="Groups have several CPU devices, 8 in this process"):
-        train(Config.model_validate(settings))
-    assert [*tmp_path.iterdir()] == []

@@ -6,7 +6,7 @@ It also says where compiled programs are kept, and what libraries may log.
 from ._compile_cache import use_compile_cache as use_compile_cache
 from ._compile_cache import user_cache_folder as user_cache_folder
 from ._emulate import emulate_devices as emulate_devices
-from ._emulate import emulation_environment as emulation_environment
+from ._emulate import emulation_flags as emulation_flags
 from ._errors import USER_ERROR as USER_ERROR
 from ._errors import hide_logged_tracebacks as hide_logged_tracebacks
 from ._errors import report_error as report_error

@@ -2,9 +2,6 @@
 
 import gc
 import os
-from collections.abc import Mapping
-
-from ..._threads import num_threads_for
 
 # Emulated devices outnumber cores. XLA:CPU's concurrency-optimised scheduler then starts
 # collectives in an order that can starve one of its participants, and 40 s (the default) is not
@@ -16,13 +13,11 @@ _FLAGS = {
 }
 
 
-def emulation_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns `XLA_FLAGS` and `NPROC` for emulated devices; flags of `environment` win."""
+def emulation_flags(num_devices: int, old: str) -> str:
+    """Returns `XLA_FLAGS` for emulated devices, of which those of `old` win."""
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
-    old = environment.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in old]
-    threads = environment.get("NPROC", str(num_threads_for(num_devices)))
-    return {"XLA_FLAGS": " ".join([old, *added]).strip(), "NPROC": threads}
+    return " ".join([old, *added]).strip()
 
 
 def emulate_devices(num_devices: int) -> None:
@@ -46,9 +41,9 @@ def emulate_devices(num_devices: int) -> None:
         >>> jax.device_count()
         8
     """
-    environment = dict(os.environ)
-    is_given = "xla_force_host_platform_device_count" in environment.get("XLA_FLAGS", "")
-    os.environ |= emulation_environment(num_devices, environment)
+    old = os.environ.get("XLA_FLAGS")
+    is_given = "xla_force_host_platform_device_count" in (old or "")
+    os.environ["XLA_FLAGS"] = emulation_flags(num_devices, old or "")
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")
@@ -60,9 +55,8 @@ def emulate_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
         seen = len(jax.local_devices(backend="cpu"))
     if seen != num_devices:
-        for name in ("XLA_FLAGS", "NPROC"):
-            os.environ.pop(name, None)
-            os.environ |= {name: environment[name]} if name in environment else {}
+        os.environ.pop("XLA_FLAGS")
+        os.environ |= {} if old is None else {"XLA_FLAGS": old}
         raise ValueError(
             f"`emulate_devices` is {num_devices}, but JAX sees {seen} CPU devices: it has arrays "
             "or other devices already, or `XLA_FLAGS` asks for another number. Emulate before "

@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 
-from ..._threads import num_cores, num_threads_for
+from ...devices import num_cores
 
 _LIBRARIES_BYTES = 2.1e9
 """The address space of the libraries of a run on one device, as measured with jax 0.10.2."""
@@ -39,9 +39,7 @@ def check_address_space(num_emulated: int = 0) -> None:
 
 def _num_threads(num_emulated: int) -> int:
     nproc = os.environ.get("NPROC", "")
-    if nproc.isdigit():
-        return int(nproc)
-    return num_threads_for(num_emulated) if num_emulated else num_cores()
+    return max(int(nproc) if nproc.isdigit() else num_cores(), num_emulated)
 
 
 # Names and numbers of malloc.h.

@@ -30,7 +30,7 @@ from ..ir._program import (
     check,
 )
 from ..passes import LOWERING
-from ..runtime._compile import check_threads, compile_code
+from ..runtime._compile import compile_code
 from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
 from ..runtime._session import CompileHandshake, Session, open_session
 from ..runtime._transfers import channel_layouts
@@ -138,7 +138,6 @@ class Lowered:
     def compile(self) -> "Compiled":
         """Compiles every program that this process runs. Collective: every process must call it."""
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
-        check_threads(mesh)
         session = handshake = None
         if jax.process_count() > 1:
             session = open_session(traced.settings.timeout)

@@ -1,6 +1,5 @@
 """Compiles and executes the instructions of a step, and moves arrays between ranks."""
 
-from ._compile import check_threads as check_threads
 from ._rendezvous import Transport as Transport
 from ._rendezvous import check_agreement as check_agreement
 from ._rendezvous import check_same_program as check_same_program

@@ -6,7 +6,6 @@ single device, no program waits.
 """
 
 import ctypes
-import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._compat import load_on_devices, partition_spec_of
-from ..._threads import num_cores, num_threads_for
+from ...devices import num_cores
 from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, has_print
 from ..api._mesh import MpmdMesh, check_memory_kind, check_spec
 from ..ir._fingerprint import fingerprint
@@ -39,25 +38,6 @@ class Executables:
 
     programs: Mapping[int, Callable[..., Any]]
     specs: Mapping[RankBuffer, P]
-
-
-def check_threads(mesh: MpmdMesh) -> None:
-    """Checks that XLA has more threads than CPU devices that wait for each other.
-
-    Importing `jaxpipe.mpmd` sets `NPROC` accordingly, unless JAX has used its devices before.
-    """
-    devices = [device for rank in mesh.local_ranks for device in mesh.unstack[rank].devices.flat]
-    if len(devices) == len(mesh.local_ranks) or devices[0].platform != "cpu":
-        return
-    threads = int(os.environ.get("NPROC", num_cores()))
-    if threads <= 2 * len(devices):
-        raise ValueError(
-            f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
-            f"{threads} threads, which can all come to wait for each other. Set "
-            f"NPROC={num_threads_for(len(devices))} before JAX first uses a device, import "
-            "`jaxpipe.mpmd` before that and after the number of devices is set, or call "
-            "`jaxpipe.emulate_devices`."
-        )
 
 
 def compile_code(

@@ -36,7 +36,6 @@ from ..runtime._stop import StopRequests, TerminatedError, check_step
 from ..sampling._in_training import SampleState, make_sample_state
 from ..sampling._prompts import printable
 from ..step._evaluate import Evaluate, make_evaluate
-from ..step._mpmd import check_mpmd_threads
 from ..step._state import TrainState
 from ..step._step import mesh_context, stored_shardings
 from . import _resume
@@ -77,7 +76,6 @@ def train(
     trackers = load_trackers(config.tracker_names)
     setup = set_up(config, jax.devices())
     check_fits(setup.step)
-    check_mpmd_threads(setup.step)
     data = make_data(config, setup.batch)
     watch = StepWatch(config.step_timeout_minutes)
     evaluate = make_evaluate(setup.step, config, data.evaluation, watch.record_progress)

@@ -17,7 +17,6 @@ from ... import mpmd, schedules
 from ...models.weights import weight_shapes
 from ...mpmd import api as mpmd_api
 from ...mpmd import profiling
-from ...mpmd.runtime import check_threads
 from ..plan._optimizer import make_optimizer
 from ..plan._setup import StepPlan
 from ..plan._weight_plan import StatePlan, WeightPlan
@@ -26,12 +25,6 @@ from ._optimizer_state import init_optimizer_state, reads_weights
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
 from ._state import TrainState, init_boundary, init_layers, state_shapes, state_shardings
-
-
-def check_mpmd_threads(plan: StepPlan) -> None:
-    """Raises a `ValueError` if devices of one rank could wait for each other without end."""
-    if plan.state.weights.per_stage:
-        check_threads(mpmd_mesh(plan.state.weights))
 
 
 def make_mpmd_train_step(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from ..._threads import num_cores
+from ...devices import num_cores
 
 _LOG = logging.getLogger("jaxpipe.xla")
 
