@@ -116,6 +116,27 @@ def test_a_sum_is_made_early_where_it_is_smaller_than_what_it_adds_up():
     assert residuals(halves) == [((), "float32")] and names(halves.second) == []
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_equal_bytes_those_are_residuals_from_which_least_is_computed_again(dtype: Any):
+    """As a gated MLP: the gradients of its weights read what those of its input have computed."""
+
+    def f(gate, up, dy):
+        share = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
+        dgate, dup = dy * up * share, dy * gate * share
+        late = jnp.sort(gate * share * up), jnp.sort(dgate), jnp.sort(dup)
+        return dgate @ matrix.astype(dtype) + dup @ matrix.astype(dtype), *late
+
+    program = to_graph(jax.make_jaxpr(f)(*[jnp.ones(n, dtype)] * 3))
+    halves = partition(program, (True, False, False, False), ["dead"] * 3)
+    assert names(halves.second) == ["sort", "sort", "sort"]
+    assert residuals(halves) == [((n,), jnp.dtype(dtype).name)] * 3
+
+
+def test_what_the_second_half_alone_needs_is_computed_there_if_it_keeps_no_more():
+    halves = divided(lambda x: (jnp.cumsum(x), jnp.sort(jnp.sin(x))), x, kind="dead")
+    assert names(halves.first) == ["cumsum"] and names(halves.second) == ["sin", "sort"]
+
+
 def test_what_is_computed_from_recomputable_inputs_is_no_residual():
     def f(w, x):
         cast = jnp.transpose(w.astype(jnp.bfloat16)).astype(jnp.float32)

@@ -36,6 +36,7 @@ from ..graph import (
     Var,
     bind,
     free_variables,
+    is_cast,
     is_cheap,
     is_light,
     is_move,
@@ -176,14 +177,23 @@ def _cut(
         v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }
     parents |= dict.fromkeys(recomputable, ())
-    moved = {v for eqn in (*filter(is_move, first), *early) for v in eqn.outputs}
+    moves = [eqn for eqn in (*first, *early) if is_move(eqn) and not is_cast(eqn)]
+    moved = {value for eqn in moves for value in eqn.outputs}
 
     def cost(value: Var) -> int:
         # Of two values with equal bytes, prefers an input, which is kept already, and then the
-        # one that is computed first.
+        # one whose layout is as it was computed.
         return 3 * value.num_bytes + (value not in saved) + (value in moved) or 1
 
-    return minimal_cut(needs, parents, cost)
+    kept = dict.fromkeys(minimal_cut(needs, parents, cost))
+    # What only the second half needs is computed there, if it keeps no more bytes for it.
+    for eqn in reversed([eqn for eqn in early if is_cheap(eqn) and not is_move(eqn)]):
+        freed = [value for value in eqn.outputs if value in kept]
+        inputs = dict.fromkeys(variables(eqn.inputs))
+        missing = [value for value in inputs if value not in kept and value not in recomputable]
+        if freed and sum(v.num_bytes for v in missing) <= sum(v.num_bytes for v in freed):
+            kept = dict.fromkeys([*(v for v in kept if v not in freed), *missing])
+    return list(kept)
 
 
 def _leading_to(
