@@ -127,7 +127,8 @@ def test_of_equal_bytes_those_are_residuals_from_which_least_is_computed_again(d
         return dgate @ matrix.astype(dtype) + dup @ matrix.astype(dtype), *late
 
     program = to_graph(jax.make_jaxpr(f)(*[jnp.ones(n, dtype)] * 3))
-    halves = partition(program, (True, False, False, False), ["dead"] * 3)
+    kinds: list[InputKind] = ["dead"] * 3
+    halves = partition(program, (True, False, False, False), kinds)
     assert names(halves.second) == ["sort", "sort", "sort"]
     assert residuals(halves) == [((n,), jnp.dtype(dtype).name)] * 3
 
