@@ -1,15 +1,18 @@
 """The engine `scheduled`: what its program holds and computes, and what it refuses."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Var
 
 from harness.contract import Row, check_result, make_case, plain, reference, run_ticks, ticks_of
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import StagedModel
+from jaxpipe.ir.graph import all_equations
 from jaxpipe.schedules import language, lock_step
 from jaxpipe.spmd.scheduled_engine import scheduled_value, scheduled_value_and_grad
 
@@ -73,6 +76,32 @@ def test_dualpipe_exchanges_weights_once_and_gradients_once():
     text = compiled("dualpipe", 8).as_text()
     assert text.count(" collective-permute(") == 2 + 2 + 1 + 1
     assert compiled("1f1b", 8).as_text().count(" collective-permute(") == 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zbv"])
+def test_buffers_that_a_branch_changes_have_one_reader(name: str):
+    """XLA:TPU moves a second one into the branches, which then return a copy of the buffer."""
+    chunks = 2 if name == "zbv" else 1
+    weights, batch_inputs, model = identity(8, chunks=chunks)
+    stage = lambda w, x, batch_inputs, rng: (jnp.tanh(x @ jnp.diag(w["scale"])), {})  # noqa: E731
+    model = StagedModel(model.embed, stage, model.loss)
+    mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+    ticks = lock_step.to_lock_step(schedules.build(name, ranks=S, microbatches=8))
+    run = functools.partial(scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
+    loops = [
+        eqn.params["jaxpr"].jaxpr
+        for eqn in all_equations(jax.make_jaxpr(run)(weights, batch_inputs))
+        if eqn.primitive.name == "scan"
+    ]
+    num_buffers = 0
+    for loop in loops:
+        readers = Counter(v for eqn in loop.eqns for v in eqn.invars if isinstance(v, Var))
+        readers.update(v for v in loop.outvars if isinstance(v, Var))
+        changed = [v for eqn in loop.eqns if eqn.primitive.name == "cond" for v in eqn.outvars]
+        buffers = [v for v in changed if v.aval.shape[1:] == (256, D)]
+        num_buffers += len(buffers)
+        assert {readers[buffer] for buffer in buffers} <= {1}
+    assert num_buffers
 
 
 def test_an_idle_rank_computes_nothing():

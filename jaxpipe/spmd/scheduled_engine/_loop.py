@@ -400,9 +400,7 @@ def _tick_forward(
         (changed, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
-    # Or XLA moves what reads a buffer into the branches, which then return it twice. One by one: a
-    # barrier for all would make them vary over the same axes.
-    on_device = jax.tree.map(lax.optimization_barrier, on_device)
+    on_device = _keep_readers_out(on_device)
     for microbatch in row.loss_microbatches:
         totals, outputs = loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
@@ -453,7 +451,7 @@ def _tick_backward(
     totals = totals._replace(weight_state=weight_state)
     buffers = buffers._replace(
         cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
-        wgrad_residuals=wgrad_residuals,
+        wgrad_residuals=_keep_readers_out(wgrad_residuals),
         past_cotangents=_past.add_past_cotangents(
             invariants.past, buffers.past_cotangents, outputs.past, work
         ),
@@ -464,6 +462,14 @@ def _tick_backward(
         run_weight = partial(weight, invariants, row.weight, fetched)
         totals = _run_adding(tables.weight, row.weight, run_weight, totals, apart=apart)
     return TickCarry(buffers, totals)
+
+
+def _keep_readers_out(buffers: PyTree) -> PyTree:
+    """Returns buffers that a conditional changes in place, for readers after it."""
+    # Or XLA moves what reads a buffer into the branches, which then return it twice: it copied what
+    # I leaves for W three times in a tick, a fifth of a step (libtpu 0.0.48.1).
+    # One by one: a barrier for all would make them vary over the same axes.
+    return jax.tree.map(lax.optimization_barrier, buffers)
 
 
 def _run_adding(
