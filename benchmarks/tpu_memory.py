@@ -38,6 +38,7 @@ LAYERS = BOTH | {"set_remat_policy_on_pipeline_iterations": False}
 DELAYED = {"pipeline_delay_activation_forwarding": True}
 PER_LAYER = {"pipeline_fsdp_ag_per_layer": True}
 ONE_F_ONE_B = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+ZB_H1 = ONE_F_ONE_B | {"pipeline_schedule": "zero_bubble_h1"}
 LOOPED_BFS = ONE_F_ONE_B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
 ZERO_1 = {
     "ici_data_parallelism": 2,
@@ -87,6 +88,7 @@ ROWS: dict[str, tuple[dict, str, str]] = {
     "1F1B once": (TWO_RANKS | ONCE | LAYERS | ONE_F_ONE_B, "none", "44000 3.42 s | all 20"),
     "1F1B once, both": (TWO_RANKS | ONCE | BOTH | ONE_F_ONE_B, "none", ""),
     "1F1B per layer": (TWO_RANKS | PER_LAYER | LAYERS | ONE_F_ONE_B, "none", "33600 3.38 s"),
+    "ZB-H1 per layer": (TWO_RANKS | PER_LAYER | LAYERS | ZB_H1, "none", ""),
     "1F1B per layer, both": (TWO_RANKS | PER_LAYER | BOTH | ONE_F_ONE_B, "none", ""),
     "BFS windows": (
         TWO_RANKS | PER_REPEAT | BOTH | LOOPED_BFS,
