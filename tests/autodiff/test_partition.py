@@ -138,6 +138,48 @@ def test_what_the_second_half_alone_needs_is_computed_there_if_it_keeps_no_more(
     assert names(halves.first) == ["cumsum"] and names(halves.second) == ["sin", "sort"]
 
 
+def test_what_another_residual_needs_is_not_computed_twice():
+    def f(x, y):
+        a = jnp.cumsum(x)
+        u = jnp.sin(a)
+        return jnp.cumsum(a), jnp.sort(u), jnp.sum(u * y)
+
+    halves = divided(f, x, y, first=(True, False, False), kind="dead")
+    assert names(halves.second) == ["sort"] and len(residuals(halves)) == 2
+
+
+def test_residuals_that_are_returned_anyway_are_taken_as_they_are_returned():
+    wide = jnp.arange(12.0).reshape(3, n)
+
+    def branch(*moves: Callable) -> Callable:
+        def of(x):
+            a = jnp.cumsum(x, 0)
+            late = a
+            for move in moves:
+                late = move(late)
+            return jnp.cumsum(a, 0), jnp.sort(late.ravel())
+
+        return of
+
+    def choice(x):
+        turned = branch(jnp.transpose, jnp.sin)
+        return lax.cond(x[0, 0] < 1, branch(), turned, x)
+
+    halves = divided(choice, wide, kind="dead")
+    assert residuals(halves) == [((3, n), "float32"), ((), "bool")]
+
+    def loop(xs):
+        def turn(carry, x):
+            a = jnp.cumsum(x + carry, 0)
+            return jnp.sum(a), (a, jnp.sort(jnp.sin(a.T), 0))
+
+        carry, (a, late) = lax.scan(turn, 0.0, xs)
+        return carry, jnp.cumsum(a, 0), late, jnp.sort(a, 0)
+
+    halves = divided(loop, wide[None], first=(True, True, False, False), kind="dead")
+    assert residuals(halves) == [((1, 3, n), "float32")]
+
+
 def test_what_is_computed_from_recomputable_inputs_is_no_residual():
     def f(w, x):
         cast = jnp.transpose(w.astype(jnp.bfloat16)).astype(jnp.float32)

@@ -109,7 +109,8 @@ def partition_eqns(
     needs = [value for value in free_variables(late, other_outputs) if value not in deferred]
 
     cheap = [eqn for eqn in first if is_cheap(eqn)]
-    chosen = _cut(cheap, early, needs, recomputable, by_kind["saved"])
+    kept_anyway = by_kind["saved"].union(variables(select(program.outputs, wanted)))
+    chosen = _cut(cheap, early, needs, recomputable, kept_anyway)
     moved = _leading_to(chosen, early)
     late_inputs = _leading_to(needs, [*cheap, *early], available=chosen)
     residuals = [value for value in chosen if value not in by_kind["saved"]]
@@ -168,7 +169,7 @@ def _cut(
     early: Sequence[Eqn],
     needs: Sequence[Var],
     recomputable: set[Var],
-    saved: set[Var],
+    kept_anyway: set[Var],
 ) -> list[Var]:
     """Returns the values with the fewest bytes that the second half must have."""
     # From these values, cheap equations of the first half and early equations of the second compute
@@ -181,19 +182,22 @@ def _cut(
     moved = {value for eqn in moves for value in eqn.outputs}
 
     def cost(value: Var) -> int:
-        # Of two values with equal bytes, prefers an input, which is kept already, and then the
-        # one whose layout is as it was computed.
-        return 3 * value.num_bytes + (value not in saved) + (value in moved) or 1
+        # Of two values with equal bytes, prefers an input or an output of the first half, and then
+        # the one whose layout is as it was computed.
+        return 3 * value.num_bytes + (value not in kept_anyway) + (value in moved) or 1
 
-    kept = dict.fromkeys(minimal_cut(needs, parents, cost))
+    kept = minimal_cut(needs, parents, cost)
     # What only the second half needs is computed there, if it keeps no more bytes for it.
-    for eqn in reversed([eqn for eqn in early if is_cheap(eqn) and not is_move(eqn)]):
-        freed = [value for value in eqn.outputs if value in kept]
+    for eqn in reversed([eqn for eqn in early if is_cheap(eqn)]):
+        freed = [value for value in kept if value in eqn.outputs]
+        others = [value for value in kept if value not in freed]
+        if not freed or eqn in _leading_to(others, early):
+            continue
         inputs = dict.fromkeys(variables(eqn.inputs))
-        missing = [value for value in inputs if value not in kept and value not in recomputable]
-        if freed and sum(v.num_bytes for v in missing) <= sum(v.num_bytes for v in freed):
-            kept = dict.fromkeys([*(v for v in kept if v not in freed), *missing])
-    return list(kept)
+        missing = [value for value in inputs if value not in others and value not in recomputable]
+        if sum(v.num_bytes for v in missing) <= sum(v.num_bytes for v in freed):
+            kept = [*others, *missing]
+    return kept
 
 
 def _leading_to(
