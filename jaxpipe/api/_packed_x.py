@@ -177,11 +177,12 @@ def _check_has_rows(x: PyTree, count: int, maker: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if leaf.shape[:1] != (count,) or is_key:
+            of_row = "a.shape[1:]" if leaf.shape[:1] == (1,) else "a.shape"
             raise ValueError(
                 f"Layers change x, and x{jax.tree_util.keystr(path)}, which {maker} returns, is "
                 f"{leaf.dtype.name}{list(leaf.shape)} in a microbatch of {count} rows. Then all "
                 "leaves are arrays of numbers [rows, ...]: repeat it for every row, as by "
-                "`jnp.broadcast_to(a, (x.shape[0], *a.shape))`, or give it as a parameter or a "
+                f"`jnp.broadcast_to(a, (x.shape[0], *{of_row}))`, or give it as a parameter or a "
                 "leaf of `batch`. A scalar that the loss alone reads is one of each row, such as "
                 "a mean over all other dims."
             )

@@ -292,13 +292,16 @@ def test_what_cannot_change_is_refused_by_name():
     ):
         pipe.check(params | {"layers": {"block": layers}}, batch)
 
-    def counting(w: Any, x: Any, batch: Any) -> Any:
-        return [*x, jnp.ones((3,))]
+    for shape, remedy in ((3,), r"\*a\.shape\)"), ((1, 3), r"\*a\.shape\[1:\]\)"):
 
-    counted = replace(model, layer=kinds | {"block_0": counting})
-    pipe = jp.pipeline(counted, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
-    with pytest.raises(ValueError, match=r"returns, is float32\[3\] in a .* repeat it"):
-        pipe.check(params, batch)
+        def counting(w: Any, x: Any, batch: Any, shape: tuple[int, ...] = shape) -> Any:
+            return [*x, jnp.ones(shape)]
+
+        counted = replace(model, layer=kinds | {"block_0": counting})
+        pipe = jp.pipeline(counted, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
+        is_told = rf"returns, is float32\[.*3\] in a .* repeat it for every row.*{remedy}"
+        with pytest.raises(ValueError, match=is_told):
+            pipe.check(params, batch)
 
 
 def test_rows_are_told_from_what_has_as_many_entries_by_chance():
