@@ -1,5 +1,6 @@
 """Layers that return another x than they are given: U-Nets, and blocks that read all before."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -299,7 +300,7 @@ def test_what_cannot_change_is_refused_by_name():
 
         counted = replace(model, layer=kinds | {"block_0": counting})
         pipe = jp.pipeline(counted, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
-        is_told = rf"returns, is float32\[.*3\] in a .* repeat it for every row.*{remedy}"
+        is_told = rf"returns, is float32{re.escape(str([*shape]))} in a .* repeat it.*{remedy}"
         with pytest.raises(ValueError, match=is_told):
             pipe.check(params, batch)
 

@@ -55,8 +55,10 @@ def emulate_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
         seen = len(jax.local_devices(backend="cpu"))
     if seen != num_devices:
-        os.environ.pop("XLA_FLAGS")
-        os.environ |= {} if old is None else {"XLA_FLAGS": old}
+        if old is None:
+            del os.environ["XLA_FLAGS"]
+        else:
+            os.environ["XLA_FLAGS"] = old
         raise ValueError(
             f"`emulate_devices` is {num_devices}, but JAX sees {seen} CPU devices: it has arrays "
             "or other devices already, or `XLA_FLAGS` asks for another number. Emulate before "
